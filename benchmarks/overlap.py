@@ -118,11 +118,10 @@ def cases() -> dict[str, Case]:
         num_experts_per_tok=2, moe_intermediate_size=1024, decoder_sparse_step=1, mlp_only_layers=[],
         output_router_logits=False,
     )  # fmt: skip
-    # Collectives of the embedding, of the head and of the ends of the pass have no computation beside them, so a model
-    # with few layers or a small vocabulary hides a smaller share of its communication than real ones.
+    # The two halves are joined after all layers, so more than 3 layers hide more communication, as in a real model.
     dense = Qwen3Config(
-        **common | {"vocab_size": 8192}, hidden_size=2048, num_attention_heads=32, num_key_value_heads=32,
-        num_hidden_layers=10, intermediate_size=4096,
+        **common, hidden_size=2048, num_attention_heads=32, num_key_value_heads=32, num_hidden_layers=6,
+        intermediate_size=4096,
     )  # fmt: skip
     exchanged = Case(
         moe, 16, 256,
@@ -143,7 +142,7 @@ def cases() -> dict[str, Case]:
             {
                 "serial": tensor,
                 "half-batch": replaced(tensor, half_batch=True),
-                "chunks 4": replaced(tensor, tp_chunks=4),
+                **{f"chunks {n}": replaced(tensor, tp_chunks=n) for n in (4, 8)},
             },
             (700, 900), 1.25,
         ),

@@ -1,4 +1,4 @@
-"""Predictions for the training runs in a CSV: step time, memory, cost terms, an interval, and assumptions."""
+"""Predictions for the training runs in a CSV: step time with its interval, memory, cost terms, assumptions."""
 
 from __future__ import annotations
 

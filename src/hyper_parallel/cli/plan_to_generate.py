@@ -30,8 +30,10 @@ def plan_to_generate(
 ) -> None:
     """Print the layout with the fastest generation, for the options of the `plan` command.
 
+    Texts are wrapped to `width` columns.
+
     Raises:
-        BadValue: HP102 for an unknown purpose, or without a model.
+        BadValue: HP102 without a model.
         Contradiction: HP104 for an option that applies to `--for train` only.
     """
     chosen = ctx.params

@@ -501,7 +501,10 @@ def _drop(merged: dict[_Key, tuple[Any, str]], key: _Key) -> None:
 
 
 def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any]) -> None:
-    """Remove values of earlier layers that this layer replaces by an alternative key or by another stage."""
+    """Remove values of earlier layers that are void with the values of `layer`.
+
+    These are the other key of a pair in `_ALTERNATIVES`, and `_OF_STAGES` if `layer` changes to a preference stage.
+    """
 
     def is_set(key: _Key) -> bool:
         return layer.get(key) not in (None, _UNSET)

@@ -65,9 +65,9 @@ def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) ->
         return best
     if limit_s < float("inf"):
         raise BudgetImpossible(
-            f"no memory plan within {format_bytes(budget)} is faster than the given time limit",
-            got=f"{budget} bytes",
-            hint="raise the budget",
+            f"no memory plan within {format_bytes(budget)} takes at most {limit_s:.4g} s per step",
+            got=f"budget {budget} bytes, time limit {limit_s:.4g} s",
+            hint="raise the budget or the time limit",
         )
     return _fallback_within_budget(search, budget, finish)
 

@@ -1,4 +1,4 @@
-"""Rounding of the fractions of the linear program to whole storages to offload and recompute.
+"""Rounding of the solution of `residency_lp`: fractions of storages become whole storages to offload or recompute.
 
 A position is an index in the order of the operators. The linear program has rows for a sample of the positions only.
 """

@@ -156,7 +156,9 @@ class Copied:
 
 
 class ProgramClock:
-    """Simulated clock of one step, advanced action by action. Without a machine, no action copies.
+    """Simulated clock of one step, advanced action by action.
+
+    Without a machine, the clock is for programs whose actions include no copies.
 
     Attributes:
         wait_s: Seconds that the compute lane waited for copies.

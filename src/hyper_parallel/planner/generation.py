@@ -226,7 +226,10 @@ def _with_devices(pricer: GenerationPricer, num_devices: int) -> GenerationPrice
 
 
 def _no_legal_layout_error(pricer: GenerationPricer, ruled_out: Counter[str]) -> NoLegalStrategy:
-    """Return the error if no layout is legal; its hint is the largest smaller number of devices with a legal layout."""
+    """Return the error if no layout is legal; `ruled_out` is the number of layouts by reason.
+
+    The hint is the largest number of devices, below that of the request, with a legal layout.
+    """
     r = pricer.request
     near = next(
         n

@@ -178,7 +178,7 @@ def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> T
             where=type(model).__name__,
             got=type(out).__name__ if logits is None else f"logits {tuple(logits.shape)}",
             allowed="logits of shape [batch, sequence, vocabulary], from a model without an encoder",
-            hint='over="output"',
+            hint='forward_backward(model, microbatches, objective=..., over="output")',
         )
     flat = targets.to(logits.device).reshape(-1)
     return -cross_entropy(None, logits, flat, summed=False).view(targets.shape)
@@ -198,7 +198,7 @@ def _own_logits(
         raise NoLoss(
             "token log-probabilities need a causal language model",
             where=type(model).__name__,
-            hint='over="output"',
+            hint='forward_backward(model, microbatches, objective=..., over="output")',
         )
     index = targets.new_empty(0)
 
@@ -228,7 +228,7 @@ def _intercepted(
         raise NoLoss(
             "the model's forward does not call its `loss_function`, so its loss cannot be summed over ranks",
             where=type(model).__name__,
-            hint='over="output"',
+            hint='forward_backward(model, microbatches, objective=..., over="output")',
         )
     loss: Tensor = out.loss
     return loss

@@ -11,7 +11,10 @@ from hyper_parallel.backends.torch.weights.shard_ranges import local
 
 
 def divide_gradients(params: Sequence[nn.Parameter], holders: int) -> None:
-    """Divide gradients that earlier steps have summed over `holders` ranks, before the next sum adds them up again."""
+    """Divide accumulated gradients by `holders`, the number of ranks that hold the parameters.
+
+    Earlier calls of `forward_backward` have summed these gradients over the ranks; the next sum would count them again.
+    """
     for p in params:
         if p.grad is not None:
             local(p.grad).div_(holders)

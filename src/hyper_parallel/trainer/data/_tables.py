@@ -323,7 +323,7 @@ def refuse_outside(file: Path, folder: Path) -> None:
             where=str(file),
             got=str(target),
             allowed="links to files in the folder",
-            hint=f"data.source={target}, if you mean to read it",
+            hint=shlex.join(["cp", "--remove-destination", str(target), str(file)]),
         )
     if not file.exists():
         raise NoData(

@@ -46,8 +46,8 @@ def take_media(
     """Return the turns with internal marks for images and recordings, and these items in the order of the marks.
 
     Raises:
-        NoData: HP602 when the numbers of items and placeholders differ, an answer contains an item, or a file is not in
-            the media folder.
+        NoData: HP602 when the numbers of items and placeholders differ, items are both in content parts and in a
+            column, an answer contains an item, or a file is not in the media folder.
     """
     inline = [reference for turn in turns for reference in turn.get(REFERENCES, ())]
     turns = [{key: value for key, value in t.items() if key != REFERENCES} for t in turns]
@@ -62,11 +62,16 @@ def take_media(
             ]
         references[kind.name] = own if in_parts else listed
         num_marks = sum(turn["content"].count(kind.mark) for turn in turns)
+        num_items = len(listed) or sum(map(bool, own))
+        if in_parts and (listed or not all(own)):
+            what = f"{kind.argument} are given both in content parts and in a column, or not in every part"
+        else:
+            what = f"the record has {num_items} {kind.argument} and {num_marks} placeholders for them"
         if num_marks != len(references[kind.name]) or (in_parts and (listed or not all(own))):
             raise BadMedia(
-                f"a record has a different number of {kind.argument} than its turns have placeholders for them",
+                what,
                 where=where,
-                got=f"{len(listed) or sum(map(bool, own))} {kind.argument}, {num_marks} placeholders",
+                got=f"{num_items} {kind.argument}, {num_marks} placeholders",
                 allowed=f"one `{kind.text_mark}` in the texts, or one part of type {kind.name}, for each",
                 hint=_SKIP,
             )

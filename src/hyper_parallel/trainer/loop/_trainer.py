@@ -122,7 +122,10 @@ class Engine(Protocol):
         """
 
     def evaluate(self, batches: Batches | StreamBatches) -> tuple[Any, ...]:
-        """Evaluate the first step of `batches`; return an `EvalResult` or a tuple of its leading fields."""
+        """Evaluate the held-out rows; return an `EvalResult` or a tuple of its leading fields.
+
+        The rows are the first, and only, step of `batches`.
+        """
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
         """Save a checkpoint after step `step`; may return before the files are written."""

@@ -174,8 +174,9 @@ class Publisher:
     def publish(self, version: int, data: dict[str, Any]) -> None:
         """Publish the current weights as `version`.
 
-        The first call also passes the data position `data` to `RolloutFolder.begin`. Every call removes completions
-        that a resumed run does not need.
+        The first call also writes `begin.json` with the data position `data`, and removes outdated files of an earlier
+        start of the run. Every call removes completions that a resumed run does not need. In deterministic mode, a
+        version that is already published is left as it is.
         """
         first = self._world.rank == 0
         if self._checkpoints is None:

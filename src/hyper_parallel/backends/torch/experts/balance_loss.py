@@ -1,8 +1,8 @@
 """The auxiliary load-balancing loss of experts, over all ranks and all pipeline stages.
 
 The auxiliary loss is the one Hugging Face models compute on one device (Switch Transformer, Fedus et al. 2021,
-equations 4 to 6, over all layers at once): with f_e the rows of expert e and P_e the sum of its probabilities, both
-over the real tokens of all layers, divided by the number n of (layer, token) pairs,
+equations 4 to 6, over all layers at once). f_e is the number of tokens routed to expert e, and P_e the sum of its router
+probabilities. Both count the real tokens of all layers and are divided by n, the number of (layer, token) pairs:
 
     aux = E * sum_e f_e P_e
 

@@ -134,7 +134,7 @@ class ReferenceStep:
                 continue
             is_scalar = expected.numel() == 1
             raise StepChanged(
-                "the planned step's results differ from the eager step's",
+                "with the memory plan, a step computes other results than without it",
                 where=name,
                 got=actual.item() if is_scalar else "other bytes",
                 allowed=expected.item() if is_scalar else None,

@@ -120,7 +120,10 @@ def kernel_seconds(
 def piece_workspace(
     call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], workspace: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the workspace of a call in a plan: `workspace`, or that of one piece if the call runs in pieces."""
+    """Return the workspace bytes of a call when a plan executes it.
+
+    If plans compute the call in pieces, the widest piece is run and its workspace returned; else `workspace`.
+    """
     pieces = columns(call)
     if not workspace or not pieces:
         return workspace
