@@ -259,6 +259,18 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_no_half_one(tmp_path, asyn
     assert checkpointer(place).load(model, optimizer)[0] == 1
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_later_save_makes_up_for_a_failed_one(tmp_path, asynchronous):
+    model, optimizer = small()
+    saver = checkpointer(tmp_path / "c", asynchronous=asynchronous, on_error="continue")
+    with small_disk():
+        saver.save(1, model, optimizer, {})
+        saver.save(2, model, optimizer, {})  # waits for the first one, which failed
+    saver.save(3, model, optimizer, {})
+    saver.finish()
+    assert checkpointer(tmp_path / "c").load(model, optimizer)[0] == 3
+
+
 def test_numbers_of_schedulers_and_other_kinds_of_optimizers(tmp_path):
     model, optimizer = small()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)

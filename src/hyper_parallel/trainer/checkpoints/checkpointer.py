@@ -81,7 +81,7 @@ class Checkpointer:
         fingerprint: JSON values about model and optimizer, but not layout, that must agree between the saving and the
             loading run. None: load from any run with matching tensors; such a checkpointer cannot save.
         on_error: Whether `save` raises the error of a failed write ("stop") or logs it ("continue"). `finish` always
-            raises the error of the last failed save.
+            raises the error of the last save.
         keep_best: Name of a metric in `extra["metrics"]`. The checkpoint with the lowest value is kept in addition to
             the newest ones. None: keep only the newest.
         check_extra: Validator of the `extra` values; a checkpoint with rejected values counts as damaged. None: accept
@@ -142,6 +142,7 @@ class Checkpointer:
         if self._fingerprint is None:
             raise ValueError("a checkpointer without a fingerprint only loads")
         self._wait_for_background()
+        self._failure = None  # only the last save has to succeed
         extra = json.loads(json.dumps(extra))
         check_size(extra)
         index, parts = self._divide(step, model, optimizer, resident)
@@ -156,7 +157,7 @@ class Checkpointer:
             self._handle_failure(error)
 
     def finish(self) -> None:
-        """Wait for the background save, if any, and raise the error of the last failed save since the previous call."""
+        """Wait for the background save, if any, and raise the error of the last save since the previous call."""
         self._wait_for_background()
         failure, self._failure = self._failure, None
         if failure is not None:
