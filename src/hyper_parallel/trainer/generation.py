@@ -263,7 +263,7 @@ def decode_tokens(
 
 
 def _passes_of_one(model: Any, sequence: DecodingSequence) -> Passes:
-    """Create the forward passes for a single sequence: with fixed shapes if the model has a static cache, else growing.
+    """Create the passes for a single sequence, with a cache of fixed shape if the model supports it, else growing.
 
     A prompt with media always uses a growing cache.
     """
@@ -330,7 +330,7 @@ class Generator:
         trusted: See `load`.
 
     Attributes:
-        memory_use: Measured memory of the last generation; None without a budget.
+        memory_use: Predicted and measured memory of the last generation; None without a budget.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer.engine.step_programs import StepPrograms
 
 MAX_SIMULATED: Final = 4096
-"""Maximum of stages * microbatches for which a step is simulated."""
+"""Maximum product of pipeline stages and microbatches for which a step is simulated."""
 
 _OPTIMIZER_ARGS: Final = "training.optimizer_args"
 
@@ -189,7 +189,7 @@ class Job:
         return 2 if self.recipe.stage in PAIRED_STAGES else 1
 
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
-        """Return the number of epochs after step `step`, with a fraction; None for a stream."""
+        """Return the number of epochs, as a fractional number, after step `step`; None for a stream."""
         if isinstance(batches, StreamBatches):
             return None
         return batches.sequences_seen(step) / batches.rows.unit / batches.num_sequences
@@ -552,7 +552,7 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
 
 
 def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
-    """Return whether the model computes equal results on half-batches, and none of its losses forbids them."""
+    """Return whether layers compute equal results on half-batches; False with `training.compile` or a router loss."""
     from hyper_parallel.backends.torch import check_half_batches, check_routing
     from hyper_parallel.ir import Overlap, Strategy
     from hyper_parallel.trainer.engine.recipe_model import routing_of
@@ -570,7 +570,7 @@ def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
 
 
 def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, str | None]:
-    """Check the model against recipe and plan; return the plan with measured properties.
+    """Check the model against recipe and plan; return the plan with the measured properties of the model.
 
     The second result describes the auxiliary loss of expert routers; None: no auxiliary loss.
     """
@@ -687,8 +687,8 @@ def _check_newest(job: Job, loaded: LoadedRecipe) -> None:
 
     Raises:
         Contradiction: HP104 for a checkpoint after the last step of the run.
-        CheckpointMismatch: HP702 for a changed fact that must not change, or for optimizer arguments that do not fit
-            the saved state.
+        CheckpointMismatch: HP702 if a fact of `run_facts` has changed that must not change, or if optimizer arguments
+            do not fit the saved state.
     """
     directory, last_step = job.resume_dir, job.recipe.training.steps
     saved_steps = [] if job.recipe.checkpoint.resume == "never" else steps(directory)

@@ -90,7 +90,7 @@ def _complete(name: str, module: nn.Module, args: object, output: Any) -> None:
 
 
 def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
-    """Return whether the model class is defined by Python code in the config's directory (`auto_map`).
+    """Return whether to run Python code in the config's directory that defines the model class (`auto_map`).
 
     Raises:
         ModelUnreadable: HP305 for a type unknown to transformers whose directory has no model code, or untrusted code.

@@ -47,9 +47,9 @@ _NUM_NOTED_STEPS: Final = 16
 _MEASURED: Final = 6
 """Number of rows whose encoder FLOPs are counted, from the fewest to the most tokens; each row takes time."""
 _PARTS: Final = 64
-"""The fitted share of item work is rounded to this fraction, to hide rounding differences between machines."""
+"""The fitted share of item work is rounded to a multiple of 1/64, to hide rounding differences between machines."""
 _MOST_SIMULATED: Final = 512
-"""Maximum of stages * microbatches for which schedules are simulated, which then takes about 0.1 s."""
+"""Maximum product of stages and microbatches for which schedules are simulated; the simulation takes about 0.1 s."""
 
 
 def media_costs(
@@ -100,7 +100,7 @@ def _warn_of_estimate(basis: str, cause: str) -> str:
 def fitted_costs(counts: Int64, work: Sequence[float]) -> tuple[int, int]:
     """Return integers (a, b) such that a * items + b * tokens is about proportional to `work`.
 
-    Non-negative least squares over the sequences; a and b have no common divisor.
+    The fit is non-negative least squares over the sequences; a and b are coprime.
 
     Args:
         counts: [N, 2] media items and media tokens of each sequence.

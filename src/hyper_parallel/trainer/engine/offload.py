@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 DRIFT: Final = 0.02
 """Maximum unplanned wait for copies, as a share of the step's seconds, before the memory is planned again."""
 EXCESS: Final = 0.02
-"""Maximum relative excess of measured device memory over the prediction before a log line."""
+"""Relative excess of measured device memory over the prediction above which a line is logged."""
 REPLANS: Final = 3
 """Maximum number of new plans in a run: measured bandwidths vary in every step, and planning takes seconds."""
 _PHASES: Final = {
@@ -522,7 +522,7 @@ def write_timelines(timelines: tuple[Timeline, Timeline], directory: Path) -> No
 
 
 def largest_update_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the minimum device bytes of an optimizer operator: largest parameter with gradient and moments."""
+    """Return the device bytes that the largest optimizer operator needs: a parameter with gradient and moments."""
     trained = [local(p).nbytes for p in model.parameters() if p.requires_grad]
     moments = 2 if isinstance(optimizer, torch.optim.Adam) else 0
     return max(trained, default=0) * (2 + moments)

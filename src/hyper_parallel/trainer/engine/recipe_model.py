@@ -301,7 +301,7 @@ def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
 
 
 def joint_schedule(plan: Plan) -> Schedule | None:
-    """Return the plan's joint schedule: order of the actions of encoder and pipeline stages. None without one."""
+    """Return the plan's joint schedule of the actions of encoder and pipeline stages; None if the plan has none."""
     if plan.submodels is None or not plan.submodels.schedule:
         return None
     return Schedule.from_csv(plan.submodels.schedule, name="plan")

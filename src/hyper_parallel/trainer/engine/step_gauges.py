@@ -97,7 +97,7 @@ class SpanRecorder:
     def collectives(self) -> Iterator[None]:
         """Record start and end of the collectives issued inside the context, in steps of the window.
 
-        Only on CPU ranks: on accelerators the host does not see when a collective ends. Collectives issued by FSDP are
+        No effect on accelerators, where the host does not see when a collective ends. Collectives issued by FSDP are
         not recorded.
         """
         self._flights = []
@@ -178,7 +178,7 @@ class PhaseSpans:
     """Substitute for `SpanRecorder` that only calls a function at the start of each span.
 
     Args:
-        begin: Function of the span's name; names of pipeline actions become `forward` or `backward`.
+        begin: Function that is called with the span's name; names of pipeline actions become `forward` or `backward`.
     """
 
     def __init__(self, begin: Callable[[str], None]) -> None:
