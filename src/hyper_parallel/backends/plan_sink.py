@@ -1,4 +1,4 @@
-"""Memory plans of step programs for frameworks that execute by themselves.
+"""Memory plans of step programs, written into the programs for frameworks that execute whole programs by themselves.
 
 For each operator result, the planner decides: keep, recompute or offload to the host. The decisions are inserted into
 the program as operators. `TO_HOST` copies a value to host memory. `TO_DEVICE` copies it back after another value has
@@ -124,7 +124,7 @@ def plan_program(
     recompute: bool = True,
     reorder: bool = True,
 ) -> tuple[StepProgram, ProgramMemory]:
-    """Plan the memory of a program; return the program with recomputation and copies inserted, and the forecast.
+    """Plan the memory of a program; return the program with recomputation and copies, and its predicted memory.
 
     Inputs and outputs stay on the device. Collectives keep their order. Exactly one of `budget_bytes` and
     `max_slowdown` must be given.

@@ -46,7 +46,7 @@ _ALL: Final = 2**31
 """Limit of microbatches in flight for schedules that may run all forward passes first."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
 _JOINT: Final = "one tower; pp with schedule=1f1b; the tower on the same stages of each data-parallel rank of language"
-"""Layouts with a joint schedule."""
+"""Layouts that permit a joint schedule, as stated in errors."""
 _LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y", "pp")
 _AXES: Final = (*_LANGUAGE_AXES, "cp", "ep")
 

@@ -286,7 +286,7 @@ class World:
     ) -> DeviceMesh | None:
         """Return the device mesh of experts, with axes pp, dp_replicate, edp, ep, over the same ranks as `mesh`.
 
-        Return None when ep is 1. All ranks of the world must call this in the same order, after `mesh`.
+        Return None when ep is 1. All ranks of the world must call this method in the same order, after `mesh`.
         """
         if strategy.ep == 1:
             return None

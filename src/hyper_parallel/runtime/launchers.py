@@ -119,7 +119,7 @@ def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: 
 
 
 def join_srun() -> None:
-    """Set RANK and the other variables of a rank from those of Slurm.
+    """Set RANK and the other variables of a rank from the variables of Slurm.
 
     No effect if RANK is set, or if `srun` has not started several processes.
 
@@ -191,7 +191,7 @@ def local_capacity(device: str | None = None) -> RankCapacity:
 
 
 def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
-    """Check that this machine can run the local ranks of a run; no effect on ranks and on clusters.
+    """Check that this machine can run the local ranks of a run; no effect in a rank, or if a cluster runs the ranks.
 
     Args:
         recipe: Recipe of the run.

@@ -69,7 +69,7 @@ _STACK: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n(?:  File .*\n)*", re.M
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """Result of a rank or, after a failure, its time, traceback and coded error (None for other exceptions)."""
+    """Result of a rank or, for a failure, its time, traceback and coded error (None: an exception without code)."""
 
     result: Any = None
     failed_at: float = math.inf
@@ -98,7 +98,8 @@ def launch(
         timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
         threads: CPU threads per rank.
         echo_rank: Rank that writes to the parent's standard output and error instead of a log file; None: no rank.
-        deadlines: Maximum time of a rank in a phase of a step. None: no limit; if all ranks wait, a line is printed.
+        deadlines: Maximum time of a rank in a phase of a step. None: no limit, but a line is printed while no rank
+            makes progress.
         worlds: Sizes of several worlds (process groups), in rank order; (): a single world of all ranks.
         ending: Function that returns whether a signal has asked ranks to end after their step; needs `deadlines`.
 

@@ -255,7 +255,7 @@ def decode_tokens(
     stops: Collection[int] = (),
     passes: Passes | None = None,
 ) -> Iterator[int]:
-    """Continue an encoded prompt; yield each new token id, except a final stop token (token ids `stops`)."""
+    """Continue an encoded prompt by `passes` (None: new ones); yield each new token id, except a final stop token."""
     draws = draws_of(sampling, 0)
     sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)
     passes = passes or _passes_of_one(model, sequence)
@@ -366,6 +366,7 @@ class Generator:
 
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
+            Contradiction: HP104 for a prompt with images or audio and a budget of device memory.
         """
         sampling = sampling or Sampling()
         _, tokens = self._start(prompt, sampling, chat)

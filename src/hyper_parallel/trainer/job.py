@@ -189,7 +189,7 @@ class Job:
         return 2 if self.recipe.stage in PAIRED_STAGES else 1
 
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
-        """Return the number of epochs, as a fractional number, after step `step`; None for a stream."""
+        """Return the number of epochs after step `step`, as a float; None for a stream."""
         if isinstance(batches, StreamBatches):
             return None
         return batches.sequences_seen(step) / batches.rows.unit / batches.num_sequences

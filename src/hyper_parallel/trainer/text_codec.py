@@ -150,7 +150,7 @@ class TextCodec:
         return stop_ids(self.tokenizer, self._eos, chat=chat)
 
     def ended(self, sampling: Sampling) -> Callable[[DecodingSequence], bool] | None:
-        """Return a function: whether the end of a sequence contains a stop text; None without stop texts."""
+        """Return a function that detects a stop text at the end of a sequence; None without stop texts."""
         if not sampling.stop:
             return None
         # Tokens have at least one byte, with rare exceptions, so this many tokens contain a new stop text.

@@ -35,7 +35,7 @@ _DEVICE: Final = "CPU"
 """Device of the ranks; other devices are untested."""
 
 _SCHEDULER: Final = "import mindspore as ms; ms.set_device('CPU'); ms.communication.init('mccl')"
-"""Program of the process with which ranks register; it ends when they have ended."""
+"""Python program of MindSpore's scheduler process, with which ranks register; the process ends after all ranks."""
 
 
 class MindSporeRunner:
@@ -43,7 +43,8 @@ class MindSporeRunner:
 
     Args:
         groups: Dict from name to group of ranks, in the form described in `kernels`.
-        scheduler: MindSpore's scheduler process, with which the ranks have registered, on the rank that started it.
+        scheduler: MindSpore's scheduler process, with which the ranks have registered; None on ranks that have not
+            started it.
         kernels: Folder of generated kernels; None: no fusion.
     """
 
@@ -58,7 +59,7 @@ class MindSporeRunner:
         self._kernels = kernels
 
     def compile(self, program: StepProgram, source: Path) -> CompiledProgram:
-        """Compile a program as one graph."""
+        """Compile a program as one graph, from Python code written to `source`."""
         forms = OPERATORS
         if self._kernels is not None:
             program, forms = without_broadcasts(program), OPERATORS | FORMS
@@ -118,7 +119,7 @@ def join(
 ) -> MindSporeRunner:
     """Return the runner of this rank; see `join_ranks`.
 
-    MindSpore reads the addresses of a job from the environment, as its launcher `msrun` sets it.
+    MindSpore reads the addresses of a job from environment variables, which are set as by its launcher `msrun`.
     """
     process = None
     if ranks > 1:

@@ -18,7 +18,7 @@ def to_source(
     """Return the source of a Python module whose function `step` maps inputs and constants to outputs.
 
     Args:
-        program: The program.
+        program: Step program.
         groups: Dict from name to group of ranks, in the form described in `kernels`.
         forms: Dict from operator to the name of a function of `kernels`.
     """

@@ -38,7 +38,8 @@ class Controller:
         journal: File that records answered calls. A restarted program reads their answers from the file, and runs only
             the remaining calls. None: no journal.
         max_restarts: Maximum number of restarts of each role.
-        timeout_s: Seconds after which the ranks of an unanswered call are restarted; `Role.call` can override them.
+        timeout_s: Seconds after which the ranks of an unanswered call are restarted; `Role.call` can override this
+            value.
 
     Attributes:
         roles: Started roles by name.

@@ -60,8 +60,8 @@ class StepResult:
     valid_tokens: int  # tokens counted by the loss
     step_s: float  # seconds of the step on this rank
     memory_bytes: int  # peak memory of the step on the fullest rank
-    routing: dict[str, Any] | None = None  # routing of experts; None without experts
-    offload: dict[str, Any] | None = None  # predicted, measured; None: no offload
+    routing: dict[str, Any] | None = None  # routing statistics; None without experts
+    offload: dict[str, Any] | None = None  # numbers of offload; None without offload
     loss_scale: float | None = None  # scale of the loss in this step; None without scaling
     # 1 when the step was skipped: gradients overflowed or spiked; None if steps are never skipped
     skipped: int | None = None
@@ -69,7 +69,7 @@ class StepResult:
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     # Layers run on half-batches, and exposed communication; None if neither is measured
     overlap: dict[str, Any] | None = None
-    balance: dict[str, Any] | None = None  # imbalance of media work; None: data order
+    balance: dict[str, Any] | None = None  # imbalance of media work; None without balancing
     stop: bool = False  # a rank requests the end of the run after this step
     save: bool = False  # a rank requests a checkpoint after this step
 

@@ -50,8 +50,8 @@ class StepRecord:
     # Peak of the step on the fullest rank; with offload the peak of the budgeted device
     memory_bytes: int
     pred_step_s: float | None  # step time in the plan; None for another machine
-    routing: dict[str, Any] | None = None  # routing of experts; None without experts
-    offload: dict[str, Any] | None = None  # predicted, measured; None: no offload
+    routing: dict[str, Any] | None = None  # routing statistics; None without experts
+    offload: dict[str, Any] | None = None  # numbers of offload; None without offload
     loss_scale: float | None = None  # scale of the loss in this step; None without scaling
     # 1 when the step was skipped: gradients overflowed or spiked; None if steps are never skipped
     skipped: int | None = None
@@ -191,8 +191,7 @@ def as_line(record: Any) -> dict[str, Any]:
 
 
 def _keep_until(path: Path, step: int) -> str | None:
-    """Drop damaged lines and records after `step` from a JSONL file; return a line about the dropped lines, or
-    None."""
+    """Drop damaged lines and records after `step` from a JSONL file; return a note about the drop, or None."""
     if not path.exists():
         return None
     records, later, damaged = [], 0, 0

@@ -37,7 +37,7 @@ _VARIABLES: Final = (
 )  # fmt: skip
 """Environment variables that change results of kernels, reductions or user code."""
 _ABSENT_IN_CONFIG: Final = ("_name_or_path", "transformers_version")
-"""Config keys that are left out: they do not affect computation, or are recorded under `environment`."""
+"""Config keys left out of the facts, because they do not affect computation or are recorded under `environment`."""
 
 
 def run_facts(job: Job) -> dict[str, Any]:
@@ -167,7 +167,7 @@ _FIXED: Final = (
 )  # fmt: skip
 """Keys and sections that must not change on resume; the data has a separate fingerprint."""
 _FIXED_IN_STAGES: Final = {f"{CONTENT}.validation": ("dpo", "kto")}
-"""Keys that must not change in some stages, with the stages, whose checkpoints contain scores of held-out answers."""
+"""Keys that must not change in the listed stages, because their checkpoints contain scores of held-out answers."""
 _IGNORED_IN_CONFIG: Final = (
     "architectures", "dtype", "torch_dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
