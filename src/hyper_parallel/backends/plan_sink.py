@@ -1,8 +1,9 @@
 """Memory plans of step programs, written into the programs for frameworks that execute whole programs by themselves.
 
 For each operator result, the planner decides: keep, recompute or offload to the host. The decisions are inserted into
-the program as operators. `TO_HOST` copies a value to host memory. `TO_DEVICE` copies it back after another value has
-been computed. A framework without separate host memory executes both as identities, so its peak is only simulated.
+the program as operators. `TO_HOST` copies a value to host memory. `TO_DEVICE` copies the value back after another
+value has been computed. A framework without separate host memory executes both as identities, so its peak is only
+simulated.
 """
 
 from __future__ import annotations

@@ -150,7 +150,8 @@ class World:
         worlds: Sequence[int] = (),
         ending: Callable[[], bool] = lambda: False,
     ) -> World:
-        """Join the world that the environment variables of the launcher describe; without them, a single-rank world.
+        """Join the world that the launcher's environment variables describe, or a single-rank world without a
+        launcher.
 
         Args:
             device: `cpu`, `cuda`, `npu`, ...; None: the accelerator of this machine, or `cpu` without accelerator.

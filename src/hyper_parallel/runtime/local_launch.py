@@ -92,7 +92,7 @@ def launch(
     """Run `fn(rank)` on `world_size` forked ranks and return their results in rank order.
 
     Args:
-        fn: Function of the rank; may be a closure. Its result must be picklable.
+        fn: Function of the rank; may be a closure. The result must be picklable.
         world_size: Number of ranks.
         log_dir: Directory of the log files `rank_<n>.log`; None: a temporary directory.
         timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
@@ -345,8 +345,8 @@ def _places_on_sigterm(board: HeartbeatBoard) -> Iterator[None]:
 def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()) -> None:
     """Signal ranks to write their stacks to their log files.
 
-    A rank stopped by a signal can write only after SIGCONT. All other ranks are killed before, because the step would
-    continue otherwise.
+    A rank stopped by a signal can write only after SIGCONT. All other ranks are killed before SIGCONT, because the
+    step would continue otherwise.
     """
     for process in ranks.values():
         os.kill(process.pid, signal.SIGUSR1)

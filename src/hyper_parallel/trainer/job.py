@@ -371,7 +371,7 @@ def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
 def resolve_submodels(
     loaded: LoadedRecipe, ranks: int | None
 ) -> tuple[LoadedRecipe, tuple[str, ...], Certificate | None]:
-    """Search layouts for `parallel.submodels: auto`; without it, return the recipe unchanged.
+    """Search layouts for `parallel.submodels: auto`; return any other recipe unchanged.
 
     If section `training` sets no batch size, `tokens_per_step` becomes one sequence per rank.
 
@@ -441,7 +441,7 @@ def _with_submodels(job: Job, model: Any) -> Plan:
 
 
 def _with_media_costs(job: Job, model: Any) -> Job:
-    """Return the job with `media_costs` of its data, and with a note in the plan if they are estimates."""
+    """Return the job with `media_costs` of its data, and with a note in the plan if they are not based on FLOPs."""
     train = job.packed.train
     balanced = job.recipe.data.balance != "none"
     if isinstance(train, Stream) or not train.has_media or not balanced:

@@ -89,8 +89,8 @@ class MindSporeRunner:
     def close(self, *, failed: bool) -> None:
         """Release the scheduler process and the files of this rank.
 
-        After a failure, the scheduler is killed. Otherwise it is left running: other ranks need it until they end, and
-        it ends after the last of them. Files of generated kernels are deleted; loaded kernels keep working.
+        After a failure, the scheduler is killed. Otherwise the scheduler continues to run, because other ranks need
+        it; it ends after the last rank. Files of generated kernels are deleted; loaded kernels keep working.
         """
         if self._kernels is not None:
             self._kernels.remove()

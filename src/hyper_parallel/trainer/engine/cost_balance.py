@@ -59,8 +59,8 @@ def media_costs(
 
     A media item is an image or an audio recording. Encoders with fixed windows do equal work for every item. For most
     other encoders work grows with the number of tokens. The weights are fitted to the FLOPs of the encoder's forward on
-    meta tensors. If this forward needs real values, they are fitted to the number of elements of its padded inputs. If
-    the model has several encoders, or none that can be separated, work is the number of media tokens.
+    meta tensors. If this forward needs real values, the weights are fitted to the number of elements of its padded
+    inputs. If the model has several encoders, or none that can be separated, work is the number of media tokens.
 
     Args:
         model: Model of the recipe on the meta device, not changed.
@@ -222,7 +222,7 @@ def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
 def mean_imbalance(steps: list[Balance]) -> tuple[float, float]:
     """Return the mean imbalance over `steps`, weighted by media tokens: (in data order, after balancing).
 
-    Imbalance is the media work of the slowest rank divided by the mean over ranks. Without media it is 1.
+    Imbalance is the media work of the slowest rank divided by the mean over ranks. Without media, the imbalance is 1.
     """
     total = sum(step.media_tokens for step in steps)
     if not total:

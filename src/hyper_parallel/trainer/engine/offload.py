@@ -1,13 +1,13 @@
 """Training steps with offload: warm-up, recording of a step, memory planning, and execution of the memory plan.
 
 A memory plan lists, for the operators of a recorded step, the tensors to evict, prefetch and recompute. Steps that run
-by the plan are called planned steps. They run on the accelerator, or on a simulated device if the rank has only a CPU.
-Between steps, parameters and optimizer state live on a tier: device memory, DRAM or flash.
+by the plan are called planned steps. Planned steps run on the accelerator, or on a simulated device if the rank has
+only a CPU. Between steps, parameters and optimizer state live on a tier: device memory, DRAM or flash.
 
-Two warm-up steps run before training and are rolled back: one eager, one recorded. The first planned step must repeat
-the results of the eager step. The recorded step uses other data, another learning rate and another token count. A value
-that was captured as a constant therefore changes the results of the first planned step. If no plan fits the budget, the
-state is unchanged.
+Two warm-up steps run before training and are rolled back: an eager step and a recorded step. The first planned step
+must repeat the results of the eager step. The recorded step uses other data, another learning rate and another token
+count. A value that was captured as a constant therefore changes the results of the first planned step. If no plan fits
+the budget, the state is unchanged.
 
 Work outside planned steps (start, warm-up, evaluations) runs in a `LruSpillMode`, which evicts the least recently used
 tensors to host memory within the same budget. Every planned step yields an `OffloadRecord`.

@@ -376,8 +376,8 @@ def model_files(
 ) -> dict[str, str]:
     """Return the config files of a run's model, as a dict from file name to text.
 
-    These are `config.json`, the generation config, and the list of tensors that the weight files contain but the model
-    does not use, which exports copy.
+    These are `config.json`, the generation config, and a list of the tensors in the weight files that the model does
+    not use. Exports copy these tensors.
 
     Args:
         model: Model as returned by `build_model`. Special tokens of its config may be changed.

@@ -1,8 +1,9 @@
 """Capture of a training step as step programs, for back ends other than torch.
 
 A step program is a graph of tensor operators with static shapes (`StepProgram`), which another framework compiles. A
-step has three: loss, gradients and optimizer update. Ranks differ in their programs only inside a block: one pipeline,
-or one tensor- or expert-parallel group. All blocks run the same programs, so only the ranks of one block are captured.
+step has three programs: loss, gradients and optimizer update. Ranks differ in their programs only inside a block: one
+pipeline, or one tensor- or expert-parallel group. All blocks run the same programs, so only the ranks of one block are
+captured.
 """
 
 from __future__ import annotations
