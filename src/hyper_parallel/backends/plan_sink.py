@@ -169,7 +169,7 @@ def _values(program: StepProgram, plan: MemoryPlan) -> tuple[ValuePlan, ...]:
     """Return one entry per copy from the host and per recomputed result, in the order of the plan."""
     numbers = storage_values(program)
     producers = {r: node for node in program.nodes for r in node.results}
-    left: dict[int, int] = {}  # storage to the position after which it left the device
+    left: dict[int, int] = {}  # last position on the device, by storage
     values, position = [], 0
 
     def add(storage: int, residency: Literal["offload", "recompute"]) -> None:

@@ -144,12 +144,12 @@ class _Rewriter:
         inputs = [*(i for i, _ in program.inputs.values()), *program.constants]
         self._latest = {number: number for number in inputs}
         self._views = {n.results[0]: n for n in program.nodes if n.op in _VIEWS}
-        self._viewed: dict[int, int] = {}  # view to the value from which it was computed
+        self._viewed: dict[int, int] = {}  # source value, by view
         self._next = 1 + max([*inputs, *(r for n in program.nodes for r in n.results)])
         self._seen: set[int] = set()
         self._barrier: int | None = None  # value for which recomputed nodes wait
         self._own: dict[int, int] = {}  # values that the running recomputation has read or computed
-        self._on_host: dict[int, int] = {}  # value to its copy
+        self._on_host: dict[int, int] = {}  # number of the host copy, by value
         self._kinds = dict(program.inputs.values())
         self._kinds |= {
             r: kind for n in program.nodes for r, kind in zip(n.results, n.types, strict=True)

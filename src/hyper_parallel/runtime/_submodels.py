@@ -101,7 +101,7 @@ def parallelize_submodels(
     for (name, side), part in zip(sides.items(), _parts(model, division, sides), strict=True):
         is_tower = isinstance(side, Tower)
         plan = plan_of(part, strategies[name])
-        # Set without checks, because the tower's ranks need not divide the batch of the language part.
+        # The workload is set without checks: the tower's ranks need not divide the language part's batch.
         plan = replace(plan, workload=workload or plan.workload)
         options = _options(is_tower, layout is not None, plan.strategy, routing)
         parallelize(part, plan, world, members[name], **options)

@@ -150,8 +150,7 @@ class World:
         worlds: Sequence[int] = (),
         ending: Callable[[], bool] = lambda: False,
     ) -> World:
-        """Join the world that the launcher's environment variables describe, or a single-rank world without a
-        launcher.
+        """Join the world that the launcher's environment variables describe; without RANK, a single-rank world.
 
         Args:
             device: `cpu`, `cuda`, `npu`, ...; None: the accelerator of this machine, or `cpu` without accelerator.

@@ -98,8 +98,7 @@ def launch(
         timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
         threads: CPU threads per rank.
         echo_rank: Rank that writes to the parent's standard output and error instead of a log file; None: no rank.
-        deadlines: Maximum time of a rank in a phase of a step. None: no limit, but a line is printed while no rank
-            makes progress.
+        deadlines: Maximum time of a rank in a phase of a step. None: no limit; a line reports ranks that wait long.
         worlds: Sizes of several worlds (process groups), in rank order; (): a single world of all ranks.
         ending: Function that returns whether a signal has asked ranks to end after their step; needs `deadlines`.
 

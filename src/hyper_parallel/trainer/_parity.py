@@ -229,7 +229,7 @@ def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow:
         shutil.copy(code, model)
     small = shrink_config(values, narrow=narrow, keep_vocabulary=tokenizer is not None)
     (model / "config.json").write_text(json.dumps(small), encoding="utf-8")
-    microbatch = 2 if recipe.stage in PAIRED_STAGES else 1  # a pair of answers
+    microbatch = 2 if recipe.stage in PAIRED_STAGES else 1  # the two answers of a pair
     seq_len = min(recipe.data.seq_len, _SEQ_LEN[recipe.stage])
     update: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "init": "random", "attn_implementation": _attention(recipe)},

@@ -355,7 +355,7 @@ def sort_values(x, dim=-1, descending=False):
 
 
 def sort_stable(x, stable=True, dim=-1, descending=False):
-    size = x.shape[0]  # the position decides between equal integers
+    size = x.shape[0]  # the index breaks ties of equal integers
     keys = x * size + ops.cast(ops.arange(size), x.dtype)
     order = ops.cast(ops.sort(keys, dim, descending)[1], ms.int64)
     return ops.gather(x, order, 0), order

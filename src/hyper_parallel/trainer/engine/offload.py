@@ -267,7 +267,7 @@ class PlannedSteps:
             check=True if self._expected is None else self._expected,
             source=self._spill,
         )
-        self._spill.restore_all()  # tensors that are not state
+        self._spill.restore_all()  # tensors other than state
         self._expected = None
         self._traced = False
 

@@ -289,7 +289,10 @@ def _shards(strategy: Strategy, layouts: Mapping[str, Layout]) -> Shards:
 
 
 def update_scalars(optimizer: torch.optim.Optimizer, step: int, lr: float) -> dict[str, float]:
-    """Return the scalar inputs of program `update` by name, for step number `step`, counted from 1."""
+    """Return the scalar inputs of program `update` by name, for step number `step`, counted from 1.
+
+    For AdamW, `step_size` is `lr` divided by the first bias correction, and `root` is the square root of the second.
+    """
     if not isinstance(optimizer, torch.optim.AdamW):
         return {"lr": lr}
     first, second = optimizer.param_groups[0]["betas"]

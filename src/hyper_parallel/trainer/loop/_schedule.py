@@ -30,7 +30,7 @@ class LrSchedule:
     one step later than a native warm-up.
     """
 
-    kind: str
+    kind: str  # name of the schedule, as in `training.lr_schedule`
     peak: float  # learning rate after warm-up
     steps: int  # last step; steps are counted from 1
     warmup_steps: int = 0  # the last warm-up step has the peak rate

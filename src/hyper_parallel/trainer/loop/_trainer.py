@@ -83,7 +83,7 @@ class EvalResult(NamedTuple):
     """Measurements of an evaluation; equal on every rank."""
 
     loss: float  # mean over the held-out tokens, or pairs of answers
-    tokens: int  # counted tokens
+    tokens: int  # held-out tokens counted by the loss
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     token_accuracy: float | None = None  # share of held-out targets that the model ranks first
@@ -225,7 +225,7 @@ class Trainer:
             engine.begin(run.done, self._batches)
             self._watch.check()
             if engine.rank == 0:
-                # Only now, because a start that fails must not change the files of an earlier run.
+                # Records are opened only now: a failed start must not change the files of an earlier run.
                 with self._check_directory_on_failure():
                     self._open_records(run, stack)
             for callback in self._callbacks:

@@ -73,7 +73,7 @@ class EvalRecord:
     seconds: float
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
-    token_accuracy: float | None = None  # share of held-out tokens that are the most likely ones
+    token_accuracy: float | None = None  # share of held-out targets that the model ranks first
     answer_accuracy: float | None = None  # stage sft: share of answers that greedy decoding repeats
 
 
