@@ -255,7 +255,10 @@ def decode_tokens(
     stops: Collection[int] = (),
     passes: Passes | None = None,
 ) -> Iterator[int]:
-    """Continue an encoded prompt by `passes` (None: new ones); yield each new token id, except a final stop token."""
+    """Continue an encoded prompt; yield each new token id, except a final stop token.
+
+    `stops` are the stop token ids. `passes` run the model; None: new passes, with a new key-value cache.
+    """
     draws = draws_of(sampling, 0)
     sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)
     passes = passes or _passes_of_one(model, sequence)

@@ -96,8 +96,8 @@ class Job:
         router_loss: Description of the auxiliary loss of expert routers; None: no auxiliary loss.
         programs: Captured step programs of each rank in a block (see `step_programs`), for a back end other than torch;
             None: torch.
-        media_costs: Estimated encoder work per image or audio recording, and per token, for balancing; see
-            `cost_balance.media_costs`.
+        media_costs: (work per image or audio recording, work per media token) of encoders, estimated for balancing;
+            see `cost_balance.media_costs`.
     """
 
     recipe: Recipe
