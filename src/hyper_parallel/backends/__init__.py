@@ -1,6 +1,7 @@
 """Back ends: framework-specific code. Each folder imports its own framework and no other back end.
 
-This module lists them without importing them. Recipe checks and the command `doctor` therefore need no framework.
+This module lists the back ends without importing them. Recipe checks and the command `doctor` therefore need no
+framework.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Memory plans of step programs for frameworks that execute by themselves.
+"""Memory plans of step programs, written into the programs for frameworks that execute whole programs by themselves.
 
 For each operator result, the planner decides: keep, recompute or offload to the host. The decisions are inserted into
-the program as operators. `TO_HOST` copies a value to host memory. `TO_DEVICE` copies it back after another value has
-been computed. A framework without separate host memory executes both as identities, so its peak is only simulated.
+the program as operators. `TO_HOST` copies a value to host memory. `TO_DEVICE` copies the value back after another
+value has been computed. A framework without separate host memory executes both as identities, so its peak is only
+simulated.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def plan_program(
     recompute: bool = True,
     reorder: bool = True,
 ) -> tuple[StepProgram, ProgramMemory]:
-    """Plan the memory of a program; return the program with recomputation and copies inserted, and the forecast.
+    """Plan the memory of a program; return the program with recomputation and copies, and its predicted memory.
 
     Inputs and outputs stay on the device. Collectives keep their order. Exactly one of `budget_bytes` and
     `max_slowdown` must be given.
@@ -168,7 +169,7 @@ def _values(program: StepProgram, plan: MemoryPlan) -> tuple[ValuePlan, ...]:
     """Return one entry per copy from the host and per recomputed result, in the order of the plan."""
     numbers = storage_values(program)
     producers = {r: node for node in program.nodes for r in node.results}
-    left: dict[int, int] = {}  # storage to the position after which it left the device
+    left: dict[int, int] = {}  # last position on the device, by storage
     values, position = [], 0
 
     def add(storage: int, residency: Literal["offload", "recompute"]) -> None:

@@ -1,8 +1,8 @@
 """Memory of step programs: application of memory plans, and bytes that are live at each operator.
 
-A planned program computes the same values. To recompute an operator, it contains a second node with the same
-arguments, and later nodes read the results of the second node. `AFTER` operators delay the inputs of the second node,
-so that a compiler neither merges both nodes nor runs the second one early.
+A planned program computes the same values as the program before planning. To recompute an operator, it contains a
+second node with the same arguments, and later nodes read the results of the second node. `AFTER` operators delay the
+inputs of the second node, so that a compiler neither merges both nodes nor runs the second one early.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def recompute_layers(program: StepProgram, layers: Sequence[str]) -> ExecutionPl
 def _nodes_to_recompute(
     program: StepProgram, own: Sequence[int], last: int
 ) -> tuple[int, list[int]]:
-    """Return the index of the first backward node that reads dropped results, and those of the nodes to recompute.
+    """Return the index of the first backward node that reads dropped results, and the indices of nodes to recompute.
 
     `own` are the indices of a layer's forward nodes; `last` is the index of the model's last forward node.
     """
@@ -144,12 +144,12 @@ class _Rewriter:
         inputs = [*(i for i, _ in program.inputs.values()), *program.constants]
         self._latest = {number: number for number in inputs}
         self._views = {n.results[0]: n for n in program.nodes if n.op in _VIEWS}
-        self._viewed: dict[int, int] = {}  # view to the value from which it was computed
+        self._viewed: dict[int, int] = {}  # source value, by view
         self._next = 1 + max([*inputs, *(r for n in program.nodes for r in n.results)])
         self._seen: set[int] = set()
         self._barrier: int | None = None  # value for which recomputed nodes wait
         self._own: dict[int, int] = {}  # values that the running recomputation has read or computed
-        self._on_host: dict[int, int] = {}  # value to its copy
+        self._on_host: dict[int, int] = {}  # number of the host copy, by value
         self._kinds = dict(program.inputs.values())
         self._kinds |= {
             r: kind for n in program.nodes for r, kind in zip(n.results, n.types, strict=True)

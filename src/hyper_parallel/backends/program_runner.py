@@ -93,8 +93,9 @@ def join_ranks(
         backend: Name in `BACKENDS` of a back end that executes step programs.
         rank: Rank of this process.
         ranks: Number of processes.
-        agree: Broadcast from rank 0: called with a text on rank 0 and with None elsewhere, it returns the text.
-        groups: Ranks of this rank's process group, by the mesh axis that collectives name.
+        agree: Function that broadcasts a text from rank 0. Rank 0 passes the text and the other ranks None; the
+            function returns the text on every rank.
+        groups: Ranks of this rank's process groups, by the name in collectives: a mesh axis, or a list of ranks.
         fuse: Whether to fuse operators into generated kernels.
     """
     join = _module(backend, "runner").join

@@ -24,7 +24,7 @@ COLLECTIVES: Final = "_c10d_functional."
 
 AFTER: Final = "hyper_parallel.after.default"
 """Operator that returns its first argument once the second one is computed. It keeps a back end from merging a
-recomputed operator with its first run, and from running it early."""
+recomputed operator with its first run, and from recomputing it early."""
 
 TO_HOST: Final = "hyper_parallel.to_host.default"
 """Operator that copies its argument to host memory."""

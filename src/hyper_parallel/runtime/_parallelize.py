@@ -50,10 +50,10 @@ def parallelize(
             does. This suits loops whose loss is the mean over a rank's own data. If False, gradients are summed. No
             effect on `forward_backward`.
         one_order: Whether all ranks call the submodules in the order of the first steps and equally often; a step may
-            skip some of them. If False, order and number of calls may differ between ranks. FSDP then needs a message
-            between hosts for every module that it gathers.
-        sync_replicas: Whether to reduce gradients over replicas. If False, no collectives run, and the caller sums the
-            gradients; only for unsharded replicas.
+            skip some submodules. If False, order and number of calls may differ between ranks. FSDP then needs a
+            message between hosts for every module that it gathers.
+        sync_replicas: Whether to reduce gradients over replicas. If False, the caller sums the gradients; supported
+            only for unsharded replicas.
 
     Returns:
         `model` with sharded parameters; class and parameter names do not change.

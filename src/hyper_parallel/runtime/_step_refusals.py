@@ -68,7 +68,7 @@ def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
 
 
 def refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
-    """Raise HP511 for a compiled step or model, which torch would run eagerly, with other rounding, when recorded."""
+    """Raise HP511 for a compiled step or model: torch would record its eager form, which rounds differently."""
     if hasattr(step, "_torchdynamo_orig_callable") or any(
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         for module in model.modules()
@@ -80,7 +80,7 @@ def refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
 
 
 def refuse_odd_arguments(leaves: list[Any]) -> None:
-    """Raise HP511 for step arguments that are neither tensors nor plain values, whose changes cannot be detected."""
+    """Raise HP511 for arguments that are neither tensors nor plain values, because their changes are undetectable."""
     kinds = (
         torch.Tensor,
         bool,

@@ -46,7 +46,7 @@ _ALL: Final = 2**31
 """Limit of microbatches in flight for schedules that may run all forward passes first."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
 _JOINT: Final = "one tower; pp with schedule=1f1b; the tower on the same stages of each data-parallel rank of language"
-"""Layouts with a joint schedule."""
+"""Layouts that permit a joint schedule, as stated in errors."""
 _LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y", "pp")
 _AXES: Final = (*_LANGUAGE_AXES, "cp", "ep")
 
@@ -76,9 +76,9 @@ def parallelize_submodels(
         ranks: Ranks of each sub-model, used in ascending order; sub-models may share ranks. None: consecutive ranks in
             the order of `layouts`, without sharing.
         routing: Options of expert routing in the language part; None: as implemented by the model.
-        schedule: Joint schedule for a fixed number of microbatches; see `mpmd.submodel_schedule`. It requires one tower
-            and a language part with 1F1B pipeline stages. Stage 0 is the tower, and lane k runs stage k + 1. None: a
-            joint schedule that assumes equal costs, if the layouts permit one.
+        schedule: Joint schedule for a fixed number of microbatches; see `mpmd.submodel_schedule`. A joint schedule
+            requires one tower and a language part with 1F1B pipeline stages. Stage 0 is the tower, and lane k runs
+            stage k + 1. None: a joint schedule that assumes equal costs, if the layouts permit one.
 
     Returns:
         The sub-model of this rank, or a module that joins several sub-models. Parameter names are those of `model`.
@@ -101,7 +101,7 @@ def parallelize_submodels(
     for (name, side), part in zip(sides.items(), _parts(model, division, sides), strict=True):
         is_tower = isinstance(side, Tower)
         plan = plan_of(part, strategies[name])
-        # Set without checks, because the tower's ranks need not divide the batch of the language part.
+        # The workload is set without checks: the tower's ranks need not divide the language part's batch.
         plan = replace(plan, workload=workload or plan.workload)
         options = _options(is_tower, layout is not None, plan.strategy, routing)
         parallelize(part, plan, world, members[name], **options)

@@ -150,7 +150,7 @@ class World:
         worlds: Sequence[int] = (),
         ending: Callable[[], bool] = lambda: False,
     ) -> World:
-        """Join the world that the environment variables of the launcher describe; without them, a single-rank world.
+        """Join the world that the launcher's environment variables describe; without RANK, a single-rank world.
 
         Args:
             device: `cpu`, `cuda`, `npu`, ...; None: the accelerator of this machine, or `cpu` without accelerator.
@@ -286,7 +286,7 @@ class World:
     ) -> DeviceMesh | None:
         """Return the device mesh of experts, with axes pp, dp_replicate, edp, ep, over the same ranks as `mesh`.
 
-        Return None when ep is 1. All ranks of the world must call this in the same order, after `mesh`.
+        Return None when ep is 1. All ranks of the world must call this method in the same order, after `mesh`.
         """
         if strategy.ep == 1:
             return None

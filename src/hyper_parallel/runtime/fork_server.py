@@ -47,7 +47,7 @@ def start_rank(process: ForkProcess, rank: int, world_size: int) -> None:
 
 
 def prepare_fork() -> None:
-    """Prepare this process for forks: import modules of ranks, flush output, end OpenMP threads, check other threads.
+    """Prepare forks: import modules that ranks need, flush output, end OpenMP threads, and check for busy threads.
 
     Raises:
         ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.

@@ -60,6 +60,9 @@ def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str
         recipe: Recipe of the run.
         ranks: Number of ranks on all machines.
         words: Arguments of `hyper-parallel` on every rank.
+
+    Raises:
+        DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
     """
     launch, ranks_each = recipe.launch, ranks_per_node(recipe, ranks)
     options = ["--standalone"]
@@ -82,6 +85,7 @@ def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: 
 
     Raises:
         BadValue: HP102 for a control character in `launch.sbatch` or `output_dir`.
+        DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
     """
     launch_section = recipe.launch
     if not all(map(str.isprintable, (str(output_dir), *launch_section.sbatch))):
@@ -119,7 +123,7 @@ def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: 
 
 
 def join_srun() -> None:
-    """Set RANK and the other variables of a rank from those of Slurm.
+    """Set RANK and the other variables of a rank from the variables of Slurm.
 
     No effect if RANK is set, or if `srun` has not started several processes.
 
@@ -191,7 +195,7 @@ def local_capacity(device: str | None = None) -> RankCapacity:
 
 
 def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
-    """Check that this machine can run the local ranks of a run; no effect on ranks and on clusters.
+    """Check that this machine can run the local ranks of a run; no effect in a rank, or if a cluster runs the ranks.
 
     Args:
         recipe: Recipe of the run.

@@ -69,7 +69,7 @@ _STACK: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n(?:  File .*\n)*", re.M
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """Result of a rank or, after a failure, its time, traceback and coded error (None for other exceptions)."""
+    """Result of a rank or, for a failure, its time, traceback and coded error (None: an exception without code)."""
 
     result: Any = None
     failed_at: float = math.inf
@@ -92,13 +92,13 @@ def launch(
     """Run `fn(rank)` on `world_size` forked ranks and return their results in rank order.
 
     Args:
-        fn: Function of the rank; may be a closure. Its result must be picklable.
+        fn: Function of the rank; may be a closure. The result must be picklable.
         world_size: Number of ranks.
         log_dir: Directory of the log files `rank_<n>.log`; None: a temporary directory.
         timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
         threads: CPU threads per rank.
         echo_rank: Rank that writes to the parent's standard output and error instead of a log file; None: no rank.
-        deadlines: Maximum time of a rank in a phase of a step. None: no limit; if all ranks wait, a line is printed.
+        deadlines: Maximum time of a rank in a phase of a step. None: no limit; a line reports ranks that wait long.
         worlds: Sizes of several worlds (process groups), in rank order; (): a single world of all ranks.
         ending: Function that returns whether a signal has asked ranks to end after their step; needs `deadlines`.
 
@@ -344,8 +344,8 @@ def _places_on_sigterm(board: HeartbeatBoard) -> Iterator[None]:
 def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()) -> None:
     """Signal ranks to write their stacks to their log files.
 
-    A rank stopped by a signal can write only after SIGCONT. All other ranks are killed before, because the step would
-    continue otherwise.
+    A rank stopped by a signal can write only after SIGCONT. All other ranks are killed before SIGCONT, because the
+    step would continue otherwise.
     """
     for process in ranks.values():
         os.kill(process.pid, signal.SIGUSR1)

@@ -3,8 +3,8 @@
 A memory plan lists, for the operators of a recorded step, the tensors to evict, prefetch and recompute. The first call
 runs the step eagerly, which creates the optimizer state. The second call records the step and plans its memory. Later
 calls run by the plan (planned steps). The first planned step is checked against the eager step, bitwise on a CPU. With
-several ranks, collectives start in recorded order. Ranks with equal recorded programs get the same plan, and all ranks
-raise the same error.
+several ranks, collectives start in the recorded order. Ranks with equal recorded programs get the same plan, and all
+ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ FLASH_BYTES_S: Final = 1e9
 def host_machine(node: Supernode, dram_bytes: int | None, flash: bool) -> MemoryMachine:
     """Return the machine model of memory plans, with copy rates from a topology.
 
-    Its tiers are device memory, DRAM and optionally flash.
+    The tiers of the model are device memory, DRAM and optionally flash.
 
     Args:
         node: Topology of the machine.
@@ -251,11 +251,11 @@ class OffloadedStep:
     """Training step under a memory plan, created by `offload`; called like the user's step.
 
     Between planned steps, the tensors of model and optimizer have no valid values. Code that reads or changes them,
-    such as an evaluation or a checkpoint, must run inside `with step.materialized():`. Each new input shape, of at most
-    `MOST_SHAPES`, is recorded and planned.
+    such as an evaluation or a checkpoint, must run inside `with step.materialized():`. Each new input shape is
+    recorded and planned; at most `MOST_SHAPES` shapes are supported.
 
     Attributes:
-        plan: Current memory plan; None before the third call.
+        plan: Current memory plan; None before the first planned step.
         measured: Measurements of the newest planned step; None before the first planned step.
     """
 
@@ -373,7 +373,7 @@ class OffloadedStep:
     def _previous_gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Return (parameter, gradient) pairs of the previous step, which the recorded step must not read.
 
-        For a step that begins with `zero_grad`, missing gradients are set to zeros before.
+        For a step that begins with `zero_grad`, missing gradients are first set to zeros.
         """
         for p in self._parameters if self._zeroes_first else ():
             if p.grad is None and p.requires_grad:

@@ -75,7 +75,7 @@ def _locked(folder: Path) -> int:
 
 
 def _reserve(path: Path) -> None:
-    """Raise OSError if the disk has too little space; a later write to a memory-mapped file would kill the process."""
+    """Raise OSError for too little disk space, because later writes to mapped memory would kill the process."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(file, 0, _RESERVED_BYTES)

@@ -303,7 +303,8 @@ class Deadlines:
     """Maximum time without progress of a rank.
 
     Attributes:
-        step_s: Seconds in a phase of a step. For a process that is stopped by a signal or has ended: in any phase.
+        step_s: Seconds in a phase of a step after the first; also seconds in any phase for a process that a signal has
+            stopped or that has ended.
         first_step_s: Seconds in a phase of the first step, and outside steps: start, evaluation, checkpoint, export.
     """
 

@@ -1,9 +1,9 @@
-"""Calibration of this machine: measure its ranks, write its cards, and compare predictions before and after.
+"""Calibration of this machine: measure it, write its cards, and compare the predictions of old and new cards.
 
 The constants of the cost model are stored in a device card (rates and overheads of the hardware) and a stack card
-(overheads of the framework). Ranks measure them by micro-benchmarks and by probes: training steps of a small model with
-some layout. The models of several probes are resident at once. In each round every model runs a step, so other load on
-the machine affects all probes alike.
+(overheads of the framework). Ranks measure these constants by micro-benchmarks and by probes. A probe is a training
+step of a small model with some layout. The models of several probes are resident at once. In each round every model
+runs a step, so other load on the machine affects all probes alike.
 """
 
 from __future__ import annotations
@@ -105,13 +105,14 @@ class Probe:
 def make_probes(supernode: Supernode, *, short: bool = False) -> list[Probe]:
     """Return probes whose step times determine the constants of the machine's cost model.
 
-    The first two probes differ only in their number of layers. Two widths separate the time of FLOPs from the launch
-    time of operators. Several numbers of layers and microbatches separate costs per layer from costs per step. Every
-    parallel axis whose degree divides the number of ranks has a probe.
+    The first two probes differ only in their number of layers. An accelerator has no further probes. On a CPU, two
+    widths separate the time of FLOPs from the launch time of operators. Several numbers of layers and microbatches
+    separate costs per layer from costs per step. With a multiple of 4 ranks, every parallel axis has a probe.
 
     Args:
         supernode: Machine to measure, with all its ranks.
-        short: Whether to return fewer probes on a CPU: dense models, on the axes dp_replicate, dp_shard, tp_x, cp, pp.
+        short: Whether to return fewer probes on a CPU, only for dense models on the axes dp_replicate, dp_shard, tp_x,
+            cp, pp.
     """
     ranks, kind = supernode.num_devices, supernode.device.kind
     if kind != "cpu":
@@ -183,8 +184,8 @@ def time_probes(
     Args:
         probes: Probes to time.
         world: Ranks of the process group, and this rank's device.
-        pick: Function from a probe's seconds in all rounds but the first to its result: the minimum to compare layouts,
-            or the median to predict a run.
+        pick: Function that combines a probe's seconds in all rounds but the first: the minimum to compare layouts, or
+            the median to predict a run.
     """
     runs = [_TimedProbe(probe, world) for probe in probes]
     # A real run has a single model, so garbage collection must not traverse the objects of all models.

@@ -60,7 +60,7 @@ class TracedRank:
     Attributes:
         rank: Global rank.
         coordinate: Mesh coordinate of the rank, by axis.
-        peaks: Peak bytes of a step, by memory tier; the optimizer state already exists.
+        peaks: Peak bytes, by memory tier, of a step that starts with existing optimizer state.
         collectives: Collectives of the step.
         operators: Number of operators of the step.
         seconds: Wall time of the trace.
@@ -75,9 +75,9 @@ class TracedRank:
 
 
 def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
-    """Compare the traced collectives with the plan's predictions; return a sentence per kind and axes that differ.
+    """Compare traced with planned collectives; return a sentence for each (kind, axes) with other calls or bytes.
 
-    The plan predicts the collectives of rank 0, so `rank` should be rank 0.
+    The plan predicts the collectives of rank 0, so `rank` should be rank 0. Collectives of the step log are ignored.
     """
     totals: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for i, items in enumerate((rank.collectives, plan.collectives)):
@@ -277,7 +277,7 @@ def dry_run(
 
     Raises:
         BadValue: HP102 when `rank` is not a rank of the plan.
-        Contradiction: HP104 under torchrun, or for a recipe that a dry run does not support.
+        Contradiction: HP104 if torch.distributed is initialized, or for a recipe that a dry run does not support.
         HyperParallelError: Errors of planning and `parallelize`.
     """
     from hyper_parallel.planner import plan_recipe
@@ -336,7 +336,7 @@ def _check_support(loaded: LoadedRecipe) -> None:
 
 
 def distinct_ranks(plan: Plan) -> tuple[int, ...]:
-    """Return a rank of every pipeline stage, as ranks of a stage run the same program up to uneven shards.
+    """Return a rank of every pipeline stage; ranks of a stage run the same program, except for sizes of uneven shards.
 
     These ranks have coordinate 0 on all other axes, where uneven shards are largest.
     """

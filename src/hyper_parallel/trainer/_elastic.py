@@ -1,4 +1,4 @@
-"""Changes of a recipe before planning: to another number of ranks, or to the planned training and sampling ranks."""
+"""Changes of a recipe's ranks: to another number, or to the planner's split into training and sampling ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hyper_parallel.planner import plan_recipe
 def replan_for_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
     """Return the recipe with `parallel: auto` for `ranks` ranks, to be planned again.
 
-    Of section `parallel` only the sharding rules are kept. `training.tokens_per_step` is kept. The size and the number
-    of microbatches are derived again.
+    Section `parallel` keeps only its sharding rules. `training.tokens_per_step` is kept. The size and the number of
+    microbatches, and `recompute_layers`, are derived again.
     """
     recipe, derived = loaded.recipe, f"derived: planned anew for {ranks} ranks"
     rules = {"rules": recipe.parallel.rules} if recipe.parallel.rules else {}

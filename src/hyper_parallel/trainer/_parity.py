@@ -107,14 +107,15 @@ class Parity:
     def first(self) -> Difference | None:
         """First parameter gradient, by step and then in the model's order, that differs by more than `LIMIT`.
 
-        If all parameter gradients agree: the first loss or total gradient norm that differs, or None.
+        If no parameter gradient differs: the first loss or total gradient norm that differs; None if no metric
+        differs.
         """
         wrong = [d for d in self.differences if not d.relative <= LIMIT]
         parameters = [d for d in wrong if d.name not in ("loss", "grad_norm")]
         return next(iter(parameters or wrong), None)
 
     def worst(self, count: int) -> list[Difference]:
-        """Return the `count` metric names with the largest relative differences, each at its worst step."""
+        """Return the largest relative difference of each metric over all steps, for the `count` worst metrics."""
         worst: dict[str, Difference] = {}
         for d in sorted(
             self.differences, key=lambda d: -d.relative if d.relative >= 0 else -math.inf
@@ -134,7 +135,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
         steps: Number of optimizer steps of each run.
 
     Raises:
-        Contradiction: HP104 in a process of torchrun.
+        Contradiction: HP104 in a process of torchrun, or for a recipe with sub-models.
         HyperParallelError: Errors of preparing or training the runs.
     """
     if under_torchrun():
@@ -228,7 +229,7 @@ def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow:
         shutil.copy(code, model)
     small = shrink_config(values, narrow=narrow, keep_vocabulary=tokenizer is not None)
     (model / "config.json").write_text(json.dumps(small), encoding="utf-8")
-    microbatch = 2 if recipe.stage in PAIRED_STAGES else 1  # a pair of answers
+    microbatch = 2 if recipe.stage in PAIRED_STAGES else 1  # the two answers of a pair
     seq_len = min(recipe.data.seq_len, _SEQ_LEN[recipe.stage])
     update: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "init": "random", "attn_implementation": _attention(recipe)},

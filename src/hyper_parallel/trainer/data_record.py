@@ -24,7 +24,7 @@ DATA_RECORD: Final = "data.json"
 def data_facts(job: Job) -> dict[str, Any]:
     """Return the contents of `data.json`: counts, lengths and examples of each data source.
 
-    For streamed data they describe the records read so far.
+    For streamed data, counts cover the records read so far.
     """
     packed, stage = job.packed, job.recipe.stage
     weights = packed.weights or (1.0,) * len(packed.counts)

@@ -48,7 +48,7 @@ _MAX_PROCESSES: Final = 4
 _SUMS: Final = ("used", "cut", "tokens", "target_tokens")
 
 Unit = list[Document]
-"""Documents of a record: one, or the two of a pair."""
+"""Documents of a record: a single document, or the two documents of a pair."""
 
 
 def encoded_units(

@@ -310,7 +310,7 @@ def _filtered_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     probabilities = scores.softmax(-1)
     if top_p < 1:
         ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        # Keep a token if the more likely tokens have a total below top_p; this always keeps the first token.
+        # Keep a token if the more likely tokens have a total probability below top_p. The first token is always kept.
         ranked = ranked.masked_fill(ranked.cumsum(-1) - ranked >= top_p, 0)
         probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ranked)
     return probabilities

@@ -101,7 +101,7 @@ def _lost_error(place: Path, now: Path | None, what: str) -> RunDirectoryLost:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return (device number, inode) of a file or directory; None if it does not exist."""
+    """Return (device number, inode) of a file or directory; None for a missing path."""
     try:
         status = path.lstat() if path.name.endswith(".jsonl") else path.stat()
     except OSError:

@@ -255,7 +255,10 @@ def decode_tokens(
     stops: Collection[int] = (),
     passes: Passes | None = None,
 ) -> Iterator[int]:
-    """Continue an encoded prompt; yield each new token id, except a final stop token (token ids `stops`)."""
+    """Continue an encoded prompt; yield each new token id, except a final stop token.
+
+    `stops` are the stop token ids. `passes` run the model; None: new passes, with a new key-value cache.
+    """
     draws = draws_of(sampling, 0)
     sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)
     passes = passes or _passes_of_one(model, sequence)
@@ -263,7 +266,7 @@ def decode_tokens(
 
 
 def _passes_of_one(model: Any, sequence: DecodingSequence) -> Passes:
-    """Create the forward passes for a single sequence: with fixed shapes if the model has a static cache, else growing.
+    """Create the passes for a single sequence, with a cache of fixed shape if the model supports it, else growing.
 
     A prompt with media always uses a growing cache.
     """
@@ -330,7 +333,7 @@ class Generator:
         trusted: See `load`.
 
     Attributes:
-        memory_use: Measured memory of the last generation; None without a budget.
+        memory_use: Predicted and measured memory of the last generation; None without a budget.
     """
 
     def __init__(
@@ -366,6 +369,7 @@ class Generator:
 
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
+            Contradiction: HP104 for a prompt with images or audio and a budget of device memory.
         """
         sampling = sampling or Sampling()
         _, tokens = self._start(prompt, sampling, chat)

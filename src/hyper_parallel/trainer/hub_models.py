@@ -30,8 +30,8 @@ from hyper_parallel.trainer.data.sources import refuse_missing
 def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedRecipe:
     """Download the hub repositories of a recipe; return the recipe with local folders in place of hub ids.
 
-    The keys are `model.path`, `data.tokenizer` and `grpo.reward_funcs`. Data sets are downloaded too. A resumed run
-    uses the commits recorded in its config.yaml, unless the recipe names a revision.
+    Folders replace hub ids in `model.path`, `data.tokenizer` and `grpo.reward_funcs`. Data sets are downloaded too. A
+    resumed run uses the commits recorded in its config.yaml, unless the recipe names a revision.
 
     Args:
         loaded: Recipe with the origins of its values.

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer.engine.step_programs import StepPrograms
 
 MAX_SIMULATED: Final = 4096
-"""Maximum of stages * microbatches for which a step is simulated."""
+"""Maximum product of pipeline stages and microbatches for which a step is simulated."""
 
 _OPTIMIZER_ARGS: Final = "training.optimizer_args"
 
@@ -96,8 +96,8 @@ class Job:
         router_loss: Description of the auxiliary loss of expert routers; None: no auxiliary loss.
         programs: Captured step programs of each rank in a block (see `step_programs`), for a back end other than torch;
             None: torch.
-        media_costs: Estimated encoder work per image or audio recording, and per token, for balancing; see
-            `cost_balance.media_costs`.
+        media_costs: (work per image or audio recording, work per media token) of encoders, estimated for balancing;
+            see `cost_balance.media_costs`.
     """
 
     recipe: Recipe
@@ -189,7 +189,7 @@ class Job:
         return 2 if self.recipe.stage in PAIRED_STAGES else 1
 
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
-        """Return the number of epochs after step `step`, with a fraction; None for a stream."""
+        """Return the number of epochs after step `step`, as a float; None for a stream."""
         if isinstance(batches, StreamBatches):
             return None
         return batches.sequences_seen(step) / batches.rows.unit / batches.num_sequences
@@ -371,7 +371,7 @@ def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
 def resolve_submodels(
     loaded: LoadedRecipe, ranks: int | None
 ) -> tuple[LoadedRecipe, tuple[str, ...], Certificate | None]:
-    """Search layouts for `parallel.submodels: auto`; without it, return the recipe unchanged.
+    """Search layouts for `parallel.submodels: auto`; return any other recipe unchanged.
 
     If section `training` sets no batch size, `tokens_per_step` becomes one sequence per rank.
 
@@ -441,7 +441,7 @@ def _with_submodels(job: Job, model: Any) -> Plan:
 
 
 def _with_media_costs(job: Job, model: Any) -> Job:
-    """Return the job with `media_costs` of its data, and with a note in the plan if they are estimates."""
+    """Return the job with `media_costs` of its data, and with a note in the plan if they are not based on FLOPs."""
     train = job.packed.train
     balanced = job.recipe.data.balance != "none"
     if isinstance(train, Stream) or not train.has_media or not balanced:
@@ -552,7 +552,7 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
 
 
 def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
-    """Return whether the model computes equal results on half-batches, and none of its losses forbids them."""
+    """Return whether layers compute equal results on half-batches; False with `training.compile` or a router loss."""
     from hyper_parallel.backends.torch import check_half_batches, check_routing
     from hyper_parallel.ir import Overlap, Strategy
     from hyper_parallel.trainer.engine.recipe_model import routing_of
@@ -570,7 +570,7 @@ def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
 
 
 def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, str | None]:
-    """Check the model against recipe and plan; return the plan with measured properties.
+    """Check the model against recipe and plan; return the plan with the measured properties of the model.
 
     The second result describes the auxiliary loss of expert routers; None: no auxiliary loss.
     """
@@ -687,8 +687,8 @@ def _check_newest(job: Job, loaded: LoadedRecipe) -> None:
 
     Raises:
         Contradiction: HP104 for a checkpoint after the last step of the run.
-        CheckpointMismatch: HP702 for a changed fact that must not change, or for optimizer arguments that do not fit
-            the saved state.
+        CheckpointMismatch: HP702 if a fact of `run_facts` has changed that must not change, or if optimizer arguments
+            do not fit the saved state.
     """
     directory, last_step = job.resume_dir, job.recipe.training.steps
     saved_steps = [] if job.recipe.checkpoint.resume == "never" else steps(directory)

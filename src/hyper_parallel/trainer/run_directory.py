@@ -242,7 +242,7 @@ def _unused_name(place: Path) -> Path:
 
 
 def _alternative_hint(place: Path, recipe: Recipe | None) -> str:
-    """Return overrides that set a missing output directory, and that resume from the checkpoints in `place`, if any."""
+    """Return overrides for an unused output directory, and to resume from the checkpoints in `place`, if any."""
     words = [f"output_dir={_unused_name(place)}"]
     resumes = recipe is not None and recipe.checkpoint.resume != "never"
     if resumes and checkpoints.steps(place / "checkpoints") and (place / "config.yaml").is_file():

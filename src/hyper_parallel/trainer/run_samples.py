@@ -59,7 +59,7 @@ def answer_held_out(job: Job) -> list[dict[str, Any]]:
 def _media(
     generator: Generator, row: Sequence[RowMedia], tokens: Any, prompt_length: int
 ) -> tuple[PromptMedia | None, list[str]]:
-    """Return the processed images and audio of a prompt (None without any), and thumbnails of the images."""
+    """Return the processed images and audio of a prompt (None: text only), and thumbnails of the images."""
     if not row[0].row:
         return None, []
     processor = processor_of(generator.tokenizer)

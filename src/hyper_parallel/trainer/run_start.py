@@ -133,7 +133,7 @@ def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
 
 
 def _replan_for_fewer(job: Job) -> Job:
-    """Return the run replanned for fewer ranks; return `job` if its recipe is not elastic or it has a single rank."""
+    """Return the run replanned for fewer ranks; return `job` if its recipe is not elastic or its plan has one rank."""
     ranks = job.plan.strategy.world_size
     if not job.recipe.training.elastic or ranks == 1:
         return job
@@ -216,7 +216,7 @@ def with_first_rank_plan(job: Job) -> Job:
     """Return the job with the plan and media costs of rank 0; collective over all ranks.
 
     Under torchrun each rank computes plan and media costs on its own machine. The assignment of sequences to
-    microbatches depends on them, so ranks with different values would repeat some sequences of a step and omit others.
+    microbatches depends on both. Ranks with different values would repeat some sequences of a step and omit others.
     """
     if isinstance(job.packed.train, Stream) or not job.packed.train.has_media:
         return job

@@ -66,7 +66,7 @@ class StopRequest:
 
     @property
     def step(self) -> int | None:
-        """Step after which the run ended on request; None if it has not done so."""
+        """Step after which the run ended on request; None if the run has not ended on request."""
         return int.from_bytes(self._shared[8:], "little") or None
 
     def record_stop(self, step: int) -> None:

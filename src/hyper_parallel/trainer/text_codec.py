@@ -43,7 +43,7 @@ class Generation:
         seconds: Wall time from the creation of the decoder to the end of the continuation.
         memory: Predicted and measured memory under a budget of device memory; None without a budget.
         logprobs: Log-probabilities of the tokens, with temperature 1 and without `top_k` and `top_p`.
-        number: Index of the sequence in its batch. The random numbers depend on it and the seed.
+        number: Index of the sequence in its batch. The random numbers depend on this index and the seed.
         finish: `stop` or `length`; None: interrupted, can be resumed.
     """
 
@@ -110,7 +110,8 @@ class TextCodec:
         """Create a sequence for decoding from prompt `number` of a batch, or from an interrupted continuation.
 
         Raises:
-            BadValue: HP102 when prompt and continuation exceed the model's context, or a token its vocabulary.
+            BadValue: HP102 when prompt and continuation exceed the model's context, or a token is not in its
+                vocabulary.
         """
         previous = source if isinstance(source, Generation) else None
         prompt: Any = source if previous is None else previous.prompt
@@ -149,7 +150,7 @@ class TextCodec:
         return stop_ids(self.tokenizer, self._eos, chat=chat)
 
     def ended(self, sampling: Sampling) -> Callable[[DecodingSequence], bool] | None:
-        """Return a predicate: whether the newest tokens of a sequence contain a stop text; None without stop texts."""
+        """Return a function that detects a stop text at the end of a sequence; None without stop texts."""
         if not sampling.stop:
             return None
         # Tokens have at least one byte, with rare exceptions, so this many tokens contain a new stop text.
@@ -186,7 +187,7 @@ class PromptBatch:
 
     Args:
         texts: Text codec of the model.
-        prompts: Texts, or generations of an earlier call, of which unfinished ones are continued.
+        prompts: Texts, or generations of an earlier call. Unfinished generations are continued.
         sampling: Sampling parameters.
         chat: Whether each prompt is a user message to be answered.
 

@@ -2,7 +2,8 @@
 
 MindSpore hands each chain to its compiler AKG, which writes three files per kernel into the folder `akg_kernel_meta` of
 `MS_COMPILER_CACHE_PATH`: the chain (`.info`), the description of the kernel (`.json`) and the kernel (`.so`).
-Processes with one working directory share the work, so they must share this folder; other jobs must have another.
+Processes with the same working directory share this work, so they must share the folder. Every other job must have
+another folder.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ CONTEXT: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "Ascend": {"enable_graph_kernel": True, "graph_kernel_flags": "--kernel_generator=DVM"},
 }
-"""Dict from device to the settings of MindSpore that enable fusion. Those of Ascend are untested."""
+"""Dict from device to the settings of MindSpore that enable fusion. The settings for Ascend are untested."""
 
 JIT_LEVEL: Final[Mapping[str, str]] = {"CPU": "O0", "Ascend": "O1"}
-"""Dict from device to the optimization level `jit_level`. The CPU ignores higher levels; that of Ascend is untested."""
+"""Dict from device to the optimization level `jit_level`. The CPU ignores higher levels; the level for Ascend is
+untested."""
 
 
 FORMS: Final = {"aten.div.Scalar": "real_div", "aten.div.Tensor": "real_div"}
@@ -92,7 +94,7 @@ def without_broadcasts(program: StepProgram) -> StepProgram:
 
 
 def _narrow_values(program: StepProgram) -> set[int]:
-    """Return the values that can stay unexpanded: results of `expand`, and of elementwise operators on those."""
+    """Return the values that can stay unexpanded: results of `expand` and of elementwise operators on such results."""
     shapes, readers = program.shapes(), defaultdict[int, list[Node]](list)
     derived = set()  # values that are constant along an expanded dimension
     for node in program.nodes:
@@ -120,7 +122,7 @@ def _narrow_values(program: StepProgram) -> set[int]:
 
 
 def missing_for_fusion() -> dict[str, str]:
-    """Return the missing packages and programs of fusion, as a dict from name to the command that installs it."""
+    """Return packages and programs that fusion lacks, as a dict from name to the command that installs it."""
     packages = {name: fix for name, fix in _PACKAGES.items() if find_spec(name) is None}
     return packages | {name: fix for name, fix in _PROGRAMS.items() if shutil.which(name) is None}
 
@@ -131,8 +133,8 @@ class KernelFolder:
     The constructor sets `MS_COMPILER_CACHE_PATH` of this process.
 
     Args:
-        folder: An existing folder, the same one on all ranks.
-        owned: Whether this rank deletes it.
+        folder: Existing folder, the same on all ranks.
+        owned: Whether this rank deletes the folder.
     """
 
     def __init__(self, folder: Path, *, owned: bool) -> None:

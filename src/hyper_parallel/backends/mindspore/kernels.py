@@ -2,7 +2,8 @@
 
 Each function takes the arguments of the ATen operator, with tensors of MindSpore, data types of MindSpore, and tuples
 in place of lists. Shapes are static, so `x.shape` is a constant while a graph is compiled. MindSpore compiles a
-function at every call. It runs a function decorated with `constexpr` instead, and a primitive becomes a graph node.
+function into the graph at every call. A function decorated with `constexpr` runs during the compilation instead, and a
+primitive becomes a graph node.
 """
 
 from __future__ import annotations
@@ -354,7 +355,7 @@ def sort_values(x, dim=-1, descending=False):
 
 
 def sort_stable(x, stable=True, dim=-1, descending=False):
-    size = x.shape[0]  # the position decides between equal integers
+    size = x.shape[0]  # the index breaks ties of equal integers
     keys = x * size + ops.cast(ops.arange(size), x.dtype)
     order = ops.cast(ops.sort(keys, dim, descending)[1], ms.int64)
     return ops.gather(x, order, 0), order
@@ -681,10 +682,10 @@ def convolution_backward(
 
 
 # --- collectives ----------------------------------------------------------------------------------------------------
-# Ranks run them in the order of the program, which MindSpore changes unless each one depends on the previous one.
-# A group is the name of the communicator of all ranks, the position of this rank in the group, the number of all ranks,
-# and the ranks of the group. The CPU has kernels for all ranks only: all of them run the same collectives, and those of
-# a smaller group select its part.
+# Ranks must run collectives in the order of the program. MindSpore changes the order unless each collective depends on
+# the previous one. A group is a tuple: name of the communicator of all ranks, position of this rank in the group,
+# number of all ranks, ranks of the group. The CPU has kernels only for collectives over all ranks. For a smaller group,
+# all ranks therefore run the same collective, and each rank selects the part of its group.
 
 
 def after(x, previous):
@@ -729,12 +730,12 @@ def all_gather(x, _, group):
 
 
 def reduce_scatter(x, reduction, ranks, group):
-    size = x.shape[0] // ranks  # the CPU has no kernel for it
+    size = x.shape[0] // ranks  # the CPU has no kernel for reduce-scatter
     return _narrow(all_reduce(x, reduction, group), 0, group[1] * size, size)
 
 
 def all_to_all(x, receive, send, group):
-    ranks = len(send)  # equal parts; the CPU has no kernel for it
+    ranks = len(send)  # parts are equal; the CPU has no kernel for all-to-all
     parts = ops.reshape(all_gather(x, ranks, group), (ranks, ranks, -1, *x.shape[1:]))
     return ops.reshape(select(parts, 1, group[1]), x.shape)
 

@@ -156,7 +156,7 @@ def _of_floats(node: Node) -> bool:
 def _has_one_dim(node: Node) -> bool:
     forward = node.op == "aten.convolution.default"
     stride, _, _, transposed = node.args[3:7] if forward else node.args[4:8]
-    shape = node.types[0 if forward else 1].shape  # of the result, or of the gradient of the weight
+    shape = node.types[0 if forward else 1].shape  # shape of the result or of the weight's gradient
     return len(shape) == 3 and list(stride) == [1] and not transposed
 
 

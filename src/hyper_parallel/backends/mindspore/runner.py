@@ -35,7 +35,7 @@ _DEVICE: Final = "CPU"
 """Device of the ranks; other devices are untested."""
 
 _SCHEDULER: Final = "import mindspore as ms; ms.set_device('CPU'); ms.communication.init('mccl')"
-"""Program of the process with which ranks register; it ends when they have ended."""
+"""Python program of MindSpore's scheduler process, with which ranks register; the process ends after all ranks."""
 
 
 class MindSporeRunner:
@@ -43,7 +43,8 @@ class MindSporeRunner:
 
     Args:
         groups: Dict from name to group of ranks, in the form described in `kernels`.
-        scheduler: MindSpore's scheduler process, with which the ranks have registered, on the rank that started it.
+        scheduler: MindSpore's scheduler process, with which the ranks have registered; None on ranks that have not
+            started it.
         kernels: Folder of generated kernels; None: no fusion.
     """
 
@@ -58,7 +59,7 @@ class MindSporeRunner:
         self._kernels = kernels
 
     def compile(self, program: StepProgram, source: Path) -> CompiledProgram:
-        """Compile a program as one graph."""
+        """Compile a program as one graph, from Python code written to `source`."""
         forms = OPERATORS
         if self._kernels is not None:
             program, forms = without_broadcasts(program), OPERATORS | FORMS
@@ -88,8 +89,8 @@ class MindSporeRunner:
     def close(self, *, failed: bool) -> None:
         """Release the scheduler process and the files of this rank.
 
-        After a failure, the scheduler is killed. Otherwise it is left running: other ranks need it until they end, and
-        it ends after the last of them. Files of generated kernels are deleted; loaded kernels keep working.
+        After a failure, the scheduler is killed. Otherwise the scheduler continues to run, because other ranks need
+        it; it ends after the last rank. Files of generated kernels are deleted; loaded kernels keep working.
         """
         if self._kernels is not None:
             self._kernels.remove()
@@ -118,7 +119,7 @@ def join(
 ) -> MindSporeRunner:
     """Return the runner of this rank; see `join_ranks`.
 
-    MindSpore reads the addresses of a job from the environment, as its launcher `msrun` sets it.
+    MindSpore reads the addresses of a job from environment variables, which are set as by its launcher `msrun`.
     """
     process = None
     if ranks > 1:

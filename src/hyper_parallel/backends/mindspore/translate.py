@@ -18,7 +18,7 @@ def to_source(
     """Return the source of a Python module whose function `step` maps inputs and constants to outputs.
 
     Args:
-        program: The program.
+        program: Step program.
         groups: Dict from name to group of ranks, in the form described in `kernels`.
         forms: Dict from operator to the name of a function of `kernels`.
     """
@@ -62,7 +62,7 @@ def _call(node: Node, forms: Mapping[str, str], previous: str) -> str:
         args[1] = f"k.mul({args[1]}, {kwargs.pop('alpha')!r})"
     words = [*args, *(f"{k}={_keyword(k, v)}" for k, v in kwargs.items())]
     results = ", ".join(f"v{i}" for i in node.results)
-    if node.op == "aten.split_with_sizes.default":  # a tuple, also of one part
+    if node.op == "aten.split_with_sizes.default":  # the result is a tuple, even for one part
         results += ","
     return f"{results} = k.{forms[node.op]}({', '.join(words)})"
 

@@ -49,7 +49,8 @@ class RoleActor(Rank):
 class RayEngine:
     """Engine that starts Ray actors.
 
-    It uses the cluster to which the program is connected, else the cluster of RAY_ADDRESS, else a new local cluster.
+    The actors run in the cluster to which the program is connected, else in the cluster of RAY_ADDRESS, else in a new
+    local cluster.
 
     Raises:
         MissingDependency: HP501 when the package `ray` is not installed.
@@ -173,7 +174,7 @@ class ActorRanks:
         return answers
 
     def lost(self) -> str | None:
-        """Return a text that names a dead actor and the reason; None while Ray has not reported any."""
+        """Return a text that names a dead actor and the reason; None while Ray has reported no dead actor."""
         return self._lost
 
     def silent(

@@ -35,10 +35,11 @@ class Controller:
         engine: `inline`: roles are objects in this process, and calls are synchronous. `processes`: ranks are processes
             on this machine, which end when this process ends. `ray`: ranks are Ray actors, in the cluster of
             RAY_ADDRESS or in a local cluster.
-        journal: File that records answered calls. A restarted program reads their answers from the file, and runs only
+        journal: File that records answered calls. A restarted program reads these answers from the file, and runs only
             the remaining calls. None: no journal.
         max_restarts: Maximum number of restarts of each role.
-        timeout_s: Seconds after which the ranks of an unanswered call are restarted; `Role.call` can override them.
+        timeout_s: Seconds after which the ranks of an unanswered call are restarted; `Role.call` can override this
+            value.
 
     Attributes:
         roles: Started roles by name.

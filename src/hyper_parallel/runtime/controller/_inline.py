@@ -57,7 +57,7 @@ class RoleRanks(Protocol):
 
         Returns:
             (line about the rank that causes the hang, lines about the other ranks, whether a signal has stopped the
-            first rank).
+            rank of the first line).
         """
 
     def end(self) -> None:

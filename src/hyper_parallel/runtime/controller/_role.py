@@ -27,7 +27,8 @@ _log = logging.getLogger(__name__)
 _LONGEST_POLL_S: Final = 2.0
 """At most this many seconds between two polls count towards a time limit, in case the controller itself paused."""
 _GRACE_S: Final = 2.0
-"""Seconds for the other ranks to answer after a rank has raised, as they may wait for it in a collective."""
+"""Seconds for the other ranks to answer after a rank has raised; they may wait in a collective for the rank that
+raised."""
 
 
 @dataclass(eq=False)
@@ -177,7 +178,7 @@ class Role:
             ranks.end()
 
     def _begin_unless_recorded(self, ranks: int) -> None:
-        """Start the ranks, unless the journal has answers to replay; the first call without an answer starts them."""
+        """Start the ranks, or let the first unrecorded call start them if the journal has answers to replay."""
         if ranks < 1:
             raise BadValue(
                 "a role needs at least one rank",

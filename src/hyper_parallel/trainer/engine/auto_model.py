@@ -33,9 +33,9 @@ def model_from_config(
     Args:
         file: Config of the model.
         dtype: Dtype of the parameters.
-        attention: `attn_implementation` of transformers; None: its default.
-        trusted: Permission to run model code in the config's directory. Only model types unknown to transformers
-            need it.
+        attention: `attn_implementation` of transformers; None: the default of transformers.
+        trusted: Permission to run model code in the config's directory. Only model types unknown to transformers need
+            this permission.
         scores: Build a sequence classifier with one label that scores every token, instead of a language model.
         device: `meta` for parameters without storage, or `cpu` for random parameters.
 
@@ -90,7 +90,7 @@ def _complete(name: str, module: nn.Module, args: object, output: Any) -> None:
 
 
 def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
-    """Return whether the model class is defined by Python code in the config's directory (`auto_map`).
+    """Return whether to run Python code in the config's directory that defines the model class (`auto_map`).
 
     Raises:
         ModelUnreadable: HP305 for a type unknown to transformers whose directory has no model code, or untrusted code.
@@ -127,7 +127,7 @@ def _auto_class(file: ConfigFile, *, trusted: bool, scores: bool) -> Any:
 
 
 def _transformers_config(file: ConfigFile, *, trusted: bool) -> Any:
-    """Return the config object; with `trusted`, code in the config's directory defines its class."""
+    """Return the config object; with `trusted`, code in the config's directory defines the class of the object."""
     from transformers import AutoConfig
 
     if not trusted:
@@ -142,7 +142,8 @@ def class_of_config(file: ConfigFile) -> Any:
     """Return the transformers class of a causal language model, which may also read images or audio.
 
     If transformers has several classes for the model type, for example with and without images, the config's
-    `architectures` selects one. If its auto classes do not list the type, `architectures` must name the class.
+    `architectures` selects a class. If the auto classes of transformers do not list the type, `architectures` must
+    name the class.
 
     Raises:
         ModelUnreadable: HP305 when transformers has no language model of this type.

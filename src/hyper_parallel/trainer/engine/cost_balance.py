@@ -47,9 +47,9 @@ _NUM_NOTED_STEPS: Final = 16
 _MEASURED: Final = 6
 """Number of rows whose encoder FLOPs are counted, from the fewest to the most tokens; each row takes time."""
 _PARTS: Final = 64
-"""The fitted share of item work is rounded to this fraction, to hide rounding differences between machines."""
+"""The fitted share of item work is rounded to a multiple of 1/64, to hide rounding differences between machines."""
 _MOST_SIMULATED: Final = 512
-"""Maximum of stages * microbatches for which schedules are simulated, which then takes about 0.1 s."""
+"""Maximum product of stages and microbatches for which schedules are simulated; the simulation takes about 0.1 s."""
 
 
 def media_costs(
@@ -59,8 +59,8 @@ def media_costs(
 
     A media item is an image or an audio recording. Encoders with fixed windows do equal work for every item. For most
     other encoders work grows with the number of tokens. The weights are fitted to the FLOPs of the encoder's forward on
-    meta tensors. If this forward needs real values, they are fitted to the number of elements of its padded inputs. If
-    the model has several encoders, or none that can be separated, work is the number of media tokens.
+    meta tensors. If this forward needs real values, the weights are fitted to the number of elements of its padded
+    inputs. If the model has several encoders, or none that can be separated, work is the number of media tokens.
 
     Args:
         model: Model of the recipe on the meta device, not changed.
@@ -100,7 +100,7 @@ def _warn_of_estimate(basis: str, cause: str) -> str:
 def fitted_costs(counts: Int64, work: Sequence[float]) -> tuple[int, int]:
     """Return integers (a, b) such that a * items + b * tokens is about proportional to `work`.
 
-    Non-negative least squares over the sequences; a and b have no common divisor.
+    The fit is non-negative least squares over the sequences; a and b are coprime.
 
     Args:
         counts: [N, 2] media items and media tokens of each sequence.
@@ -222,7 +222,7 @@ def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
 def mean_imbalance(steps: list[Balance]) -> tuple[float, float]:
     """Return the mean imbalance over `steps`, weighted by media tokens: (in data order, after balancing).
 
-    Imbalance is the media work of the slowest rank divided by the mean over ranks. Without media it is 1.
+    Imbalance is the media work of the slowest rank divided by the mean over ranks. Without media, the imbalance is 1.
     """
     total = sum(step.media_tokens for step in steps)
     if not total:

@@ -1,13 +1,13 @@
 """Training steps with offload: warm-up, recording of a step, memory planning, and execution of the memory plan.
 
 A memory plan lists, for the operators of a recorded step, the tensors to evict, prefetch and recompute. Steps that run
-by the plan are called planned steps. They run on the accelerator, or on a simulated device if the rank has only a CPU.
-Between steps, parameters and optimizer state live on a tier: device memory, DRAM or flash.
+by the plan are called planned steps. Planned steps run on the accelerator, or on a simulated device if the rank has
+only a CPU. Between steps, parameters and optimizer state live on a tier: device memory, DRAM or flash.
 
-Two warm-up steps run before training and are rolled back: one eager, one recorded. The first planned step must repeat
-the results of the eager step. The recorded step uses other data, another learning rate and another token count. A value
-that was captured as a constant therefore changes the results of the first planned step. If no plan fits the budget, the
-state is unchanged.
+Two warm-up steps run before training and are rolled back: an eager step and a recorded step. The first planned step
+must repeat the results of the eager step. The recorded step uses other data, another learning rate and another token
+count. A value that was captured as a constant therefore changes the results of the first planned step. If no plan fits
+the budget, the state is unchanged.
 
 Work outside planned steps (start, warm-up, evaluations) runs in a `LruSpillMode`, which evicts the least recently used
 tensors to host memory within the same budget. Every planned step yields an `OffloadRecord`.
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 DRIFT: Final = 0.02
 """Maximum unplanned wait for copies, as a share of the step's seconds, before the memory is planned again."""
 EXCESS: Final = 0.02
-"""Maximum relative excess of measured device memory over the prediction before a log line."""
+"""Relative excess of measured device memory over the prediction above which a line is logged."""
 REPLANS: Final = 3
 """Maximum number of new plans in a run: measured bandwidths vary in every step, and planning takes seconds."""
 _PHASES: Final = {
@@ -267,7 +267,7 @@ class PlannedSteps:
             check=True if self._expected is None else self._expected,
             source=self._spill,
         )
-        self._spill.restore_all()  # tensors that are not state
+        self._spill.restore_all()  # tensors other than state
         self._expected = None
         self._traced = False
 
@@ -522,7 +522,7 @@ def write_timelines(timelines: tuple[Timeline, Timeline], directory: Path) -> No
 
 
 def largest_update_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the minimum device bytes of an optimizer operator: largest parameter with gradient and moments."""
+    """Return the device bytes that the largest optimizer operator needs: a parameter with gradient and moments."""
     trained = [local(p).nbytes for p in model.parameters() if p.requires_grad]
     moments = 2 if isinstance(optimizer, torch.optim.Adam) else 0
     return max(trained, default=0) * (2 + moments)

@@ -126,7 +126,7 @@ def check_offload(
         recipe: Recipe of the run.
         plan: Plan of the run.
         model: Model as returned by `build_model`.
-        where: Returns the origin of a recipe key, for errors.
+        where: Function that returns the origin of a recipe key, for errors.
 
     Raises:
         CaptureUnsupported: HP511 for experts whose number of tokens is not fixed, and for dropout under tensor

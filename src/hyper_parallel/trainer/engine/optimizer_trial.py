@@ -39,7 +39,7 @@ def check_trial_step(
         build: Function that returns the optimizer of a module.
         name: Name of the optimizer in the recipe.
         where: Origin of the name, for errors.
-        sharded: Whether the run shards parameters (`dp_shard`).
+        sharded: Whether the run shards parameters over any axis.
         replicated: Whether the run replicates parameters (`dp_replicate`).
 
     Raises:
@@ -72,7 +72,7 @@ def resumed_failure(
     build_saved: Callable[[nn.Module], torch.optim.Optimizer],
     build_resumed: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> str | None:
-    """Return the error of an optimizer step that starts from the state of another optimizer; None if it succeeds.
+    """Return the error of an optimizer step from the saved state of another optimizer; None if the step succeeds.
 
     Args:
         build_saved: Function that returns the optimizer whose state was saved, for a module.

@@ -2,7 +2,7 @@
 
 A step program is a graph of tensor operators, captured from the torch training step and compiled by the framework (see
 `step_programs`). Batches, data order, learning rates, records, checkpoints and exports come from the torch engine.
-Weights and optimizer state live in the framework. Saves, exports and resumes copy them from or to torch.
+Weights and optimizer state live in the framework. Saves, exports and resumes copy this state from or to torch.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ProgramLoop(Loop):
     Attributes:
         runner: Interface to the framework.
         reports: Whether this rank adds its loss to the sum over ranks. Tensor-parallel ranks compute the same loss, so
-            only the first of them adds it.
+            only the first of these ranks adds its loss.
         state: Weights and optimizer state in the framework.
         passes: Runner of forward and backward over the microbatches of a step.
         programs: Compiled programs by name: `loss`, `gradients`, `update`.

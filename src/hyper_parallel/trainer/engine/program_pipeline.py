@@ -87,7 +87,7 @@ class PipelinePasses(SerialPasses):
     def train(
         self, parameters: Values, sums: Values, batches: Sequence[Values]
     ) -> tuple[float, Values]:
-        """Run this stage's part of a training step; see `SerialPasses.train`. The loss is 0.0 before the last stage."""
+        """Run this stage's part of a step; see `SerialPasses.train`. The loss is 0.0 except on the last stage."""
         schedule = one_by_one(step_schedule(self._strategy, len(batches)))
         inputs: dict[int, Values] = {}
         loss = 0.0

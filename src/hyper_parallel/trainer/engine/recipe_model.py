@@ -301,7 +301,7 @@ def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
 
 
 def joint_schedule(plan: Plan) -> Schedule | None:
-    """Return the plan's joint schedule: order of the actions of encoder and pipeline stages. None without one."""
+    """Return the plan's joint schedule of the actions of encoder and pipeline stages; None if the plan has none."""
     if plan.submodels is None or not plan.submodels.schedule:
         return None
     return Schedule.from_csv(plan.submodels.schedule, name="plan")
@@ -376,8 +376,8 @@ def model_files(
 ) -> dict[str, str]:
     """Return the config files of a run's model, as a dict from file name to text.
 
-    These are `config.json`, the generation config, and the list of tensors that the weight files contain but the model
-    does not use, which exports copy.
+    These are `config.json`, the generation config, and a list of the tensors in the weight files that the model does
+    not use. Exports copy these tensors.
 
     Args:
         model: Model as returned by `build_model`. Special tokens of its config may be changed.

@@ -32,8 +32,8 @@ from hyper_parallel.trainer.engine.optimizer import check_optimizer
 from hyper_parallel.trainer.engine.recipe_model import submodel_layouts
 
 _SAMPLED: Final = 16
-"""Number of microbatches of the first step whose media are counted; few, as their arrays are computed before the
-run."""
+"""Number of microbatches of the first step whose media are counted. The number is small, because the arrays of these
+media are computed before the run."""
 
 
 def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:

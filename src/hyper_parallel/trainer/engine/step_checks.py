@@ -80,7 +80,7 @@ def _checksums(
     def add(value: object) -> None:
         if isinstance(value, Tensor) and value.is_floating_point():
             bits = local(value.detach()).contiguous().view(_WORDS[value.element_size()])
-            total.mul_(31).add_(bits.to(torch.int64).sum())  # wraps around
+            total.mul_(31).add_(bits.to(torch.int64).sum())  # an overflow wraps around
 
     def watch(_: nn.Module, __: object, output: object) -> None:
         for value in tree_leaves(output):

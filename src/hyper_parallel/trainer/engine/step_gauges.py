@@ -27,7 +27,7 @@ WINDOW: Final = range(2, 13)
 """Recorded steps: step 2, in which `MemoryGauge` counts bytes, and ten later steps, few enough for small files."""
 _MAX_RANKS: Final = 64
 _MAX_FLIGHTS: Final = 20_000
-"""Maximum number of a rank's collectives in a timeline; `overlap` includes all of them."""
+"""Maximum number of a rank's collectives in a timeline; `overlap` also counts collectives above this number."""
 _ACTION: Final = re.compile(r"\d+([FBIW])\d+")
 """Name of a pipeline action: stage, direction, microbatch."""
 
@@ -97,7 +97,7 @@ class SpanRecorder:
     def collectives(self) -> Iterator[None]:
         """Record start and end of the collectives issued inside the context, in steps of the window.
 
-        Only on CPU ranks: on accelerators the host does not see when a collective ends. Collectives issued by FSDP are
+        No effect on accelerators, where the host does not see when a collective ends. Collectives issued by FSDP are
         not recorded.
         """
         self._flights = []
@@ -178,7 +178,7 @@ class PhaseSpans:
     """Substitute for `SpanRecorder` that only calls a function at the start of each span.
 
     Args:
-        begin: Function of the span's name; names of pipeline actions become `forward` or `backward`.
+        begin: Function that is called with the span's name; names of pipeline actions become `forward` or `backward`.
     """
 
     def __init__(self, begin: Callable[[str], None]) -> None:

@@ -54,7 +54,7 @@ GROWTH_STEPS: Final = 2000
 """Steps without overflow after which the loss scale doubles, as in torch.amp.GradScaler."""
 
 Routing = tuple[Tensor, Tensor | None] | None
-"""Result of `count_routing`, the tokens per expert in a step; None for a model without experts."""
+"""(tokens per expert in a step, auxiliary loss or None) from `count_routing`; None for a model without experts."""
 
 
 @dataclass
@@ -237,7 +237,7 @@ class Loop:
         return replace(result, skipped=int(skipped))
 
     def _locate(self, inputs: StepInputs, step: int) -> str | None:
-        """Rerun a step; return a description of its first non-finite value, or None without one or with sub-models."""
+        """Rerun a step and describe its first non-finite value; return None with sub-models or if all are finite."""
         if handle(self.model).submodels is not None:
             return None
         self.seed(step)
@@ -256,7 +256,7 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
-        """Return the mean held-out loss over the first step of `batches`, with its number of tokens."""
+        """Evaluate the held-out rows, the first (only) step of `batches`; return their mean loss and scores."""
         self.recorder.begin_step(None)
         self.model.eval()
         with self.recorder.span("evaluation", "evaluation"):

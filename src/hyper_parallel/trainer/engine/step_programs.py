@@ -1,8 +1,9 @@
 """Capture of a training step as step programs, for back ends other than torch.
 
 A step program is a graph of tensor operators with static shapes (`StepProgram`), which another framework compiles. A
-step has three: loss, gradients and optimizer update. Ranks differ in their programs only inside a block: one pipeline,
-or one tensor- or expert-parallel group. All blocks run the same programs, so only the ranks of one block are captured.
+step has three programs: loss, gradients and optimizer update. Ranks differ in their programs only inside a block: one
+pipeline, or one tensor- or expert-parallel group. All blocks run the same programs, so only the ranks of one block are
+captured.
 """
 
 from __future__ import annotations
@@ -288,7 +289,10 @@ def _shards(strategy: Strategy, layouts: Mapping[str, Layout]) -> Shards:
 
 
 def update_scalars(optimizer: torch.optim.Optimizer, step: int, lr: float) -> dict[str, float]:
-    """Return the scalar inputs of program `update` by name, for step number `step`, counted from 1."""
+    """Return the scalar inputs of program `update` by name, for step number `step`, counted from 1.
+
+    For AdamW, `step_size` is `lr` divided by the first bias correction, and `root` is the square root of the second.
+    """
     if not isinstance(optimizer, torch.optim.AdamW):
         return {"lr": lr}
     first, second = optimizer.param_groups[0]["betas"]

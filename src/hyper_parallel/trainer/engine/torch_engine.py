@@ -140,7 +140,7 @@ class TorchEngine:
         self._stack.close()
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Load the newest intact checkpoint or snapshot; return its step and extra values, or (0, {}) without one."""
+        """Load the newest intact checkpoint or snapshot; return its step and extra values, (0, {}) if none exists."""
         if self._job.ignore_checkpoints:
             return 0, {}
         source, memory = self._checkpointer(self._job.resume_dir), self._snapshots
@@ -224,7 +224,7 @@ class TorchEngine:
             return (self._planned or self._loop).step(step, batches, lr)
 
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
-        """Return the mean held-out loss over the first step of `batches`, with its number of tokens."""
+        """Evaluate the held-out rows, the first (only) step of `batches`; return their mean loss and scores."""
         streamed = self._spill if self._planned is None else self._planned.streamed()
         with streamed or nullcontext():
             return self._loop.evaluate(batches)

@@ -17,8 +17,8 @@ class LrSchedule:
     """Learning-rate schedule of a run.
 
     Four schedules are native. Their learning rate, divided by the peak, rises linearly from `1 / warmup_steps` to 1.
-    Then the rate is 1 in the next step, and decays to `min_ratio` at the step after the last one. No step therefore has
-    rate 0. The decay is:
+    Then the ratio is 1 in the next step, and decays to `min_ratio` at the step after the last step of the run. No step
+    therefore has rate 0. The decay is:
 
     * cosine: half a period of a cosine (Loshchilov and Hutter, SGDR, arXiv:1608.03983, one cycle).
     * linear: a straight line.
@@ -30,7 +30,7 @@ class LrSchedule:
     one step later than a native warm-up.
     """
 
-    kind: str
+    kind: str  # name of the schedule, as in `training.lr_schedule`
     peak: float  # learning rate after warm-up
     steps: int  # last step; steps are counted from 1
     warmup_steps: int = 0  # the last warm-up step has the peak rate

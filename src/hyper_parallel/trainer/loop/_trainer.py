@@ -53,23 +53,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Measurements of one step; equal on every rank."""
+    """Measurements of one step; equal on every rank, except `step_s`."""
 
     loss: float  # mean over all valid tokens of the step
     grad_norm: float  # global gradient norm before clipping
     valid_tokens: int  # tokens counted by the loss
     step_s: float  # seconds of the step on this rank
     memory_bytes: int  # peak memory of the step on the fullest rank
-    routing: dict[str, Any] | None = None  # routing of the experts; None for other models
-    offload: dict[str, Any] | None = None  # predictions and measurements; None when off
+    routing: dict[str, Any] | None = None  # routing statistics; None without experts
+    offload: dict[str, Any] | None = None  # numbers of offload; None without offload
     loss_scale: float | None = None  # scale of the loss in this step; None without scaling
     # 1 when the step was skipped: gradients overflowed or spiked; None if steps are never skipped
     skipped: int | None = None
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     preference: dict[str, Any] | None = None  # scores of pairs of answers
-    # Layers run on half-batches, exposed communication; None if neither is measured
+    # Layers run on half-batches, and exposed communication; None if neither is measured
     overlap: dict[str, Any] | None = None
-    balance: dict[str, Any] | None = None  # imbalance of ranks by cost; None in data order
+    balance: dict[str, Any] | None = None  # imbalance of media work; None without balancing
     stop: bool = False  # a rank requests the end of the run after this step
     save: bool = False  # a rank requests a checkpoint after this step
 
@@ -83,11 +83,11 @@ class EvalResult(NamedTuple):
     """Measurements of an evaluation; equal on every rank."""
 
     loss: float  # mean over the held-out tokens, or pairs of answers
-    tokens: int  # counted tokens
+    tokens: int  # held-out tokens counted by the loss
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     token_accuracy: float | None = None  # share of held-out targets that the model ranks first
-    answer_accuracy: float | None = None  # share of answers whose targets all rank first
+    answer_accuracy: float | None = None  # share of answers with all targets ranked first
 
 
 class Engine(Protocol):
@@ -122,10 +122,7 @@ class Engine(Protocol):
         """
 
     def evaluate(self, batches: Batches | StreamBatches) -> tuple[Any, ...]:
-        """Evaluate the held-out rows; return an `EvalResult` or a tuple of its leading fields.
-
-        The rows are the first, and only, step of `batches`.
-        """
+        """Evaluate the first (only) step of held-out `batches`; return the first fields of an `EvalResult`."""
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
         """Save a checkpoint after step `step`; may return before the files are written."""
@@ -154,12 +151,12 @@ class Summary:
     """Outcome of a run, returned on rank 0."""
 
     steps: int  # last step
-    # Held-out loss before the first step of the run, NaN without held-out text
+    # Held-out loss before the first step of this process, NaN without held-out data
     first_eval_loss: float
-    last_eval_loss: float  # held-out loss after the last step
+    last_eval_loss: float  # held-out loss of the last evaluation
     loss: float  # training loss of the last step, NaN if no step was run
     seconds: float  # seconds of training, evaluations included
-    complete: bool = False  # the run had already ended: no record was written
+    complete: bool = False  # True: the run had already ended, no record was written
     unwritten: tuple[HyperParallelError, ...] = ()  # write failures of optional outputs
     # Names of the operators of each kernel that the back end generated
     fused_kernels: tuple[tuple[str, ...], ...] = ()
@@ -175,12 +172,12 @@ class _RunState:
     complete: bool  # the run had already ended
     stopping: EarlyStopping
     part: RunPart
-    facts: dict[str, Any]  # of this process, stored in every checkpoint
+    facts: dict[str, Any]  # facts of this process, stored in every checkpoint
     history: list[dict[str, Any]]  # resumes so far, stored in every checkpoint
     first_eval_loss: float = math.nan
     last_eval_loss: float = math.nan
     loss: float = math.nan
-    stopped: bool = False  # ended before the last step on request
+    stopped: bool = False  # the run ended on request before the last step
 
 
 class Trainer:
@@ -228,7 +225,7 @@ class Trainer:
             engine.begin(run.done, self._batches)
             self._watch.check()
             if engine.rank == 0:
-                # Only now, because a start that fails must not change the files of an earlier run.
+                # Records are opened only now: a failed start must not change the files of an earlier run.
                 with self._check_directory_on_failure():
                     self._open_records(run, stack)
             for callback in self._callbacks:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of user callbacks; override the methods you need. Every rank creates an object and calls it.
+    """Base class of user callbacks; override the methods you need. Every rank creates an object and calls its methods.
 
     `metrics` has the keys of a line of metrics.jsonl or eval.jsonl. Return True from `on_step_end` or `on_evaluate` on
     any rank to stop training after the current step. All ranks then evaluate, save and export, as after the last step.

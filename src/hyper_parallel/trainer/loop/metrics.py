@@ -49,15 +49,15 @@ class StepRecord:
     mfu: float  # model FLOP/s utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B)
     # Peak of the step on the fullest rank; with offload the peak of the budgeted device
     memory_bytes: int
-    pred_step_s: float | None  # step time the plan predicts; None for another machine
-    routing: dict[str, Any] | None = None  # routing of the experts; None for other models
-    offload: dict[str, Any] | None = None  # predictions and measurements; None when off
+    pred_step_s: float | None  # step time in the plan; None for another machine
+    routing: dict[str, Any] | None = None  # routing statistics; None without experts
+    offload: dict[str, Any] | None = None  # numbers of offload; None without offload
     loss_scale: float | None = None  # scale of the loss in this step; None without scaling
     # 1 when the step was skipped: gradients overflowed or spiked; None if steps are never skipped
     skipped: int | None = None
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     preference: dict[str, Any] | None = None  # scores of pairs of answers
-    # Numbers of layers run on half-batches and on whole ones; in recorded steps exposed communication of rank 0
+    # Numbers of layers run on half-batches and on whole batches; in recorded steps also rank 0's exposed communication
     overlap: dict[str, Any] | None = None
     # Tokens of images and audio, and the imbalance of ranks before and after `data.balance`
     balance: dict[str, Any] | None = None
@@ -73,7 +73,7 @@ class EvalRecord:
     seconds: float
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
-    token_accuracy: float | None = None  # share of held-out tokens that are the most likely ones
+    token_accuracy: float | None = None  # share of held-out targets that the model ranks first
     answer_accuracy: float | None = None  # stage sft: share of answers that greedy decoding repeats
 
 
@@ -191,7 +191,7 @@ def as_line(record: Any) -> dict[str, Any]:
 
 
 def _keep_until(path: Path, step: int) -> str | None:
-    """Drop damaged lines and records after `step` from a JSONL file; return a line about them, or None."""
+    """Drop damaged lines and records after `step` from a JSONL file; return a note about the drop, or None."""
     if not path.exists():
         return None
     records, later, damaged = [], 0, 0

@@ -37,7 +37,7 @@ _VARIABLES: Final = (
 )  # fmt: skip
 """Environment variables that change results of kernels, reductions or user code."""
 _ABSENT_IN_CONFIG: Final = ("_name_or_path", "transformers_version")
-"""Keys of a model's config that do not affect computation, or are already recorded under `environment`."""
+"""Config keys left out of the facts, because they do not affect computation or are recorded under `environment`."""
 
 
 def run_facts(job: Job) -> dict[str, Any]:
@@ -167,7 +167,7 @@ _FIXED: Final = (
 )  # fmt: skip
 """Keys and sections that must not change on resume; the data has a separate fingerprint."""
 _FIXED_IN_STAGES: Final = {f"{CONTENT}.validation": ("dpo", "kto")}
-"""Stages by key that must not change in them: checkpoints contain a reference score of each held-out answer."""
+"""Keys that must not change in the listed stages, because their checkpoints contain scores of held-out answers."""
 _IGNORED_IN_CONFIG: Final = (
     "architectures", "dtype", "torch_dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
@@ -289,7 +289,7 @@ def _default(key: str) -> Any:
 
 
 def _is_fixed(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether a key must not change on resume, because this key or a key below it is in `_FIXED`."""
+    """Return whether a key must not change on resume: `_FIXED` has the key, a parent of it, or a key below it."""
     if key.startswith(f"{MODEL_CONFIG}."):
         both = key in saved and key in facts
         same_classes = saved.get(_VERSION) == facts.get(_VERSION)
