@@ -225,7 +225,7 @@ class Rounding:
     def flip(
         self, choice: ResidencyChoice, decision: int | OffloadCandidate, target_bytes: int
     ) -> ResidencyChoice:
-        """Return the choice with one decision of `most_fractional` reversed, and more offloads if it exceeds the target."""
+        """Return the choice with one decision of `most_fractional` reversed, and more offloads if needed."""
         if isinstance(decision, int):
             flipped = set(choice.recomputed) ^ {decision}
             recomputed = tuple(s for s in choice.builder.recomputed if s in flipped)

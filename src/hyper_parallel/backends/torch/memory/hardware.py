@@ -99,7 +99,7 @@ FILLED: Final = 0.8
 """Share of a device that storages may fill; the rest is for workspaces and fragmentation. An estimate."""
 
 CopyMode = Copies | DeviceApi
-"""Streams and events of a device; or of a simulated device, the moment at which copies move their bytes."""
+"""Streams and events of a device; or, for a simulated device, the moment at which copies move their bytes."""
 
 
 class _Watch(TorchDispatchMode):
@@ -172,7 +172,7 @@ class Hardware:
         """Allocate the DRAM buffers that a plan needs.
 
         Raises:
-            TierFull: HP403 when they exceed the capacity.
+            TierFull: HP403 when the buffers exceed the capacity.
         """
         self.pool.reserve(plan.replayed.host_buffers)
 
@@ -255,7 +255,7 @@ class Hardware:
 
 
 def _take_workspaces(device: torch.device) -> None:
-    """Run a matrix product, so that its library allocates its permanent workspace before a step is measured."""
+    """Run a matrix product, so that the matrix library allocates its permanent workspace before a step is measured."""
     small = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     torch.addmm(small[0], small, small @ small)
 
