@@ -201,7 +201,7 @@ class MemoryAction:
         kind: `run` and `recompute` run an operator, `join` waits for the collective that an operator started. Four
             kinds start a copy: `prefetch` (host to device), `store` (device to host), `copy_in` (file to host) and
             `copy_out` (host to file). `wait` waits for the latest copy of a storage into `tier`. `detach` releases the
-            bytes of a storage in `tier`, `free` those in every tier.
+            bytes of a storage in `tier`, `free` its bytes in every tier.
         target: Operator index for `OF_OPERATORS`, else storage index.
         tier: For `wait`: destination of the copy. For `detach`: the tier whose bytes are released.
     """

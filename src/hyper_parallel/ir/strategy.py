@@ -174,7 +174,7 @@ class Strategy:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages over all ranks, virtual ones included."""
+        """Pipeline stages over all ranks, virtual stages included."""
         return self.pp * self.virtual_stages
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
@@ -186,7 +186,7 @@ class Strategy:
         return Mesh(tuple((name, int(getattr(self, name))) for name in self.order))
 
     def recomputed(self, stages: Sequence[Sequence[int]]) -> frozenset[int]:
-        """Return the decoder layers that a pipeline rank recomputes: the first layers of each of its stages.
+        """Return the decoder layers that a pipeline rank recomputes in full: the first layers of each of its stages.
 
         The layers are chosen from all stages in turn. Backward reaches the first layers of a stage last, when the
         activations of later layers are already freed.

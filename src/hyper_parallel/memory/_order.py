@@ -2,7 +2,8 @@
 
 Every pass proposes an order that respects all dependencies. The order is accepted if the peak does not rise and the
 mean of device bytes falls. Optimizer updates move into the backward pass, right behind their gradient and the last
-reader of their weight. Weight gradients move to their consumer, and results without an early use to their first use.
+reader of their weight. Weight gradients move to their consumer. Operators that free no operand move to the first use of
+their results.
 
 With several ranks, collectives are then hoisted to overlap computation. They keep their recorded order on every rank,
 whatever its memory plan is (see `def_use`). Operators without FLOPs that prepare the operands of a collective move with
@@ -110,7 +111,7 @@ def _gradients_late(
 def _results_late(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the order with operators right before their first consumer, if their operands are alive there anyway."""
+    """Return the order with operators that free no operand moved right before their first consumer."""
     last: dict[int, int] = {}
     for index in order:
         for s in program.operators[index].touched:

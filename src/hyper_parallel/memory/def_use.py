@@ -112,8 +112,8 @@ def plain_actions(
 ) -> list[MemoryAction]:
     """Return actions that run every operator once and free every storage after its last use, without copies.
 
-    A collective is joined before the first use of its results. It is joined earlier, when it completes, if a `free`
-    waits for it. `last_use` has the position after which each storage is freed; -1: never.
+    A collective is joined before the first use of its results. If a `free` waits for the collective, it is joined as
+    soon as it is complete. `last_use` has the position after which each storage is freed; -1: never.
     """
     actions: list[MemoryAction] = []
     comms, clock = CommsInFlight(program), ProgramClock(program)
@@ -199,7 +199,8 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
 
     Dependencies are true (read after write), anti (write after read) and output (write after write) dependencies.
     Operators that draw random numbers, check a branch or communicate also keep their mutual order. An operator that
-    needs a message stays after everything that was sent before it, so that ranks never wait for each other in a cycle.
+    needs a message stays after all collectives and message batches recorded before it, so that ranks never wait for
+    each other in a cycle.
     """
     before: list[set[int]] = []
     writer: dict[int, int] = {}

@@ -247,7 +247,7 @@ class Emitter:
     # -- evictions and reloads -----------------------------------------------------------------
 
     def _store_early(self, ready: list[Gap], position: int) -> list[Gap]:
-        """Start stores of storages in `ready` while no store is running; return those that were not started."""
+        """Start stores of storages in `ready` while no store is running; return the gaps to try again later."""
         remaining: list[Gap] = []
         for rank, gap in enumerate(ready):
             if not self.ledger.clock.idle("store"):

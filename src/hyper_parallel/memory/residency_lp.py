@@ -449,7 +449,7 @@ class ResidencyLP:
         changes[fraction] = changes.get(fraction, 0.0) + value
 
     def _channel_units(self, channel: Channel, num_bytes: int) -> float:
-        """Return the load of a copy on its channel: its bytes plus those lost to latency, in units of the solver."""
+        """Return the bytes of a copy plus the bytes that its latency costs on the channel, in units of the solver."""
         return (num_bytes + channel.latency_bytes) / self._unit
 
     def _traffic_cost(self, seconds: float) -> float:

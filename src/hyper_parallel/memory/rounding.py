@@ -182,8 +182,8 @@ class Rounding:
     def unexpected_waits(self, choice: ResidencyChoice, waited_s: np.ndarray) -> dict[int, float]:
         """Return a dict from position to bytes to keep free, because an emitted program waits there unexpectedly.
 
-        A wait is unexpected if the optimum of the linear program does not include it. The bytes are those that could be
-        copied during the wait. The sample before the wait gets at least as many bytes.
+        A wait is unexpected if the optimum of the linear program does not include it. They are the bytes that the store
+        channel could copy during the wait. The sample before the wait gets at least as many bytes.
 
         Args:
             choice: Emitted choice.

@@ -103,7 +103,7 @@ CopyMode = Copies | DeviceApi
 
 
 class _Watch(TorchDispatchMode):
-    """Mode that reports every operator of a planned step, in which all tensors are plain ones.
+    """Mode that reports every operator of a planned step; no tensor of the step is a DTensor.
 
     Args:
         on_results: Function called with the outputs of each operator.
