@@ -13,7 +13,7 @@ tensor parallelism, each rank uses a slice of every part, at head boundaries. Wi
 several ranks use the same head. A weight with parts of different sizes is sharded into equal slices of all rows, like
 any other matrix. Ranks then exchange output columns: rank s sends to rank t the columns that s computes and t uses.
 
-No framework; arithmetic on integers only.
+This module imports no framework and computes with integers only.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def chunk(runs: Iterable[tuple[int, int]], count: int, number: int) -> Runs:
 
 
 Split = tuple[int, int, int]
-"""Division of a dim by a mesh axis: (degree, number of blocks that are divided separately, index of this rank)."""
+"""Division of a dim by a mesh axis: (degree, number of separately divided blocks, index of the rank on the axis)."""
 
 
 def runs_of_splits(size: int, splits: Sequence[Split]) -> Runs | None:
@@ -144,8 +144,8 @@ def runs_of_splits(size: int, splits: Sequence[Split]) -> Runs | None:
         splits: Divisions by the mesh axes, outer to inner.
 
     Returns:
-        The runs of the rank. None if the result depends on the order: FSDP divides the tensor-parallel shard last, and
-        some rank would then store other indices than in mesh order.
+        The runs of the rank. None if the result depends on the order: FSDP divides after tensor parallelism, and some
+        rank would then store other indices than in mesh order.
     """
     divided = tuple((degree, blocks) for degree, blocks, _ in splits)
     return _divide(size, splits) if _is_unambiguous(size, divided) else None
@@ -222,7 +222,7 @@ def transfers(
 
 
 def choose_senders(have: Sequence[Mapping[Box, int]]) -> dict[Box, int]:
-    """Return a dict from each box to one rank that has it, such that the bytes per rank are balanced.
+    """Return a dict from each box to one rank that has it, such that the ranks send about equal bytes.
 
     Args:
         have: Per rank, a dict from box to its bytes; replicas have equal boxes.

@@ -27,10 +27,11 @@ a step can remove only the innermost axis of a dim, and an added axis becomes th
     all_reduce      partial sums          -> replicating axis          2 (g-1) * ceil(part / g)
     all_to_all      innermost of a dim    -> innermost of another dim  (g-1) * block
 
-Costs are the bytes that one rank sends in ring algorithms over g ranks, including the padding of uneven parts. The
-block of an all_to_all is the largest piece that one rank sends to another. Source: Patarasuk and Yuan 2009, "Bandwidth
-optimal all-reduce algorithms for clusters of workstations", section 3. The search is Dijkstra's over layouts, exact
-for these steps on the axes that the two layouts use.
+The last column is the cost: bytes that one rank sends in ring algorithms over g ranks, including the padding of uneven
+parts. A part is the largest local shard, before or after the step. The block of an all_to_all is the largest piece that
+one rank sends to another. Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", section 3. The search is Dijkstra's over layouts, exact for these steps on the axes that the two layouts
+use.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ class Layout:
             )
 
     def split(self, dim: int, *axes: str) -> Layout:
-        """Return the layout with `axes` appended to the axes that shard a dim, as the innermost ones."""
+        """Return the layout with `axes` appended to the axes that shard a dim, as the innermost axes."""
         if not 0 <= dim < len(self.axes):
             raise LayoutError(
                 f"dim {dim} is out of range for a layout of {len(self.axes)} dims",

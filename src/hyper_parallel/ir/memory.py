@@ -84,7 +84,7 @@ class Operator:
         reads: Indices of the storages that the operator reads.
         writes: Storages that the operator changes in place (also listed in `reads` if the old content matters).
         allocs: Storages that the operator allocates and writes: its results.
-        seconds: Time on the compute lane.
+        seconds: Seconds on the compute lane.
         flops: Floating-point operations.
         access_bytes: Bytes moved between device memory and arithmetic units.
         phase: Phase of the step.
@@ -95,7 +95,7 @@ class Operator:
             be written to a planned address; on an accelerator also the workspace of the kernel.
         group: Process group of the collective; empty: no communication. A collective is started by `run`, proceeds in
             parallel to the compute lane, and ends at its `join`.
-        comm_s: Time on the communication lane.
+        comm_s: Seconds on the communication lane.
         purpose: `Purpose` of the communication; empty: FSDP, or no communication.
         message: Whether the operator is a point-to-point message. Its `join` is as late as its operands permit, because
             the peer may be late. Without a group, the operator waits for earlier messages.
@@ -201,7 +201,7 @@ class MemoryAction:
         kind: `run` and `recompute` run an operator, `join` waits for the collective that an operator started. Four
             kinds start a copy: `prefetch` (host to device), `store` (device to host), `copy_in` (file to host) and
             `copy_out` (host to file). `wait` waits for the latest copy of a storage into `tier`. `detach` releases the
-            bytes of a storage in `tier`, `free` those in every tier.
+            bytes of a storage in `tier`, `free` its bytes in every tier.
         target: Operator index for `OF_OPERATORS`, else storage index.
         tier: For `wait`: destination of the copy. For `detach`: the tier whose bytes are released.
     """

@@ -256,7 +256,7 @@ class MemoryPlan:
         actions: Actions in order.
         seconds: Simulated seconds of the step, copies included.
         choices: Decisions: one per storage and interval between two uses in which it is offloaded or recomputed.
-        statement: Explanation of the decisions, including those that would be useless or illegal, one sentence each.
+        statement: Sentences about the decisions, also about rejected ones and the reasons.
         addresses: Every live range on the device, with its offset in the arena.
         arena_bytes: Bytes of the arena, the one device allocation that contains all addresses.
     """

@@ -26,7 +26,7 @@ from hyper_parallel.serde import DecodeError, decode, encode, write_text
 
 @dataclass(frozen=True, slots=True)
 class RejectedRoles:
-    """Split of the devices into samplers and learners that was not chosen, and the reason."""
+    """Split of the devices into samplers and learners that was not chosen (see `RolesPlan`), and the reason."""
 
     rollout_ranks: int
     rollout_tp: int
@@ -129,8 +129,8 @@ class SubmodelsPlan:
         step_s: Simulated seconds of a step.
         bubble: Fraction of the step in which ranks are idle, as a mean over the ranks.
         lower_s: Lower bound of the seconds of a step, for any order of the same work on these ranks.
-        schedule: Pipeline schedule of all parts, as extended CSV (`Schedule.to_csv`). Empty: towers run in rounds, in
-            each of which every tower rank encodes one microbatch, or as `inline` says.
+        schedule: Pipeline schedule of all parts, as extended CSV (`Schedule.to_csv`). Empty: towers run on the first
+            stage if `inline`, else in rounds, and every tower rank encodes one microbatch per round.
         wait_s: Seconds by which the step is longer than that of the language part alone.
         lanes: Chart of the simulated step, one line of text per lane and part.
         certificate: Seconds of this step, and a lower bound over all assignments of ranks to parts; None without a
@@ -206,7 +206,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Strategy that was not chosen, with the reason and its predicted time and memory."""
+    """Strategy that was not chosen, with the reason and its predicted time and memory; None: not predicted."""
 
     strategy: Strategy
     reason: str
@@ -362,7 +362,7 @@ class Plan:
         submodels: Ranks and costs of the parts of a multimodal model, for the images or recordings of the first step.
             The costs above are those of the language part only.
         properties: Measured properties of the model's class, for packing and KV caches; None: not measured.
-        notes: Assumptions, and layouts that deviate from the model's own plan.
+        notes: Assumptions, and layouts that deviate from the model's own sharding plan.
         version: Schema version.
     """
 
@@ -540,7 +540,7 @@ class Plan:
 
 
 def _plan_hint(data: object) -> str:
-    """Return the command that makes the plan in `data`, the content of a plan file, again."""
+    """Return the command that recreates the plan of a plan file; `data` is the decoded content of the file."""
     match data:
         case {"model": {"name": str(model)}, "topology": str(topology)}:
             return f"hyper-parallel plan {model} --topology {topology} -o plan.json"

@@ -2,7 +2,7 @@
 
 The text form is that of torch.distributed.pipelining, so schedules can be exchanged in both directions: `2F0` is the
 forward of stage 2 on microbatch 0, `1RECV_B3` receives the gradient of microbatch 3 for stage 1, `0UNSHARD` gathers the
-parameters of stage 0, `(0F4;3B1)OVERLAP_F_B` runs a forward and a backward together. One CSV row per rank.
+parameters of stage 0, `(0F4;3B1)OVERLAP_F_B` runs a forward and a backward together. The CSV form has one row per rank.
 
 Stages are a chain unless the schedule has a `StageGraph`. A message that does not go to the neighbour in the chain
 names the stage at its other end: `0SEND_F3:2` sends the output of stage 0 on microbatch 3 to stage 2.
@@ -36,7 +36,7 @@ ActionKind: TypeAlias = Literal[
     "REDUCE_GRAD",
     "OVERLAP_F_B",
 ]
-"""F forward, I input gradient, W weight gradient, B full backward (I and W); others as in torch."""
+"""F forward, I input gradient, W weight gradient, B full backward (I and W); the other kinds are those of torch."""
 
 COMPUTE: Final = frozenset({"F", "I", "W", "B", "OVERLAP_F_B"})
 _PER_STAGE: Final = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD"})
@@ -52,7 +52,7 @@ PEERS: Final[dict[str, tuple[int, ActionKind]]] = {
     "SEND_B": (-1, "RECV_B"),
     "RECV_B": (1, "SEND_B"),
 }
-"""Kind of send or receive to (stage offset of the peer in a chain, kind of the matching action)."""
+"""Dict from kind of send or receive to (stage offset of the peer in a chain, kind of the matching action)."""
 _OVERLAP: Final = re.compile(r"\((.+)\)OVERLAP_F_B")
 
 

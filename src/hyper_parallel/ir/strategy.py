@@ -24,8 +24,8 @@ from hyper_parallel.units import divisors, round_up
 
 BlockShape = Literal["1d", "2d", "weight"]
 BLOCK_SHAPES: Final[tuple[BlockShape, ...]] = ("1d", "2d", "weight")
-"""How a block uses two tensor-parallel axes: tp_x * tp_y as one axis (Megatron with sequence parallelism), activations
-moved on y, or weights moved on y."""
+"""Use of two tensor-parallel axes by a block. `1d`: tp_x * tp_y as one axis (Megatron with sequence parallelism); `2d`:
+activations are moved on y; `weight`: weights are moved on y."""
 _SORTED_AXES: Final = sorted(AXES)
 CpKind = Literal["ring", "ulysses", "hybrid", "all_gather"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]
@@ -99,7 +99,7 @@ class Strategy:
         dp_replicate: Data-parallel replicas with full parameters (the outer axis of HSDP).
         dp_shard: FSDP ranks.
         cp: Context-parallel ranks.
-        tp_x: Tensor-parallel ranks on x; alone it is 1-D tensor parallelism with sequence parallelism.
+        tp_x: Tensor-parallel ranks on x; with tp_y = 1, this is 1-D tensor parallelism with sequence parallelism.
         tp_y: Tensor-parallel ranks on y, the second direction of 2-D tensor parallelism.
         ep: Expert-parallel ranks, folded over dp_shard x cp x tp; does not multiply the world size.
         attention_shape: Shape of attention blocks on two tensor-parallel axes; no effect when tp_y is 1.
@@ -114,7 +114,7 @@ class Strategy:
         stage_layers: Decoder layers of each (virtual) stage, in model order; (): balanced by cost.
         rules: Overrides of the model's own sharding plan; the first match wins.
         recompute: Activations that backward recomputes.
-        reshard_after_forward: Whether gathered parameters are freed between forward and backward (ZeRO-3), or not
+        reshard_after_forward: Whether gathered parameters are freed between forward and backward (ZeRO-3) or kept
             (ZeRO-2).
         etp: Tensor-parallel ranks of one expert; None: tp without expert parallelism, else 1.
         zero: 0: nothing is sharded over dp_shard x cp; 1: optimizer states only; None: FSDP, see
@@ -174,7 +174,7 @@ class Strategy:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages over all ranks, virtual ones included."""
+        """Pipeline stages over all ranks, virtual stages included."""
         return self.pp * self.virtual_stages
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
@@ -186,7 +186,7 @@ class Strategy:
         return Mesh(tuple((name, int(getattr(self, name))) for name in self.order))
 
     def recomputed(self, stages: Sequence[Sequence[int]]) -> frozenset[int]:
-        """Return the decoder layers that a pipeline rank recomputes: the first layers of each of its stages.
+        """Return the decoder layers that a pipeline rank recomputes in full: the first layers of each of its stages.
 
         The layers are chosen from all stages in turn. Backward reaches the first layers of a stage last, when the
         activations of later layers are already freed.
@@ -414,7 +414,7 @@ class Workload:
         compute_dtype: Format of matmuls and activations.
         param_dtype: Format of the parameters the optimizer owns.
         reduce_dtype: Format of gradient reductions.
-        optimizer: Name of the optimizer; memory and time are those of AdamW, with two states per parameter.
+        optimizer: Name of the optimizer; predicted memory and time are those of AdamW, with two states per parameter.
         trained: Number of trained parameters, adapters included, divided by the number of parameters of the model.
     """
 

@@ -135,6 +135,7 @@ class Span:
         lane: Executor: `rank 0/compute`, `rank 0/communication`.
         name: Name of the work: `forward`, `all_gather dp_shard`.
         start_s: Seconds from the start of the timeline.
+        duration_s: Length of the interval in seconds.
         category: Cost term: compute, communication, optimizer, data, wait.
         step: Training step.
     """
@@ -182,7 +183,7 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """End of the last span."""
+        """End of the last span, in seconds from the start of the timeline."""
         return max((span.end_s for span in self.spans), default=0.0)
 
 

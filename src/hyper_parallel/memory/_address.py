@@ -1,9 +1,9 @@
 """Assignment of static addresses: every live range on the device gets an offset in one buffer, the arena.
 
-Coloring intervals of unequal sizes is NP-hard. First fit (few live ranges) and stacking (many) end within a few percent
-of the lower bound, the live peak: the maximum of bytes live at one time. Ranges that cover the whole step lie at the
-bottom, in an order that does not depend on other ranges. A storage that is resident at both ends of the step but not in
-between has one address at both ends, where the next step finds it.
+Coloring intervals of unequal sizes is NP-hard. First fit (for few live ranges) and stacking (for many) need at most a
+few percent more than the lower bound, the live peak: the maximum of bytes live at one time. Ranges that cover the whole
+step lie at the bottom, in an order that does not depend on other ranges. A storage that is resident at both ends of the
+step but not in between has one address at both ends, where the next step finds it.
 
 An item is one live range, or two ranges of a storage that must get the same address.
 """
@@ -21,11 +21,11 @@ _TIGHT = 1.002  # ratio of arena to live peak at which packing stops
 _MANY_ITEMS = 3000  # more items are stacked instead of first fit
 _ROUNDS = 12  # rounds of first fit
 _HOT_FRACTION = 0.9  # fraction of the live peak; ranges live at times above it are placed first
-_PROMOTION = 0.65  # factor on the rank of an item whose end lies above the live peak
-_HEAT_CLASSES = 10  # classes of stacked ranges, by the maximum of bytes live at the same time
+_PROMOTION = 0.65  # factor on the rank of an item that ends at an address above the live peak
+_HEAT_CLASSES = 10  # number of classes of stacked ranges, by the maximum of bytes live at the same time
 
 Item = tuple[Extent, ...]
-"""Live ranges that share an address: a single one, or last and first of a storage resident at both ends of the step."""
+"""Live ranges at one address: a single range, or the last and first range of a storage (see the module docstring)."""
 
 
 def assign_addresses(
@@ -76,7 +76,7 @@ def wrong_address(plan: MemoryPlan) -> str | None:
 
 
 def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: int) -> str | None:
-    """Return an error message if two live ranges overlap in time and space, or one exceeds the arena; else None."""
+    """Return an error message if two live ranges overlap in time and space, or one ends above the arena; else None."""
     real = [e for e in ranges if sizes[e.storage]]
     events = sorted(
         [(e.start, 1, e.offset_bytes, sizes[e.storage]) for e in real]
@@ -98,7 +98,7 @@ def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: in
 
 
 def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
-    """Return one item per address, with the first and the last range of a storage in one item."""
+    """Group live ranges into items; the last and first range of a storage resident at both ends form one item."""
     first = {
         live_range.storage: live_range
         for live_range in ranges
@@ -120,8 +120,8 @@ def _pack(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]
     """Return an offset for every item, and the bytes of the arena.
 
     The first round is first fit by size. Later rounds begin with the items that are live at the peak. After each round,
-    items that end above the live peak move forward in the order (squeaky wheel optimization, Joslin and Clements 1999).
-    Many items are stacked instead, which takes a fifth of the time and wastes less space.
+    items that end at an address above the live peak move forward in the order (squeaky wheel optimization, Joslin and
+    Clements 1999). More than `_MANY_ITEMS` items are stacked: this takes a fifth of the time and wastes less space.
     """
     size = np.array([sizes[item[0].storage] for item in items], np.int64)
     times = np.array(
@@ -150,7 +150,7 @@ def _pack(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]
 
     def priority(i: int) -> tuple[int, ...]:
         first, last = items[i][0].start, items[i][-1].stop
-        if len(items[i]) > 1:  # it wraps around the end of the step
+        if len(items[i]) > 1:  # the item wraps around the end of the step
             last = len(live)
         distance = max(0, first - peak, peak + 1 - last)
         hot = int(live[first : max(last, first + 1)].max()) >= _HOT_FRACTION * floor
@@ -201,11 +201,11 @@ def _pack_in_stacks(
 def _stack(
     clashes: Sequence[np.ndarray], size: np.ndarray, order: np.ndarray, preference: float
 ) -> np.ndarray:
-    """Return offsets by stacking: each item lies on all earlier items that it overlaps in time.
+    """Return offsets by stacking: each item lies above all items placed before that it overlaps in time.
 
-    `clashes` has, for each item, the items that it overlaps. The item with the lowest possible address is placed next.
-    Early items of `order` are preferred: the last item is treated as if its address were `preference` bytes higher,
-    items before it proportionally less.
+    `clashes` has, for each item, the items that it overlaps in time. The item with the lowest possible address is
+    placed next. Early items of `order` are preferred: the last item is treated as if its address were `preference`
+    bytes higher, items before it proportionally less.
     """
     low = np.zeros(len(size), np.int64)
     later = np.empty(len(size))

@@ -1,8 +1,8 @@
-"""The two planning goals for one order of the operators: least time within a byte budget, or least peak within a time.
+"""Planning goals for one order of the operators: least time within a byte budget, or least peak within a time limit.
 
-Both goals search programs: lists of actions such as run, copy and free. The search aims at targets, numbers of device
-bytes. A program is judged by its simulated time and by the arena, the device buffer that its addresses need. If no
-program fits a budget, the error names sufficient bytes.
+Both goals search programs: lists of actions such as run, copy and free. A target is a number of device bytes that the
+search tries not to exceed. A program is judged by its simulated time and by the arena, the device buffer that its
+addresses need. If no program fits a budget, the error names sufficient bytes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hyper_parallel.units import format_bytes
 _PACKING_SLACK_OK = 1.02  # ratio of arena to live peak below which no further program is packed
 _PROGRAMS_PER_TARGET = 3  # programs packed per target; four times as many for small programs
 _LARGE_PROGRAM = 300  # number of operators of a large program
-_MAX_TARGETS = 5  # maximum of targets tried for a budget; from the third on lowered by half of the arena's excess
+_MAX_TARGETS = 5  # maximum number of targets tried for a budget
 # Divisors of the budget for the bytes left free for gaps between addresses: at the first target, at later targets.
 _PACKING_RESERVES = (256, 50)
-# The search ends if the fastest emitted program takes more than this fraction of the time of the packed one.
+# The search ends if the fastest emitted program takes more than this fraction of the time of the best that fits.
 _FAST_ENOUGH, _FAST_ENOUGH_AT_FIRST = 0.97, 0.998
 _MAX_BISECTIONS = 12
 # Divisors of the peak and of the saving for the interval at which bisection ends.
@@ -182,11 +182,11 @@ def least_peak(
 def _descending_peaks(
     search: Search, best: EmittedProgram, limit_s: float, *, refused: bool = False
 ) -> list[EmittedProgram]:
-    """Return programs with descending peaks that take at most `limit_s`, `best` first.
+    """Return programs with descending peaks that take at most `limit_s` seconds, `best` first.
 
     The target is bisected twice: first with the linear program alone, which is quick and almost exact, then with
-    emitted programs. An emitted program counts with its own peak, which may differ from the target. With `refused` the
-    result only serves an error message, so fewer infeasible targets are tried: they take longest.
+    emitted programs. An emitted program counts with its own peak, which may differ from the target. With `refused`, the
+    result only serves an error message, so fewer infeasible targets are tried, because these take longest.
     """
     low, high = working_set_bytes(search.program), best.peak
     start = high
@@ -261,7 +261,7 @@ def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, in
         unlimited = plan(replace(machine, dram_bytes=None))
         if unlimited is not None:
             most = max(unlimited.dram_bytes, machine.dram_bytes + 1)
-            # With flash, bytes on their way also pass through DRAM, so `most` may not be enough.
+            # With flash, bytes in flight to and from flash also pass through DRAM, so `most` may not be enough.
             sizes = (most, 2 * most, 4 * most)
             fits = (n for n in sizes if plan(replace(machine, dram_bytes=n)) is not None)
             enough = most if machine.copy_out is None else next(fits, None)
@@ -277,7 +277,7 @@ def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, in
 def _tier_full(
     budget_bytes: int, machine: MemoryMachine, sufficient: Mapping[str, int]
 ) -> TierFull:
-    """Return the error HP403 with the capacities of all tiers and a hint with sufficient ones.
+    """Return the error HP403 with the capacities of all tiers and a hint with sufficient capacities.
 
     `sufficient` maps a tier to the bytes that are sufficient if the other tiers stay unchanged.
     """
@@ -297,7 +297,7 @@ def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFu
 
     Args:
         error: Error to change.
-        sufficient: Dict from tier to sufficient bytes.
+        sufficient: Dict from tier (`dram`, `flash`, `device`) to sufficient bytes.
     """
     keys = {"dram": "dram", "flash": "flash", "device": "budget"}
     options = [

@@ -56,7 +56,7 @@ class EmissionLedger(Residency):
         return slab_bytes(self.buffers.most)
 
     def emit(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
-        """Append an action, and update the residency and the clock."""
+        """Append an action on `target` (operator or storage index), and update the residency and the clock."""
         action = MemoryAction(kind, target, tier)
         self.actions.append(action)
         self.apply(action)
@@ -69,11 +69,11 @@ class InFlightCopies:
     `gaps` at the start of the step determine `homes`. The queue `reloads` is notified when an outgoing copy has ended.
 
     Attributes:
-        position: Position in the order that is being emitted.
+        position: Position whose actions are being emitted.
         homes: Tier of every storage between steps.
         outgoing: Copies out of the device or out of DRAM.
         incoming: Copies towards the device, as (storage, destination tier).
-        stored_early: Storages that were copied to DRAM before their eviction; the copy is kept until then.
+        stored_early: Storages that were copied to DRAM before their eviction; the copy is kept until the eviction.
         on_arrival: Callback with a storage: it waits for the copy to the device and releases unneeded host copies.
     """
 
@@ -100,7 +100,7 @@ class InFlightCopies:
     def finish(self, item: OutgoingCopy) -> None:
         """Wait for an outgoing copy; if `item.detaches`, release the source of the copy.
 
-        Otherwise release a copy in DRAM that nothing needs any more.
+        Otherwise, release the copy in DRAM if nothing needs it any more.
         """
         s = item.storage
         if item not in self.outgoing:
@@ -122,7 +122,7 @@ class InFlightCopies:
         return any(p.storage == s and p.destination == destination for p in self.outgoing)
 
     def evict(self, gap: Gap) -> None:
-        """Evict a storage to `gap.tier`; copy nothing if that tier has the content or a copy to it is in flight."""
+        """Evict a storage to `gap.tier`; copy nothing if the content is in that tier or in flight to it."""
         s = gap.storage
         self.stored_early.discard(s)
         tiers = self._ledger.valid[s]
@@ -162,7 +162,7 @@ class InFlightCopies:
         self.incoming[s, "dram"] = None
 
     def make_dram_room(self, s: int) -> None:
-        """Wait for copies until a DRAM buffer is free for storage `s`, or no copy of its size can free one."""
+        """Wait for copies until DRAM has a free buffer for storage `s`, or no copy in flight can free such a buffer."""
         sizes = self._program.sizes
         while not self._ledger.fits_dram(s):
             running_copies = (

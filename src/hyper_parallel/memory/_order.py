@@ -2,12 +2,13 @@
 
 Every pass proposes an order that respects all dependencies. The order is accepted if the peak does not rise and the
 mean of device bytes falls. Optimizer updates move into the backward pass, right behind their gradient and the last
-reader of their weight. Weight gradients move to their consumer, and results without an early use to their first use.
+reader of their weight. Weight gradients move to their consumer. Operators that free no operand move to the first use of
+their results.
 
 With several ranks, collectives are then hoisted to overlap computation. They keep their recorded order on every rank,
-whatever its memory plan is (`def_use`). Operators without FLOPs that prepare the operands of a collective move with it.
-An early collective keeps its result alive for longer, so each begins as late as possible. All communication is assumed
-to run in series.
+whatever its memory plan is (see `def_use`). Operators without FLOPs that prepare the operands of a collective move with
+it. An early collective keeps its result alive for longer, so each collective begins as late as possible. All
+communication is assumed to run in series.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from hyper_parallel.memory.timeline import ProgramClock, clocked
 
 
 def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Apply each pass that lowers the mean of device bytes over time without raising their peak.
+    """Apply each pass that lowers the mean of device bytes over time without raising the peak.
 
     Returns:
-        Operator indices in their new order, and one sentence per pass.
+        Operator indices in their new order, and sentences: one per proposed change, and one if updates cannot move
+        early.
     """
     before = dependencies(program)
     order = tuple(range(len(program.operators)))
@@ -109,7 +111,7 @@ def _gradients_late(
 def _results_late(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the order with operators right before their first consumer, if their operands are alive there anyway."""
+    """Return the order with operators that free no operand moved right before their first consumer."""
     last: dict[int, int] = {}
     for index in order:
         for s in program.operators[index].touched:
@@ -148,7 +150,7 @@ def _sink(
 
 
 def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | None:
-    """Return a sentence if an operator, such as a gradient norm, must run before any optimizer update; else None."""
+    """Return a sentence if an optimizer operator, such as a gradient norm, needs every gradient; else None."""
     gradients = {
         s: 1 << k
         for k, s in enumerate(
@@ -263,7 +265,8 @@ def _hoist_limit(
 ) -> tuple[int, list[int]]:
     """Return the earliest position that a collective can move to, and the operators that move with it.
 
-    The collective is at `position` now and must not move before `low`. `hoisted` has the operators moved before.
+    The collective is at `position` now and must not move before `low`. `hoisted` has the operators that were hoisted
+    earlier.
     """
     index = order[position]
     data = {i for i in before[index] if not (operators[i].group or operators[i].message)}
@@ -272,7 +275,7 @@ def _hoist_limit(
         neighbor = order[above]
         operator = operators[neighbor]
         if neighbor in hoisted:
-            reached = above  # it was hoisted with an earlier collective
+            reached = above  # the neighbor was hoisted with an earlier collective
             continue
         if operator.group or operator.message:
             break

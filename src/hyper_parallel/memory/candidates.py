@@ -82,7 +82,7 @@ class OffloadCandidates:
         ]
 
     def is_unmodified(self, gap: Gap) -> bool:
-        """Return whether the storage is unmodified between the start of the step and the start of the gap."""
+        """Return whether the storage exists at the start of the step and is unmodified until the start of the gap."""
         s = gap.storage
         return self.program.storages[s].at_start and gap.first < min(
             self._writes[s], default=self.n
@@ -93,9 +93,9 @@ class OffloadCandidates:
         return bool(self._writes[s])
 
     def content_since(self, gap: Gap) -> int:
-        """Return the position of the last write before a gap, or of the allocation.
+        """Return the position of the last write before the eviction of a gap, or of the allocation.
 
-        The evicted content may be copied after this position.
+        After this position, the content is final and may be copied. 0: the content exists from the start of the step.
         """
         s = gap.storage
         writes = self._writes[s]

@@ -62,7 +62,8 @@ def issue_positions(
 ) -> list[tuple[int, Gap, MemoryActionKind]]:
     """Return the latest position at which to issue each reload, with copies of one direction in series.
 
-    The deadline of a reload is the end of its gap. `starts_s` has the expected start of every position in seconds.
+    The deadline of a `prefetch` is the end of its gap, that of a `copy_in` is the start of its `prefetch`. `starts_s`
+    has the expected start of every position in seconds.
 
     Returns:
         List of (position before which to issue, gap, `prefetch` or `copy_in`), in order of issue.
@@ -103,8 +104,8 @@ def early_stores(
         num_positions: Length of the order.
         uses: Positions that access each storage.
         writes: Positions that change each storage after it was allocated, ascending.
-        dropped: Storages that are dropped for recomputation; they are excluded, because a copy may not be in flight
-            then.
+        dropped: Storages that are dropped for recomputation; they are excluded, because no copy of a storage may be in
+            flight when it is dropped.
     """
     early: list[list[Gap]] = [[] for _ in range(num_positions)]
     for g in gaps:
@@ -151,7 +152,7 @@ class ReloadQueue:
         Args:
             position: Position that is being emitted.
             free_bytes: Function that returns the free device bytes.
-            has_dram_buffer: Function from a size to whether DRAM has a free buffer of it.
+            has_dram_buffer: Function that returns whether DRAM has a free buffer of a size in bytes.
         """
         ready = self._ready
         for number in self._alarms.pop(position, ()):

@@ -1,17 +1,17 @@
 """Use-definition chains, liveness and dependencies over storages.
 
-Views need no rule, because the capture resolves every view to its storage. An access through any alias is an access to
-the storage, and creating a view is no access.
+Views need no special rule, because the capture resolves every view to its storage. An access through any alias is an
+access to the storage, and creating a view is no access.
 
 Collectives and messages (point-to-point sends and receives) overlap computation from their action `run` to their action
 `join`, which waits for them. They run one after another, in the order in which they begin. A collective library has one
 queue per process group, but groups share the link. So groups one after another take as long as concurrent groups.
 
 No plan can deadlock, whatever each rank decides about memory. All ranks begin their communication in the recorded
-order, in which every collective was waited for at once. Proof: among the unfinished operators, take the one that
-finished first in the recorded run. Every operator that its ranks wait for before it finished earlier, so it can finish.
-A collective is joined no earlier than it begins. A message is joined where it is needed, after everything that began
-before that point in the recorded run (`dependencies`).
+order. In the recorded run, every collective was waited for immediately. Proof: among the unfinished operators, take the
+one that finished first in that run. Before it, its ranks wait only for operators that finished earlier in that run, and
+these are finished. So it can finish. A collective is joined no earlier than it begins. A message is joined where an
+operator needs it, after the communication that began before this operator in the recorded run (see `dependencies`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hyper_parallel.memory.timeline import ProgramClock
 
 
 class CommsInFlight:
-    """Collectives and messages in flight while a program is emitted, and releases of their storages.
+    """Collectives and messages in flight while a program is emitted, and deferred releases of their storages.
 
     A storage is released only after the operators in flight that use it are joined.
     """
@@ -112,8 +112,8 @@ def plain_actions(
 ) -> list[MemoryAction]:
     """Return actions that run every operator once and free every storage after its last use, without copies.
 
-    A collective is joined before the first use of its results. It is joined earlier, when it completes, if a `free`
-    waits for it. `last_use` has the position after which each storage is freed; -1: never.
+    A collective is joined before the first use of its results. If a `free` waits for the collective, it is joined as
+    soon as it is complete. `last_use` has the position after which each storage is freed; -1: never.
     """
     actions: list[MemoryAction] = []
     comms, clock = CommsInFlight(program), ProgramClock(program)
@@ -157,7 +157,7 @@ class UseDef:
         order: Operator index at each position.
         uses: Positions that access each storage, ascending.
         writes: Positions that change each storage after it was allocated, ascending.
-        producer: Operator that allocates each storage, or -1 when it exists from the start.
+        producer: Operator that allocates each storage, or -1 if the storage exists from the start.
     """
 
     order: tuple[int, ...]
@@ -199,7 +199,8 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
 
     Dependencies are true (read after write), anti (write after read) and output (write after write) dependencies.
     Operators that draw random numbers, check a branch or communicate also keep their mutual order. An operator that
-    needs a message stays after everything that was sent before it, so that ranks never wait for each other in a cycle.
+    needs a message stays after all collectives and message batches recorded before it, so that ranks never wait for
+    each other in a cycle.
     """
     before: list[set[int]] = []
     writer: dict[int, int] = {}

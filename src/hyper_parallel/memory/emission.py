@@ -3,10 +3,10 @@
 A position is an index in the order of the operators. A gap is a range of positions during which a storage is off the
 device. A store copies a storage from the device to DRAM, a prefetch copies it back.
 
-Emission walks forward over the order with a simulated clock. A store is issued right after the last use, or earlier if
-the content is final and no other store runs. The device bytes are released at the first operator boundary after the
-copy, or earlier, by waiting for it, if the budget needs them. A prefetch is issued as late as possible, computed
-backwards from the deadlines with all prefetches in series.
+Emission walks forward over the order with a simulated clock. A store is issued right after the last use before the gap,
+or earlier if the content is final and no other store runs. The device bytes are released at the first operator boundary
+after the copy, or earlier, by waiting for the copy, if the budget needs these bytes. A prefetch is issued as late as
+possible, computed backwards from the deadlines with all prefetches in series.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EmissionOptions:
     """Budget of one emission, and expected bytes and waits.
 
     Attributes:
-        budget_bytes: Device bytes that operators and early reloads must not exceed, else they wait; None: no limit.
+        budget_bytes: Limit of device bytes; operators and early reloads wait for memory to stay below. None: no limit.
         planned: Expected device bytes at every position; emission adds the bytes of early reloads in place.
         pauses_s: Expected seconds of waiting and recomputation at every position.
         on_demand: True: the operator that needs a storage issues its reload. False: reloads are issued earlier.
@@ -62,7 +62,7 @@ class Emitter:
         self.planned = np.zeros(0, np.int64) if options.planned is None else options.planned
         self.budget = options.budget_bytes
         self.live_bytes: list[int] = []
-        self._waited_s: list[float] = []  # before each position
+        self._waited_s: list[float] = []  # total wait before each position
         starts = np.cumsum([0.0, *(program.operators[i].seconds for i in order)])[:-1]
         paused = starts if options.pauses_s is None else starts + np.cumsum(options.pauses_s)
         due = issue_positions(gaps, paused, program, machine)
@@ -224,7 +224,7 @@ class Emitter:
     def _release_or_evict(self, s: int, position: int, now: int) -> None:
         """Evict, drop or release a storage after its last access at a position.
 
-        `now` is later than that position when the release was deferred.
+        `now` is the current position: later than `position` if the release was deferred.
         """
         uses = self.recomputes.uses[s]
         gap = self.evictions.get((s, position))
@@ -247,7 +247,7 @@ class Emitter:
     # -- evictions and reloads -----------------------------------------------------------------
 
     def _store_early(self, ready: list[Gap], position: int) -> list[Gap]:
-        """Start stores of storages in `ready` while no store is running; return those that were not started."""
+        """Start stores of storages in `ready` while no store is running; return the gaps to try again later."""
         remaining: list[Gap] = []
         for rank, gap in enumerate(ready):
             if not self.ledger.clock.idle("store"):
@@ -265,7 +265,7 @@ class Emitter:
         return remaining
 
     def _retire_copies(self, position: int) -> None:
-        """Release storages whose outgoing copies are complete, and join communication that is complete."""
+        """Release storages whose outgoing copies are complete, and join complete collectives that defer a release."""
         if self.comms:
             for index in self.comms.deferring():
                 if self.ledger.clock.done_s(index) <= self.ledger.clock.now_s:

@@ -28,12 +28,13 @@ _DRAM_SHARES = (
     0.25,
 )  # fractions of DRAM to fill with storages that stay there, tried in turn
 _POLISHED_OPERATORS, _POLISH_PASSES = 300, 3  # programs of up to 300 operators are polished
-# Targets of the linear program are lowered by these multiples of the mean offloaded storage; small programs try more.
+# Targets of the linear program are lowered by these multiples of the mean size of an offloaded storage. Programs of up
+# to `_FAST_PROGRAM` operators try more multiples.
 _HEADROOMS, _FINER_HEADROOMS, _FAST_PROGRAM = (0, 2), (0, 1, 2, 4), 3000
 _ROUNDS = 6  # maximum of solutions of the linear program per lowered target
 # Every rank plans its own program while the others wait: a large one with collectives takes seconds per round.
 _SHARED_HEADROOMS, _SHARED_ROUNDS = (0,), 2
-_SLOWER_BY = 1.25  # factor on the limit: slower programs do not help to find a faster one
+_SLOWER_BY = 1.25  # factor on the time limit: slower programs do not help to find a faster one
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,10 @@ class EmittedProgram:
         homes: Tier of every storage between steps.
         seconds: Simulated seconds.
         peaks: Peak bytes per tier.
-        dram_bytes: Bytes of the host slabs that its DRAM buffers need.
+        dram_bytes: Bytes of the host slabs that the DRAM buffers need.
         gaps: Gaps of offloaded storages.
-        recomputes: Recomputed storages; None for the program without offload.
-        statement: Sentence about the choice.
+        recomputes: Recomputed storages; None: nothing is offloaded or recomputed.
+        statement: Phrase about the residency choice, for the statement of the plan.
         waited_s: Seconds that the device waits for copies at every position, and at the end.
     """
 
@@ -102,10 +103,10 @@ def emit(
         machine: Channels and capacities.
         order: Order of the operators.
         choice: Storages to offload and to recompute.
-        limit_bytes: Device bytes that operators and early reloads must not exceed, else they wait; None: no limit.
+        limit_bytes: Limit of device bytes, see `EmissionOptions.budget_bytes`.
         limit_s: Seconds after which emission stops.
         pauses_s: Expected seconds of waiting and recomputation at every position.
-        statement: Sentence about the choice.
+        statement: Phrase about the choice, for the statement of the plan.
     """
     recomputes, emitted = choice.candidates.recomputes, None
     for share in _DRAM_SHARES:

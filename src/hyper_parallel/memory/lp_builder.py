@@ -1,7 +1,7 @@
 """Builder of the residency linear program, with fractions of storages to offload and to recompute as its variables.
 
 A position is an index in the order of the operators, and a gap is a range of positions between two uses of a storage. A
-store copies a storage from the device to DRAM. One program covers all candidates for offload and recomputation.
+store copies a storage from the device to DRAM. One linear program covers all candidates for offload and recomputation.
 Gradients that wait for their norm before clipping are no special case: they are candidates between their production and
 their use.
 """
@@ -19,7 +19,7 @@ from hyper_parallel.memory.residency_lp import LPOptimum, ResidencyLP, SolverFai
 
 _LOG = logging.getLogger(__name__)
 
-_SAMPLES = 128  # initial positions
+_SAMPLES = 128  # maximum number of initial sampled positions
 _MIN_RETAINED_POSITIONS = 8  # storages retained for fewer positions are not offloaded meanwhile
 
 
@@ -65,7 +65,7 @@ class LPBuilder:
 
     @classmethod
     def sampled(cls, candidates: OffloadCandidates, finder: ChainFinder | None) -> LPBuilder:
-        """Return the program for sampled positions: in each of many intervals, the position with the most device bytes.
+        """Return the linear program for sampled positions: in each interval, the position with the most device bytes.
 
         All intervals have the same length, measured as fraction of the positions plus fraction of the step time.
         """

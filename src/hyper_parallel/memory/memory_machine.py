@@ -1,4 +1,4 @@
-"""Machine model of the planner: a roofline for operators, one serial channel per copy direction, capacities."""
+"""Machine model of the planner: a roofline for operators, a serial channel per copy direction, and tier capacities."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds of an operator: overhead + max(flops / flops_s, bytes / bytes_s).
+    """Roofline model: an operator takes overhead_s + max(FLOPs / flops_s, access bytes / bytes_s) seconds.
 
     Source: Williams, Waterman and Patterson, "Roofline", CACM 2009.
     """
@@ -42,13 +42,14 @@ class Roofline:
     overhead_s: float = 2e-6
 
     def seconds(self, op: Operator) -> float:
-        """Return the seconds of one operator."""
+        """Return the duration of one operator in seconds."""
         return self.overhead_s + max(op.flops / self.flops_s, op.access_bytes / self.bytes_s)
 
     def annotate(self, program: MemoryProgram, link: Channel | None = None) -> MemoryProgram:
         """Return the program with the `seconds` of every operator from its FLOPs and access bytes.
 
-        `link` is the link between ranks, for the `comm_s` of collectives; None: they are timed like other operators.
+        `link` is the link between ranks, for the `comm_s` of collectives; None: collectives are timed like other
+        operators.
         """
 
         def timed(op: Operator) -> Operator:
@@ -78,10 +79,10 @@ class MemoryMachine:
     """Channels and capacities of the three tiers.
 
     Attributes:
-        store: Device to DRAM.
-        prefetch: DRAM to device.
-        copy_out: DRAM to flash; None: there is no flash tier.
-        copy_in: Flash to DRAM.
+        store: Channel from device to DRAM.
+        prefetch: Channel from DRAM to device.
+        copy_out: Channel from DRAM to flash; None: there is no flash tier.
+        copy_in: Channel from flash to DRAM.
         dram_bytes: Pinned bytes this device may use, counted in slabs (`MemoryPlan.dram_bytes`); None: unlimited.
         flash_bytes: File bytes this device may use; None: unlimited.
     """

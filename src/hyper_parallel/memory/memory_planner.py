@@ -6,8 +6,8 @@ address assignment. Each candidate plan is judged by exact replay and simulation
 
 With the cache, a step is planned once per machine and goal. A file is named by the fingerprint of all inputs of a plan
 (program, machine, goal, planner version) and holds only the decisions, as columns of numbers. Its content is checked:
-the actions are replayed on the caller's program and timed on its machine, and the addresses are checked for overlap. If
-a check fails, this is logged and the step is planned again.
+the actions are replayed on the caller's program and timed on the caller's machine, and the addresses are checked for
+overlap. If a check fails, the failure is logged and the step is planned again.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def plan_memory(
         recompute: Whether results may be dropped and recomputed.
         reorder: Whether operators may be reordered; results do not change.
         bandwidth_margin: The search assumes channels slower by the factor 1 + margin, as a reserve. None: 0.3 for
-            `max_slowdown`, 0 for `budget_bytes`. `seconds` of the plan are those of the stated machine.
+            `max_slowdown`, 0 for `budget_bytes`. `seconds` of the plan assume the channels of `machine`.
 
     Returns:
-        A plan whose replay passed. If offload and recomputation bring nothing, a plan without them, with the reason.
+        A plan whose replay passed. If offload and recomputation do not help, a plan without them, with the reason.
 
     Raises:
-        BadValue: HP102 unless exactly one goal is set.
-        BudgetImpossible: HP402 with the least bytes reached, and a lower bound for every plan.
+        BadValue: HP102 unless exactly one goal is set, or if the margin is negative.
+        BudgetImpossible: HP402 with the least bytes that a plan reached, and a lower bound for every plan.
         TierFull: HP403 when only the capacity of DRAM or flash is too small.
     """
     if (budget_bytes is None) == (max_slowdown is None):
@@ -125,10 +125,10 @@ def baseline_seconds(program: MemoryProgram, *, reorder: bool) -> float:
 
 
 def _orders(program: MemoryProgram, reorder: bool) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
-    """Return the orders of operators to plan in, and one sentence per pass of refinement.
+    """Return the orders of operators to plan in, and the sentences of `refine_order`.
 
-    Without communication, this is the order of least peak. With communication, there is one order per depth of
-    `overlapped`.
+    Without `reorder`, only the recorded order is returned. Without communication, only the refined order is returned.
+    With communication, there is one order per depth of `overlapped`.
     """
     if not reorder:
         return [tuple(range(len(program.operators)))], ()
@@ -205,8 +205,8 @@ def _plan_in_order(
     """Return the plan of one order.
 
     The search assumes that the channels of `true_machine` are slower by `goal.margin`. `statement` has sentences about
-    earlier passes. When the peak is minimized, `limit_s` limits the seconds of the step; None: `max_slowdown` of this
-    order. With a budget, only plans faster than `best_s` seconds are returned.
+    earlier passes. When the peak is minimized, `limit_s` limits the seconds of the step; None: it follows from
+    `max_slowdown` and this order. With a budget and no margin, the search is limited to plans faster than `best_s`.
     """
     machine = true_machine.derated(goal.margin)
     budget_bytes, max_slowdown = goal.budget_bytes, goal.max_slowdown
@@ -252,7 +252,7 @@ def _to_plan(
     emitted: EmittedProgram,
     statement: tuple[str, ...],
 ) -> MemoryPlan:
-    """Return the plan of an emitted program: replayed, with addresses, and with one reason per choice."""
+    """Return the plan of an emitted program, checked by replay, with addresses and a reason for each choice."""
     replayed = replay(program, emitted.homes, emitted.actions)
     counted = replayed.peak_bytes, slab_bytes(replayed.host_buffers)
     assert counted == (emitted.peaks, emitted.dram_bytes), (
@@ -331,7 +331,7 @@ def plan_memory_cached(
     with which it was planned.
 
     Raises:
-        HyperParallelError: See `plan_memory`. A cache that cannot be read or written is logged and costs only time.
+        HyperParallelError: See `plan_memory`. A failure to read or write the cache is logged, not raised.
     """
     goal = _CachedGoal(budget_bytes, max_slowdown, recompute, reorder)
     key = fingerprint(program, machine, (goal, measured is not None))

@@ -16,7 +16,7 @@ from itertools import pairwise
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.memory.def_use import UseDef
 
-MAX_CHAIN = 4
+MAX_CHAIN = 4  # maximum depth of recomputed inputs
 
 
 @dataclass
@@ -158,7 +158,8 @@ class ChainFinder:
     def _better_retained(self, s: int, chain: Chain | None) -> bool:
         """Return whether a dead input `s` should be retained instead of recomputed by `chain`.
 
-        True if `chain` is None, needs FLOPs, or would retain more bytes than `s` has.
+        While `self.retained` is None, return True if `chain` is None, needs FLOPs, or would retain more bytes than `s`
+        has.
         """
         if self.retained is not None:
             return s in self.retained

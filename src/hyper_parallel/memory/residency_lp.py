@@ -1,12 +1,12 @@
-"""Linear program that minimizes the seconds of waits for copies, under a target of device bytes.
+"""Linear program that minimizes the seconds of waits and recomputation, under a target of device bytes.
 
 A position is an index in the order of the operators. A store copies a storage from the device to DRAM, a prefetch
 copies it back; each direction is one serial channel. The program relaxes emission in two ways. Fractions of storages
 may be offloaded. Copied bytes are interchangeable: only the total of bytes that must be stored or reloaded by each
 position counts, not which storage they belong to.
 
-The rows state the bytes at each position, the traffic of both channels up to the position, and the waits. Positions are
-sampled: each sample is the position with the most bytes in its interval and stands for the others.
+The rows state the bytes at sampled positions, the traffic of both channels up to each sample, and the waits. A sample
+is the position with the most bytes in an interval, and stands for the other positions of that interval.
 
 Linear programs are solved by HiGHS. Source: Huangfu and Hall, "Parallelizing the dual revised simplex method", 2018.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import highspy
 
 
-_SCALE = 1e4  # factor on costs; their differences are below the solver's tolerance
+_SCALE = 1e4  # factor on costs, because differences of unscaled costs are below the solver's tolerance
 _METHODS: tuple[dict[str, str | float], ...] = (
     {"solver": "simplex"}, {"solver": "ipm"}, {"solver": "simplex", "presolve": "off"},
 )  # fmt: skip
@@ -69,7 +69,7 @@ class LinearProgram:
         self.rows.append((coefficients, value, value))
 
     def change_bound(self, row: int, bound: float) -> None:
-        """Change the bound of a row of `at_least`."""
+        """Change the lower bound of a row that `at_least` has added."""
         coefficients, low, high = self.rows[row]
         if bound != low:
             self.rows[row] = coefficients, bound, high
@@ -82,7 +82,7 @@ class LinearProgram:
         If only bounds have changed since the last call, the solver starts from its last solution, which is much faster.
 
         Raises:
-            SolverFailed: When the solver ends without an answer.
+            SolverFailed: When the solver rejects the program or ends without an answer.
         """
         import highspy  # imported here: it takes 4 MiB in every rank
 
@@ -133,7 +133,7 @@ class LinearProgram:
 _TIE_BREAK, _GOLDEN = 1e-7, (5**0.5 - 1) / 2
 _LATE_WAIT_COST = 1e-4  # extra cost of a wait at the end of the step
 _TARGET_TOLERANCE = 2e-3  # fraction of the bytes to save; a smaller excess adds no position
-_DIGITS = 6  # digits in which solvers agree
+_DIGITS = 6  # decimals of a solution in which solvers agree
 _TRAFFIC_COST = 1e-3  # cost of a second of copying: among equal waits, fewer copies win
 
 
@@ -144,7 +144,7 @@ class LPOptimum:
     Attributes:
         fractions: Values of the fraction variables, by index.
         seconds: Seconds of the step.
-        waits_s: Seconds of waits and recomputation, by sample.
+        waits_s: Seconds of waits and recomputation, by sample; the last entry is for the end of the step.
     """
 
     fractions: np.ndarray
@@ -223,7 +223,7 @@ class ResidencyLP:
     def add_dram_bytes(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
         """Add `num_bytes` times a fraction to the bytes in DRAM at positions [low, high).
 
-        If the machine has flash, part of them may pass through a DRAM buffer to flash.
+        If the machine has flash, part of these bytes may pass through a DRAM buffer to flash.
         """
         if self._dram_bytes is None:
             return
@@ -254,7 +254,7 @@ class ResidencyLP:
         self._add_span(self._absent, fraction, low, high, num_bytes)
 
     def add_offload(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
-        """Subtract `num_bytes` times a fraction from the device bytes at positions [low, high), and add its prefetch.
+        """Subtract `num_bytes` times a fraction from the device bytes at positions [low, high), and add a prefetch.
 
         All bytes count as resident from the start of the prefetch.
         """
@@ -317,8 +317,8 @@ class ResidencyLP:
 
         Args:
             target_bytes: Device bytes.
-            reserve: Dict from position to bytes to keep free there. The entry at the number of positions keeps the
-                store channel free at the end of the step, for the time of that many bytes.
+            reserve: Dict from position to bytes to keep free there. The number of positions is the key for the end of
+                the step: there, the store channel stays free for the time in which it could copy that many bytes.
         """
         if not self._waits:
             self._num_fractions = len(self.lp.costs)
@@ -366,12 +366,15 @@ class ResidencyLP:
         )
 
     def sum_by_sample(self, seconds: np.ndarray) -> np.ndarray:
-        """Return, per sample, the sum of `seconds` over the positions from the previous sample to this one."""
+        """Return, per sample, the sum of `seconds` over the positions after the previous sample up to this one.
+
+        The last sum is over the positions after the last sample.
+        """
         sums = np.concatenate(([0.0], np.cumsum(seconds)))
         return np.diff(sums[np.concatenate(([0], self.positions + 1, [len(seconds)]))])
 
     def max_by_sample(self, num_bytes: np.ndarray) -> np.ndarray:
-        """Return, per sample, the maximum of `num_bytes` over the positions from the previous sample to this one."""
+        """Return, per sample, the maximum of `num_bytes` from after the previous sample up to this sample."""
         return np.maximum.reduceat(num_bytes, np.concatenate(([0], self.positions[:-1] + 1)))
 
     def _add_sample_rows(self) -> None:
@@ -446,7 +449,7 @@ class ResidencyLP:
         changes[fraction] = changes.get(fraction, 0.0) + value
 
     def _channel_units(self, channel: Channel, num_bytes: int) -> float:
-        """Return the load of a copy on its channel: its bytes plus those lost to latency, in units of the solver."""
+        """Return the bytes of a copy plus the bytes that its latency costs on the channel, in units of the solver."""
         return (num_bytes + channel.latency_bytes) / self._unit
 
     def _traffic_cost(self, seconds: float) -> float:

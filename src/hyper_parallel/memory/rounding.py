@@ -22,9 +22,9 @@ from hyper_parallel.memory.residency_lp import LPOptimum
 
 # Maximum number of decisions of each kind to flip. With 6, small programs are within 10 % of exhaustive search.
 _NUM_FRACTIONAL = 6
-_MAX_REFINEMENTS = 12  # maximum of refinements of the sampled positions per target
-_NEGLIGIBLE_WAIT = 1e-5  # fraction of the step
-_NEARLY_WHOLE = 0.98  # a fraction closer to 1 counts as whole, without rounding error
+_MAX_REFINEMENTS = 12  # maximum number of refinements of the sampled positions per target
+_NEGLIGIBLE_WAIT = 1e-5  # fraction of the step time
+_NEARLY_WHOLE = 0.98  # larger fractions count as 1 and leave no rounding error
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ class Rounding:
     def unexpected_waits(self, choice: ResidencyChoice, waited_s: np.ndarray) -> dict[int, float]:
         """Return a dict from position to bytes to keep free, because an emitted program waits there unexpectedly.
 
-        A wait is unexpected if the optimum of the linear program does not include it. The bytes are those that could be
-        copied during the wait. The sample before the wait gets the same bytes.
+        A wait is unexpected if the optimum of the linear program does not include it. They are the bytes that the store
+        channel could copy during the wait. The sample before the wait gets at least as many bytes.
 
         Args:
             choice: Emitted choice.
@@ -225,7 +225,7 @@ class Rounding:
     def flip(
         self, choice: ResidencyChoice, decision: int | OffloadCandidate, target_bytes: int
     ) -> ResidencyChoice:
-        """Return the choice with one decision of `most_fractional` reversed."""
+        """Return the choice with one decision of `most_fractional` reversed, and more offloads if needed."""
         if isinstance(decision, int):
             flipped = set(choice.recomputed) ^ {decision}
             recomputed = tuple(s for s in choice.builder.recomputed if s in flipped)
@@ -263,7 +263,8 @@ class Rounding:
     ) -> ResidencyChoice:
         """Return the choice with more storages offloaded, until the target is met or no candidate is left.
 
-        Candidates with the largest fractions come first, then those whose size is closest to the excess.
+        Candidates with the largest fractions come first; among equal fractions, the size closest to the excess comes
+        first. The candidate `without` is never added.
         """
         chosen = list(choice.offloaded)
         selected = {without, *chosen}

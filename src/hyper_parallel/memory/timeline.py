@@ -1,9 +1,9 @@
-"""Simulated times of the actions of a memory plan, the timeline of a plan, and summaries of it.
+"""Simulated times of the actions of a memory plan, the timeline of a plan, and its summary.
 
 A lane is a serial queue of work: one for computation, one per copy direction, one for communication. The compute lane
-issues the actions in program order. An operator on it takes its seconds, every other action no time. The other lanes
-work in the order of issue; a copy also waits for the copy that fills its source. A `wait` or `join` waits on the
-compute lane for the copy or collective it names.
+issues the actions in program order. An operator on the compute lane takes its seconds, every other action takes no
+time. The other lanes work in the order of issue; a copy also waits for the copy that fills its source. A `wait` or
+`join` blocks the compute lane until the named copy or collective ends.
 
 Emission asks for the time at which an action would end, thousands of times per plan, so the clock applies one action at
 a time. A test compares it with the event simulation of the same actions.
@@ -31,7 +31,7 @@ from hyper_parallel.sim import Schedule
 def predicted_timeline(plan: MemoryPlan, machine: MemoryMachine) -> Timeline:
     """Return the timeline of a plan's step: spans on all lanes, waits of the compute lane, and bytes in every tier.
 
-    Bytes change when an action is issued. The end includes copies that outlast the compute lane.
+    Bytes change when an action is issued. The end of the timeline includes copies that outlast the compute lane.
     """
     program, residency = plan.program, Residency(plan.program)
     for s, storage in enumerate(program.storages):
@@ -62,7 +62,7 @@ def _span(
     action: MemoryAction,
     begin_s: float,
 ) -> Span | None:
-    """Return the span of an action that `clock` has just applied, issued at `begin_s`; None if it takes no time."""
+    """Return the span of an action that `clock` has just applied, issued at `begin_s`; None if no span is shown."""
     kind, target = action.kind, action.target
     if kind in COPIES:
         storage, destination = program.storages[target], COPIES[kind][1]
@@ -97,8 +97,8 @@ def peak_by_kind(plan: MemoryPlan) -> dict[StorageKind, int]:
 def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
     """Return the timeline of a plan, shortened for a chart.
 
-    Consecutive operators of one phase become one span. Copies are named by the kind of their storage. Counters have
-    only the samples that change.
+    Consecutive operators of one phase become one span. Copies are named by the kind of their storage. Counters keep
+    only samples whose value changes.
     """
     operators = plan.program.operators
     runs = iter(
@@ -158,7 +158,7 @@ class Copied:
 class ProgramClock:
     """Simulated clock of one step, advanced action by action.
 
-    Without a machine, the clock is for programs whose actions include no copies.
+    `machine` None: only for programs whose actions include no copies.
 
     Attributes:
         wait_s: Seconds that the compute lane waited for copies.
@@ -221,7 +221,7 @@ class ProgramClock:
         return bool(self._free[kind] <= self._free["compute"])
 
     def _append(self, lane: str, seconds: float, *ready_s: float) -> float:
-        """Append work that the compute lane issues now to a lane, and return its end."""
+        """Append work to a lane, not to start before now or any of `ready_s`, and return the end time of the work."""
         self._schedule.append(lane, seconds, (self._free["compute"], *ready_s))
         return self._free[lane]  # type: ignore[no-any-return]
 

@@ -79,7 +79,7 @@ from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, StorageKind
 
 ADDRESS_BYTES = 64
-"""Alignment of torch's CPU allocator; at other addresses some kernels sum in another order."""
+"""Alignment of torch's CPU allocator in bytes; at other addresses some kernels sum in another order."""
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -470,7 +470,7 @@ def record(
 ) -> Captured:
     """Run `step(**inputs)` once and record it.
 
-    The run is a real one: it updates parameters and state by one step. With fake tensors nothing is computed. On an
+    The run is real: it updates parameters and state by one step. With fake tensors, nothing is computed. On an
     accelerator the allocator's peak is reset at every operator, to measure the workspace of its kernel.
 
     Args:
@@ -524,7 +524,7 @@ def _refuse_non_tensors(inputs: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _marked_gradients(recorder: StepCapture, named: Named) -> Iterator[None]:
-    """Set the kind of each parameter's gradient to `gradient` in a recording, when autograd accumulates it."""
+    """Set the kind of each parameter's gradient to `gradient` in a recording, at the time of its accumulation."""
 
     def mark(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""Recorded steps, and tensors as addresses in their storages."""
+"""Recorded steps, and conversion of tensors to views of numbered storages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Captured:
         on_host: Storages in host memory although `device` is an accelerator: scalar arguments of kernels. They never
             move; they count as device bytes.
         owners: (storage, tensor) of every tensor of the step's code that existed before the step.
-        source: Model and optimizer, if known; StepChanged is raised if they have changed since.
+        source: Model and optimizer, to raise StepChanged if they have changed since the capture; None: unknown.
         named: Views of the named state, and of other state that the step changes, by name.
         run_eager: Function that runs the same step without a plan, on inputs by name; None: impossible.
         owned: Function that returns the tensors that FSDP empties and refills in place.

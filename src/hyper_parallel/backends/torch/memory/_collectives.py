@@ -1,8 +1,8 @@
 """Collectives and messages: kinds, groups, sent bytes, results at planned addresses, and batches of messages.
 
 A functional collective returns a fresh tensor that the collective library also references, until one of its threads
-releases it. Here it runs as the in-place collective that torch maps it to. The result is then at its planned address,
-and the caller owns the only handle to wait for. Sent bytes are those of a rank in ring algorithms.
+releases it. Here, the corresponding in-place collective runs instead. Its result is at the planned address, and the
+caller owns the only handle to wait for. Sent bytes are the bytes that one rank sends in ring algorithms.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _broadcast(named: dict[str, Any], out: torch.Tensor, group: dist.ProcessGrou
 
 
 def _in_place(source: torch.Tensor, out: torch.Tensor, begin: _Begin) -> _Begin:
-    """Return a call that copies the input to `out` and begins an in-place collective on it."""
+    """Return a call that copies the input to `out` and begins an in-place collective on `out`."""
 
     def run() -> Any:
         if source is not out:

@@ -3,8 +3,8 @@
 Operators are torch's own, so results are those of the model. One device buffer, the arena, contains every resident
 storage at its planned address. A result that an operator cannot write at its address is staged, copied and freed.
 
-On an accelerator copies run on streams, events measure the time and the allocator the bytes. On a CPU the device is
-simulated: all tiers are host memory or files, every buffer is counted, and a virtual clock keeps the time.
+On an accelerator, copies run on streams, events measure the time and the allocator counts the bytes. On a CPU the
+device is simulated: all tiers are host memory or files, every buffer is counted, and a virtual clock keeps the time.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Measured:
 
     Attributes:
         peak_bytes: Peak bytes per tier; for the device, only those of the storages in the arena.
-        device_bytes: Peak allocated device bytes, including the arena. On an accelerator the allocator reports them.
+        device_bytes: Peak allocated device bytes, including the arena. On an accelerator, the allocator reports this
+            peak.
         dram_bytes: Bytes of the host slabs from which the DRAM buffers are cut.
-        seconds: Time of the step: by the virtual clock, or on an accelerator by events.
+        seconds: Seconds of the step, by the virtual clock or, on an accelerator, by events.
         wait_s: Part of `seconds` in which the operators waited for copies.
         join_s: Part of `seconds` in which the operators waited for other ranks.
         copied: Number of copies, their bytes and their seconds, per kind of copy.
@@ -63,14 +64,14 @@ class PlannedDevice:
     Args:
         captured: The recorded step.
         plan: Plan of the recorded program.
-        machine: Capacities; on the simulated device also the machine of the virtual clock.
-        copies: When the simulated device moves the bytes of a copy: as it is issued, as it is waited for, or on one
-            thread per direction. A correct plan gives equal bits in all three. An accelerator uses streams and events
-            instead, which can also be passed here.
+        machine: Capacities of the tiers; on the simulated device, also the channels of the virtual clock.
+        copies: Moment at which the simulated device moves the bytes of a copy: `at_issue`, `at_wait`, or `threads` (one
+            thread per direction). With a correct plan, all three give equal bits. A `DeviceApi` instead: copies run on
+            its streams. An accelerator always uses streams.
         flash: Folder of the file tier; required when the plan uses it.
         check: True: run the eager step before the first planned step, roll it back, and compare the results. On an
-            accelerator it runs twice. A step that was recorded without values is not checked. A `ReferenceStep`:
-            compare the first planned step with these results.
+            accelerator, the eager step runs twice. A step that was recorded without values is not checked. A
+            `ReferenceStep`: compare the first planned step with the results in this reference.
         source: Mode that has evicted bytes of model and optimizer tensors; None: these tensors have all their bytes.
 
     Attributes:
@@ -138,9 +139,10 @@ class PlannedDevice:
             The result of the step, and its measurements.
 
         Raises:
-            StepChanged: HP512 when an input or a captured branch does not match the recording, or model or optimizer
-                have changed since. Nothing has run then, and the change may be undone. HP512 also when the results of
-                the first step differ from the eager ones, or an operator did not run; the device must then be closed.
+            StepChanged: HP512 before the planned step if an input does not match the recording, or model or optimizer
+                have changed since; the change may be undone. HP512 during or after the planned step if a guarded value
+                or a size differs from the recording, an operator did not run, or the results of the first step differ
+                from the eager ones; the device can then only be closed.
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """

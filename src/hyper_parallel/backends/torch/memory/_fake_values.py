@@ -5,13 +5,13 @@ receives. These values decide which operators run, so they must be right. Three 
 
     small tensors that depend only on known ones (positions, masks, token ids) are computed on real tensors
     a router chooses experts evenly: `topk` of unknown scores is round robin
-    all ranks have equal known values: a collective of known tensors is computed from this rank's own
+    all ranks have equal known values: a collective of known tensors is computed from this rank's tensors
 
-Workspace is the bytes that a kernel allocates and frees before it returns. It never reaches the dispatcher, so a
-counter of storages cannot see it. The rules here cover workspace that grows with the tensors, as measured by the
-allocator's own events (a test does so for every operator of a step). Workspace that a library chooses is not covered:
-the blocks of flash attention on a CPU, and the operands that mkldnn packs for bfloat16 products (1.5 MiB for layers of
-256). `benchmarks/offload_meter.py` measures it.
+Workspace is the bytes that a kernel allocates and frees before it returns. These allocations never reach the
+dispatcher, so a counter of storages cannot see them. The rules here cover workspace that grows with the tensors, as
+measured by the allocator's own events (a test does so for every operator of a step). Workspace that a library chooses
+is not covered: the blocks of flash attention on a CPU, and the operands that mkldnn packs for bfloat16 products (1.5
+MiB for layers of 256). `benchmarks/offload_meter.py` measures this workspace.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hyper_parallel.units import round_up
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """Function that returns the workspace bytes of a kernel: operator, arguments, keyword arguments."""
 _KNOWN_BYTES = 1 << 27
-"""Largest tensor that is computed on real tensors."""
+"""Bytes of the largest result that is computed on real tensors."""
 
 
 def fake_mode() -> Any:

@@ -5,7 +5,7 @@ operator is made resident before the operator runs. To make room, the least-rece
 memory and emptied in place. Tensors keep their storages, so autograd, the optimizer and a recorder below see the same
 step with the same bits. This is slow: every copy synchronises the device.
 
-FSDP also empties and refills storages in place. It is called their owner here; such storages are never evicted.
+FSDP also empties and refills storages in place. FSDP is called their owner here. They are never evicted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StorageResizes:
     """Context that calls a function before every `UntypedStorage.resize_`, which FSDP uses for gathered parameters.
 
     No dispatch mode sees a resize. Comparing the sizes of all storages at every operator would take time that grows
-    with their number.
+    with the number of storages.
 
     Args:
         announce: Function called with the storage and its next number of bytes.
@@ -111,7 +111,7 @@ class LruSpillMode:
     """Context that evicts storages to keep resident bytes within a limit, if every single operator fits.
 
     Operators over lists with independent entries (`_fused_adamw_`, `_foreach_*`) are split when the lists do not fit.
-    Collectives are waited for at once. The cost per operator depends on its own operands, not on the number of
+    Collectives are waited for immediately. The cost per operator depends on its own operands, not on the number of
     storages: resident storages are queued by their last use, and `StorageResizes` reports resized ones.
 
     A CPU only simulates a device. There, eviction stops as soon as an operator does not fit the limit.
@@ -151,7 +151,7 @@ class LruSpillMode:
     def track_offloaded(self, base: torch.UntypedStorage, num_bytes: int, content: Content) -> None:
         """Track an empty storage whose content is in host memory or in a file.
 
-        Writes to a tensor of `on_current_tier` change that host memory.
+        Writes to a tensor of `on_current_tier` change its content in host memory.
         """
         record = self._add(base)
         record.num_bytes = num_bytes
@@ -161,7 +161,7 @@ class LruSpillMode:
         self._lru.pop(base._cdata, None)
 
     def pop_content(self, base: torch.UntypedStorage) -> Content:
-        """Stop tracking a storage; return the host copy of its bytes if that is current, else the storage itself."""
+        """Stop tracking a storage; return the host copy of its bytes if this copy is current, else the storage."""
         record = self._records.get(base._cdata)
         if record is None:
             return base

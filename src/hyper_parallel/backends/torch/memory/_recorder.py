@@ -53,7 +53,7 @@ from hyper_parallel.units import round_up
 
 def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
     """Return the tensors of an operator that other ranks read or write."""
-    # Of an operator of FSDP, only the first tensor is read or written by other ranks.
+    # Other ranks read or write only the first tensor of an FSDP operator.
     if func.namespace == "fsdp":
         return tensors[:1]
     return tensors if func.namespace in COMMUNICATION else []
@@ -132,7 +132,7 @@ class Recording:
     Attributes:
         program: Storages and operators.
         actions: Runs of operators and frees of storages, in recorded order.
-        entries: Properties of each storage, including those that `program` lacks.
+        entries: Properties of each storage, including properties that `program` lacks.
         segments: (first action, name) of every segment of the program (forward, backward, ...).
         groups: Dict from the name of every process group to its ranks.
         num_operators: Number of operators that ran, including views.
@@ -149,7 +149,7 @@ class Recording:
 class Recorder(OperatorMode):
     """Context that records operators with their storages.
 
-    Recorded storages are named ones, those that an operator allocates, and operands of collectives.
+    Storages are recorded if they are named, allocated by an operator, or operands of a collective.
 
     Args:
         alignment_bytes: See `Storages`.
@@ -170,7 +170,7 @@ class Recorder(OperatorMode):
         self._count = 0
 
     def restart(self, segment: str) -> None:
-        """Restart the recording: storages that are live now exist from its start."""
+        """Restart the recording: storages that are live now exist from the start of the new recording."""
         self._record_resizes(everywhere=True)
         self.storages.restart()
         self._begin(segment)
@@ -258,7 +258,7 @@ class Recorder(OperatorMode):
     def _run(self, operator: Operator) -> None:
         self._actions.append(MemoryAction("run", len(self._operators)))
         self._operators.append(operator)
-        if operator.group:  # bytes are counted as if every collective ended at once
+        if operator.group:  # bytes are counted as if every collective ended immediately
             self._actions.append(MemoryAction("join", len(self._operators) - 1))
 
     def _known(self, tensors: list[Tensor]) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""Counted memory tiers of the simulated device, and scratch folders of a run outside of its directory.
+"""Counted memory tiers of the simulated device, and scratch folders of a run outside of the run directory.
 
 Every buffer is real, and every allocation and release is counted. A meter is independent of the plan. It counts a
 buffer from its allocation until the framework destroys it, so a leaked reference shows as a higher measured peak.
 
-A scratch folder is removed by the run, or after a kill by the next run on this host. Next to a folder is a lock file of
-the same name. The run locks it with `flock`, and the kernel releases the lock when the last process of the run ends,
+A scratch folder is removed by the run or, after a kill, by the next run on this host. Next to a folder is a lock file
+of the same name. The run locks it with `flock`, and the kernel releases the lock when the last process of the run ends,
 for any reason. So a lock that is free belongs to a dead run. The lock file names its folder, and the marker in the
 folder names the lock. A folder is removed, file by file, only if both names agree, both files belong to this user, and
 the lock file was written since the last boot.
@@ -31,7 +31,7 @@ from hyper_parallel.owned_folder import Marker, read_marker, remove_unfinished, 
 from hyper_parallel.units import round_up
 
 _HOST_TIERS: Final = ("dram", "flash")
-"""Tiers whose size is a key of the recipe's section `offload`; that of the device is its `budget`."""
+"""Tiers whose size is the recipe key `offload.<tier>`; the size of the device tier is `offload.budget`."""
 _OVERWRITTEN = "the file was truncated or overwritten; run the step again from the last checkpoint"
 
 
@@ -100,7 +100,7 @@ class Meter:
 class AllocatorGauge:
     """Device bytes of a memory plan on an accelerator, as the allocator counts them.
 
-    Allocations outside of the plan are excluded: workspaces, buffers of the collective library, the caller's tensors.
+    Allocations outside of the plan are excluded: permanent workspaces and buffers of libraries, the caller's tensors.
     Their bytes may change between steps. They are measured at every reset, as all allocated bytes except the arena.
     `module` is the module of the device, such as `torch.cuda`.
     """
@@ -115,7 +115,7 @@ class AllocatorGauge:
         """Do nothing, because the allocator counts the storage."""
 
     def arena(self, num_bytes: int) -> torch.UntypedStorage:
-        """Allocate and return the arena; it counts with the bytes that the allocator reserves for it."""
+        """Allocate and return the arena, and count the bytes that the allocator reserves for the arena."""
         allocated_before = self._allocated()
         base = torch.UntypedStorage(num_bytes, device=self._device)
         self._arena_bytes = self._allocated() - allocated_before
@@ -160,7 +160,7 @@ class FileTier:
         self._sums: dict[int, int] = {}
 
     def write(self, storage: int, source: torch.UntypedStorage) -> None:
-        """Copy a DRAM buffer to its file."""
+        """Copy the DRAM buffer of a storage to the storage's file."""
         path = self.path(storage)
         temporary = path.with_suffix(".part")
         data = _bytes_of(source)
@@ -182,7 +182,7 @@ class FileTier:
             ) from error
 
     def read(self, storage: int, target: torch.UntypedStorage) -> None:
-        """Copy a file to a DRAM buffer."""
+        """Copy a storage's file to a DRAM buffer."""
         path = self.path(storage)
         try:
             data = path.read_bytes()

@@ -108,7 +108,7 @@ class UntrackedEffects:
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
         self._python, self._raw_access = PythonValues(), RawAccessMode(self._on_raw_access)
-        self._inside = False  # True inside of an operator, whose own effects are not untracked
+        self._inside = False  # True inside of an operator, whose effects are recorded
         self._state: dict[int, tuple[int, ...]] = {}  # state storage -> digest at its first use
         self._exposed: dict[int, tuple[int, ...]] = {}  # storage whose pointer was read -> digest
         self._uninitialised: set[int] = set()  # storages that were allocated but not yet written
@@ -203,7 +203,7 @@ class UntrackedEffects:
 
         Args:
             operators: Recorded operators.
-            state: State before the step, by storage.
+            state: Tensors that existed before the step, by storage.
             make_resident: Function that makes a tensor resident.
 
         Raises:

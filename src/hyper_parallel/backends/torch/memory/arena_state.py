@@ -35,7 +35,7 @@ _HOST = torch.device("cpu")
 
 
 def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None:
-    """Raise MemoryPlanInvalid (HP404) for a plan of another program, or one that cannot run.
+    """Raise MemoryPlanInvalid (HP404) for a plan of another program, or a plan that cannot run.
 
     `flash` is the folder of the file tier; None: there is none.
     """
@@ -64,7 +64,8 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
 class ArenaState:
     """Owner of the bytes of a step's state, each storage in the home tier of the plan.
 
-    `captured`, `plan` and `flash` are those of `PlannedDevice`. `spill` has evicted bytes of the owner tensors.
+    `captured`, `plan` and `flash` are those of `PlannedDevice`. `spill` is the mode that has evicted bytes of the owner
+    tensors; None: nothing is evicted.
 
     Attributes:
         hardware: Byte counters, buffers and copies in flight.

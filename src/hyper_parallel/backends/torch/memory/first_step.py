@@ -2,7 +2,8 @@
 
 The comparison detects a value that was recorded as a constant, a kernel that the capture missed, and an operator that
 did not run. Results must be equal bit for bit, unless two eager runs differ: kernels of an accelerator may sum in a
-different order every time. Then every tensor may deviate by ten times the difference of the two eager runs.
+different order every time. Then every tensor may deviate by ten times the difference of the two eager runs, plus
+`ULPS`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from hyper_parallel.errors import StepChanged
 _SAMPLED: Final = 4096
 """Number of sampled elements of a tensor, to distinguish rounding from another value; an estimate."""
 _CHUNK: Final = 1 << 20
-"""Words of a large tensor per chunk of its digest, which needs 24 MiB of workspace on the tensor's device."""
+"""Words of a large tensor per chunk of its digest; a chunk needs 24 MiB of workspace on the tensor's device."""
 _CACHED: Final = 1 << 16  # words per chunk on the host, small enough for its cache
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ULPS: Final = 4
 """Tolerance in units in the last place of a tensor's largest value, when two eager runs differ."""
 _SPREAD_TOLERANCE: Final = 10
-"""Tolerance of a planned step in multiples of the difference of two eager runs; no hardware has reached it yet."""
+"""Tolerance of a planned step in multiples of the difference of two eager runs; no measured step has reached it."""
 _OUTLIER_SHARE: Final = 0.01
 """Share of a tensor's elements that may exceed the tolerance: Adam's steps have random signs where a gradient is noise.
 """
@@ -79,7 +80,7 @@ class ReferenceStep:
         second: Results of a second eager run; None: the hardware is deterministic.
 
     Attributes:
-        spread: Largest difference between the two runs, by tensor name; empty when they are equal.
+        spread: Largest difference between the two runs, by tensor name; empty if the runs are equal.
     """
 
     def __init__(self, first: StepOutcome, second: StepOutcome | None = None) -> None:

@@ -1,7 +1,7 @@
 """Generation under a device budget: prompt (prefill) and decode steps are captured on fake tensors, planned and run.
 
-Weights and KV cache are streamed from the tiers in which the plans keep them. The operators are those of generation
-without a budget, so every token is the same.
+Weights and KV cache are streamed from the tiers in which the plans keep them. The operators, and therefore all tokens,
+are those of generation without a budget.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class MemoryLimits:
     """Memory limits of a generation.
 
     Attributes:
-        device_bytes: Device budget.
+        device_bytes: Device budget in bytes.
         machine: Channels, DRAM and flash capacities.
-        roofline: Seconds of operators on the virtual clock.
+        roofline: Model of the operators' seconds, for the plans and the virtual clock.
         flash: Parent of the file tier's folder; required when the machine has a file tier.
     """
 
@@ -62,7 +62,7 @@ class MemoryUse:
         state_bytes: Bytes of weights, buffers and KV cache.
         seconds: Seconds of all steps.
         wait_s: Part of `seconds` in which the device waited for copies.
-        steps: Steps that ran.
+        steps: Number of steps that ran.
         simulated: True on a CPU, which simulates a device: seconds are those of a virtual clock. False: measured.
     """
 

@@ -99,11 +99,11 @@ FILLED: Final = 0.8
 """Share of a device that storages may fill; the rest is for workspaces and fragmentation. An estimate."""
 
 CopyMode = Copies | DeviceApi
-"""Streams and events of a device; or of a simulated device, the moment at which copies move their bytes."""
+"""Streams and events of a device; or, for a simulated device, the moment at which copies move their bytes."""
 
 
 class _Watch(TorchDispatchMode):
-    """Mode that reports every operator of a planned step, in which all tensors are plain ones.
+    """Mode that reports every operator of a planned step; no tensor of the step is a DTensor.
 
     Args:
         on_results: Function called with the outputs of each operator.
@@ -172,7 +172,7 @@ class Hardware:
         """Allocate the DRAM buffers that a plan needs.
 
         Raises:
-            TierFull: HP403 when they exceed the capacity.
+            TierFull: HP403 when the buffers exceed the capacity.
         """
         self.pool.reserve(plan.replayed.host_buffers)
 
@@ -255,7 +255,7 @@ class Hardware:
 
 
 def _take_workspaces(device: torch.device) -> None:
-    """Run a matrix product, so that its library allocates its permanent workspace before a step is measured."""
+    """Run a matrix product, so that the matrix library allocates its permanent workspace before a step is measured."""
     small = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     torch.addmm(small[0], small, small @ small)
 

@@ -1,7 +1,7 @@
 """Staging and workspace bytes of an operator on the device, and its kernel time.
 
-Workspace depends on the kernel that a device chooses: sums in float32, sorted rows, scratch buffers. On an accelerator
-the allocator measures it while the step is recorded, and events measure the time of every kernel.
+Workspace depends on the kernel that a device chooses: sums in float32, sorted rows, scratch buffers. On an accelerator,
+the allocator measures the workspace while the step is recorded, and events measure the time of every kernel.
 
 The gradient of an embedding is as large as the table, and no kernel writes it at a given address. So it is computed in
 pieces, a few columns at a time, in a staging buffer. A column depends only on the same column of the incoming gradient
@@ -96,7 +96,7 @@ def kernel_seconds(
     """Return the seconds of every operator, measured by events; None if there are no events at all.
 
     Operators without events get 0. If the device waited for the host, the host's seconds are subtracted. If the kernels
-    of a step take less time than the host, every operator takes at least the median time of issuing one.
+    of a step take less time than the host, every operator takes at least the median time of issuing an operator.
     """
     if not timed:
         return None

@@ -4,8 +4,8 @@ A storage is one allocation, tracked by a weak reference: it is live exactly as 
 it. FSDP, the owner of gathered parameters, frees and refills their storages in place. Such a resize ends the recorded
 storage and begins a fresh one.
 
-Collectives are ordinary operators on the group of their capture, but their call only begins them, and a plan places
-their waits. All collectives are ordered, so every rank issues them in the order of its capture.
+A captured collective is an operator on its recorded process group. Its call only begins the collective, and the plan
+places the wait. All collectives are ordered, so every rank issues them in the recorded order.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Entry:
     """Properties of a storage of a program that is being recorded.
 
     Attributes:
-        name: Name of a parameter, or the operator that allocated it.
-        num_bytes: Bytes, 0 while its owner has emptied it.
-        kind: Kind of its content.
+        name: Name of a parameter, or of the operator that allocated the storage.
+        num_bytes: Bytes; 0 while the owner (FSDP) has emptied the storage.
+        kind: Kind of the content.
         at_start: See `Storage`.
         at_end: See `Storage`.
         device: Device of the storage.
-        shape: Shape of the first tensor on it.
+        shape: Shape of the first tensor on the storage.
         dtype: Number format of that tensor.
-        recomputed: True if it was recomputed inside backward.
-        sent: True if a collective read or wrote it.
-        resized: True if its owner empties and refills it in place.
+        recomputed: True if the storage was allocated by recomputation inside backward.
+        sent: True if a collective read or wrote the storage.
+        resized: True if the owner empties and refills the storage in place.
     """
 
     name: str
@@ -198,7 +198,7 @@ TORCH = frozenset(
 )
 """Namespaces of torch itself, whose schemas and tags are trusted."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
-"""Point-to-point operators of c10d; neighbours in the program may depend on each other."""
+"""Point-to-point operators of c10d; consecutive messages of a program may depend on each other."""
 _aten = torch.ops.aten
 VIEWS = frozenset(
     (
@@ -231,7 +231,8 @@ _UNDECLARED_WRITES = {
 class View:
     """Description of a tensor by its address inside a numbered storage; it references no memory.
 
-    Lazily conjugated or negated tensors, such as the gradient of a complex product, are views as well.
+    Lazily conjugated or negated tensors, such as the gradient of a complex product, are views as well. `stride` and
+    `offset` count elements.
     """
 
     storage: int
@@ -425,7 +426,7 @@ def numbers_read(func: Any, flat: Sequence[Any]) -> list[tuple[int, Any]]:
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Return FLOPs by torch's own formulas, except for attention: torch 2.11's formulas refuse grouped heads."""
+    """Return the FLOPs of a call by torch's formulas, except for attention, where torch 2.11 refuses grouped heads."""
     packet, name = func._overloadpacket, func._opname
     if name.startswith("_scaled_dot_product_") and _has(func, "is_causal"):
         causal = _argument(func, args, kwargs, "is_causal")
@@ -469,7 +470,7 @@ def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: 
 def split_lists(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_results: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Split an operator over lists into one call per list position.
+    """Split an operator over lists into one call per list position; return any other operator as one call.
 
     The arguments may contain views in place of tensors. `_fused_adamw_` and `_foreach_*` treat every position
     independently. The calls therefore give the same bits, and each can run as soon as its own gradient exists.

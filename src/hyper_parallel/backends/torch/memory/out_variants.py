@@ -1,8 +1,9 @@
 """Out variants: variants of recorded calls that write their results into existing tensors.
 
-Most operators of ATen have an `out` overload whose schema is their own plus the results; it runs the same kernel.
-Operators that only allocate, fill or copy bytes have a variant of their own here. `out` overloads that torch generates
-compute into fresh tensors and copy, so they are not used. A variant depends only on the recorded call, not on tensors.
+Most operators of ATen have an `out` overload, which takes the results as further arguments and runs the same kernel.
+For operators that only allocate, fill or copy bytes, this module defines a variant. `out` overloads that torch
+generates compute into fresh tensors and copy, so they are not used. A variant depends only on the recorded call, not on
+tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hyper_parallel.backends.torch.memory.operators import Call, HostConstant, V
 Bound = Callable[[], Any]
 """Call without arguments that runs an operator on bound tensors."""
 OutVariant = Callable[[tuple[Any, ...], dict[str, Any], list[torch.Tensor]], Bound]
-"""Binder: (positional arguments, keyword arguments, results) to the call that writes the results."""
+"""Function from (positional arguments, keyword arguments, results) to the call that writes the results."""
 
 _OPTIONS: Final = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"})
 """Arguments that only describe the result tensor."""
@@ -28,7 +29,7 @@ _FILL: Final = {
     "zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "full": None,
     "full_like": None, "new_full": None, "scalar_tensor": None,
 }  # fmt: skip
-"""Fill value by operator; None: it is an argument."""
+"""Fill value by operator; None: the value is an argument."""
 _COPY: Final = ("clone", "_to_copy", "lift_fresh", "lift_fresh_copy")
 _IN_PLACE: Final = ("masked_fill", "index_put")
 """Operators that equal a copy of their first argument, changed in place."""
@@ -41,7 +42,7 @@ _NUMBERS: Final = ("mul.Scalar", "div.Scalar", "add.Scalar", "sub.Scalar")
 
 
 def out_variant(call: Call) -> OutVariant | None:
-    """Return the out variant of a recorded call, or None if it has none."""
+    """Return the out variant of a recorded call; None if the call has no such variant."""
     func, results = call.func, call.results
     if (begin := bind_collective(call)) is not None:
         return begin

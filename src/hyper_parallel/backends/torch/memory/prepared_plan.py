@@ -20,9 +20,9 @@ from hyper_parallel.backends.torch.memory.out_variants import Bound, out_variant
 from hyper_parallel.ir import MemoryPlan
 
 _RESULTS_WITH_GRADIENTS: Final = {"mkldnn_rnn_layer": 4}
-"""Operators that return tensors for backward only with gradients enabled, and their number of results then."""
+"""Dict from operators that return tensors for backward if gradients are enabled, to the number of results then."""
 StorageBytes = dict[int, torch.UntypedStorage]
-"""Bytes by storage."""
+"""Bytes by storage index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Prepared:
         run: Function that runs the operator and writes results at their addresses, or returns them if `staged`.
         results: (storage, its address range) of every new result.
         staged: (flat output index, view, range) of every result that must be copied to its address.
-        communicates: True for a collective: the call begins it and returns its work handle.
+        communicates: True for a collective, which `run` only begins; `run` then returns the work handle.
         guards: (flat output index, value) of outputs that were read as plain numbers.
         ignores_output: True if the return value is not used.
         dispatched: True if the operator reaches torch's dispatcher; an allocation does not.

@@ -137,8 +137,8 @@ class CaptureSource:
 class _IdentityStamp:
     """Identities of all objects on which the properties in `CaptureSource` depend.
 
-    Equal identities imply equal properties. They are compared in every step, because computing all properties would
-    take longer than a small step.
+    Equal identities imply equal properties. Identities are compared in every step, because computing all properties
+    would take longer than a small step.
 
     Args:
         model: The model.

@@ -35,7 +35,7 @@ _LANES: Final = {
     "recompute": ("compute", "recompute", ""),
     "communication": ("communication", "communication", ""),
 }
-"""Kind of event other than a copy, to its lane, category and name prefix in a timeline."""
+"""Dict from kind of event (copies excluded) to (lane, category, name prefix) in a timeline."""
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class DeviceApi:
 
 @dataclass(slots=True)
 class Times:
-    """Measured times of one step, in seconds from its start."""
+    """Measured seconds of one step (`now_s`) and of waits in it, totals by kind of copy, and spans if traced."""
 
     now_s: float
     wait_s: float
@@ -169,8 +169,8 @@ class StreamLanes:
     def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
         """Issue a copy.
 
-        A copy between device and DRAM is issued on the stream of its direction at once, unless it depends on a file.
-        Then a thread issues it on that stream. A copy between DRAM and a file runs in a thread.
+        A copy between device and DRAM is issued on the stream of its direction immediately, unless it depends on a
+        file. In that case, a thread issues the copy on that stream. A copy between DRAM and a file runs in a thread.
 
         Args:
             storage: Storage index.

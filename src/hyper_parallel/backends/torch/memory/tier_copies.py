@@ -13,8 +13,8 @@ from hyper_parallel.ir import COPIES
 from hyper_parallel.units import KiB
 
 Copies = Literal["at_issue", "at_wait", "threads"]
-"""Moment at which a copy of the simulated device moves its bytes: at its issue, at the last moment, or on one thread
-per direction (small copies at their issue)."""
+"""Moment at which a copy of the simulated device moves its bytes: when the copy is issued, when it is waited for,
+or on one thread per direction (small copies when they are issued)."""
 SMALL: Final = 256 * KiB
 """Limit of a small copy between DRAM and device: passing it to a thread takes longer than copying it."""
 
