@@ -11,7 +11,7 @@ from hyper_parallel.planner.pricing import PricedStrategy
 from hyper_parallel.units import format_bytes, format_seconds
 
 MAX_FACTOR: Final = 2.0
-"""Largest factor on a hardware constant at which a change of the chosen plan is reported."""
+"""Limit of `sensitivity`: constants are multiplied by factors between the inverse of this limit and the limit."""
 
 _CONSTANTS: Final = {
     "matmul": "speed of matmuls",

@@ -46,7 +46,8 @@ class Split:
     # dict from staleness to seconds of an optimizer step; ranks with both roles have staleness 0
     steps_s: dict[int, float]
     staleness: int  # chosen staleness
-    memory_bytes: int  # of a rank while it samples, with the states of a learner if it also learns
+    # bytes of a rank while it samples; if the rank also learns, with its optimizer states
+    memory_bytes: int
     working_bytes: int  # part of `memory_bytes` for the KV cache and the forward passes
 
     @property
@@ -221,7 +222,7 @@ class Roles:
     ) -> list[tuple[Strategy, GenerationLayout | str]]:
         """Return each strategy with the predictions for sampling, or with the reason why there are none.
 
-        `rows` are the completions of a step, `slots` those that a data-parallel rank samples at a time.
+        `rows` is the number of completions of a step, `slots` the number that a data-parallel rank samples at a time.
         """
         pricer, prices = self._pricer(rows), self._sampling
         new = [s for s in strategies if (s, rows, slots) not in prices]

@@ -1,9 +1,9 @@
 """Roles of `stage: grpo`: predicted time of a step that samples and learns, and the split of devices between roles.
 
 A rank samples completions, learns from them, or does both (colocated). A split is a number of ranks that only sample
-and the tensor-parallel degree of a sampler replica. Sampling is priced as generation, learning as training plus one
-forward per additional pass. With separate ranks, several steps are simulated, with one lane per role, and splits are
-compared by their steady-state seconds per step. The search covers all splits, each with the learner layouts that
+and the tensor-parallel degree of a sampler replica. Sampling is priced as generation. Learning is priced as training
+plus the forward passes for the reference model and for importance sampling. With separate ranks, several steps of both
+roles are simulated to find the steady-state seconds per step. The search covers all splits, each with the layouts that
 `find_best` returns. Imported only by code that plans `stage: grpo`.
 """
 

@@ -574,7 +574,7 @@ class BranchAndBound:
 def _expand_rows(
     names: Sequence[str], parts: Sequence[Array], index: NDArray[np.intp]
 ) -> tuple[Columns, NDArray[np.intp]]:
-    """Return the concatenation of the tables `parts[i]` for i in `index`, as columns, and per row the position of i."""
+    """Return the concatenated tables `parts[i]` for i in `index`, as columns, and per row the position of i in it."""
     sizes = np.array([len(part) for part in parts], dtype=np.intp)
     counts, starts = sizes[index], np.cumsum(sizes) - sizes
     source = np.repeat(np.arange(len(index)), counts)

@@ -53,9 +53,9 @@ from hyper_parallel.units import DTYPE_BYTES, divisors, format_bytes, format_sec
 
 LANGUAGE: Final = "language"
 MEDIA: Final = 4
-"""Images or recordings per sequence that a plan without data assumes: about half of 8,192 tokens."""
+"""Images or recordings per sequence that a plan without data assumes; they fill about half of 8,192 tokens."""
 _COLUMNS: Final = 40
-"""Width of the chart of a step in characters; with the names of the lanes it fits a terminal of 80."""
+"""Characters per line of the chart of a step; with the names of the lanes, a line has at most 80 characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class TowerPrice:
     """Predicted time and memory of a tower on one of its ranks.
 
     Attributes:
-        cost: Cost of one microbatch. Backward takes twice as long as forward, and all of it counts as W.
+        cost: Cost of one microbatch. Backward takes twice as long as forward, and is all in `weight_grad_s`.
         memory: Terms of parameters, gradients, optimizer states, and the activations of one microbatch.
     """
 
