@@ -157,7 +157,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
 
 
 def _glob(name: str) -> str:
-    """Return a glob for a device name, with a wildcard in place of the cores, which depend on the number of ranks."""
+    """Return a glob for a device name, with a wildcard in place of the cores per rank, which depend on the ranks."""
     plain = re.sub(r" \(.* cores .*\)$", "", name)
     return re.sub(r"([\[\]*?])", "?", plain) + "*"
 

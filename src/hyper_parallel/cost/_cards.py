@@ -43,7 +43,8 @@ class DeviceCard:
     name: str
     devices: tuple[str, ...]  # globs over the device names that the card applies to
     matmul: Mapping[str, float]  # share of the peak FLOP/s of a large matmul, by dtype
-    # matmul dimension that reaches half of the `matmul` rate, in units of peak FLOP/s / memory bytes/s
+    # matmul dimension that reaches half of the `matmul` rate, in units of peak FLOP/s / memory bytes/s, for 2-byte
+    # elements; proportional to the bytes of an element
     saturation: float
     # share of the peak FLOP/s of the two attention products on long sequences and wide heads, by dtype
     attention: Mapping[str, float]
@@ -59,9 +60,9 @@ class DeviceCard:
     # message length that reaches half of the `exchange` rate; a message is one token
     message_bytes: float
     kernel_s: float  # seconds to launch one kernel or run one small operator
-    # 1 when launches run ahead of the device, so only work shorter than its launches waits
+    # 1 if the host launches kernels ahead of the device, so that launches add time only to kernels shorter than them
     launch_hidden: float
-    context_bytes: float  # memory of driver context, communicators and workspaces
+    context_bytes: float  # bytes of driver context, communicators and workspaces
     # memory reserved by the allocator but unusable, as a share of transient bytes
     fragmentation: float
     latency: float = (
@@ -90,7 +91,7 @@ class DeviceCard:
         return f"device card {self.name}: {self.sources.get(name, _INTERPOLATED)}"
 
     def share(self, table: str, dtype: str) -> float:
-        """Return the entry for a dtype in the table `matmul` or `attention`; without one, that of bfloat16."""
+        """Return the entry for a dtype in the table `matmul` or `attention`, else for bfloat16, else the first one."""
         values: Mapping[str, float] = getattr(self, table)
         return values.get(dtype, values.get("bfloat16", next(iter(values.values()))))
 
@@ -122,7 +123,7 @@ class StackCard:
     overlap_tp: float = 0.0  # share of tensor-parallel traffic that hides behind matmuls
     overlap_cp: float = 0.9  # share of the key-value ring that hides behind attention
     overlap_ep: float = 0.0  # share of expert exchanges that hides behind other work
-    # the same for interleaved chunks, where an exchange can hide behind a forward and a backward
+    # `overlap_ep` with virtual pipeline stages, where an exchange can hide behind a forward and a backward
     overlap_ep_chunks: float = 0.0
     # share of the weight gradients of token chunks that is computed while later collectives are in flight; no
     # collective is in flight during the rest
@@ -175,7 +176,7 @@ class StackCard:
     # 2 where embedding and head are gathered separately, 1 where they are gathered together
     vocabulary_groups: float = 1.0
     # half width of a prediction interval in natural logarithm, by kind of model (dense, moe); with `_unknown_stack`
-    # appended if the card substitutes for a stack without one
+    # appended if the card substitutes for that of a stack without a card
     interval: Mapping[str, float] = field(default_factory=dict)
     # where each number comes from, by attribute
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -183,7 +184,10 @@ class StackCard:
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def half_width(self, kind: str) -> float:
-        """Return h of the 80 % prediction interval from `t / e**h` to `t * e**h`; `kind`: dense or moe."""
+        """Return h; 80 % of step times are expected between `t / e**h` and `t * e**h` for a prediction t.
+
+        `kind` is the kind of model: dense or moe.
+        """
         return self.interval.get(kind, UNFITTED_HALF_WIDTH)
 
     def source(self, name: str) -> str:

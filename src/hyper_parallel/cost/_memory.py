@@ -68,9 +68,9 @@ def activation_bytes(s: PricingCase) -> Array:
     """Return the bytes that one average layer and microbatch saves for backward, without recomputation.
 
     The bytes are b T ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)), with letters as in `_layer` and query width q. The
-    second summand, gathered inputs, is 0 if inputs are re-gathered. Without sequence parallelism every rank saves 5h
-    elements per token unsharded. Dropout saves two masks of h bytes per token. Without fused attention, the scores of a
-    heads and sequences of s tokens take 5 a s bytes per token.
+    second summand, gathered inputs, is 0 if inputs are re-gathered. Dropout saves two masks of h bytes per token.
+    Without sequence parallelism, every rank saves both masks and 4h elements per token unsharded. Without fused
+    attention, the scores of a heads and sequences of s tokens take (2b + 1) a s bytes per token.
 
     Source: Korthikanti et al. 2022, section 4 and equation 2, generalised to narrow keys and gated widths.
     """

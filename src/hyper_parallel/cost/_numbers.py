@@ -29,7 +29,7 @@ _NORM_BYTES = 8.0
 _CLAMPED = {"gpt_oss": 3.0}
 """Extra values that an expert's activation saves, in expert widths, by model family: clamped, shifted, sigmoid."""
 _MEASURED = 1024
-"""Sequence length at which saved activations were measured, with masks."""
+"""Sequence length at which saved activations were measured, with attention masks."""
 _WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families with float32 router weights, so that outputs of experts are weighted and summed in float32."""
 
@@ -171,14 +171,14 @@ class ModelNumbers:
     head_norms: float  # number of norms of query and key heads in an average layer
     # Bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
     norm_bytes: float
-    head_norm_bytes: float  # bytes of norms over heads, in units of their width
+    head_norm_bytes: float  # bytes that norms of query and key heads save per element of their input
     latent_width: float  # width of the MLA latents that an average layer normalizes
     # width of the storage of MLA's values minus the width of the keys of all heads; 0 without MLA
     latent_rest: float
     sinks: float  # share of the layers whose attention has sinks
     # width of the dense feed-forward part a token visits: dense MLPs and shared experts
     mlp_width: float
-    clamped_widths: float  # further tensors of expert width that an activation with clamps saves
+    clamped_widths: float  # number of further tensors of expert width that an activation with clamps saves
     wide_combine: bool  # whether outputs of routed experts are summed in float32
     # elements per token that the feed-forward part saves for backward: 3f with a gate, else 2f
     mlp_saved_width: float
@@ -187,7 +187,7 @@ class ModelNumbers:
     experts_per_token: float  # routed experts a token visits, mean over the layers
     moe_share: float  # share of the layers that have routed experts
     expert_saved_width: float  # elements per token that routed experts save for backward
-    measured: KeptActivations | None  # measured activations kept by forward
+    measured: KeptActivations | None  # measured activations kept by forward; None: not measured
     # measured bytes per token that the experts of an average layer keep in bfloat16 if a token visits all; else 0
     every_expert_bytes: float
     # measured bytes per token that tensor parallelism replicates, without experts
@@ -348,7 +348,7 @@ class ModelNumbers:
 
     @property
     def whole_share(self) -> float:
-        """Fraction of the measured activations of an average layer that tensor parallelism replicates; no experts."""
+        """Fraction of an average layer's measured activations, without experts, that tensor parallelism replicates."""
         if self.measured is None:
             return 0.0
         return min(1.0, self.measured_whole / max(1.0, self.measured.layer[0]))

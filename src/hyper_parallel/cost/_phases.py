@@ -6,11 +6,11 @@ the optimizer. The peak is in one of these phases of a step:
 
     loss        all activations, logits and their gradient; embedding and head gathered, and the prefetched last layer
     last layer  all activations, activation gradients of the last layer; two layers gathered
-    next layer  one layer's activations fewer; the gradients of the last one are cast and reduced meanwhile
+    next layer  activations without those of the last layer, whose gradients are cast and reduced meanwhile
     end         no activations; embedding and head are one group whose gradients are cast and reduced together
 
-With several microbatches, sharded gradients exist after the first. A pipeline accumulates unsharded gradients and
-reduces them at the end.
+With several microbatches, sharded gradients exist from the end of the first one on. A pipeline accumulates unsharded
+gradients and reduces them at the end of the step.
 """
 
 from __future__ import annotations

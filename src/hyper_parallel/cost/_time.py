@@ -1,8 +1,9 @@
 """Predicted step time of candidate strategies, as one term per cause, with formula, inputs and source of each term.
 
-A step takes the time of the slowest pipeline stage for m microbatches, of pipeline fill and drain, and of work once per
-step such as the optimizer. Letters: those of `_layer`, m microbatches, p stages, l layers of the slowest stage. `score`
-returns the terms of the step time together with the terms of the peak memory.
+The step time is the sum of the slowest pipeline stage's time for m microbatches, the time of pipeline fill and drain,
+and the time of work that a step does once, such as the optimizer. Letters are as in `_layer`; in addition, m is the
+number of microbatches, p of stages, and l of layers on the slowest stage. `score` returns the terms of the step time
+together with the terms of the peak memory.
 """
 
 from __future__ import annotations

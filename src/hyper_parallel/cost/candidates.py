@@ -84,7 +84,7 @@ class Candidates:
     cp: Array  # context-parallel ranks
     # Ulysses ranks inside cp, which exchange heads; the key-value ring has cp / cp_ulysses positions
     cp_ulysses: Array
-    tp_x: Array  # tensor-parallel ranks on x; alone it is 1-D with sequence parallelism
+    tp_x: Array  # tensor-parallel ranks on x; with tp_y = 1, tensor parallelism is 1-D
     tp_y: Array  # tensor-parallel ranks on y
     # index into `SHAPES` for the attention block; ignored with tp_y = 1
     attention_shape: Array
@@ -294,7 +294,7 @@ def split_layers_closed_form(
         return StageSplit(all_layers, all_layers, all_layers, np.ones(1), nothing, total)
 
     def slowest_of(last: Array) -> tuple[Array, Array]:
-        """Return (layers of the fullest other stage, seconds of the slowest stage) for `last` layers on the last."""
+        """Return (layers of the fullest stage but the last, seconds of the slowest) if the last has `last` layers."""
         # The other p - 1 stages have the remaining layers; the fullest of them or the last stage is slowest.
         fullest = np.ceil((layers - last) / np.maximum(p - 1.0, 1.0))
         return fullest, np.maximum(fullest * layer_s, last * layer_s + head_s)

@@ -165,7 +165,7 @@ def _layer(
 
 
 def _ends(s: PricingCase) -> PassSeconds:
-    """Return the seconds by cause of the work once per pass.
+    """Return the seconds by cause of the work that a pass does once.
 
     This work is the head and the choice of one token per sequence, sends between pipeline stages, and an all-reduce by
     which ranks agree whether any rank has work left.

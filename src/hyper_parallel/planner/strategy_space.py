@@ -205,7 +205,8 @@ class Space:
     def _batched(self, table: NDArray[np.float64], microbatch: int | None) -> NDArray[np.float64]:
         """Return `table` with columns microbatch and accumulation added.
 
-        Omitted are rows whose data-parallel ranks cannot share the batch evenly, or with fewer microbatches than stages.
+        Omitted are rows whose data-parallel ranks cannot share the batch evenly, and rows with fewer microbatches than
+        pipeline stages.
         """
         w, ones = self.request.workload, np.ones(len(table))
         steps = ones * (w.accumulation_steps or 1)
