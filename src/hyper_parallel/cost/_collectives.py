@@ -58,7 +58,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
     """Return the number of layers per stage, at least one, such that the most expensive stage costs least.
 
     The result is exact, by dynamic programming over (layer, stage). Among splits with the least maximum, the one with
-    the least sum of squared costs wins. Ties prefer fewer layers in the earlier stages, which hold the most activations.
+    the least sum of squared costs wins. Ties prefer fewer layers in earlier stages, which hold the most activations.
 
     Args:
         costs: Cost of every layer, in order; whole numbers, for exact comparisons.
@@ -84,7 +84,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
 
     @cache
     def largest(start: int, stage: int) -> int:
-        """Return the least cost of the most expensive stage among `stage`, which begins at `start`, and later stages."""
+        """Return the least cost of the most expensive stage from `stage` on; `stage` begins at layer `start`."""
         if stage == stages:
             return 0
         stops = ends(start, stage)
