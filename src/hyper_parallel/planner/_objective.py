@@ -74,8 +74,7 @@ def plan(
             this version cannot run them, the plan is a prediction only, with a note; on `local` they are refused.
         exclude: Axes whose degree stays 1, and choices of `EXCLUDABLE` that keep their default.
         objective: `step-time`: the fastest step. `tokens-per-device-second`: the most tokens per second and device, on
-            all devices or fewer. `memory`: the least peak memory per device. `fewest-devices`: the fewest devices on
-            which a step meets `deadline_s`.
+            all devices or fewer. `memory`: the least peak memory. `fewest-devices`: as few as `deadline_s` permits.
         deadline_s: Maximum seconds per step, for the objectives `fewest-devices` (required) and `memory`.
         top: Maximum number of runners-up in the plan.
         offload: Whether bytes that exceed device memory may be offloaded to host memory or recomputed. Ignored if

@@ -11,7 +11,7 @@ Each level adds columns to a strategy, and costs to its bounds:
                computation and communication of the layers, with all groups on the best links and equally full stages
     pipeline   columns pp, dp and schedule. The time bound adds the bubble, and the choice (see below) that the memory
                bound requires; the memory bound assumes the most sharding that is allowed
-    states     columns dp_replicate, dp_shard and zero. The time bound adds data-parallel communication on the best links
+    states     columns dp_replicate, dp_shard and zero. The time bound adds data-parallel communication, on best links
     order      column order. The time is exact without overlap inside of layers, and a bound with overlap
     overlap    the columns of overlap, which complete the strategy. The time is exact
 
