@@ -1,4 +1,4 @@
-"""Fit of cards to published runs: robust regression of few constants, each with a prior.
+"""Fit of cards to published runs: robust regression of a few constants, each with a prior.
 
 A constant x is fitted as a factor on its prior value (or on 1 - x), regularized by the width of the prior. A constant
 without informative runs therefore keeps its prior value. The residual of a run is the natural logarithm of predicted
@@ -87,7 +87,7 @@ class _Case:
 
     @classmethod
     def of(cls, run: PublishedRun, cards: Cards) -> _Case:
-        """Return the case of a run; if the recomputation is not stated, `cards` decide which one fits in memory."""
+        """Return the case of a run; if its recomputation is not stated, it is predicted with `cards`, see `predict`."""
         assert run.step_s, "only measured runs are fitted"
         recompute = run.recompute or predict(run, cards).recompute
         return cls(run, ModelNumbers.of(run.model), recompute, run.step_s)

@@ -197,9 +197,9 @@ def _ends(s: PricingCase) -> PassSeconds:
 def pass_bytes(s: PricingCase, work: GenerateWorkload) -> tuple[Array, Array]:
     """Return the bytes on a rank other than weights and KV cache, as (fixed bytes, bytes per sequence).
 
-    Fixed are the device context and the gathered parameters of two layers, embedding and head. A sequence has the
-    activations of one layer in a prefill, counted as for backward, keys and values repeated for all query heads, and
-    logits with two float64 copies.
+    The fixed bytes are the device context, and the gathered parameters of two layers, embedding and head. The bytes of
+    a sequence are the activations of one layer in a prefill (as many as training saves for backward), keys and values
+    repeated for all query heads, and logits with two float64 copies.
     """
     n, c, card, width = s.n, s.c, s.machine.card, s.machine.width
     single = _of_length(

@@ -60,7 +60,10 @@ def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
 
 
 def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
-    """Return the note about offloaded and recomputed bytes, as a tuple of one sentence; () without offload."""
+    """Return the note about offloaded and recomputed bytes, as a tuple of one sentence; () without offload.
+
+    `held_bytes` is the peak of the bytes that stay on a device.
+    """
     term = next((t for t in cost if t.name == COPIES), None)
     if term is None:
         return ()

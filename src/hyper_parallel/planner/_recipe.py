@@ -45,8 +45,8 @@ def plan_recipe(
 ) -> Plan:
     """Return the plan of a recipe.
 
-    Degrees that the recipe sets are kept. With `parallel: auto` the planner chooses the others, for the recipe's tokens
-    per step. If the recipe has no batch numbers, a step has one sequence per rank.
+    Degrees that the recipe sets are kept. With `parallel: auto` the planner chooses the other degrees, for the recipe's
+    tokens per step. If the recipe has no batch numbers, a step has one sequence per rank.
 
     Args:
         recipe: Recipe of the run.

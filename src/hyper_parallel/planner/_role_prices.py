@@ -73,7 +73,7 @@ class Roles:
     Attributes:
         grpo: Section `grpo` of the recipe.
         request: Inputs of the planner, for all devices.
-        devices: Number of devices of both roles.
+        devices: Number of devices of both roles together.
         rows: Number of sequences per step; None if `tokens_per_step` is not set.
     """
 
@@ -276,8 +276,8 @@ def _rounds_s(price: GenerationLayout, rows: int, s: Strategy) -> float:
 def roles_plan(best: Split, splits: Sequence[Split]) -> RolesPlan:
     """Return `Plan.roles` for the best split, with rejected splits.
 
-    The mode of a split is its staleness, and whether the two roles share ranks. Rejected are the next best splits in
-    the mode of the best split, and the best split of every other mode.
+    The mode of a split is its staleness, and whether the two roles share ranks. The rejected splits are the next best
+    ones in the mode of the best split, and the best split of every other mode.
     """
     options: dict[tuple[int, int, int], Split] = {}
     candidates = (replace(split, staleness=n) for split in splits for n in split.steps_s)

@@ -70,8 +70,8 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
 
     Args:
         recipe: A recipe of `stage: grpo` with `parallel: auto`.
-        request: Inputs of the planner. `num_devices` are the devices of both roles with `rollout_ranks: auto`, else
-            those that learn.
+        request: Inputs of the planner. With `rollout_ranks: auto`, `num_devices` counts the devices of both roles, else
+            only those that learn.
         where: Function from a recipe key to the origin of its value, for errors.
 
     Raises:
@@ -201,7 +201,7 @@ def _plan_without_split(
 
 
 def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
-    """Raise the error of an illegal sampler replica of `tp` tensor-parallel ranks, with changes of `grpo` keys."""
+    """Raise the error of an illegal sampler replica of `tp` tensor-parallel ranks; its hint sets keys of `grpo`."""
     copy, numbers = roles.sampler_strategy(tp), roles.request.numbers
     try:
         check_legal(numbers, roles.request.workload.resolve(1), copy)

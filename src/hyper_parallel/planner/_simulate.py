@@ -111,8 +111,8 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
     """Return a chart of the simulated step as text, with one line per pipeline rank.
 
     F is a forward, B a backward (I: gradients of inputs, W: of weights), c an exposed collective, u work of the tail,
-    and a dot idle time. A step with more than max(2 * pp, 4) microbatches is drawn with that number; the title says so.
-    If there are more than `MAX_RANKS` ranks, only the first half and the last half of that number are drawn.
+    and a dot idle time. A step with more than max(2 * pp, 4) microbatches is drawn with only so many; the title says
+    so. If there are more than `MAX_RANKS` ranks, only the first and the last `MAX_RANKS / 2` are drawn.
 
     Args:
         plan: A plan with stages.

@@ -1,4 +1,4 @@
-"""`plan_generation`: the fastest layout for generation from prompts, of all that `generate --parallel` can run.
+"""`plan_generation`: the fastest layout for generation from prompts, among those that `generate --parallel` can run.
 
 The search prices every layout that fits in memory, so it is exact within the cost model. A slot is the memory for one
 sequence at a time on a data-parallel rank; prompts may wait for a slot.
@@ -248,7 +248,7 @@ def _no_legal_layout_error(pricer: GenerationPricer, ruled_out: Counter[str]) ->
 def _memory_error(
     pricer: GenerationPricer, layouts: Sequence[StagedLayout], all_at_once: bool
 ) -> DoesNotFit:
-    """Return the error for layouts that all exceed memory; its hint is fewer prompts, more devices or less model."""
+    """Return the error for layouts that all exceed memory; its hint is fewer prompts, more devices or another model."""
 
     def max_prompts(pricer: GenerationPricer, layouts: Sequence[StagedLayout]) -> int:
         pairs = zip(pricer.memory(layouts)[2], layouts, strict=True)

@@ -94,7 +94,7 @@ def barred_note(
 def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) -> Iterator[int]:
     """Yield the index of the fastest row of each combination of degrees, in order of time, at most `MAX_PRICED`.
 
-    Omitted are rows that take `per_token_s` or more by the closed form, and degrees in `excluded`.
+    Rows that take `per_token_s` or more by the closed form are omitted, and so are rows with degrees in `excluded`.
     """
     seen, meshes = set(excluded), tuples(rows)
     for position in np.argsort(rows["per_token_s"], kind="stable").tolist():

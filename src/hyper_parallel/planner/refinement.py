@@ -56,11 +56,11 @@ class Outcome:
 
 
 def find_best(request: PlanRequest, keep: int = 1, max_s_per_token: float | None = None) -> Outcome:
-    """Return the best strategies of a request, with a lower bound over all others.
+    """Return the best strategies of a request, with a lower bound of the time of all others.
 
     Args:
         request: Model, machine, workload and pins.
-        keep: Number of strategies to return; no two have the same degrees.
+        keep: Maximum number of strategies to return, at least `MIN_RANKED_STRATEGIES`; no two have the same degrees.
         max_s_per_token: Maximum step time divided by tokens per step, in seconds; None: no maximum.
     """
     keep, full = max(keep, MIN_RANKED_STRATEGIES), _FullPrices(request)

@@ -1,4 +1,4 @@
-"""Checks of strategies, and errors with a change that helps: for illegal strategies, and if none is legal or fits."""
+"""Checks of strategies; and errors, with a helpful change, for requests without a strategy that is legal and fits."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
 
 
 def _impossible_pins(request: PlanRequest) -> Iterator[str]:
-    """Yield a sentence about each pin that is illegal with any other choices."""
+    """Yield a sentence about each pin that is illegal for all values of the other choices."""
     experts = request.experts
     for name, value in request.pins.items():
         if name not in (*DEGREES, "tp"):

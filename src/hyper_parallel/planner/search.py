@@ -17,9 +17,10 @@ Each level adds columns to a strategy, and costs to its bounds:
 
 The bound of overlap hides communication behind all computation of a layer, except for the first and last chunk.
 
-A choice (`bounds.Choice`) is a way to free memory: recomputation, re-gathering of inputs, or offload. It is no level of
-the tree, but solved per strategy, with the smallest number of recomputed layers that fits. To price a row is to predict
-its time and memory. The closed form is the predicted time without a simulation of the pipeline schedule.
+A choice (`bounds.Choice`) is a way to free memory: recomputation, re-gathering of inputs, or offload. Choices are not a
+level of the tree: the fastest choice that fits is computed per strategy, with as few recomputed layers as possible. To
+price a row is to predict its time and memory. The closed form is the predicted time without a simulation of the
+pipeline schedule.
 """
 
 from __future__ import annotations

@@ -205,8 +205,8 @@ class Space:
     def _batched(self, table: NDArray[np.float64], microbatch: int | None) -> NDArray[np.float64]:
         """Return `table` with columns microbatch and accumulation added.
 
-        Omitted are rows whose data-parallel ranks cannot share the batch evenly, and rows with fewer microbatches than
-        pipeline stages.
+        Rows are omitted if their data-parallel ranks cannot share the batch evenly, or if they have fewer microbatches
+        than pipeline stages.
         """
         w, ones = self.request.workload, np.ones(len(table))
         steps = ones * (w.accumulation_steps or 1)

@@ -361,7 +361,7 @@ def joint_layout(
     members: Mapping[str, Sequence[int]],
     layers: Collection[int] = (),
 ) -> JointLayout | None:
-    """Return the lanes and the order of the tower's ranks in a joint schedule; None if the parts cannot have one.
+    """Return the lanes and the order of the tower's ranks in a joint schedule; None if there is no joint schedule.
 
     A rank that runs only the tower is a lane. Such ranks are divided among the data-parallel ranks of the language
     part. There is no joint schedule in any of these cases:
@@ -489,10 +489,10 @@ def layouts(kinds: Sequence[str], ranks: int) -> Iterator[dict[str, dict[str, An
 def plan_with_towers(
     request: PlanRequest, towers: Sequence[Tower], media: int, find: Callable[[PlanRequest], Plan]
 ) -> Plan:
-    """Return the best plan of a multimodal model whose towers fit in memory, with their predicted times and memory.
+    """Return the best plan of a multimodal model that leaves enough memory for the towers, with the towers added.
 
     The towers run on the ranks of the first pipeline stage, as in `train` without `parallel.submodels`. Other
-    assignments of ranks are priced too: the certificate covers all of them, and a note names a faster one.
+    assignments of ranks are priced too: the certificate covers all of them, and a note names a faster assignment.
 
     Args:
         request: The model with its towers, machine, workload and choices.
