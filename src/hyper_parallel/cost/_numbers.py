@@ -163,7 +163,7 @@ class ModelNumbers:
     num_kv_heads: int  # key and value heads
     q_width: int  # width of all query heads
     k_width: int  # width of all key heads
-    v_width: int  # width of all value heads of the query side: input width of the output projection
+    v_width: int  # query heads times width of a value head: input width of the output projection
     # number of layers and attention of each kind of layer
     attentions: tuple[tuple[int, AttentionSpec], ...]
     matmuls: tuple[Matmul, ...]  # the matmuls of an average layer

@@ -172,8 +172,8 @@ class _Stage:
     wide: float  # bytes of a gradient in reduction; 0 for frozen parameters
     # bytes of a gradient before reduction, in the compute format, plus `wide`
     reduction_width: float
-    sums: Array  # unsharded gradient sums of a pipeline, if matmuls read copies of the parameters
-    outer_gradients: Array  # gradients of embedding and head after their reduction
+    sums: Array  # bytes of unsharded gradient sums of a pipeline, if matmuls read copies of the parameters
+    outer_gradients: Array  # bytes of the gradients of embedding and head after their reduction
 
     @classmethod
     def of(cls, s: PricingCase, layers: Array, outside: Array) -> _Stage:
@@ -293,7 +293,7 @@ def _gradient_buffers(stage: _Stage) -> _Columns:
     reduced = np.where(s.sharded, width, 2.0 * wide) * dense
     reduced = reduced + np.where(s.sharded & (s.expert_shards > 1), width, 2.0 * wide) * experts
     reduced = np.where(s.copies, reduced, 0.0)
-    # Gradients of head and embedding, and the sum of tied ones, coexist with the last reduction, of layer 0.
+    # Gradients of head and embedding, and their sum if tied, coexist with the last reduction, of layer 0.
     tied = 1.0 if n.head_params == 0 else 0.0
     wide_part = reduced * (wide / np.maximum(width, 1.0))
     # The gradient of the head, tied or not, is kept until that of the embedding.

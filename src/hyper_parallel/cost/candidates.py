@@ -100,7 +100,7 @@ class Candidates:
     order: Array  # index into `ORDERS`
     offload: Array  # 1 if bytes that exceed the device's memory are offloaded to host memory
     regather: Array  # 1 if gathered inputs are re-gathered in backward instead of kept
-    # 1 if 2-D attention scatters tokens over y, and gathers keys and values, instead of heads
+    # 1 if 2-D attention scatters tokens instead of heads over y, and gathers keys and values
     attention_tokens: Array
     cp_gather: Array  # 1 if all keys and values are gathered instead of passed around a ring
     # parts of a microbatch that overlap, 1 or 2; -n while a search has not chosen: any number up to n, for a lower
@@ -222,7 +222,7 @@ class Candidates:
                 row["halves"] == 2, max(1, row["ep_chunks"]), max(1, row["tp_chunks"])
             ),
         )  # fmt: skip
-        if strategy.pp == 1:  # without a pipeline its choices have defaults
+        if strategy.pp == 1:  # without a pipeline, choices of pipelining have their defaults
             names, default = (
                 ("schedule", "schedule_file", "virtual_stages", "stage_layers"),
                 Strategy(),
