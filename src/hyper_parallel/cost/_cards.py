@@ -68,8 +68,8 @@ class DeviceCard:
     latency: float = (
         1.0  # seconds of a collective with a tiny message, relative to the topology's latency
     )
-    # share of the compute units that a collective occupies, so that overlapped computation and communication are slower;
-    # with 1, overlap gains no time
+    # share of the compute units that a collective occupies, so that overlapped computation and communication are
+    # slower; with 1, overlap gains no time
     collective_share: float = 1.0
     # standard deviation of one task's time on one rank, relative to its mean; collectives wait for the latest rank
     jitter: float = 0.0

@@ -444,8 +444,8 @@ class Space:
     def shards(self, rows: Columns) -> NDArray[np.bool_]:
         """Return the mask of rows to keep; rows whose ZeRO stage has the effect of another stage are dropped.
 
-        ZeRO-1 has the effect of ZeRO-2 with a single microbatch, and ZeRO-0 that of ZeRO-1 on one rank. If the stage is
-        pinned, rows are kept by `has_pinned_zero`.
+        With a single microbatch, ZeRO-1 has the effect of ZeRO-2. On a single rank, ZeRO-0 has the effect of ZeRO-1. If
+        the stage is pinned, `has_pinned_zero` decides instead.
         """
         if "zero" in self.request.pins:
             has_pinned: NDArray[np.bool_] = self.has_pinned_zero(rows["dp_shard"] * rows["cp"])

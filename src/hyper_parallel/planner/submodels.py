@@ -368,6 +368,7 @@ def joint_layout(
 
     * The language part has no pipeline stages, or a schedule other than 1F1B.
     * The model has several towers.
+    * The ranks that run only the tower cannot be divided evenly among these data-parallel ranks.
     * Data-parallel ranks of the language part have the tower on different lanes.
     * The tower is sharded, and has no rank in common with the language part.
 
@@ -412,8 +413,8 @@ def submodel_lanes(
 ) -> tuple[TowerLanes, bool]:
     """Return (lanes of a step, whether it has a joint schedule).
 
-    Without a joint schedule, all ranks of the tower are one lane. If the tower shares the ranks of a language part
-    without pipeline stages, the two parts are one lane.
+    Without a joint schedule, all ranks of the tower are on one lane: the lane of the first pipeline stage if the tower
+    has ranks in common with the language part, else a separate lane.
 
     Args:
         strategies: Strategies of `submodel_strategies`.
