@@ -343,7 +343,7 @@ def _with(
 ) -> tuple[DeviceCard, StackCard]:
     """Return `card` and `base` with the constants in `values` replaced.
 
-    Values are in units in which step time is linear: that of `link` is an inverse bandwidth.
+    The step time is linear in `values`, so `link` is the inverse of a bandwidth, and `moe` a product with `compute`.
     """
     device = {name: values[name] for name in _ON_DEVICE}
     device["link"] = 1.0 / max(values["link"], 1.0 / _FASTEST)

@@ -155,7 +155,7 @@ def setting_of(
 def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
     """Return the predicted step time and memory of one run; `cards` None: the shipped cards.
 
-    If the row does not state the recomputation, none is assumed if the run then fits in memory, else selective.
+    If the row does not state the recomputation, `none` is assumed if the run then fits in memory, else `selective`.
     """
     notes = list(run.assumptions)
     machine = machine_of(run, cards or Cards())

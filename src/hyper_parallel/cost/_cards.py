@@ -401,7 +401,7 @@ def own_path() -> Path:
 
 
 def own_cards(device_name: str, ranks: int, path: Path | None = None) -> Cards | None:
-    """Return the cards that `hyper-parallel calibrate` wrote for this device; None if it was not calibrated.
+    """Return the cards that `hyper-parallel calibrate` wrote for this device; None if it has not run on this device.
 
     Args:
         device_name: Name of the device in its topology.

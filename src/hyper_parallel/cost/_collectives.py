@@ -1,7 +1,7 @@
 """Split of layers into pipeline stages, and the collectives of one optimizer step on a rank, in calls and bytes.
 
-The slowest stage limits a pipeline, so the split minimizes the cost of the most expensive stage. Among these splits,
-the one with the least sum of squared costs is chosen, to balance the other stages. The cost of a layer is its training
+The slowest stage limits a pipeline, so the split minimizes the cost of the most expensive stage. Among such splits, the
+one with the least sum of squared costs is chosen, to balance the other stages. The cost of a layer is its training
 FLOPs per token: matmuls and causal attention. The last stage adds the output projection; the embedding has no FLOPs.
 
 A `shard.Boundary` is a collective with its elements, its group and its calls per forward, backward and recomputation.
@@ -261,7 +261,7 @@ def step_collectives(
 ) -> tuple[Collective, ...]:
     """Return all collectives of one optimizer step, with calls and bytes, on the first rank of a pipeline stage.
 
-    The rank has coordinate 0 on every axis but `pp`, where shards are largest. A step is `accumulation_steps`
+    The rank has coordinate 0 on every axis but `pp`; there, shards are largest. A step is `accumulation_steps`
     microbatches (forward and backward), gradient clipping and the update. Other messages of a trainer (token counts,
     losses to print) are not included.
 
@@ -269,7 +269,7 @@ def step_collectives(
         model: The model; its parameter names hold `*` for the layer index.
         layouts: Layout of every parameter, as returned by `shard.plan_layouts`.
         strategy: Degrees of the axes.
-        workload: Batch numbers resolved, and number formats.
+        workload: Resolved batch numbers, and number formats.
         rows: Dict from expert layer to the measured numbers of routed tokens; None: uniform routing.
         pp_rank: Coordinate of the rank on the axis `pp`.
     """

@@ -304,8 +304,8 @@ class ModelNumbers:
     def saved_elements(self) -> float:
         """Elements per token that a layer saves for backward on all tensor-parallel ranks together, without experts.
 
-        The sum of 4h (inputs of two norms and two column-parallel matmuls), queries, keys, values, the output of
-        attention, and the feed-forward part. If all query heads together have width h: 6h + 2k + 3f.
+        The elements are 4h (inputs of two norms and two column-parallel matmuls), queries, keys, values, the output of
+        attention, and the feed-forward part. Their number is 6h + 2k + 3f if all query heads together have width h.
 
         Source: Korthikanti et al. 2022, section 4.1, with flash attention and a gated feed-forward part.
         """
@@ -362,7 +362,7 @@ class ModelNumbers:
 
     @property
     def last_bytes(self) -> float:
-        """Measured saved bytes per token in bfloat16 of the last layer, minus those of an average layer; any sign."""
+        """Measured saved bytes per token in bfloat16 of the last layer, minus an average layer's; may be negative."""
         if self.measured is None or self.measured.last is None:
             return 0.0
         return self.measured.last - self.measured.layer[0]
@@ -377,7 +377,7 @@ class ModelNumbers:
 
     @property
     def unknown_logit_bytes(self) -> float:
-        """Measured bytes per token saved after the last layer, such as capped logits, without the final norm's."""
+        """Measured bytes per token saved after the last layer, such as capped logits, except by the final norm."""
         # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
         formula_bytes = (_NORM_BYTES + 2.0) * self.hidden
         return 0.0 if self.measured is None else max(0.0, self.measured.outside - formula_bytes)

@@ -48,10 +48,10 @@ place, and cast back.
 
 @dataclass(frozen=True, slots=True)
 class BlockPrices:
-    """Seconds of an average layer and of the head, to be shared by candidates that differ in other columns only.
+    """Seconds of an average layer and of the head, on which pipeline, data parallelism and axis order have no effect.
 
-    The other columns are pipeline, data parallelism and the order of the mesh axes. The order has no effect if links
-    are equally fast between all ranks, as on a `RelaxedMachine`.
+    Candidates that differ only in these choices share them. The order of the mesh axes has no effect if links are
+    equally fast between all ranks, as on a `RelaxedMachine`.
     """
 
     work: Compute  # compute of an average layer

@@ -1,8 +1,9 @@
 """Seconds and bytes of generation: passes over prompts (prefill), and over one token of every sequence (decode).
 
 The time of a kernel is that of its arithmetic or of its memory reads, whichever is longer; kernels run one after the
-other. A pass reads the KV cache and the weights once, and only the experts that its tokens choose. Pipeline stages run
-one after the other, so a pass takes the seconds of all layers. Imported only by code that plans generation.
+other. A pass reads the KV cache and the weights once, but of the experts only those that its tokens choose. Pipeline
+stages run one after the other, so a pass takes the seconds of all layers. Only code that plans generation imports this
+module.
 """
 
 from __future__ import annotations

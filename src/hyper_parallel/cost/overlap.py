@@ -12,8 +12,8 @@ Chunks of a block's tokens divide its collectives, its column-parallel and its r
 chunks of the experts' tokens, backward computes the first chunk's weight gradients while its rows are in flight.
 
 A recomputed forward runs one layer at a time, so it takes the span of a program of one layer. In the other passes with
-half-batches, a layer takes the time that one more layer adds to the span of several layers. Added is a share of the
-time at the first and the last layer in which only one half is in flight.
+half-batches, a layer takes the time that one more layer adds to the span of several layers, plus a share of the time at
+the first and the last layer in which only one half is in flight.
 """
 
 from __future__ import annotations
