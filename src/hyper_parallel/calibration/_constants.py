@@ -92,7 +92,7 @@ CONSTANTS: Final = (
 
 
 def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANTS) -> Cards:
-    """Return cards with each constant multiplied by its factor; `factors` are natural logarithms."""
+    """Return cards with each constant multiplied by its factor; `factors` are the natural logarithms of the factors."""
     device, stack = dict(cards.device), dict(cards.stack)
     for constant, log_factor in zip(constants, factors, strict=True):
         for name in constant.cards:
@@ -134,7 +134,7 @@ def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, n
 def write_local_cards(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
     """Write one file with this machine's cards; `by_ranks` is a dict from number of concurrent ranks to the cards.
 
-    The file has all numbers for the largest number of ranks, and for smaller ones only the numbers that differ.
+    The file has all constants for the largest number of ranks; for fewer ranks, only the constants that differ.
     """
     numbers = {ranks: [_numbers_of(card) for card in by_ranks[ranks]] for ranks in sorted(by_ranks)}
     max_ranks, (device, stack) = numbers.popitem()

@@ -157,7 +157,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
 
 
 def _glob(name: str) -> str:
-    """Return a glob for a device name, with a wildcard in place of the cores, which depend on the number of ranks."""
+    """Return a glob for a device name, with a wildcard in place of the cores per rank, which depend on the ranks."""
     plain = re.sub(r" \(.* cores .*\)$", "", name)
     return re.sub(r"([\[\]*?])", "?", plain) + "*"
 
@@ -343,7 +343,7 @@ def _with(
 ) -> tuple[DeviceCard, StackCard]:
     """Return `card` and `base` with the constants in `values` replaced.
 
-    Values are in units in which step time is linear: that of `link` is an inverse bandwidth.
+    The step time is linear in `values`, so `link` is the inverse of a bandwidth, and `moe` a product with `compute`.
     """
     device = {name: values[name] for name in _ON_DEVICE}
     device["link"] = 1.0 / max(values["link"], 1.0 / _FASTEST)

@@ -1,4 +1,4 @@
-"""Predictions for the training runs in a CSV: step time with its interval, memory, cost terms, assumptions."""
+"""Predictions for the training runs in a CSV: step time with its prediction interval, memory and cost terms."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from hyper_parallel.units import GiB
 _SAFE: Final = 1.1
 """Fraction of device memory up to which a run is assumed to fit, if the row does not state its recomputation.
 
-It is above 1, because published runs use options that save memory and are not part of the row.
+It is above 1, because published runs use memory-saving options that the row does not state.
 """
 _FIRST: Final = {
     "predicted_step_s": 6, "predicted_tok_s_dev": 6, "predicted_mem_gib": 4, "interval_low_s": 6, "interval_high_s": 6,
@@ -155,7 +155,7 @@ def setting_of(
 def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
     """Return the predicted step time and memory of one run; `cards` None: the shipped cards.
 
-    If the row does not state the recomputation, none is assumed if the run then fits in memory, else selective.
+    If the row does not state the recomputation, `none` is assumed if the run then fits in memory, else `selective`.
     """
     notes = list(run.assumptions)
     machine = machine_of(run, cards or Cards())
@@ -188,8 +188,8 @@ def predict_file(
 ) -> tuple[int, int]:
     """Predict the run in every row of a CSV file, and write a CSV file with the predictions added.
 
-    Columns added: predicted_step_s, predicted_tok_s_dev, predicted_mem_gib, interval_low_s, interval_high_s, one
-    `term: NAME` in seconds per cost term, assumptions. An empty `step_s`, `tok_s_dev` or `mem_gib` is filled with the
+    Columns added: predicted_step_s, predicted_tok_s_dev, predicted_mem_gib, interval_low_s, interval_high_s, a column
+    `term: NAME` per cost term (seconds), assumptions. An empty `step_s`, `tok_s_dev` or `mem_gib` is filled with the
     prediction; a measured value is never replaced. A row that lacks a required value, or describes an impossible run,
     is not predicted; `assumptions` then has the reason.
 

@@ -1,12 +1,12 @@
-"""Fit of cards to published runs: robust regression of few constants, each with a prior.
+"""Fit of cards to published runs: robust regression of a few constants, each with a prior.
 
 A constant x is fitted as a factor on its prior value (or on 1 - x), regularized by the width of the prior. A constant
 without informative runs therefore keeps its prior value. The residual of a run is the natural logarithm of predicted
 over measured step time. A group of near-duplicate runs has the weight of one run, and large residuals count linearly
 (Huber), so that an outlier has little effect.
 
-For cross-validation, runs are divided into folds, such as all runs of one model. The fit without a fold predicts the
-runs in it, which are then left out.
+For cross-validation, runs are divided into folds, such as all runs of one model. The runs of a fold are predicted with
+cards that are fitted without this fold, so these runs are left out of the fit.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Case:
 
     @classmethod
     def of(cls, run: PublishedRun, cards: Cards) -> _Case:
-        """Return the case of a run; if the recomputation is not stated, `cards` decide which one fits in memory."""
+        """Return the case of a run; if its recomputation is not stated, it is predicted with `cards`, see `predict`."""
         assert run.step_s, "only measured runs are fitted"
         recompute = run.recompute or predict(run, cards).recompute
         return cls(run, ModelNumbers.of(run.model), recompute, run.step_s)
@@ -354,7 +354,7 @@ def coverage(residual: Array, weights: Array, folds: Names) -> float:
 def _described(
     start: Cards, fitted: Cards, constants: Sequence[Constant], interval: Mapping[str, float]
 ) -> Cards:
-    """Return the fitted cards with the prior, the source and the fit of every changed number recorded."""
+    """Return the fitted cards with prior value and source recorded for every changed number, and with intervals."""
     changed = {name for c in constants for name in c.cards}
     fold_text = {True: "stack was left out and priced as another", False: "model was left out"}
     of_interval = {

@@ -1,6 +1,7 @@
 """Parsing of a CSV of training runs, one run per row; errors name the column and the text of the cell.
 
-A cell without information, such as a blank, `n/a` or `-`, counts as not stated. All other text must be valid.
+A cell without information, such as a blank, `n/a` or `-`, counts as not stated. Other text in a column of numbers must
+be valid, except that text in place of a measured value, such as `OOM`, is ignored.
 """
 
 from __future__ import annotations

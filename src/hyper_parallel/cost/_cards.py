@@ -42,33 +42,34 @@ class DeviceCard:
 
     name: str
     devices: tuple[str, ...]  # globs over the device names that the card applies to
-    matmul: Mapping[str, float]  # share of the peak FLOP/s of a large matmul, by dtype
-    # matmul dimension that reaches half of the `matmul` rate, in units of peak FLOP/s / memory bytes/s
+    matmul: Mapping[str, float]  # share of the peak FLOP/s that a large matmul reaches, by dtype
+    # matmul dimension that reaches half of the `matmul` rate, in units of peak FLOP/s / memory bytes/s, for 2-byte
+    # elements; proportional to the bytes of an element
     saturation: float
-    # share of the peak FLOP/s of the two attention products on long sequences and wide heads, by dtype
+    # share of the peak FLOP/s that the two attention products reach on long sequences and wide heads, by dtype
     attention: Mapping[str, float]
     # rate of portable attention kernels, which are not specific to this device, as a share of the `attention` rate
     portable: float
     attention_head: float  # head width that reaches half of the `attention` rate
     attention_len: float  # sequence length that reaches half of the `attention` rate
-    elementwise: float  # share of the memory bandwidth of element-wise and normalising kernels
-    stream: float  # share of the memory bandwidth of one long pass, as in the optimizer
+    elementwise: float  # share of the memory bandwidth that element-wise and normalising kernels reach
+    stream: float  # share of the memory bandwidth that one long pass reaches, as in the optimizer
     link: float  # share of the bandwidth of the innermost links that collectives reach
     network: float  # share of the bandwidth of the links of outer tiers that collectives reach
     exchange: float  # share of `network` that all-to-alls of long messages reach
     # message length that reaches half of the `exchange` rate; a message is one token
     message_bytes: float
     kernel_s: float  # seconds to launch one kernel or run one small operator
-    # 1 when launches run ahead of the device, so only work shorter than its launches waits
+    # 1 if the host launches kernels ahead of the device, so that launches add time only to kernels shorter than them
     launch_hidden: float
-    context_bytes: float  # memory of driver context, communicators and workspaces
+    context_bytes: float  # bytes of driver context, communicators and workspaces
     # memory reserved by the allocator but unusable, as a share of transient bytes
     fragmentation: float
     latency: float = (
         1.0  # seconds of a collective with a tiny message, relative to the topology's latency
     )
-    # share of the compute units that a collective occupies, so that it and computation slow each other down; 1 hides
-    # nothing
+    # share of the compute units that a collective occupies, so that overlapped computation and communication are
+    # slower; with 1, overlap gains no time
     collective_share: float = 1.0
     # standard deviation of one task's time on one rank, relative to its mean; collectives wait for the latest rank
     jitter: float = 0.0
@@ -90,7 +91,7 @@ class DeviceCard:
         return f"device card {self.name}: {self.sources.get(name, _INTERPOLATED)}"
 
     def share(self, table: str, dtype: str) -> float:
-        """Return the entry for a dtype in the table `matmul` or `attention`; without one, that of bfloat16."""
+        """Return the entry for a dtype in the table `matmul` or `attention`, else for bfloat16, else the first one."""
         values: Mapping[str, float] = getattr(self, table)
         return values.get(dtype, values.get("bfloat16", next(iter(values.values()))))
 
@@ -105,11 +106,11 @@ class StackCard:
     passes: float = 5.0
     # bytes moved per matmul input or output gradient that is cast to 8 or 4 bits
     quantize_bytes: Mapping[str, float] = field(default_factory=dict)
-    # 1 for fused attention; 0 writes the score matrix to memory and computes the masked half too
+    # 1 for fused attention; 0 for attention that writes the score matrix to memory and computes the masked half too
     flash: float = 1.0
     # 1 if attention uses portable kernels instead of device-specific ones
     portable: float = 0.0
-    # 1 where tensor parallelism shards the sequence between blocks; 0 all-reduces
+    # 1 where tensor parallelism shards the sequence between blocks; 0 where it all-reduces
     sequence_parallel: float = 1.0
     dropout: float = 0.0  # 1 where dropout masks are kept
     # 1 if gathered inputs are kept for backward; 0 re-gathers them, overlapped with the backward matmul
@@ -122,7 +123,7 @@ class StackCard:
     overlap_tp: float = 0.0  # share of tensor-parallel traffic that hides behind matmuls
     overlap_cp: float = 0.9  # share of the key-value ring that hides behind attention
     overlap_ep: float = 0.0  # share of expert exchanges that hides behind other work
-    # the same for interleaved chunks, where an exchange can hide behind a forward and a backward
+    # `overlap_ep` with virtual pipeline stages, where an exchange can hide behind a forward and a backward
     overlap_ep_chunks: float = 0.0
     # share of the weight gradients of token chunks that is computed while later collectives are in flight; no
     # collective is in flight during the rest
@@ -146,9 +147,9 @@ class StackCard:
     moe_copy_s: float = 0.0
     # growth of `moe_host_s` and `moe_copy_s` per square root of a release's age in months before `moe_release`
     moe_month: float = 0.0
-    moe_release: float = 0.0  # release of the fit, in months since 2020
-    # rows at which an expert's matmul takes twice as long as that of many rows: ragged tiles and the ramp of many small
-    # matmuls; in addition to the device's saturation
+    moe_release: float = 0.0  # newest release in the fit, in months since January 2020
+    # number of rows with which an expert's matmul takes twice as long per row as with many rows, because of ragged
+    # tiles and the ramp of many small matmuls; in addition to the device's saturation
     expert_rows: float = 0.0
     # memory passes per token over the elements of a bias, forward and backward, in kernels separate from the matmul:
     # addition, clamping and gradient reduction
@@ -158,11 +159,11 @@ class StackCard:
     kernels_backward: float = 55.0  # operators of a layer's backward
     # operators of one norm of query or key heads, forward and backward; a quarter of them forward
     kernels_norm: float = 0.0
-    # core seconds of the host work of an axis, by axis: per layer and microbatch; dp_replicate per layer and step, pp
-    # per microbatch
+    # core seconds of the host work of an axis per layer and microbatch, by axis; for dp_replicate per layer and step,
+    # for pp per microbatch
     host_s: Mapping[str, float] = field(default_factory=dict)
     step_s: float = 0.0  # seconds per step not explained by other terms: data, logging, host
-    straggle: float = 0.0  # slowdown per doubling of the devices
+    straggle: float = 0.0  # relative increase of the step time per doubling of the number of devices
     logit_bytes: float = 10.0  # bytes per logit at the peak of the loss
     kept: float = 1.0  # activations kept for backward, relative to the formula
     # memory of workspaces and of the allocator's reserve, without the device's context
@@ -175,7 +176,7 @@ class StackCard:
     # 2 where embedding and head are gathered separately, 1 where they are gathered together
     vocabulary_groups: float = 1.0
     # half width of a prediction interval in natural logarithm, by kind of model (dense, moe); with `_unknown_stack`
-    # appended if the card substitutes for a stack without one
+    # appended if the card substitutes for that of a stack without a card
     interval: Mapping[str, float] = field(default_factory=dict)
     # where each number comes from, by attribute
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -183,7 +184,10 @@ class StackCard:
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def half_width(self, kind: str) -> float:
-        """Return h of the 80 % prediction interval from `t / e**h` to `t * e**h`; `kind`: dense or moe."""
+        """Return h; 80 % of step times are expected between `t / e**h` and `t * e**h` for a prediction t.
+
+        `kind` is the kind of model: dense or moe.
+        """
         return self.interval.get(kind, UNFITTED_HALF_WIDTH)
 
     def source(self, name: str) -> str:
@@ -397,7 +401,7 @@ def own_path() -> Path:
 
 
 def own_cards(device_name: str, ranks: int, path: Path | None = None) -> Cards | None:
-    """Return the cards that `hyper-parallel calibrate` wrote for this device; None if it was not calibrated.
+    """Return the cards that `hyper-parallel calibrate` wrote for this device; None if it has not run on this device.
 
     Args:
         device_name: Name of the device in its topology.

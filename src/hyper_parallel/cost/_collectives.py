@@ -1,7 +1,7 @@
 """Split of layers into pipeline stages, and the collectives of one optimizer step on a rank, in calls and bytes.
 
-The slowest stage limits a pipeline, so the split minimizes the cost of the most expensive stage. Among these splits,
-the one with the least sum of squared costs is chosen, to balance the other stages. The cost of a layer is its training
+The slowest stage limits a pipeline, so the split minimizes the cost of the most expensive stage. Among such splits, the
+one with the least sum of squared costs is chosen, to balance the other stages. The cost of a layer is its training
 FLOPs per token: matmuls and causal attention. The last stage adds the output projection; the embedding has no FLOPs.
 
 A `shard.Boundary` is a collective with its elements, its group and its calls per forward, backward and recomputation.
@@ -57,8 +57,8 @@ from hyper_parallel.units import DTYPE_BYTES
 def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
     """Return the number of layers per stage, at least one, such that the most expensive stage costs least.
 
-    Exact, by dynamic programming over (layer, stage). Among splits with the least maximum, the least sum of squared
-    costs wins. Ties prefer fewer layers in the earlier stages, which hold the most activations.
+    The result is exact, by dynamic programming over (layer, stage). Among splits with the least maximum, the one with
+    the least sum of squared costs wins. Ties prefer fewer layers in earlier stages, which hold the most activations.
 
     Args:
         costs: Cost of every layer, in order; whole numbers, for exact comparisons.
@@ -84,7 +84,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
 
     @cache
     def largest(start: int, stage: int) -> int:
-        """Return the least possible cost of the most expensive stage from `stage` on, if that begins at `start`."""
+        """Return the least cost of the most expensive stage from `stage` on; `stage` begins at layer `start`."""
         if stage == stages:
             return 0
         stops = ends(start, stage)
@@ -168,8 +168,8 @@ def _layer_flops(block: Block, seq_len: int) -> int:
 def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> ModelSpec:
     """Return a model spec with only the blocks and layers on one pipeline rank.
 
-    The embedding is on the first stage, final norm and head on the last. A head that shares the embedding's weight then
-    owns a copy under the embedding's parameter name.
+    The embedding is on the first stage, final norm and head on the last. On a rank without the embedding, a head that
+    shares the embedding's weight owns a copy under the embedding's parameter name.
     """
     if strategy.pp == 1:
         return model
@@ -232,7 +232,7 @@ LINEAR_ENTRY = (
     "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "llama", "mistral", "mixtral", "olmo2",
     "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
-"""Families whose code only scales the embedding before the first layer, so its all-reduce can wait until then."""
+"""Families whose code only scales the embedding before the first layer: the embedding's all-reduce can wait for it."""
 
 _LAST_NORMS = ("post_feedforward", "post_mlp")
 """Substrings in the names of norms that end a layer."""
@@ -261,7 +261,7 @@ def step_collectives(
 ) -> tuple[Collective, ...]:
     """Return all collectives of one optimizer step, with calls and bytes, on the first rank of a pipeline stage.
 
-    The rank has coordinate 0 on every axis but `pp`, where shards are largest. A step is `accumulation_steps`
+    The rank has coordinate 0 on every axis but `pp`; there, shards are largest. A step is `accumulation_steps`
     microbatches (forward and backward), gradient clipping and the update. Other messages of a trainer (token counts,
     losses to print) are not included.
 
@@ -269,7 +269,7 @@ def step_collectives(
         model: The model; its parameter names hold `*` for the layer index.
         layouts: Layout of every parameter, as returned by `shard.plan_layouts`.
         strategy: Degrees of the axes.
-        workload: Batch numbers resolved, and number formats.
+        workload: Resolved batch numbers, and number formats.
         rows: Dict from expert layer to the measured numbers of routed tokens; None: uniform routing.
         pp_rank: Coordinate of the rank on the axis `pp`.
     """
@@ -471,7 +471,7 @@ class _Step:
 
     @property
     def token_chunks(self) -> int:
-        """Number of chunks in which attention and MLP gather and scatter their tokens; 1 if tokens do not divide."""
+        """Number of chunks in which attention and MLP gather and scatter tokens; 1 if it does not divide the tokens."""
         chunks = self.strategy.overlap.tp_chunks
         return 1 if self.part_cut.piece % chunks else chunks
 

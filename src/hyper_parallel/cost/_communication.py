@@ -274,8 +274,8 @@ def _sharing_boundaries(
 ) -> Iterator[Boundary]:
     """Yield the data-parallel collectives of `elements` parameters.
 
-    With `freed`, ZeRO-3 frees gathered parameters after forward. With `experts`, they are parameters of experts, and
-    the group is `edp`.
+    With `freed`, ZeRO-3 frees gathered parameters after forward. With `experts`, the elements are parameters of
+    experts, and the group is `edp`.
     """
     c, ranks = s.c, s.shards
     if experts:

@@ -54,8 +54,8 @@ def matmul_seconds(
 ) -> Array:
     """Return the seconds of a matmul of [rows, inputs] with [inputs, outputs].
 
-    The achieved fraction of the peak FLOP/s is e0 M/(M+s) N/(N+s) K/(K+s). Here e0 is that of a large matmul, and s is
-    `Machine.saturation`.
+    For sizes M x K x N, the achieved fraction of the peak FLOP/s is e0 M/(M+s) N/(N+s) K/(K+s). Here e0 is the fraction
+    of a large matmul, and s is `Machine.saturation`.
     """
     s = machine.saturation
     stretch = (1.0 + s / rows) * (1.0 + s / outputs) * (1.0 + s / inputs)

@@ -68,9 +68,9 @@ def activation_bytes(s: PricingCase) -> Array:
     """Return the bytes that one average layer and microbatch saves for backward, without recomputation.
 
     The bytes are b T ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)), with letters as in `_layer` and query width q. The
-    second summand, gathered inputs, is 0 if inputs are re-gathered. Without sequence parallelism every rank saves 5h
-    elements per token unsharded. Dropout saves two masks of h bytes per token. Without fused attention, the scores of a
-    heads and sequences of s tokens take 5 a s bytes per token.
+    second summand, gathered inputs, is 0 if inputs are re-gathered. Dropout saves two masks of h bytes per token.
+    Without sequence parallelism, every rank saves both masks and 4h elements per token unsharded. Without fused
+    attention, the scores of a heads and sequences of s tokens take (2b + 1) a s bytes per token.
 
     Source: Korthikanti et al. 2022, section 4 and equation 2, generalised to narrow keys and gated widths.
     """
@@ -172,10 +172,10 @@ def memory_terms(
 
 
 def min_recompute_layers(s: PricingCase, kind: int, capacity_bytes: float) -> tuple[Array, Array]:
-    """Return the smallest number of recomputed layers per rank with which the step fits, and its peak bytes.
+    """Return the smallest number of recomputed layers per rank with which the step fits, and the step's peak bytes.
 
-    The bytes of every phase are linear in the number of recomputed layers, and all phases must fit. If the step fits
-    with no number, all layers are recomputed.
+    The bytes of every phase are linear in the number of recomputed layers, and all phases must fit. If the step does
+    not fit with any number, the result is the number of all layers.
 
     Args:
         s: Pricing case, columns of one length; `recompute` is not read.
@@ -270,9 +270,9 @@ def total_bytes(parts: Sequence[Parts], s: PricingCase) -> list[Array]:
 def memory_parts(s: PricingCase, stages: Sequence[RankStages] = ()) -> list[Parts]:
     """Return the bytes by term at each time that may have the peak.
 
-    The first entry has the maxima of all terms, for candidates without phases; it is omitted if there are none. If the
-    stack is `phased`, the phases follow: those of every pipeline rank in `stages` (see `memory_terms`), or of the first
-    and the last stage if `stages` is empty.
+    The first entry has the maxima of all terms, for candidates without phases; it is omitted if all candidates have
+    phases. If the stack is `phased`, the phases follow: those of every pipeline rank in `stages` (see `memory_terms`),
+    or of the first and the last stage if `stages` is empty.
     """
     c, layer = s.c, _layer_memory(s)
     parts: list[Parts] = []
@@ -474,7 +474,7 @@ def _operands(s: PricingCase) -> Array:
 def _staged(s: PricingCase) -> Array:
     """Return the bytes of the staging buffer: the largest result that no kernel can write to a planned address.
 
-    The largest is a piece of the embedding's unreduced gradient together with its inputs, or the output of attention.
+    This result is a piece of the embedding's unreduced gradient with its inputs, or the output of attention.
     """
     piece = (s.n.embedding_weights + s.tokens * s.n.hidden) / GRADIENT_PIECES
     return np.maximum(piece, s.tokens * s.n.v_width) / s.c.tp * s.machine.width

@@ -29,7 +29,7 @@ _NORM_BYTES = 8.0
 _CLAMPED = {"gpt_oss": 3.0}
 """Extra values that an expert's activation saves, in expert widths, by model family: clamped, shifted, sigmoid."""
 _MEASURED = 1024
-"""Sequence length at which saved activations were measured, with masks."""
+"""Sequence length at which saved activations were measured, with attention masks."""
 _WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families with float32 router weights, so that outputs of experts are weighted and summed in float32."""
 
@@ -163,7 +163,7 @@ class ModelNumbers:
     num_kv_heads: int  # key and value heads
     q_width: int  # width of all query heads
     k_width: int  # width of all key heads
-    v_width: int  # width of all value heads of the query side: input width of the output projection
+    v_width: int  # query heads times width of a value head: input width of the output projection
     # number of layers and attention of each kind of layer
     attentions: tuple[tuple[int, AttentionSpec], ...]
     matmuls: tuple[Matmul, ...]  # the matmuls of an average layer
@@ -171,14 +171,14 @@ class ModelNumbers:
     head_norms: float  # number of norms of query and key heads in an average layer
     # Bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
     norm_bytes: float
-    head_norm_bytes: float  # bytes of norms over heads, in units of their width
+    head_norm_bytes: float  # bytes that norms of query and key heads save per element of their input
     latent_width: float  # width of the MLA latents that an average layer normalizes
     # width of the storage of MLA's values minus the width of the keys of all heads; 0 without MLA
     latent_rest: float
     sinks: float  # share of the layers whose attention has sinks
     # width of the dense feed-forward part a token visits: dense MLPs and shared experts
     mlp_width: float
-    clamped_widths: float  # further tensors of expert width that an activation with clamps saves
+    clamped_widths: float  # number of further tensors of expert width that an activation with clamps saves
     wide_combine: bool  # whether outputs of routed experts are summed in float32
     # elements per token that the feed-forward part saves for backward: 3f with a gate, else 2f
     mlp_saved_width: float
@@ -187,7 +187,7 @@ class ModelNumbers:
     experts_per_token: float  # routed experts a token visits, mean over the layers
     moe_share: float  # share of the layers that have routed experts
     expert_saved_width: float  # elements per token that routed experts save for backward
-    measured: KeptActivations | None  # measured activations kept by forward
+    measured: KeptActivations | None  # measured activations kept by forward; None: not measured
     # measured bytes per token that the experts of an average layer keep in bfloat16 if a token visits all; else 0
     every_expert_bytes: float
     # measured bytes per token that tensor parallelism replicates, without experts
@@ -304,8 +304,8 @@ class ModelNumbers:
     def saved_elements(self) -> float:
         """Elements per token that a layer saves for backward on all tensor-parallel ranks together, without experts.
 
-        The sum of 4h (inputs of two norms and two column-parallel matmuls), queries, keys, values, the output of
-        attention, and the feed-forward part. If all query heads together have width h: 6h + 2k + 3f.
+        The elements are 4h (inputs of two norms and two column-parallel matmuls), queries, keys, values, the output of
+        attention, and the feed-forward part. Their number is 6h + 2k + 3f if all query heads together have width h.
 
         Source: Korthikanti et al. 2022, section 4.1, with flash attention and a gated feed-forward part.
         """
@@ -348,7 +348,7 @@ class ModelNumbers:
 
     @property
     def whole_share(self) -> float:
-        """Fraction of the measured activations of an average layer that tensor parallelism replicates; no experts."""
+        """Fraction of an average layer's measured activations, without experts, that tensor parallelism replicates."""
         if self.measured is None:
             return 0.0
         return min(1.0, self.measured_whole / max(1.0, self.measured.layer[0]))
@@ -362,7 +362,7 @@ class ModelNumbers:
 
     @property
     def last_bytes(self) -> float:
-        """Measured saved bytes per token in bfloat16 of the last layer, minus those of an average layer; any sign."""
+        """Measured saved bytes per token in bfloat16 of the last layer, minus an average layer's; may be negative."""
         if self.measured is None or self.measured.last is None:
             return 0.0
         return self.measured.last - self.measured.layer[0]
@@ -377,7 +377,7 @@ class ModelNumbers:
 
     @property
     def unknown_logit_bytes(self) -> float:
-        """Measured bytes per token saved after the last layer, such as capped logits, without the final norm's."""
+        """Measured bytes per token saved after the last layer, such as capped logits, except by the final norm."""
         # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
         formula_bytes = (_NORM_BYTES + 2.0) * self.hidden
         return 0.0 if self.measured is None else max(0.0, self.measured.outside - formula_bytes)

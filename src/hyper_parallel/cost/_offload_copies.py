@@ -1,7 +1,8 @@
 """Extra seconds of a step if offload and recomputation keep the step within device memory.
 
 Bytes that exceed the memory are offloaded to host memory while idle, or dropped and recomputed. Copies overlap
-computation, with one copy engine (lane) per direction; only copies that take longer add time. Per microbatch:
+computation, with one copy engine (lane) per direction; only copies that take longer than the computation add time. Per
+microbatch:
 
     activations, gradients   evicted in forward, before the peak; prefetched in backward
     parameters               resident in host memory; prefetched for forward, dropped, prefetched for backward; evicted
@@ -10,9 +11,9 @@ computation, with one copy engine (lane) per direction; only copies that take lo
     recomputed               results of element-wise kernels and of matmuls, at the seconds of their forward
 
 A global-norm clip needs every gradient, so no state is updated or evicted before the last backward ends. If several
-microbatches are in flight, forwards and backwards alternate, and copies of each direction overlap both. The offloaded
-and recomputed fractions minimize the extra time. The formulas ignore latency, the order of copies within a pass and
-address fragmentation, and they divide storages.
+microbatches are in flight, except under GPipe, copies of each direction overlap forward and backward. The offloaded and
+recomputed fractions minimize the extra time. The formulas ignore latency, the order of copies within a pass and address
+fragmentation, and assume that parts of a storage can be offloaded.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ class Offloaded:
 
 @dataclass(frozen=True, slots=True)
 class OffloadDemand:
-    """Inputs of the cost of offload: bytes over device memory, offloadable bytes, and work that overlaps copies."""
+    """Inputs of the cost of offload: bytes beyond device memory, offloadable bytes, and work that overlaps copies."""
 
-    need_bytes: Array  # bytes over device memory at the peak, `staged_bytes` included
-    end_bytes: Array  # bytes over device memory in phases without activations
+    need_bytes: Array  # bytes beyond device memory at the peak, `staged_bytes` included
+    end_bytes: Array  # bytes beyond device memory in phases without activations
     staged_bytes: Array  # staging buffers without a planned address
     host_bytes: Array  # host memory per device
     optimizer_bytes: Array  # offloadable optimizer states
@@ -86,12 +87,12 @@ class OffloadDemand:
     products_bytes: Array  # activations written by matmuls
     passing_s: Array  # seconds to recompute `passing_bytes`, per microbatch
     products_s: Array  # seconds to recompute `products_bytes`, per microbatch
-    forward_s: Array  # work that overlaps eviction, per microbatch
-    backward_s: Array  # work that overlaps prefetch, per microbatch
-    update_s: Array  # work that overlaps the eviction of updated states
+    forward_s: Array  # seconds of work that overlaps eviction, per microbatch
+    backward_s: Array  # seconds of work that overlaps prefetch, per microbatch
+    update_s: Array  # seconds of work that overlaps the eviction of updated states
     microbatches: Array  # microbatches of a step
     in_flight: Array  # microbatches with activations at the peak
-    # 1 if forwards and backwards alternate; 0 if microbatches in flight keep both copy directions busy
+    # 1 if evictions overlap forward only, and prefetches backward only; 0 if copies of each direction overlap both
     alternating: Array
     link_bytes_s: Array  # bytes/s to host memory, per direction
 
@@ -114,7 +115,7 @@ class OffloadDemand:
 
     @property
     def missing_bytes(self) -> Array:
-        """Bytes over device memory that remain after all offload and recomputation; at most 0 if the step fits."""
+        """Bytes beyond device memory that remain after all offload and recomputation; at most 0 if the step fits."""
         states = self.optimizer_bytes + self.parameters_bytes + self.gradients_bytes
         recomputed = np.minimum(self.passing_bytes + self.products_bytes, self.activations_bytes)
         limit = np.minimum(states + self.activations_bytes, self.host_bytes + recomputed)

@@ -6,11 +6,11 @@ the optimizer. The peak is in one of these phases of a step:
 
     loss        all activations, logits and their gradient; embedding and head gathered, and the prefetched last layer
     last layer  all activations, activation gradients of the last layer; two layers gathered
-    next layer  one layer's activations fewer; the gradients of the last one are cast and reduced meanwhile
+    next layer  activations without those of the last layer, whose gradients are cast and reduced meanwhile
     end         no activations; embedding and head are one group whose gradients are cast and reduced together
 
-With several microbatches, sharded gradients exist after the first. A pipeline accumulates unsharded gradients and
-reduces them at the end.
+With several microbatches, sharded gradients exist from the end of the first one on. A pipeline accumulates unsharded
+gradients and reduces them at the end of the step.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class _Stage:
     wide: float  # bytes of a gradient in reduction; 0 for frozen parameters
     # bytes of a gradient before reduction, in the compute format, plus `wide`
     reduction_width: float
-    sums: Array  # unsharded gradient sums of a pipeline, if matmuls read copies of the parameters
-    outer_gradients: Array  # gradients of embedding and head after their reduction
+    sums: Array  # bytes of unsharded gradient sums of a pipeline, if matmuls read copies of the parameters
+    outer_gradients: Array  # bytes of the gradients of embedding and head after their reduction
 
     @classmethod
     def of(cls, s: PricingCase, layers: Array, outside: Array) -> _Stage:
@@ -293,7 +293,7 @@ def _gradient_buffers(stage: _Stage) -> _Columns:
     reduced = np.where(s.sharded, width, 2.0 * wide) * dense
     reduced = reduced + np.where(s.sharded & (s.expert_shards > 1), width, 2.0 * wide) * experts
     reduced = np.where(s.copies, reduced, 0.0)
-    # Gradients of head and embedding, and the sum of tied ones, coexist with the last reduction, of layer 0.
+    # Gradients of head and embedding, and their sum if tied, coexist with the last reduction, of layer 0.
     tied = 1.0 if n.head_params == 0 else 0.0
     wide_part = reduced * (wide / np.maximum(width, 1.0))
     # The gradient of the head, tied or not, is kept until that of the embedding.

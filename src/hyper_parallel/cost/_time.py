@@ -1,8 +1,9 @@
 """Predicted step time of candidate strategies, as one term per cause, with formula, inputs and source of each term.
 
-A step takes the time of the slowest pipeline stage for m microbatches, of pipeline fill and drain, and of work once per
-step such as the optimizer. Letters: those of `_layer`, m microbatches, p stages, l layers of the slowest stage. `score`
-returns the terms of the step time together with the terms of the peak memory.
+The step time is the sum of the slowest pipeline stage's time for m microbatches, the time of pipeline fill and drain,
+and the time of work that a step does once, such as the optimizer. Letters are as in `_layer`; in addition, m is the
+number of microbatches, p of stages, and l of layers on the slowest stage. `score` returns the terms of the step time
+together with the terms of the peak memory.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ place, and cast back.
 
 @dataclass(frozen=True, slots=True)
 class BlockPrices:
-    """Seconds of an average layer and of the head, to be shared by candidates that differ in other columns only.
+    """Seconds of an average layer and of the head, on which pipeline, data parallelism and axis order have no effect.
 
-    The other columns are pipeline, data parallelism and the order of the mesh axes. The order has no effect if links
-    are equally fast between all ranks, as on a `RelaxedMachine`.
+    Candidates that differ only in these choices share them. The order of the mesh axes has no effect if links are
+    equally fast between all ranks, as on a `RelaxedMachine`.
     """
 
     work: Compute  # compute of an average layer

@@ -84,7 +84,7 @@ class Candidates:
     cp: Array  # context-parallel ranks
     # Ulysses ranks inside cp, which exchange heads; the key-value ring has cp / cp_ulysses positions
     cp_ulysses: Array
-    tp_x: Array  # tensor-parallel ranks on x; alone it is 1-D with sequence parallelism
+    tp_x: Array  # tensor-parallel ranks on x; with tp_y = 1, tensor parallelism is 1-D
     tp_y: Array  # tensor-parallel ranks on y
     # index into `SHAPES` for the attention block; ignored with tp_y = 1
     attention_shape: Array
@@ -100,7 +100,7 @@ class Candidates:
     order: Array  # index into `ORDERS`
     offload: Array  # 1 if bytes that exceed the device's memory are offloaded to host memory
     regather: Array  # 1 if gathered inputs are re-gathered in backward instead of kept
-    # 1 if 2-D attention scatters tokens over y, and gathers keys and values, instead of heads
+    # 1 if 2-D attention scatters tokens instead of heads over y, and gathers keys and values
     attention_tokens: Array
     cp_gather: Array  # 1 if all keys and values are gathered instead of passed around a ring
     # parts of a microbatch that overlap, 1 or 2; -n while a search has not chosen: any number up to n, for a lower
@@ -222,7 +222,7 @@ class Candidates:
                 row["halves"] == 2, max(1, row["ep_chunks"]), max(1, row["tp_chunks"])
             ),
         )  # fmt: skip
-        if strategy.pp == 1:  # without a pipeline its choices have defaults
+        if strategy.pp == 1:  # without a pipeline, choices of pipelining have their defaults
             names, default = (
                 ("schedule", "schedule_file", "virtual_stages", "stage_layers"),
                 Strategy(),
@@ -294,7 +294,7 @@ def split_layers_closed_form(
         return StageSplit(all_layers, all_layers, all_layers, np.ones(1), nothing, total)
 
     def slowest_of(last: Array) -> tuple[Array, Array]:
-        """Return (layers of the fullest other stage, seconds of the slowest stage) for `last` layers on the last."""
+        """Return (layers of the fullest stage but the last, seconds of the slowest) if the last has `last` layers."""
         # The other p - 1 stages have the remaining layers; the fullest of them or the last stage is slowest.
         fullest = np.ceil((layers - last) / np.maximum(p - 1.0, 1.0))
         return fullest, np.maximum(fullest * layer_s, last * layer_s + head_s)

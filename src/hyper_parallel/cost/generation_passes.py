@@ -1,8 +1,9 @@
 """Seconds and bytes of generation: passes over prompts (prefill), and over one token of every sequence (decode).
 
 The time of a kernel is that of its arithmetic or of its memory reads, whichever is longer; kernels run one after the
-other. A pass reads the KV cache and the weights once, and only the experts that its tokens choose. Pipeline stages run
-one after the other, so a pass takes the seconds of all layers. Imported only by code that plans generation.
+other. A pass reads the KV cache and the weights once, but of the experts only those that its tokens choose. Pipeline
+stages run one after the other, so a pass takes the seconds of all layers. Only code that plans generation imports this
+module.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def _layer(
 
 
 def _ends(s: PricingCase) -> PassSeconds:
-    """Return the seconds by cause of the work once per pass.
+    """Return the seconds by cause of the work that a pass does once.
 
     This work is the head and the choice of one token per sequence, sends between pipeline stages, and an all-reduce by
     which ranks agree whether any rank has work left.
@@ -197,9 +198,9 @@ def _ends(s: PricingCase) -> PassSeconds:
 def pass_bytes(s: PricingCase, work: GenerateWorkload) -> tuple[Array, Array]:
     """Return the bytes on a rank other than weights and KV cache, as (fixed bytes, bytes per sequence).
 
-    Fixed are the device context and the gathered parameters of two layers, embedding and head. A sequence has the
-    activations of one layer in a prefill, counted as for backward, keys and values repeated for all query heads, and
-    logits with two float64 copies.
+    The fixed bytes are the device context, and the gathered parameters of two layers, embedding and head. The bytes of
+    a sequence are the activations of one layer in a prefill (as many as training saves for backward), keys and values
+    repeated for all query heads, and logits with two float64 copies.
     """
     n, c, card, width = s.n, s.c, s.machine.card, s.machine.width
     single = _of_length(

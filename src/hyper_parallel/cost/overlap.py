@@ -3,16 +3,17 @@
 A program is a list of tasks on two lanes, computation (0) and communication (1); its span is the time from its start to
 its end. A layer is a chain of tasks: gather, attention, scatter, gather, feed-forward part, scatter, dispatch, experts,
 combine. With half-batches, a microbatch has two parts (halves), whose chains share the lanes. Chunks of the experts'
-tokens repeat the last three tasks. A part has the times of a smaller microbatch: own launches and latencies, smaller
-matmuls. Backward is the same program in reverse, so its span is that of the forward program with other durations.
+tokens repeat the last three tasks. A part takes the time of a smaller microbatch, because it has its own launches and
+latencies, and smaller matmuls. Backward is the same program in reverse, so its span is that of the forward program with
+other durations.
 
 Chunks of a block's tokens divide its collectives, its column-parallel and its row-parallel matmuls; see
 `block_program`. Weight gradients are tasks of backward only, at the positions where forward reads the weights. With
 chunks of the experts' tokens, backward computes the first chunk's weight gradients while its rows are in flight.
 
-    recomputation   runs one layer at a time: the time of a layer is the span of its program
-    half-batches    time of a layer: the time that one more layer adds to the span, plus a share of the time at the
-                    first and the last layer in which only one half is in flight
+A recomputed forward runs one layer at a time, so it takes the span of a program of one layer. In the other passes with
+half-batches, a layer takes the time that one more layer adds to the span of several layers, plus a share of the time at
+the first and the last layer in which only one half is in flight.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from hyper_parallel.planner.pricing import PricedStrategy
 from hyper_parallel.units import format_bytes, format_seconds
 
 MAX_FACTOR: Final = 2.0
-"""Largest factor on a hardware constant at which a change of the chosen plan is reported."""
+"""Limit of `sensitivity`: constants are multiplied by factors between the inverse of this limit and the limit."""
 
 _CONSTANTS: Final = {
     "matmul": "speed of matmuls",
@@ -60,7 +60,10 @@ def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
 
 
 def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
-    """Return the note about offloaded and recomputed bytes, as a tuple of one sentence; () without offload."""
+    """Return the note about offloaded and recomputed bytes, as a tuple of one sentence; () without offload.
+
+    `held_bytes` is the peak of the bytes that stay on a device.
+    """
     term = next((t for t in cost if t.name == COPIES), None)
     if term is None:
         return ()

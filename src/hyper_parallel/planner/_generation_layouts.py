@@ -31,18 +31,18 @@ class GenerationLayout:
 
     parallel: str  # value of `generate --parallel`; "" for one device
     slots: int  # slots of a data-parallel rank, value of `generate --slots`
-    batch: int  # sequences at a time on all devices
-    prefill_s: float  # until every sequence in the slots has its first token
-    token_s: float  # decode step: one token of every sequence, at the mean length
-    total_s: float  # from the prompts in the slots to the last new token
+    batch: int  # number of sequences generated at a time on all devices
+    prefill_s: float  # seconds until every sequence in the slots has its first token
+    token_s: float  # seconds of a decode step (one new token per sequence), at the mean length
+    total_s: float  # seconds to prefill the sequences in the slots and decode all their tokens
     tokens_s: float  # new tokens per second on all devices, prefill included
     tokens_s_device: float  # new tokens per second per device
     weight_bytes: int
     cache_bytes: int  # keys and values of all slots
     memory_bytes: int  # weights, cache, and memory of a pass
-    largest_batch: int  # sequences at a time that fit, on all devices
-    prefill: dict[str, float]  # seconds by cause
-    decode: dict[str, float]  # seconds of a token by cause
+    largest_batch: int  # largest `batch` that fits in memory
+    prefill: dict[str, float]  # `prefill_s` by cause
+    decode: dict[str, float]  # `token_s` by cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class StagedLayout:
 
 
 class GenerationPricer:
-    """Layouts of a model for generation from some prompts, and predictor of their time and memory.
+    """Predictor of time and memory for generation from a number of prompts, for all layouts of a model.
 
     Attributes:
         request: Model, machine and number formats.
@@ -68,7 +68,10 @@ class GenerationPricer:
         self._bytes: dict[tuple[int, ...], dict[str, int] | str] = {}
 
     def candidates(self) -> Iterator[Strategy]:
-        """Yield every strategy whose degrees of `LAYOUT_AXES` multiply to the number of devices."""
+        """Yield every strategy whose degrees pp, dp_replicate, dp_shard and tp_x multiply to the number of devices.
+
+        The degree ep divides dp_shard * tp_x and the number of experts.
+        """
         devices, experts = self.request.num_devices, self.request.experts or 1
         for pp in (d for d in divisors(devices) if d <= self.request.model.num_layers):
             for tp in divisors(devices // pp):

@@ -62,7 +62,7 @@ def plan(
     towers: Sequence[Tower] = (),
     media: int = MEDIA,
 ) -> Plan:
-    """Return a Plan with the best strategy for training a model on a machine within its memory.
+    """Return a Plan with the best strategy for training a model within the memory of a machine.
 
     Args:
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
@@ -74,7 +74,7 @@ def plan(
             this version cannot run them, the plan is a prediction only, with a note; on `local` they are refused.
         exclude: Axes whose degree stays 1, and choices of `EXCLUDABLE` that keep their default.
         objective: `step-time`: the fastest step. `tokens-per-device-second`: the most tokens per second and device, on
-            all devices or fewer. `memory`: the least peak memory. `fewest-devices`: the fewest that meet `deadline_s`.
+            all devices or fewer. `memory`: the least peak memory. `fewest-devices`: as few as `deadline_s` permits.
         deadline_s: Maximum seconds per step, for the objectives `fewest-devices` (required) and `memory`.
         top: Maximum number of runners-up in the plan.
         offload: Whether bytes that exceed device memory may be offloaded to host memory or recomputed. Ignored if
@@ -205,7 +205,7 @@ def _least_memory(
 def _deadline_missed(
     request: PlanRequest, subject: str, deadline_s: float | None, where: str = ""
 ) -> DeadlineMissed:
-    """Return the error for a deadline that no plan meets; its hint is a deadline that one meets.
+    """Return the error for a deadline that no plan meets; its hint is a deadline that the fastest plan meets.
 
     Raises the errors of `require_fit` if no strategy is legal or fits.
     """

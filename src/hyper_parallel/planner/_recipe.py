@@ -45,8 +45,8 @@ def plan_recipe(
 ) -> Plan:
     """Return the plan of a recipe.
 
-    Degrees that the recipe sets are kept. With `parallel: auto` the planner chooses the others, for the recipe's tokens
-    per step. If the recipe has no batch numbers, a step has one sequence per rank.
+    Degrees that the recipe sets are kept. With `parallel: auto` the planner chooses the other degrees, for the recipe's
+    tokens per step. If the recipe has no batch numbers, a step has one sequence per rank.
 
     Args:
         recipe: Recipe of the run.
@@ -59,7 +59,7 @@ def plan_recipe(
         half_batches: Whether `overlap: auto` may choose half-batches.
 
     Raises:
-        DegreesMismatch: HP301 when explicit degrees do not multiply to the ranks.
+        DegreesMismatch: HP301 when explicit degrees, or `parallel.world_size`, do not match the number of ranks.
         HyperParallelError: As raised by `plan`.
     """
     chosen = _plan_auto if recipe.parallel.auto else _plan_explicit
@@ -202,7 +202,7 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
     schedule with pp.
 
     Raises:
-        Contradiction: HP104 for choices that contradict each other for all degrees.
+        Contradiction: HP104 for choices that contradict each other, whichever degrees the search chooses.
         UnsupportedSharding: HP205 for virtual stages that the schedule does not have.
     """
     p, explicit = recipe.parallel, recipe.parallel.model_fields_set
@@ -318,7 +318,7 @@ def parse_strategy(text: str) -> Strategy:
 
     Raises:
         UnknownKey: HP101 for an unknown key.
-        BadValue: HP102 for a word that is no `key=value`, a value that is not allowed, or `auto`.
+        BadValue: HP102 for a word that is no `key=value`, a value that is not allowed, `auto`, or `world_size`.
     """
     values: dict[str, Any] = {}
     for word in shlex.split(text):

@@ -46,7 +46,8 @@ class Split:
     # dict from staleness to seconds of an optimizer step; ranks with both roles have staleness 0
     steps_s: dict[int, float]
     staleness: int  # chosen staleness
-    memory_bytes: int  # of a rank while it samples, with the states of a learner if it also learns
+    # bytes of a rank while it samples; if the rank also learns, with its optimizer states
+    memory_bytes: int
     working_bytes: int  # part of `memory_bytes` for the KV cache and the forward passes
 
     @property
@@ -72,7 +73,7 @@ class Roles:
     Attributes:
         grpo: Section `grpo` of the recipe.
         request: Inputs of the planner, for all devices.
-        devices: Number of devices of both roles.
+        devices: Number of devices of both roles together.
         rows: Number of sequences per step; None if `tokens_per_step` is not set.
     """
 
@@ -221,7 +222,7 @@ class Roles:
     ) -> list[tuple[Strategy, GenerationLayout | str]]:
         """Return each strategy with the predictions for sampling, or with the reason why there are none.
 
-        `rows` are the completions of a step, `slots` those that a data-parallel rank samples at a time.
+        `rows` is the number of completions of a step, `slots` the number that a data-parallel rank samples at a time.
         """
         pricer, prices = self._pricer(rows), self._sampling
         new = [s for s in strategies if (s, rows, slots) not in prices]
@@ -275,8 +276,8 @@ def _rounds_s(price: GenerationLayout, rows: int, s: Strategy) -> float:
 def roles_plan(best: Split, splits: Sequence[Split]) -> RolesPlan:
     """Return `Plan.roles` for the best split, with rejected splits.
 
-    The mode of a split is its staleness, and whether the two roles share ranks. Rejected are the next best splits in
-    the mode of the best split, and the best split of every other mode.
+    The mode of a split is its staleness, and whether the two roles share ranks. The rejected splits are the next best
+    ones in the mode of the best split, and the best split of every other mode.
     """
     options: dict[tuple[int, int, int], Split] = {}
     candidates = (replace(split, staleness=n) for split in splits for n in split.steps_s)

@@ -1,10 +1,10 @@
 """Roles of `stage: grpo`: predicted time of a step that samples and learns, and the split of devices between roles.
 
 A rank samples completions, learns from them, or does both (colocated). A split is a number of ranks that only sample
-and the tensor-parallel degree of a sampler replica. Sampling is priced as generation, learning as training plus one
-forward per additional pass. With separate ranks, several steps are simulated, with one lane per role, and splits are
-compared by their steady-state seconds per step. The search covers all splits, each with the learner layouts that
-`find_best` returns. Imported only by code that plans `stage: grpo`.
+and the tensor-parallel degree of a sampler replica. Sampling is priced as generation. Learning is priced as training
+plus the forward passes for the reference model and for importance sampling. With separate ranks, several steps of both
+roles are simulated to find the steady-state seconds per step. The search covers all splits, each with the layouts that
+`find_best` returns. Only code that plans `stage: grpo` imports this module.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
 
     Args:
         recipe: A recipe of `stage: grpo` with `parallel: auto`.
-        request: Inputs of the planner. `num_devices` are the devices of both roles with `rollout_ranks: auto`, else
-            those that learn.
+        request: Inputs of the planner. With `rollout_ranks: auto`, `num_devices` counts the devices of both roles, else
+            only those that learn.
         where: Function from a recipe key to the origin of its value, for errors.
 
     Raises:
@@ -201,7 +201,7 @@ def _plan_without_split(
 
 
 def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
-    """Raise the error of an illegal sampler replica of `tp` tensor-parallel ranks, with changes of `grpo` keys."""
+    """Raise the error of an illegal sampler replica of `tp` tensor-parallel ranks; its hint sets keys of `grpo`."""
     copy, numbers = roles.sampler_strategy(tp), roles.request.numbers
     try:
         check_legal(numbers, roles.request.workload.resolve(1), copy)

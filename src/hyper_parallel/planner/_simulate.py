@@ -1,8 +1,8 @@
 """Discrete-event simulation of one step of a plan: microbatches on stages, sends, exposed collectives and the tail.
 
-The stages of a plan have the cost of a microbatch, so a plan file suffices. One rank represents all ranks of its stage,
-because these run in lockstep. The tail is the work once per step after the gradient reduction: gradient norm, optimizer
-and host work. The tail starts when every stage has its gradients, because the gradient norm needs all of them.
+A plan file contains the cost of a microbatch on each stage, so the simulation needs no other input. One rank represents
+all ranks of its stage, because these run in lockstep. The tail is the work that follows the gradient reduction once per
+step: gradient norm, optimizer and host work. It starts when every stage has its gradients: the norm needs all of them.
 Contention of ranks for shared cores is included.
 """
 
@@ -111,8 +111,8 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
     """Return a chart of the simulated step as text, with one line per pipeline rank.
 
     F is a forward, B a backward (I: gradients of inputs, W: of weights), c an exposed collective, u work of the tail,
-    and a dot idle time. Steps with many microbatches are drawn with 2 pp microbatches, at least 4; the title says so.
-    Of more than `MAX_RANKS` ranks, only the first and the last ones are drawn.
+    and a dot idle time. A step with more than max(2 * pp, 4) microbatches is drawn with only so many; the title says
+    so. If there are more than `MAX_RANKS` ranks, only the first and the last `MAX_RANKS / 2` are drawn.
 
     Args:
         plan: A plan with stages.

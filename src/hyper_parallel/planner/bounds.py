@@ -2,7 +2,8 @@
 
 Strategies are rows of a table with the columns of `cost.Candidates`. A partial strategy lacks columns, and its bounds
 assume the best value of every missing column. Without an order of the mesh axes, every process group is on the fastest
-links of the machine. Without the column `zero`, the bound of time assumes no sharding, the bound of memory the most.
+links of the machine. Without the column `zero`, the bound of time assumes that no states are sharded. The bound of
+memory then assumes the allowed ZeRO stage with the least memory.
 
 A choice frees memory in up to three ways: re-gather inputs of matmuls in backward, recompute activations, or offload
 the bytes that exceed device memory to host memory.

@@ -1,4 +1,4 @@
-"""`plan_generation`: the fastest layout for generation from prompts, of all that `generate --parallel` can run.
+"""`plan_generation`: the fastest layout for generation from prompts, among those that `generate --parallel` can run.
 
 The search prices every layout that fits in memory, so it is exact within the cost model. A slot is the memory for one
 sequence at a time on a data-parallel rank; prompts may wait for a slot.
@@ -43,13 +43,13 @@ class GenerationPlan:
     model: str
     topology: str
     devices: int
-    workload: GenerateWorkload  # with its format
+    workload: GenerateWorkload  # number of prompts, lengths and dtype
     objective: str
     device_bytes: int  # memory of a device that may be used
     best: GenerationLayout
     runners_up: tuple[GenerationLayout, ...]
-    priced: int  # layouts that fit
-    ruled_out: dict[str, int]  # layouts that are not legal or do not fit, by reason
+    priced: int  # number of layouts with predictions
+    ruled_out: dict[str, int]  # number of layouts that are not legal or do not fit, by reason
     notes: tuple[str, ...]
 
 
@@ -80,7 +80,7 @@ def plan_generation(
     Raises:
         BadValue: HP102 for an unknown objective or format, or lengths beyond the context.
         UnsupportedSharding: HP205 for choices that generation does not support, such as cp or quantised weights, and
-            for models that decode one sequence at a time.
+            for families that are not known to decode several sequences at a time.
         DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.
         NoLegalStrategy: HP302 when no layout is legal.
         DoesNotFit: HP401 when no layout fits in memory; the hint is a change with which one fits.
@@ -211,7 +211,7 @@ def _check_axes(strategy: Strategy) -> None:
 def _layouts(
     pricer: GenerationPricer, ruled_out: Counter[str], chosen: Strategy | None = None
 ) -> Iterator[StagedLayout]:
-    """Yield the layout of `chosen`, or of every strategy; count illegal ones by reason in `ruled_out` instead."""
+    """Yield the layout of `chosen`, or else of every legal strategy; count illegal strategies in `ruled_out`."""
     for strategy in pricer.candidates() if chosen is None else [chosen]:
         layout = pricer.layout(strategy)
         if isinstance(layout, str):
@@ -226,9 +226,10 @@ def _with_devices(pricer: GenerationPricer, num_devices: int) -> GenerationPrice
 
 
 def _no_legal_layout_error(pricer: GenerationPricer, ruled_out: Counter[str]) -> NoLegalStrategy:
-    """Return the error if no layout is legal; `ruled_out` is the number of layouts by reason.
+    """Return the error if no layout is legal.
 
-    The hint is the largest number of devices, below that of the request, with a legal layout.
+    Its hint is the largest number of devices below the requested one that has a legal layout. `ruled_out` is the number
+    of layouts by reason.
     """
     r = pricer.request
     near = next(
@@ -247,7 +248,7 @@ def _no_legal_layout_error(pricer: GenerationPricer, ruled_out: Counter[str]) ->
 def _memory_error(
     pricer: GenerationPricer, layouts: Sequence[StagedLayout], all_at_once: bool
 ) -> DoesNotFit:
-    """Return the error for layouts that all exceed memory; its hint is fewer prompts or twice the devices."""
+    """Return the error for layouts that all exceed memory; its hint is fewer prompts, more devices or another model."""
 
     def max_prompts(pricer: GenerationPricer, layouts: Sequence[StagedLayout]) -> int:
         pairs = zip(pricer.memory(layouts)[2], layouts, strict=True)

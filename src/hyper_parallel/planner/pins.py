@@ -25,7 +25,7 @@ class Pinnable:
     Attributes:
         name: Key in `PlanRequest.pins`.
         recipe_key: Dotted recipe key; "" for choices that exist only in a search.
-        values: Allowed values; the pin is stored as the index of one. (): any positive number, stored as it is.
+        values: Allowed values; the index of the pinned value is stored. (): any positive integer, which is stored.
     """
 
     name: str
@@ -55,7 +55,7 @@ OVERLAPS: Final = (
 )
 """Overlaps that a search tries, the simplest first."""
 AUTO_OVERLAP: Final = len(OVERLAPS)
-"""Pin of `overlap` with which the search chooses among `OVERLAPS`."""
+"""Stored value of the pin `overlap=auto`: the search chooses among `OVERLAPS`."""
 _SEARCH_ONLY: Final = (
     Pinnable("tp", ""),
     Pinnable("etp", ""),

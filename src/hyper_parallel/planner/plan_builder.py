@@ -41,7 +41,7 @@ from hyper_parallel.units import format_bytes
 MAX_OVERSIZED: Final = 2
 """Maximum number of rejected strategies in a plan that exceed device memory."""
 MAX_PRICED: Final = 24
-"""Maximum number of strategies priced in full for rejected strategies or a note; each takes a few milliseconds."""
+"""Maximum number of strategies that one list of rejected strategies, or one note, prices (a few milliseconds each)."""
 
 
 def faster_oversized_strategies(
@@ -94,7 +94,7 @@ def barred_note(
 def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) -> Iterator[int]:
     """Yield the index of the fastest row of each combination of degrees, in order of time, at most `MAX_PRICED`.
 
-    Omitted are rows that take `per_token_s` or more by the closed form, and degrees in `excluded`.
+    Rows that take `per_token_s` or more by the closed form are omitted, and so are rows with degrees in `excluded`.
     """
     seen, meshes = set(excluded), tuples(rows)
     for position in np.argsort(rows["per_token_s"], kind="stable").tolist():
@@ -272,7 +272,7 @@ def _layouts(
 ) -> tuple[dict[str, Layout], tuple[str, ...]]:
     """Return (dict from parameter name to layout, notes); no layouts if this version cannot run the strategy.
 
-    If `where` is set, or the machine is this one, the strategy must run, and the error of an unsupported one is raised.
+    If `where` is set, or the topology is `local`, the strategy must run: an unsupported strategy raises its error.
     """
     must_run = where is not None or request.supernode.name == LOCAL
     if not must_run and (choices := unimplemented(strategy)):

@@ -168,7 +168,8 @@ def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
     """Return the seconds of the simulated pipeline schedule, from the first forward to the last backward.
 
     A step with many microbatches is simulated with two smaller numbers of microbatches, which differ by pp, and the
-    time is extrapolated linearly. `pace` is the relative speed of a rank while 1, 2, ... ranks are busy.
+    time is extrapolated linearly. `pace` is the speed of a rank while 1, 2, ... ranks are busy, relative to its speed
+    while all are busy; (): ranks do not share cores.
     """
     s, m = priced.strategy, priced.workload.accumulation_steps or 1
     name, costs = schedule_name(s), [stage.cost for stage in priced.stages]

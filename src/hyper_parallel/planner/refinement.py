@@ -2,7 +2,7 @@
 
 The full price is the closed form (the step time by formulas) plus the extra time of the simulated schedule, if any. The
 closed form is therefore a lower bound of the full price. The search keeps every strategy with a closed form up to the
-best full price. These are simulated in order of their closed form, until no other strategy can be better.
+best full price. The kept strategies are simulated in order of their closed form, until no other can be better.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Outcome:
 
 
 def find_best(request: PlanRequest, keep: int = 1, max_s_per_token: float | None = None) -> Outcome:
-    """Return the best strategies of a request, with a lower bound over all others.
+    """Return the best strategies of a request, with a lower bound of the time of all others.
 
     Args:
         request: Model, machine, workload and pins.
-        keep: Number of strategies to return; no two have the same degrees.
+        keep: Maximum number of strategies to return, at least `MIN_RANKED_STRATEGIES`; no two have the same degrees.
         max_s_per_token: Maximum step time divided by tokens per step, in seconds; None: no maximum.
     """
     keep, full = max(keep, MIN_RANKED_STRATEGIES), _FullPrices(request)
@@ -79,7 +79,7 @@ class _FullPrices:
         self.prices: dict[tuple[Strategy, int], PricedStrategy] = {}
 
     def price_of(self, rows: Columns, position: int) -> PricedStrategy:
-        """Return the strategy in one row with its predicted time and memory, schedule simulated."""
+        """Return the strategy in one row with its full price and predicted memory."""
         r = self.request
         strategy, workload = strategy_at(rows, position, r.base, r.workload)
         key = (strategy, workload.microbatch or 1)

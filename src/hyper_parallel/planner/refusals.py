@@ -1,4 +1,4 @@
-"""Checks of strategies, and errors with a change that helps: for illegal strategies, and if none is legal or fits."""
+"""Checks of strategies; and errors, with a helpful change, for requests without a strategy that is legal and fits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None
     """Raise an error if the degrees do not multiply to the number of devices.
 
     Raises:
-        DegreesMismatch: HP301; the hint is a value of dp_shard that fits, or a number of ranks.
+        DegreesMismatch: HP301; the hint is a matching value of dp_shard, or else the number of ranks to start.
     """
     size = strategy.world_size
     if num_devices is None or size == num_devices:
@@ -170,7 +170,7 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
 
 
 def _impossible_pins(request: PlanRequest) -> Iterator[str]:
-    """Yield a sentence about each pin that is illegal with any other choices."""
+    """Yield a sentence about each pin that is illegal for all values of the other choices."""
     experts = request.experts
     for name, value in request.pins.items():
         if name not in (*DEGREES, "tp"):
@@ -212,9 +212,9 @@ def _any_legal(request: PlanRequest) -> bool:
 
 
 def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
-    """Return the error for a request without a strategy that fits; its hint is the smallest change with which one fits.
+    """Return the error if no strategy of a request fits; its hint is the smallest change with which a strategy fits.
 
-    `least_bytes` is the least peak over all strategies.
+    `least_bytes` is the least peak of the fullest device, over all strategies.
     """
     return DoesNotFit(
         f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",

@@ -120,7 +120,7 @@ class PlanRequest:
     def with_headroom(self, share: float | None = None) -> PlanRequest:
         """Return the request with a fraction of device memory left free, unless `capacity_bytes` limits the memory.
 
-        None is `HEADROOM`, but 0 on a CPU.
+        `share` None: `HEADROOM`, or 0 on a CPU.
         """
         if share is None:
             share = 0.0 if self.supernode.device.kind == "cpu" else HEADROOM
@@ -181,7 +181,7 @@ class PlanRequest:
 
 
 def rules_of(model: ModelSpec) -> tuple[Rule, ...]:
-    """Return the sharding rules in the model's spec, or without any those of its family."""
+    """Return the sharding rules in a model's spec; if the spec has none, the rules of the model's family."""
     if model.rules is None:
         return family_rules(model.family)
     return tuple(Rule(pattern, style) for pattern, style in model.rules)

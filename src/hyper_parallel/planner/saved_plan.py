@@ -202,7 +202,7 @@ def _not_in_megatron(plan: Plan) -> Iterator[str]:
 
 
 def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file: str) -> list[str]:
-    """Return overrides (`key=value`) with which a recipe trains by a plan.
+    """Return overrides (`key=value`) that give a recipe the degrees, choices and batch of a saved plan.
 
     Args:
         plan: The saved plan.

@@ -4,21 +4,23 @@ The search tree has one level per group of choices. A node is a partial strategy
 columns of `cost.Candidates`; a completion adds the missing columns. A node has lower bounds on the seconds per token
 and on the memory of all its completions. A bound above the best strategies so far, or above the memory of a device,
 prunes the node; the most promising nodes are expanded first. When no node is open, the best strategy is optimal within
-the cost model: this is the certificate. The bounds hold because they use the best value of every missing column:
+the cost model: this is the certificate. The bounds hold because they assume the best value of every missing column.
+Each level adds columns to a strategy, and costs to its bounds:
 
-    blocks     tp_x, tp_y, cp, sequences per microbatch, shapes, ep, etp, Ulysses: computation and communication of the
-               layers, every group on the best links of the machine, every stage as full as the average
-    pipeline   adds pp, the schedule and its bubble; no data-parallel cost and no recomputation; memory with all
-               allowed sharding, offload and recomputation
-    states     adds data parallelism and recomputation; every group on the best links of the machine
-    order      complete except for overlap inside of layers: exact time without overlap, a bound with overlap
-    overlap    complete strategy: its predicted time
+    blocks     columns tp_x, tp_y, cp, sequences per microbatch, shapes, ep, etp and Ulysses. The time bound covers
+               computation and communication of the layers, with all groups on the best links and equally full stages
+    pipeline   columns pp, dp and schedule. The time bound adds the bubble, and the choice (see below) that the memory
+               bound requires; the memory bound assumes the most sharding that is allowed
+    states     columns dp_replicate, dp_shard and zero. The time bound adds data-parallel communication, on best links
+    order      column order. The time is exact without overlap inside of layers, and a bound with overlap
+    overlap    the columns of overlap, which complete the strategy. The time is exact
 
 The bound of overlap hides communication behind all computation of a layer, except for the first and last chunk.
 
-A choice (`bounds.Choice`) is a way to free memory: recomputation, re-gathering of inputs, or offload. It is no level of
-the tree, but solved per strategy, with the smallest number of recomputed layers that fits. To price a row is to predict
-its time and memory. The closed form is the predicted time without a simulation of the pipeline schedule.
+A choice (`bounds.Choice`) is a way to free memory: recomputation, re-gathering of inputs, or offload. Choices are not a
+level of the tree: the fastest choice that fits is computed per strategy, with as few recomputed layers as possible. To
+price a row is to predict its time and memory. The closed form is the predicted time without a simulation of the
+pipeline schedule.
 """
 
 from __future__ import annotations
@@ -574,7 +576,7 @@ class BranchAndBound:
 def _expand_rows(
     names: Sequence[str], parts: Sequence[Array], index: NDArray[np.intp]
 ) -> tuple[Columns, NDArray[np.intp]]:
-    """Return the concatenation of the tables `parts[i]` for i in `index`, as columns, and per row the position of i."""
+    """Return the concatenated tables `parts[i]` for i in `index`, as columns, and per row the position of i in it."""
     sizes = np.array([len(part) for part in parts], dtype=np.intp)
     counts, starts = sizes[index], np.cumsum(sizes) - sizes
     source = np.repeat(np.arange(len(index)), counts)

@@ -203,7 +203,11 @@ class Space:
         return divisors(max(1, w.tokens_per_step // w.seq_len))
 
     def _batched(self, table: NDArray[np.float64], microbatch: int | None) -> NDArray[np.float64]:
-        """Return the rows over whose ranks the batch divides, with columns microbatch and accumulation added."""
+        """Return `table` with columns microbatch and accumulation added.
+
+        Rows are omitted if their data-parallel ranks cannot share the batch evenly, or if they have fewer microbatches
+        than pipeline stages.
+        """
         w, ones = self.request.workload, np.ones(len(table))
         steps = ones * (w.accumulation_steps or 1)
         if w.tokens_per_step is None:
@@ -238,9 +242,12 @@ class Space:
     def shapes(self, x: int, y: int) -> tuple[list[int], list[int]]:
         """Return the legal shapes (see `ir.BLOCK_SHAPES`) of attention and MLP, as indices into `cost.SHAPES`.
 
-        1-D requires heads and widths divisible by x y. 2-D attention requires heads divisible by x (see `whole_heads`)
-        and the residual width by x and y; a 2-D MLP requires widths divisible by x. Weight-moving attention requires
-        heads divisible by x, a weight-moving MLP widths by x y, and both the residual width by y.
+        Each shape requires divisible sizes (for heads see `whole_heads`):
+
+        * 1-D attention: heads by x y. 1-D MLP: MLP widths by x y.
+        * 2-D attention: heads by x, residual width by x and y. 2-D MLP: MLP widths by x, residual width by x and y.
+        * Weight-moving attention: heads by x, residual width by y. Weight-moving MLP: MLP widths by x y, residual width
+          by x and y.
         """
         h, widths = self.request.model.hidden_size, self.request.model.intermediate_sizes
         by_x, by_y, narrow = h % x == 0, h % y == 0, all(w % (x * y) == 0 for w in widths)
@@ -336,7 +343,7 @@ class Space:
     def refusal_of(
         self, shard: int, cp: int, x: int, y: int, *block: int, pp: int = 1
     ) -> str | None:
-        """Return why this version cannot run strategies with some degrees; None if it can.
+        """Return why this version cannot run strategies with the given degrees; None if it can.
 
         Results are cached by the degrees on which layouts depend. Without expert parallelism and tp_y, these are tp_x
         and whether there is a pipeline. `block` is a row of `blocks`; the other arguments are degrees.
@@ -437,8 +444,8 @@ class Space:
     def shards(self, rows: Columns) -> NDArray[np.bool_]:
         """Return the mask of rows to keep; rows whose ZeRO stage has the effect of another stage are dropped.
 
-        ZeRO-1 has the effect of ZeRO-2 with a single microbatch, and ZeRO-0 that of ZeRO-1 on one rank. If the stage is
-        pinned, rows are kept by `has_pinned_zero`.
+        With a single microbatch, ZeRO-1 has the effect of ZeRO-2. On a single rank, ZeRO-0 has the effect of ZeRO-1. If
+        the stage is pinned, `has_pinned_zero` decides instead.
         """
         if "zero" in self.request.pins:
             has_pinned: NDArray[np.bool_] = self.has_pinned_zero(rows["dp_shard"] * rows["cp"])

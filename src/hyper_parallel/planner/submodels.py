@@ -53,9 +53,9 @@ from hyper_parallel.units import DTYPE_BYTES, divisors, format_bytes, format_sec
 
 LANGUAGE: Final = "language"
 MEDIA: Final = 4
-"""Images or recordings per sequence that a plan without data assumes: about half of 8,192 tokens."""
+"""Images or recordings per sequence that a plan without data assumes; they fill about half of 8,192 tokens."""
 _COLUMNS: Final = 40
-"""Width of the chart of a step in characters; with the names of the lanes it fits a terminal of 80."""
+"""Characters per line of the chart of a step; with the names of the lanes, a line has at most 80 characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class TowerPrice:
     """Predicted time and memory of a tower on one of its ranks.
 
     Attributes:
-        cost: Cost of one microbatch. Backward takes twice as long as forward, and all of it counts as W.
+        cost: Cost of one microbatch. Backward takes twice as long as forward, and is all in `weight_grad_s`.
         memory: Terms of parameters, gradients, optimizer states, and the activations of one microbatch.
     """
 
@@ -361,13 +361,14 @@ def joint_layout(
     members: Mapping[str, Sequence[int]],
     layers: Collection[int] = (),
 ) -> JointLayout | None:
-    """Return the lanes and the order of the tower's ranks in a joint schedule; None if the parts cannot have one.
+    """Return the lanes and the order of the tower's ranks in a joint schedule; None if there is no joint schedule.
 
     A rank that runs only the tower is a lane. Such ranks are divided among the data-parallel ranks of the language
     part. There is no joint schedule in any of these cases:
 
     * The language part has no pipeline stages, or a schedule other than 1F1B.
     * The model has several towers.
+    * The ranks that run only the tower cannot be divided evenly among these data-parallel ranks.
     * Data-parallel ranks of the language part have the tower on different lanes.
     * The tower is sharded, and has no rank in common with the language part.
 
@@ -412,8 +413,8 @@ def submodel_lanes(
 ) -> tuple[TowerLanes, bool]:
     """Return (lanes of a step, whether it has a joint schedule).
 
-    Without a joint schedule, all ranks of the tower are one lane. If the tower shares the ranks of a language part
-    without pipeline stages, the two parts are one lane.
+    Without a joint schedule, all ranks of the tower are on one lane: the lane of the first pipeline stage if the tower
+    has ranks in common with the language part, else a separate lane.
 
     Args:
         strategies: Strategies of `submodel_strategies`.
@@ -489,10 +490,10 @@ def layouts(kinds: Sequence[str], ranks: int) -> Iterator[dict[str, dict[str, An
 def plan_with_towers(
     request: PlanRequest, towers: Sequence[Tower], media: int, find: Callable[[PlanRequest], Plan]
 ) -> Plan:
-    """Return the best plan of a multimodal model whose towers fit in memory, with their predicted times and memory.
+    """Return the best plan of a multimodal model that leaves enough memory for the towers, with the towers added.
 
     The towers run on the ranks of the first pipeline stage, as in `train` without `parallel.submodels`. Other
-    assignments of ranks are priced too: the certificate covers all of them, and a note names a faster one.
+    assignments of ranks are priced too: the certificate covers all of them, and a note names a faster assignment.
 
     Args:
         request: The model with its towers, machine, workload and choices.

@@ -42,7 +42,7 @@ def trained_share(model: ModelSpec, recipe: Recipe) -> float:
 
 
 def _parameters(model: ModelSpec) -> Iterator[tuple[str, ParamSpec, bool]]:
-    """Yield (name, parameter, whether it is outside embedding and head) for every layer."""
+    """Yield (name, parameter, whether the parameter is outside embedding and head) for every parameter of a model."""
     for block in model.blocks:
         for param in block.params:
             for layer in block.layers or (None,):

@@ -1,4 +1,7 @@
-"""Simulation of tasks on lanes: appended one by one, for many vectors of durations, or event by event.
+"""Simulation of tasks on lanes, in three forms.
+
+`Schedule` computes start times as tasks are appended. `LaneProgram` evaluates one task graph for many vectors of
+durations. `simulate` is event-driven.
 
 A lane runs one task at a time, in FIFO order unless its tasks have priorities.
 """

@@ -1,4 +1,4 @@
-"""Event-driven simulation of a TaskGraph in integer nanoseconds: the reference for the faster ones in `schedule`."""
+"""Event-driven simulation of a TaskGraph in integer nanoseconds: the reference for the faster forms in `schedule`."""
 
 from __future__ import annotations
 
