@@ -35,7 +35,7 @@ class Finding:
         detail: Result of the check.
         need: Group of features that need the item: `core`, `training` or `optional`.
         gives: Feature that the item provides.
-        fix: Command that enables it. None: no action needed.
+        fix: Command that enables the item. None: no action needed.
     """
 
     name: str

@@ -31,7 +31,7 @@ def plan_to_generate(
     """Print the layout with the fastest generation, for the options of the `plan` command.
 
     Raises:
-        BadValue: HP102 for an unknown purpose, or without a model.
+        BadValue: HP102 for an unknown value of `--for`, or without a model.
         Contradiction: HP104 for an option that applies to `--for train` only.
     """
     chosen = ctx.params
@@ -65,7 +65,7 @@ def plan_to_generate(
 
 
 def _typed_options(ctx: typer.Context) -> set[str]:
-    """Return the names of the options on the command line; raise an error if one does not apply to `--for`."""
+    """Return the names of the options on the command line; raise an error if `--for` does not support one of them."""
     purpose, sources = ctx.params["purpose"], {p.name or "": p for p in ctx.command.params}
     typed = {n for n in sources if str(ctx.get_parameter_source(n)).endswith("COMMANDLINE")}
     if purpose not in ("train", "generate"):

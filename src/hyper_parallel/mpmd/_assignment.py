@@ -438,7 +438,7 @@ class _Plan:
         return min(self._max_bytes) >= 0
 
     def bound(self, split: bool) -> int:
-        """Return a lower bound of the step in nanoseconds: the largest busy and waiting time of any rank.
+        """Return a lower bound of the step in nanoseconds: the largest sum of busy and waiting time of a rank.
 
         A rank waits for its first input, and at the end for the backward of earlier stages.
 

@@ -102,7 +102,7 @@ class Passes:
         Args:
             rows: The B slots.
             tokens: Next token ids of each slot.
-            starts: For each slot, the position of its first next token in the sequence.
+            starts: For each slot, the position in the sequence of the first of its `tokens`.
         """
         raise NotImplementedError
 

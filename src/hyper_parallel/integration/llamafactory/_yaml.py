@@ -301,7 +301,7 @@ def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where:
 
 
 def _frozen(model: str, layers: int) -> list[str]:
-    """Return globs of all parameters outside of the last `layers` decoder layers; negative: of the first layers."""
+    """Return globs of all parameters outside of the last `layers` decoder layers (if negative, the first -`layers`)."""
     spec = load_model(model)
     names = {p.name for block in spec.blocks for p in block.params if not p.tied_to}
     (prefix,) = {name.partition("*")[0] for name in names if "*" in name}

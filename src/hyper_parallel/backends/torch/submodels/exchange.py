@@ -371,7 +371,7 @@ class Reader:
         self._summed_over: dist.ProcessGroup | None = None
         self._index: int | None = None
         self._owner: Callable[[int, int], int] | None = None
-        # Of the running forward pass, by number of the tower: messages, and their tensors that need gradients.
+        # Messages of the running forward pass, and the tensors in them that need gradients, by number of the tower.
         self._received: dict[int, deque[tuple[str, Any]]] = {}
         self._leaves: dict[int, list[Tensor]] = {}
         self._counts: dict[
