@@ -234,7 +234,10 @@ class BalanceLoss:
         return local, torch.cat((counts, local.detach().double(), number))
 
     def mean(self) -> Tensor | None:
-        """Return the mean unweighted loss of the step's microbatches and reset it; None if nothing was routed."""
+        """Return the mean unweighted loss of the step's microbatches and reset it.
+
+        If nothing was routed, the result is None, or NaN with pipeline stages.
+        """
         sums, self._sums = self._sums, None
         if sums is None:
             if not self._staged:

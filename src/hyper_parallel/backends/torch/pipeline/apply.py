@@ -162,7 +162,7 @@ class Pipeline:
         return torch.empty(self._shape(batch), dtype=stages.dtype, device=stages.device)
 
     def check_activations(self, hidden: Tensor, batch: Microbatch) -> None:
-        """Raise HP514 if the activations of a stage do not have the shape that the next stage receives."""
+        """Raise HP514 if the activations of a stage do not have as many elements as the next stage receives."""
         shape = self._shape(batch)
         if hidden.numel() != prod(shape):
             raise NoLoss(

@@ -53,7 +53,7 @@ class MediaTrace(TorchDispatchMode):
 
     Args:
         media: Arrays of images and recordings.
-        allowed: Indices of layers of other stages that may depend on media.
+        allowed: Indices of the layers whose arguments may depend on media.
     """
 
     def __init__(self, media: Mapping[str, Tensor], allowed: Set[int]) -> None:
