@@ -32,7 +32,7 @@ def plan_to_generate(
 
     Raises:
         BadValue: HP102 for an unknown value of `--for`, or without a model.
-        Contradiction: HP104 for an option that applies to `--for train` only.
+        Contradiction: HP104 for an option that the value of `--for` does not support.
     """
     chosen = ctx.params
     typed = _typed_options(ctx)
