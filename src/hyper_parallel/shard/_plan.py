@@ -96,7 +96,7 @@ def plan_layouts(
 
     Raises:
         NotDivisible: HP203 when a degree does not divide heads or widths.
-        RuleError: HP204 when a rule matches no parameter, has an unknown style, or gives tied parameters other layouts.
+        RuleError: HP204 when a rule matches no parameter, has an unknown style, or gives tied parameters two layouts.
         UnsupportedSharding: HP205 for unsupported axes, and for modules that cannot be sharded exactly.
     """
     listed = list(params)
