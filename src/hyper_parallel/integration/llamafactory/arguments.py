@@ -137,7 +137,7 @@ class HyperParallelArguments(BaseModel):
         """Return the layout of these arguments on a number of ranks.
 
         Raises:
-            DegreesMismatch: HP301 when the degrees do not divide the ranks.
+            DegreesMismatch: HP301 when the degrees do not divide the ranks, or `efsdp_size` contradicts the others.
         """
         model_ranks = self.tp_size * self.cp_size
         shard = self._shard_ranks(world_size, model_ranks)
