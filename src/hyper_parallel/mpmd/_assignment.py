@@ -150,7 +150,7 @@ class Assignment:
         transfer_s: Transfer seconds per edge and microbatch.
         max_bytes: Bytes that each rank has for activations.
         value_s: Seconds of the step, gradient reductions included.
-        lower_s: Lower bound of the seconds of a step of any choice.
+        lower_s: Lower bound, in seconds, of the step time of every choice.
         tried: (number of choices, number of choices that were scheduled).
     """
 
