@@ -52,7 +52,7 @@ from hyper_parallel.shard import padded_sizes
 
 @dataclass(slots=True)
 class _Gathered:
-    """Function that gathers a tensor again, number of handles not yet unpacked in backward, and gathered copy or None."""
+    """Function that gathers a tensor again, number of handles not yet unpacked in backward, and gathered copy."""
 
     regather: Callable[[], Tensor]
     unread: int = 0
