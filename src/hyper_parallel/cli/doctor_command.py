@@ -35,7 +35,7 @@ class Finding:
         detail: Result of the check.
         need: Group of features that need the item: `core`, `training` or `optional`.
         gives: Feature that the item provides.
-        fix: Command that enables it. None: no action needed.
+        fix: Command that enables the item. None: no action needed.
     """
 
     name: str
@@ -181,7 +181,7 @@ def _compiler() -> Finding:
 
 
 def _machine(measure: bool) -> tuple[list[Finding], dict[str, Any] | None]:
-    """Return findings on accelerators and on the topology `local`, and that topology as JSON values, or None."""
+    """Return findings on accelerators and topology, and the topology as JSON values; None if it is not detected."""
     from hyper_parallel.errors import HyperParallelError
     from hyper_parallel.serde import encode
     from hyper_parallel.topology import detect_local, find_accelerators, forget_measurements

@@ -44,7 +44,7 @@ def overview(commands: Sequence[str]) -> str:
 
 
 def _summary(command: str) -> str:
-    """Return the first sentence of a command's docstring, read from its source file."""
+    """Return the first paragraph of a command's docstring, or the help of its group, read from its source file."""
     source = (pkgutil.get_data(__package__, f"{command}_command.py") or b"").decode()
     match = _SUMMARY.search(source)
     assert match is not None, command

@@ -23,7 +23,7 @@ def parity(
 ) -> None:
     """Compare a recipe's layout with one rank, on a small copy of its model in float64.
 
-    Loss, gradient norm and the gradient of every parameter must be equal to 1e-10. Ranks are at most 8 local CPU
+    Loss, gradient norm and the gradient of every parameter must be equal within 1e-10. Ranks are at most 8 local CPU
     processes. Degrees above 2 are reduced to 2, and the output lists omitted axes.
     """
     from hyper_parallel.cli.dry_run_command import table

@@ -50,7 +50,7 @@ class BrokenPipeSafeStream:
         """Raise an error if text was lost, except to a reader that has closed the pipe.
 
         Raises:
-            OutputNotWritable: HP105.
+            OutputNotWritable: HP105 naming the stream.
         """
         if self.lost is not None:
             raise OutputNotWritable(

@@ -1,4 +1,4 @@
-"""`hyper-parallel plan`: best plan of a model on a machine, with runners-up and the reasons for their rank."""
+"""`hyper-parallel plan`: best plan of a model on a machine, with runners-up and the reasons for the ranking."""
 
 from __future__ import annotations
 

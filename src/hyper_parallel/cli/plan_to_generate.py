@@ -33,8 +33,8 @@ def plan_to_generate(
     Texts are wrapped to `width` columns.
 
     Raises:
-        BadValue: HP102 without a model.
-        Contradiction: HP104 for an option that applies to `--for train` only.
+        BadValue: HP102 for an unknown value of `--for`, or without a model.
+        Contradiction: HP104 for an option that the value of `--for` does not support.
     """
     chosen = ctx.params
     typed = _typed_options(ctx)
@@ -67,7 +67,7 @@ def plan_to_generate(
 
 
 def _typed_options(ctx: typer.Context) -> set[str]:
-    """Return the names of the options on the command line; raise an error if one does not apply to `--for`."""
+    """Return the names of the options on the command line; raise an error if `--for` does not support one of them."""
     purpose, sources = ctx.params["purpose"], {p.name or "": p for p in ctx.command.params}
     typed = {n for n in sources if str(ctx.get_parameter_source(n)).endswith("COMMANDLINE")}
     if purpose not in ("train", "generate"):

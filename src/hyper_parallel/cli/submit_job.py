@@ -1,4 +1,4 @@
-"""`hyper-parallel train --launcher`: print or run the command that starts the ranks under torchrun or Slurm."""
+"""`hyper-parallel train --launcher`: start the ranks under torchrun, Slurm or Kubernetes, or print the command."""
 
 from __future__ import annotations
 

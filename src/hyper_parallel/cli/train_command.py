@@ -155,7 +155,7 @@ class _SavedPlan:
         self._path, self._plan = str(path), Plan.load(path)
 
     def refuse_degrees(self, recipe: Path, overrides: Sequence[str]) -> None:
-        """Reject overrides of degrees, because the plan determines them.
+        """Reject overrides of the section `parallel`, because the plan determines the layout.
 
         Raises:
             PlanMismatch: HP307 naming the override, with the command without it.

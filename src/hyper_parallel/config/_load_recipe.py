@@ -6,7 +6,7 @@ Parent, file and overrides are called layers. A layer is flattened to leaves (`t
 * `parallel: auto` lets the planner choose every degree; degrees of earlier layers are dropped.
 * A layer that gives a degree but not `parallel.auto` turns auto off; omitted degrees are 1.
 * `tp` is an alias of `tp_x`.
-* `overlap: none` and `overlap: auto` replace all keys of `overlap` before them; keys after them turn auto off.
+* `overlap: none` and `overlap: auto` replace all earlier keys of `overlap`; later keys of `overlap` turn auto off.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def load_recipe(
         layers: Content that replaces the file: pairs of origin and values by dotted key. None: read the file.
 
     Raises:
-        RecipeUnreadable: HP103 if a file is missing, contains data, has a syntax error (with its line), or is not a
+        RecipeUnreadable: HP103 if a file is missing, is a data file, has a syntax error (with its line), or is not a
             mapping.
         UnknownKey: HP101 with the nearest key.
         BadValue: HP102 with the allowed values.

@@ -26,9 +26,9 @@ class Grpo(Section):
 
     reward_funcs: tuple[str, ...] = Field(default=("exact_match",), min_length=1)
     """Rewards. exact_match: 1 if the completion is the answer. prefix_match: length of the common prefix of completion
-    and answer, divided by the longer of the two. environment: the reward of `grpo.environment`. Otherwise: dotted paths
-    of functions that take `prompts`, `completions` and data columns, as in TRL, or directories of reward models, as
-    exported by `stage: rm`."""
+    and answer, divided by the larger of their lengths. environment: the reward of `grpo.environment`. Otherwise: dotted
+    paths of functions that take `prompts`, `completions` and data columns, as in TRL, or directories of reward models,
+    as exported by `stage: rm`."""
     reward_weights: tuple[float, ...] | None = None
     """Weight of each reward. None: 1 each."""
     num_generations: int = Field(default=8, ge=2, le=MOST_REPEATS)
@@ -63,8 +63,8 @@ class Grpo(Section):
     log-probabilities are then bitwise equal at equal weights, so any difference is staleness. Every token costs one
     full forward pass."""
     partial_rollout: bool = False
-    """Continue unfinished completions with newer weights as soon as these arrive; their text is read again, and each
-    token records the version that sampled it. false: weights change only between rollouts."""
+    """Continue unfinished completions with newer weights as soon as these arrive; the text so far is read again, and
+    each token records the version that sampled it. false: weights change only between rollouts."""
     environment: str | None = None
     """Dotted path of an environment class that replies to the model, for completions with several turns."""
     importance_sampling_cap: float = Field(default=2.0, gt=0)

@@ -282,7 +282,7 @@ class Training(Section):
     decay_steps: int | None = Field(default=None, ge=0, le=MOST_STEPS)
     """Steps of the final decay of `wsd`. None: a tenth of the run."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Final learning rate as a fraction of `lr`. The decay reaches it one step after the last one."""
+    """Final learning rate as a fraction of `lr`. The decay reaches this rate one step after the last step."""
     optimizer: Annotated[str, BeforeValidator(canonical_optimizer)] = "adamw"
     """adamw, adam, sgd, adafactor, or muon (linear weights; AdamW for the rest). Also accepted: transformers' name of
     an optimizer of torch, torchao or bitsandbytes, or the dotted path of a class."""
@@ -334,8 +334,8 @@ class Training(Section):
     profile: Profile | None = None
     """Steps to profile with torch.profiler. None: no profile."""
     timeout_s: float = Field(default=600.0, gt=0, le=MOST_SECONDS)
-    """Seconds a rank may spend in one phase of a step before the run ends with an error that names the rank. In every
-    phase, also the limit for a process that a signal has stopped."""
+    """Seconds a rank may spend in one phase of a step before the run ends with an error that names the rank. A
+    process that a signal has stopped has the same limit in every phase."""
     first_step_timeout_s: float = Field(default=1800.0, gt=0, le=MOST_SECONDS)
     """Like `timeout_s`, for the first step of a process and outside steps: start, evaluation, checkpoint, export.
     Larger, because compilation and file I/O take long."""

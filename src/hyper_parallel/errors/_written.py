@@ -44,7 +44,7 @@ def written(place: str | Path) -> Iterator[None]:
         place: File or directory being written, used if the error names no file.
 
     Raises:
-        OutputNotWritable: HP105.
+        OutputNotWritable: HP105 in place of the `OSError`.
     """
     try:
         yield

@@ -63,9 +63,9 @@ class HubName:
 
 
 def parse_name(text: str) -> HubName | None:
-    """Parse `org/name` or `org/name@revision`; return None for a text that is a path.
+    """Parse `org/name` or `org/name@revision`; return None for a text that is a path or has another form.
 
-    A text is a path if it exists, its parent exists, or it has the form of a file name.
+    A text is a path if its first component exists or is a usual folder name, or if it ends like a file name.
     """
     match = _NAME.fullmatch(text)
     if match is None or _FILE.fullmatch(text):
@@ -77,7 +77,7 @@ def parse_name(text: str) -> HubName | None:
 
 
 def parse_dataset(text: str) -> str | None:
-    """Return the repository name of a dataset on the hub; None if the text is a path."""
+    """Return the repository name of a dataset on the hub; None if the text is a path or has a revision."""
     name = parse_name(text)
     return None if name is None or name.revision is not None else name.repository
 

@@ -40,7 +40,7 @@ class ParamSpec:
         name: Name in the Hugging Face state dict, `*` for the layer index: `model.layers.*.mlp.up_proj.weight`.
         shape: Logical shape, as torch stores it: (out, in) for linear layers, (in, out) for GPT-2's Conv1D.
         dims: Logical names of the dims, see the table.
-        tied_to: Name of the parameter with which it shares its storage, or None.
+        tied_to: Name of the parameter whose storage this parameter shares; None if it has its own storage.
     """
 
     name: str
@@ -137,8 +137,8 @@ class Block:
         name: embedding, decoder, moe_decoder, final_norm, head.
         layers: Layer indices of the block; () for parts outside the layers.
         params: Parameters of one instance.
-        attention: Attention of one instance, or None.
-        mlp: Feed-forward part of one instance, or None.
+        attention: Attention of one instance; None for a block without attention.
+        mlp: Feed-forward part of one instance; None for a block without this part.
     """
 
     name: str
@@ -184,8 +184,8 @@ class KeptActivations:
         layer: Pair (a, b): in a sequence of T tokens, the average decoder layer without its routed experts keeps
             a + b T bytes per token.
         outside: Bytes per token kept outside the layers.
-        fullest: `a` of the layer that keeps the most; None: as the mean layer.
-        last: `a` of the last layer; None: as the mean layer.
+        fullest: `a` of the layer that keeps the most; None: equal to `a` of the average layer.
+        last: `a` of the last layer; None: equal to `a` of the average layer.
         modules: Contribution of each module to `a` in bytes, experts included, by name such as `model.layers.*.mixer`.
         expert_rows: Rows per token that reach the routed experts of a layer; 0 without experts.
     """

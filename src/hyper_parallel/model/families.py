@@ -64,7 +64,7 @@ class Family:
         windows: Layers with a window of `sliding_window` tokens: none; all, if the key is set; all, if
             `use_sliding_window`; from layer `max_window_layers` on, if `use_sliding_window`; or all except every n-th
             (n = `sliding_window_pattern`).
-        experts: Mixture of experts, or None.
+        experts: Mixture of experts; None for a family without experts.
         required: Keys that a config must contain unless `defaults` has them.
     """
 

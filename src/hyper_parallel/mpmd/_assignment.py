@@ -150,7 +150,7 @@ class Assignment:
         transfer_s: Transfer seconds per edge and microbatch.
         max_bytes: Bytes that each rank has for activations.
         value_s: Seconds of the step, gradient reductions included.
-        lower_s: Lower bound of the seconds of a step for every choice.
+        lower_s: Lower bound, in seconds, of the step time of every choice.
         tried: (number of choices, number of choices that were scheduled).
     """
 
@@ -438,7 +438,7 @@ class _Plan:
         return min(self._max_bytes) >= 0
 
     def bound(self, split: bool) -> int:
-        """Return a lower bound of the step in nanoseconds: the largest busy and waiting time of any rank.
+        """Return a lower bound of the step in nanoseconds: the largest sum of busy and waiting time of a rank.
 
         A rank waits for its first input, and at the end for the backward of earlier stages.
 

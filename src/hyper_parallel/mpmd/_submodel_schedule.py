@@ -127,7 +127,7 @@ class JointLayout:
         return [self.towers[share][k] for k in self.lanes.owners(schedule)]
 
     def sources(self, schedule: Schedule, tower_rank: int) -> list[tuple[int, int] | None]:
-        """Return one entry per microbatch of the tower rank's share: (share, index) if it encodes it, else None."""
+        """Return one entry per microbatch of a tower rank's share: (share, index) if the rank encodes it, else None."""
         share, _ = self.place(tower_rank)
         owners = self.owners(schedule, share)
         return [(share, i) if rank == tower_rank else None for i, rank in enumerate(owners)]
@@ -392,7 +392,7 @@ def rounds_schedule(
     In a round, every rank of the tower encodes one microbatch.
 
     Args:
-        lanes: Lanes with all tower ranks on one lane. It may be the lane of a language part with one stage.
+        lanes: Lanes; one of them has all tower ranks, and may also be the lane of a language part with one stage.
         microbatches: Microbatches of each language rank.
         costs: As for `submodel_schedule`; the cost of the tower is per microbatch of the language part.
         frozen: Whether the tower is frozen.

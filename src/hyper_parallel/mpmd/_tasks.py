@@ -156,9 +156,9 @@ def schedule_tasks(
 
     Args:
         schedule: Schedule that passes `verify`, with or without communication; only deadlocks are detected here.
-        costs: One per stage, or one per stage and microbatch.
-        overlap: Time of an OVERLAP_F_B as a fraction of the sum of its parts' times; it is then one task. None: the
-            parts run one after the other, and each sends its result when it ends.
+        costs: Cost of each stage, or of each stage and microbatch.
+        overlap: Time of an OVERLAP_F_B as a fraction of the sum of its parts' times, for one task of both parts. None:
+            the parts run one after the other, and each sends its result when it ends.
         transfer_s: Transfers between ranks; for a missing edge, the send times in the sender's cost apply.
 
     Raises:
@@ -394,8 +394,8 @@ def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:
 
     Args:
         graph: Graph of a schedule, on lanes `rank r/compute`, `rank r/communication`, ...
-        pace: Speed of a pipeline rank while 1, 2, ... of them are busy, relative to all busy. One pipeline rank stands
-            for all ranks of its stage, which work in lockstep. Empty or all 1: the graph is returned unchanged.
+        pace: Speed of a pipeline rank while 1, 2, ... ranks are busy, relative to that with all busy. One pipeline
+            rank stands for all ranks of its stage, which work in lockstep. Empty or all 1: return the graph unchanged.
     """
     if all(p == 1.0 for p in pace):
         return graph
@@ -437,7 +437,7 @@ def makespan_s(
         ranks: Pipeline ranks p.
         microbatches: Microbatches of a step.
         stages_per_rank: Virtual stages of a rank.
-        costs: One per stage. Gathers, reductions and the update are not counted.
+        costs: Cost of each stage. Gathers, reductions and the update are not counted.
         pace: Relative speed of a rank while 1, 2, ... ranks are busy; events are simulated unless all are 1.
 
     Raises:

@@ -32,8 +32,8 @@ def verify(
         * all copies of a sharded stage have the same kinds of computations in the same order;
         * each (stage, microbatch) has one F, then, unless frozen, either one B or one I followed by one W;
         * sends and receives, if any, are complete and on the right ranks, after the producer and before the consumer;
-    * from one rank to another, receives have the order of the sends;
-    * parameters are gathered before their use, and gradients reduced after the last backward;
+        * from one rank to another, receives have the order of the sends;
+        * parameters are gathered before their use, and gradients reduced after the last backward;
         * the ranks do not deadlock with blocking receives;
         * activations in flight, and their bytes, stay within the limits.
 

@@ -29,7 +29,8 @@ def write_report(directory: str | Path) -> tuple[Path, Path]:
     """Write `report.html` and `trace.json` into a run directory and return their paths.
 
     Raises:
-        RunUnreadable: HP603 when the directory is not a run. OutputNotWritable: HP105.
+        RunUnreadable: HP603 when the directory is not a run.
+        OutputNotWritable: HP105 when a file cannot be written.
     """
     run = load_run(directory)
     page, trace = run.directory / "report.html", run.directory / "trace.json"
@@ -45,7 +46,8 @@ def write_comparison(directories: Sequence[str | Path]) -> Path:
     """Write `comparison.html`, a page that compares several runs, into the first run's directory; return its path.
 
     Raises:
-        RunUnreadable: HP603 when a directory is not a run. OutputNotWritable: HP105.
+        RunUnreadable: HP603 when a directory is not a run.
+        OutputNotWritable: HP105 when a file cannot be written.
     """
     runs = [load_run(directory) for directory in directories]
     page = runs[0].directory / "comparison.html"

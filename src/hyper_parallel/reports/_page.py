@@ -162,7 +162,7 @@ def _exposed(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _balance(run: RunRecord) -> dict[str, float] | None:
-    """Return the mean imbalance of media tokens over ranks, before (`in_order`) and after balancing."""
+    """Return the mean imbalance of media tokens over ranks, before and after balancing; None without media tokens."""
     steps = [m["balance"] for m in run.last.rows if "balance" in m]
     total = sum(step["media_tokens"] for step in steps)
     if not total:

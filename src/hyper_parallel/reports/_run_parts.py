@@ -47,7 +47,7 @@ class PartRecord:
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Largest measured memory over all steps."""
+        """Largest measured memory over all steps; None without measurements."""
         values = [int(m["memory_bytes"]) for m in self.rows if m.get("memory_bytes")]
         return max(values, default=None)
 

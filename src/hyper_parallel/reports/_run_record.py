@@ -127,14 +127,14 @@ class RunRecord:
         plan: Plan of the last part of the run.
         metrics: One mapping per training step, in step order.
         evals: One mapping per evaluation with a finite loss, in step order; may be empty.
-        timeline: Measured spans of a window of steps, or None.
+        timeline: Measured spans of a window of steps; None without measurements.
         parts: Steps between two resumes, each with its plan; at least one.
         data: Facts about the data from data.json; None for a run of an older version.
         samplers: Measured spans of sampling ranks, on the same clock as `timeline`; None without such ranks.
         simulated: Simulated events of one step of the plan, with a lane per pipeline rank; None without simulation.
         config: Text of the resolved recipe.
         settings: Values of the resolved recipe by dotted key.
-        sample: Text that the model generated after training, or "".
+        sample: Text that the model generated after training; "" without a sample.
         answers: Held-out conversations with expected and given answers.
         run_info: Machine and versions, as written by the trainer.
         offload: Predicted and measured timeline of one planned step; None without offload.

@@ -19,7 +19,7 @@ class PartRow(NamedTuple):
         name: Name of the sub-model; `step` for the whole step.
         where: Degrees and ranks of a sub-model, or the kind of schedule of the step.
         predicted: Seconds of forward and of backward; for the step, its seconds and the fraction of bubbles.
-        measured: The same measured values; None without a timeline.
+        measured: The same values, measured; None if they were not measured.
     """
 
     name: str

@@ -29,7 +29,10 @@ def steps_of(timeline: Timeline) -> list[int]:
 
 
 def steady_steps(timeline: Timeline) -> list[int]:
-    """Return the numbers of the recorded steps, without the first if there are others: counting bytes slows it."""
+    """Return the numbers of the recorded steps except the first one, unless it is the only one.
+
+    The count of bytes slows the first recorded step.
+    """
     return steps_of(timeline)[1:] or steps_of(timeline)
 
 
@@ -73,11 +76,11 @@ def chrome_trace(
     the first repetitions are written.
 
     Args:
-        measured: Spans of some steps, or None.
+        measured: Spans of some steps; None without measurements.
         plan: Plan of the run.
-        simulated: Simulated events of one step of the plan, or None.
-        samplers: Spans of sampling ranks, or None. Arrows connect the completions of a step with the ranks that train
-            on them.
+        simulated: Simulated events of one step of the plan; None without simulation.
+        samplers: Spans of sampling ranks; None without such ranks. Arrows connect the completions of a step with the
+            ranks that train on them.
 
     Source: Trace Event Format, duration ("X"), counter ("C"), flow ("s", "f") and metadata ("M") events; times in
         microseconds.

@@ -81,7 +81,7 @@ def read_data_facts(path: Path) -> dict[str, Any] | None:
     """Return the facts about the data of a run; None for a run of an older version without the file.
 
     Raises:
-        RunUnreadable: HP603.
+        RunUnreadable: HP603 when the file is damaged.
     """
     facts: dict[str, Any] | None = _read(path, _FACTS, "facts on the data")
     return facts
@@ -91,7 +91,7 @@ def read_answers(path: Path) -> list[_Answer]:
     """Return the held-out conversations that the model answered after training; empty without the file.
 
     Raises:
-        RunUnreadable: HP603.
+        RunUnreadable: HP603 when the file is damaged.
     """
     answers: list[_Answer] | None = _read(path, _ANSWERS, "held-out answers")
     return answers or []

@@ -101,7 +101,7 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
     For a directory, every file is read whose name ends in a number.
 
     Raises:
-        DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is none.
+        DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is no dump.
     """
     dumps: dict[int, dict[str, Any]] = {}
     for source in paths:

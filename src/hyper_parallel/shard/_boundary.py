@@ -133,7 +133,8 @@ def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:
 
     Args:
         kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or send_recv.
-        whole_bytes: Size of the full tensor: after a gather, before a scatter or a reduction.
+        whole_bytes: Size of the full tensor: after a gather, before a scatter or a reduction. all_to_all: size of the
+            input of one rank.
         ranks: Number g of ranks of the group.
 
     Cost: (g-1)/g of `whole_bytes` for all-gather, reduce-scatter and all-to-all, and twice that for all-reduce.

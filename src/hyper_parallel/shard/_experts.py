@@ -2,7 +2,7 @@
 
 Expert parallelism shards the first dim of fused parameters, [experts, ...], into contiguous runs of experts. FSDP
 shards each run over `edp`, the ranks with the same experts. It shards dim 0 if every rank gets whole experts, else the
-first dim that divides:
+first dim whose size is divisible by edp:
 
     64 experts, ep=8, edp=4    [expert:ep.edp, gate_up, embed]      2 experts each
     8 experts, ep=8, edp=4     [expert:ep, gate_up:edp, embed]      a quarter of one expert each

@@ -109,8 +109,8 @@ def keep_whole(
     """Return the parameters, with style `whole` where no implemented rule exists, and add a note with their names.
 
     Raises:
-        UnsupportedSharding: HP205 if no parameter would be sharded, or with two axes, ep or latents, which need a
-            sharded residual stream; also with pp, unless `staged`.
+        UnsupportedSharding: HP205 if a parameter without a rule lies between sharded projections, or if no parameter
+            would be sharded. Also with two axes, ep, latent attention, or, unless `staged`, with pp.
     """
     result = [replace(p, style=WHOLE) if p.style in (None, *REFUSED) else p for p in params]
     into = {

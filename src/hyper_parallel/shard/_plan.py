@@ -92,11 +92,11 @@ def plan_layouts(
         vocab_size: Rows of the embedding.
         tied: Name of the parameter with the same storage, by name of each tied parameter.
         where: Origin of the setting, for error messages.
-        staged: Whether pipeline stages may replicate activations; their predicted cost is that of sharded ones.
+        staged: Whether pipeline stages may replicate activations; the predicted cost is that of sharded activations.
 
     Raises:
         NotDivisible: HP203 when a degree does not divide heads or widths.
-        RuleError: HP204 when a rule matches no parameter, has an unknown style, or gives tied parameters other layouts.
+        RuleError: HP204 when a rule matches no parameter, has an unknown style, or gives tied parameters two layouts.
         UnsupportedSharding: HP205 for unsupported axes, and for modules that cannot be sharded exactly.
     """
     listed = list(params)

@@ -25,7 +25,7 @@ DeviceKind = Literal["cuda", "npu", "tpu", "cpu"]
 TierKind = Literal["full_mesh", "switch", "torus", "host"]
 
 _LARGEST = 1e12
-"""Largest accepted number in its unit, and inverse of the smallest: far beyond any machine, but results stay finite."""
+"""Largest accepted number in the unit of its key, and inverse of the smallest one; all results stay finite."""
 _MOST_DEVICES = 2**24
 """Maximum number of devices in a machine or tier; the largest announced clusters have some 100,000."""
 

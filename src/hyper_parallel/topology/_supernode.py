@@ -125,7 +125,7 @@ class Supernode:
 
     @property
     def host_bytes_s(self) -> float:
-        """Bytes/s of copies to and from host memory per device and direction, with all devices active; 0 without it.
+        """Bytes/s of copies to and from host memory per device and direction, with all devices active; 0 if unknown.
 
         For ranks on a CPU, it is half the memory bandwidth, because a copy reads and writes.
         """

@@ -60,7 +60,7 @@ def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
     Args:
         model: A causal language model that passed through `parallelize`.
         batch: Arguments of the model's forward. Targets are `shift_labels` [B, S], else `labels` shifted by one token,
-            else the `input_ids` where a 2-D `attention_mask` is not 0.
+            else `input_ids` shifted likewise, except where a 2-D `attention_mask` is 0.
 
     Returns:
         Log-probability of the next token at each position, [B, S], float64 for float64 logits, else float32. It is 0
@@ -335,7 +335,8 @@ def forward_backward(
             are already shifted. An objective may use further items. After `parallelize_submodels`, pass the
             microbatches that `microbatch_sources` lists.
         num_tokens: Number of target tokens of the step, over all ranks and microbatches. Pass a tensor if the step is
-            captured, because a captured number would be a constant. None: the tokens are counted.
+            captured, because a captured number would be a constant. None: the tokens are counted. Must be None with
+            an objective.
         span: Function that records a timeline: it gets the name and the kind of a task, such as "forward" and
             "compute", and returns a context around the task.
         objective: `objective(first, batch) -> scalar`, in place of the cross entropy. The loss of the step is the sum
@@ -344,7 +345,8 @@ def forward_backward(
         over: First argument of the objective. logprobs: [B, S], see `token_logprobs`. logits: [N, V] of the N tokens
             that this rank owns, while the batch has items [N, ...] and targets `shift_labels` [N]. Every token has one
             owner, and the objective must be a sum over tokens, because it is summed over ranks. output: return value
-            of the model, only without pipeline stages. None: logprobs for a causal language model, else output.
+            of the model, only without pipeline stages. None: logprobs for a causal language model, scores of the
+            tokens for a reward model, else output.
         scale: Factor of the gradients; the returned loss is not scaled.
 
     Returns:
@@ -353,7 +355,7 @@ def forward_backward(
 
     Raises:
         NoLoss: HP514 when the model or the microbatches have no loss.
-        BadObjective: HP515 when an objective returns no scalar.
+        BadObjective: HP515 when an objective does not return a scalar that depends on its first argument.
     """
     return _run(model, microbatches, num_tokens, span, objective, over, train=True, scale=scale)
 
@@ -652,9 +654,10 @@ def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     captured together with the step.
 
     Returns:
-        Counts and auxiliary loss, or None for a model without experts or when no token was routed. The counts
-        [layers, E + 1] are float64 and equal on every rank: the number of tokens routed to each of E experts, and in
-        the last column the number of routed tokens that were not dropped. The loss is None if the model has none.
+        Counts and auxiliary loss. None for a model without experts, or when no token was routed and the model has no
+        pipeline stages. The counts [layers, E + 1] are float64 and equal on every rank: the number of tokens routed to
+        each of E experts, and in the last column the number of routed tokens that were not dropped. The loss is None
+        if the model has no auxiliary loss.
     """
     attached = handle(model)
     total = None if attached.experts is None else collect_routing(model, attached.experts)

@@ -102,7 +102,7 @@ class Passes:
         Args:
             rows: The B slots.
             tokens: Next token ids of each slot.
-            starts: For each slot, the position of its first next token in the sequence.
+            starts: For each slot, the position in the sequence of the first of its `tokens`.
         """
         raise NotImplementedError
 
@@ -499,7 +499,8 @@ def slot_cache_refusal(model: Any) -> str | None:
 def passes_of(model: Any, slots: int, length: int) -> Passes:
     """Return an executor of passes: with a KV cache if the model supports one, else on full sequences.
 
-    `slots` and `length` are those of `SlotPasses`.
+    `slots` and `length` are those of `SlotPasses`. Without a KV cache, the executor has one slot if the other rows or
+    the padding of a batch would change the results of a sequence.
 
     Raises:
         BadValue: HP102 when a long sequence would change the rotary frequencies of the whole batch (longrope).

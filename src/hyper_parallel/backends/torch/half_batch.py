@@ -6,7 +6,7 @@ not changed: its forward is called once per half-batch.
     layer k      half-batch 0 | half-batch 1
     layer k + 1                 half-batch 0 | half-batch 1
 
-Layer k returns when half-batch 0 is done, and half-batch 1 finishes it during layer k + 1. The return value is a
+Layer k returns when half-batch 0 is done; its half-batch 1 is completed during layer k + 1. The return value is a
 placeholder, `HalvedTensor`: any use except by the next layer first completes half-batch 1. Both half-batches are
 completed at the end of a layer with hooks, and at the end of the model. FSDP gathers the parameters of a layer once for
 both, see `HalvedUnit`. Recomputation runs both, see `RecomputedHalves`. A microbatch that cannot be split into two

@@ -1,8 +1,9 @@
-"""Accuracy on held-out data: targets that are the most likely next token, and answers that consist of such targets.
+"""Accuracy on held-out data: the fractions of targets and of answers that the model predicts correctly.
 
-Each target is predicted from the true tokens before it (teacher forcing). An answer is a run of consecutive targets in
-one row of the batch, such as the reply of an assistant. An answer is correct if all its targets are predicted, which
-holds if and only if greedy decoding from the tokens before the answer returns the answer.
+Each target is predicted from the true tokens before it (teacher forcing), and is correct if it is the most likely next
+token. An answer is a run of consecutive targets in one row of the batch, such as the reply of an assistant. An answer
+is correct if all its targets are correct, which holds if and only if greedy decoding from the tokens before the answer
+returns the answer.
 """
 
 from __future__ import annotations

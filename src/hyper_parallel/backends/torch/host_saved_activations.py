@@ -52,7 +52,7 @@ class HostSavedActivations:
 
 
 def save_activations_on_host(layers: list[nn.Module], inputs: bool = True) -> None:
-    """Make recomputed layers keep outputs of matrix products and attention, and `inputs`, in host memory."""
+    """Make recomputed layers offload outputs of matmuls and attention to the host; with `inputs`, also their inputs."""
     for layer in layers:
         setattr(layer, HOST_SAVED, HostSavedActivations(inputs))
 

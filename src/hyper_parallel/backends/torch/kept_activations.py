@@ -303,7 +303,7 @@ class FusedAttention(torch.autograd.Function):
 _TURNS = 3
 """Repetitions of each benchmark; the fastest one counts, to exclude pauses of the machine."""
 _SLOW_WINDOWS = 4
-"""Number of time windows after which a warm-up call on a CPU is itself the measurement.
+"""Number of time windows; a warm-up call on a CPU that takes longer is itself the measurement.
 
 This saves time for slow calls, such as emulated bfloat16 matmuls, for which the extra milliseconds of a first call are
 negligible. On an accelerator they are not, because the first call loads code.
@@ -375,8 +375,8 @@ def _mean(
 ) -> float:
     """Return the mean seconds per call of `action`, called for `window_s` seconds and at least `min_calls` times.
 
-    A warm-up call and, with `all_ranks`, a barrier precede. For a slow call, see `_SLOW_WINDOWS`, the time of the
-    warm-up is returned.
+    A warm-up call and, with `all_ranks`, a barrier precede. If the warm-up call is slow (see `_SLOW_WINDOWS`), its
+    seconds are returned.
     """
     start = time.perf_counter()
     action()
@@ -446,7 +446,7 @@ def _adamw(device: torch.device, elements: int) -> Callable[[], object]:
 
 
 def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], ...]:
-    """Time a small layer on all ranks at once, on half of them, and so on to one; return (ranks, seconds) pairs."""
+    """Time a small layer on all ranks at once, on half of them, ..., on one rank; return (ranks, seconds) pairs."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     action = _layer(device)
     measured = []

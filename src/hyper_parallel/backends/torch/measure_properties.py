@@ -118,7 +118,7 @@ class _Unmeasured(Exception):
 
 
 def _answer(measure: Callable[[], float]) -> Property:
-    """Return the property that `measure` measures; it returns the relative difference of two outputs."""
+    """Return the property for which `measure` returns the relative difference of two outputs."""
     try:
         difference = measure()
     except _Unmeasured as why:

@@ -151,7 +151,7 @@ def _modules_run(model: nn.Module, draw: float) -> set[str]:
 
 @contextmanager
 def _fix_python_random(draw: float) -> Iterator[None]:
-    """Make Python's `random.random` and `random.uniform` draw one value in this context; `draw` is in [0, 1]."""
+    """Make Python's `random.random` and `random.uniform` return the fraction `draw` of their range in this context."""
     original = random.random, random.uniform
     random.random = lambda: draw
     random.uniform = lambda a, b: a + (b - a) * draw

@@ -3,8 +3,8 @@
     forward     keeps the inputs of the layer; the tensors that autograd saves are replaced by consecutive numbers
     backward    unpacking the first number recomputes both half-batches in turns, up to their last saved tensors
 
-`torch.utils.checkpoint` cannot be used. Around the calls of both half-batches, it would make them end at the end of the
-layer. Around the call of one half-batch, no computation would hide the collectives of its recomputation.
+`torch.utils.checkpoint` cannot be used. A checkpoint of both half-batches would make both end at the end of the layer.
+With one checkpoint per half-batch, no computation would hide the collectives of the recomputation.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RecomputedHalves:
 
         Args:
             forward: Forward of the layer.
-            running: The running pass; recomputation uses the `PassContext` of this moment.
+            running: The running pass; recomputation uses the `PassContext` that it has now.
             precision: Context manager in which the layer is recomputed.
         """
         self._forward, self._running, self._precision = forward, running, precision

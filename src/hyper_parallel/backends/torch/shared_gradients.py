@@ -11,10 +11,7 @@ from hyper_parallel.backends.torch.weights.shard_ranges import local
 
 
 def divide_gradients(params: Sequence[nn.Parameter], holders: int) -> None:
-    """Divide accumulated gradients by `holders`, the number of ranks that hold the parameters.
-
-    Earlier calls of `forward_backward` have summed these gradients over the ranks; the next sum would count them again.
-    """
+    """Divide gradients that earlier calls of `sum_gradients` have summed over `holders` ranks, before the next call."""
     for p in params:
         if p.grad is not None:
             local(p.grad).div_(holders)
@@ -33,7 +30,7 @@ def sum_gradients(
         params: The parameters, in the same order on all ranks that hold them.
         all_reduce: Function from a tensor [N] of this rank to the sum over ranks.
         dtype: Dtype of the sums; None: the dtype of the gradients.
-        optional: Whether a parameter without a gradient on any rank gets none. False: its gradient becomes zero.
+        optional: True: a parameter that has a gradient on no rank keeps None. False: its gradient becomes zero.
     """
     if not params:
         return

@@ -170,7 +170,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def _share_of_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
-        """Return the summand of this rank and microbatch; the summands of all ranks and microbatches are the loss."""
+        """Return the part of the loss from this rank and microbatch; these parts add up to the loss of the step."""
         if num_items is None:  # mean over ranks and microbatches of their means
             ranks = self.args.world_size // self._same_data
             loss = self.compute_loss(model, inputs)

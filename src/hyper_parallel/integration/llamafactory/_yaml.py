@@ -284,11 +284,7 @@ def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
 
 
 def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where: str) -> None:
-    """Raise an error if the `data` keys of a held-out dataset differ from those of the training dataset.
-
-    Raises:
-        Contradiction: HP104.
-    """
+    """Raise Contradiction (HP104) if the `data` keys of a held-out and of the training dataset differ."""
     for key in ("format", "text_key", "columns", "roles", "ignore_keys"):
         if training.get(key) != held_out.get(key):
             raise Contradiction(
@@ -301,7 +297,7 @@ def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where:
 
 
 def _frozen(model: str, layers: int) -> list[str]:
-    """Return globs of all parameters outside of the last `layers` decoder layers; negative: of the first layers."""
+    """Return globs of all parameters outside of the last `layers` decoder layers (if negative, the first -`layers`)."""
     spec = load_model(model)
     names = {p.name for block in spec.blocks for p in block.params if not p.tied_to}
     (prefix,) = {name.partition("*")[0] for name in names if "*" in name}

@@ -83,7 +83,8 @@ class HyperParallelArguments(BaseModel):
         A key such as `hyper_parallel_ep_size` overrides `hyper_parallel_args`, unless it has its default value.
 
         Raises:
-            RecipeUnreadable: HP103 when the file of `hyper_parallel_args` cannot be read. Also as `from_dict`.
+            RecipeUnreadable: HP103 when the file of `hyper_parallel_args` cannot be read. Other errors are those of
+                `from_dict`.
         """
         values = getattr(finetuning_args, "hyper_parallel_args", None)
         keys = {key: getattr(finetuning_args, f"hyper_parallel_{key}", None) for key in YAML_KEYS}
@@ -99,7 +100,7 @@ class HyperParallelArguments(BaseModel):
             keys: Values of the keys `hyper_parallel_*`, by name without this prefix; None: not set.
 
         Raises:
-            RecipeUnreadable: HP103 when the file cannot be read. Also the errors of `from_dict`.
+            RecipeUnreadable: HP103 when the file cannot be read. Other errors are those of `from_dict`.
         """
         where = "hyper_parallel_args"
         if isinstance(value, str):
@@ -136,7 +137,7 @@ class HyperParallelArguments(BaseModel):
         """Return the layout of these arguments on a number of ranks.
 
         Raises:
-            DegreesMismatch: HP301 when the degrees do not divide the ranks.
+            DegreesMismatch: HP301 when the degrees do not divide the ranks, or `efsdp_size` contradicts the others.
         """
         model_ranks = self.tp_size * self.cp_size
         shard = self._shard_ranks(world_size, model_ranks)

@@ -55,7 +55,7 @@ def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -
 
 
 class _Probe:
-    """Trial forward with one attention function, and replacement of `ContextState` in it."""
+    """Trial forward with one attention function, which finds this object in place of a `ContextState`."""
 
     def __init__(
         self, model: nn.Module, base: nn.Module, layers: nn.ModuleList, interface: str

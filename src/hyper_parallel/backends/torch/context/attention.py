@@ -45,7 +45,7 @@ TRIAL = "hyper_parallel_trial"
 ATTRIBUTE = "_hyper_parallel_context"
 """Attribute of attention modules with the `ContextState` of their model."""
 KeyValueBlocks = Iterator[tuple[int, Tensor, Tensor]]
-"""Tuples (ring position, keys, values), or with the gradients of both; the position of this rank comes first."""
+"""Tuples (ring position, keys, values) or (ring position, gradients of keys, of values); own position first."""
 
 
 def register() -> None:

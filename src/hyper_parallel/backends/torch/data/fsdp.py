@@ -44,7 +44,7 @@ def shard_data_parallel(
         layouts: Dict from parameter name to layout.
         plan: The plan.
         mesh: Device mesh; None for one rank.
-        expert_mesh: Device mesh of experts with an edp axis, or None.
+        expert_mesh: Device mesh of experts with an edp axis; None without expert parallelism.
         average: Whether gradients are averaged over the data-parallel ranks instead of summed.
 
     Returns:
@@ -127,7 +127,7 @@ class _Wrapper:
 def _layers_without_shared_parameters(
     layers: Sequence[nn.Module], model: nn.Module
 ) -> Iterator[nn.Module]:
-    """Yield the layers that share no parameter with other modules; FSDP would copy a shared one per wrapped module."""
+    """Yield the layers that share no parameter with other modules; FSDP would copy a shared parameter per module."""
 
     def uses(module: nn.Module) -> Counter[int]:
         return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))

@@ -90,8 +90,8 @@ def apply_to_experts(
         in_decoder: Whether the experts belong to a Hugging Face model with a list of decoder layers.
 
     Raises:
-        UnsupportedSharding: HP205 for experts that are not called with tokens, indices and weights, and for experts
-            with replicated activations under tensor parallelism.
+        UnsupportedSharding: HP205 for experts on several ranks that are not called with tokens, indices and weights,
+            for a capacity of experts in a list, and for tensor parallelism of experts outside of a decoder.
     """
     group, tp = state.group, tokens.tp
     modules = dict(model.named_modules())

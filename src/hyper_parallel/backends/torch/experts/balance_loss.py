@@ -1,20 +1,23 @@
 """The auxiliary load-balancing loss of experts, over all ranks and all pipeline stages.
 
 The auxiliary loss is the one Hugging Face models compute on one device (Switch Transformer, Fedus et al. 2021,
-equations 4 to 6, over all layers at once). f_e is the number of tokens routed to expert e, and P_e the sum of its router
-probabilities. Both count the real tokens of all layers and are divided by n, the number of (layer, token) pairs:
+equations 4 to 6, over all layers at once):
 
     aux = E * sum_e f_e P_e
+    f_e   number of tokens routed to expert e, over the tokens of all layers without padding, divided by n
+    P_e   sum of the probabilities of expert e over the same tokens, divided by n
+    n     number of (layer, token) pairs
 
-It is not a sum over tokens, so f and n are summed over all ranks before backward. f has no gradient. The gradient of P
-is a sum over tokens, so each rank's share of it is exact and needs no communication in backward.
+This loss is not a sum over tokens, so f and n are summed over all ranks before backward. f has no gradient. The
+gradient of P is a sum over tokens, so each rank's share of it is exact and needs no communication in backward.
 
 The weight of a microbatch is its weight in the cross entropy: valid targets over the divisor of the loss, summed over
 ranks. The weights of the microbatches of a step add up to 1, independent of their number and lengths.
 
 A pipeline stage has some of the layers, so the routing counts are sent along with the activations: 2 E + 1 numbers per
-microbatch, to which every stage adds. The last stage sums them over the data-parallel ranks and computes the loss and
-its derivative with respect to the probabilities of each expert. These E numbers are sent back along with the gradients.
+microbatch, to which every stage adds. The last stage sums the counts over the data-parallel ranks and computes the loss
+and its derivative with respect to the probabilities of each expert. These E derivatives are sent back along with the
+gradients.
 Backward of a stage has two roots: its output, and the sums of its probabilities.
 """
 
@@ -231,7 +234,10 @@ class BalanceLoss:
         return local, torch.cat((counts, local.detach().double(), number))
 
     def mean(self) -> Tensor | None:
-        """Return the mean unweighted loss of the step's microbatches and reset it; None if nothing was routed."""
+        """Return the mean unweighted loss of the step's microbatches and reset it.
+
+        If nothing was routed, the result is None, or NaN with pipeline stages.
+        """
         sums, self._sums = self._sums, None
         if sums is None:
             if not self._staged:

@@ -71,7 +71,7 @@ _PRODUCTS: Final = {
     Tensor.__matmul__: _MATMUL,
     torch._grouped_mm: _GROUPED,
 }
-"""Gradients of the functions of (rows, weight) with which experts multiply."""
+"""Gradient functions, by the function of (rows, weight) with which experts multiply."""
 
 
 class _Weight:

@@ -5,7 +5,8 @@ logits, so that loss and auxiliary loss are functions of these logits only:
 
     coefficient   (loss with router logits - loss without) / auxiliary loss
     requested     the loss depends on the logits although the caller does not ask for router logits
-    definition    the k whose load-balancing loss is proportional to the auxiliary loss for several random logits
+    definition    the number k of experts per token for which the load-balancing loss is proportional to the auxiliary
+                  loss, for several random logits
 
 No parameter is read, so the model may be on the meta device and of any size. The measured values are those of the given
 object, including a coefficient set after construction. The modules with router logits are those declared by the model's

@@ -106,10 +106,10 @@ class RoutingStatistics:
     """Routing of one optimizer step over all ranks and microbatches.
 
     Attributes:
-        max_load: Rows of the busiest expert over the mean, in the worst layer; 1 is perfect balance.
-        mean_max_load: Rows of the busiest expert over the mean, averaged over the layers.
-        entropy: Entropy of the load over its maximum ln E, averaged over the layers; 1 is perfect balance.
-        dropped: Fraction of the rows above the capacity.
+        max_load: Rows of the busiest expert divided by the mean over experts, in the worst layer; 1 is perfect balance.
+        mean_max_load: As `max_load`, averaged over the layers.
+        entropy: Entropy of the load divided by its maximum ln E, averaged over the layers; 1 is perfect balance.
+        dropped: Fraction of the rows that were dropped, because they exceeded the capacity of their expert.
         aux_loss: Unweighted auxiliary loss, mean over the microbatches; None if disabled.
     """
 
@@ -137,7 +137,7 @@ def check_routing(
         alone: As in `balanced_loss`.
 
     Returns:
-        Description of the router loss of a step; None if it adds none.
+        Description of the router loss that training adds; None if it adds no such loss.
 
     Raises:
         UnsupportedSharding: HP205 with the first unsupported option, or for an unknown router loss.
@@ -219,7 +219,8 @@ def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
     """Sum the routing of a step over all ranks, update the router biases, and reset the counters.
 
     Returns:
-        Load and kept rows of all layers, [layers, E + 1] float64; None without routed rows.
+        For each layer, the rows of each expert and the number of kept rows, [layers, E + 1] float64. None if no row was
+        routed and the model is not split into pipeline stages.
     """
     # Pipeline ranks without routed rows take part too: other stages wait for the all-reduce.
     if not state.staged and all(routed.load is None for routed in state.layers.values()):

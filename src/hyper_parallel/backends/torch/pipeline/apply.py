@@ -45,9 +45,9 @@ Span = Callable[[str, str], AbstractContextManager[Any]]
 _Key = tuple[int, int]
 """Stage and microbatch."""
 _Message = tuple[Tensor, ...]
-"""Activations or their gradient, and the values of the auxiliary loss of experts."""
+"""Activations with routing counts, or gradients with derivatives; see `BalanceLoss.messages` for the second tensor."""
 _DIRECTIONS = {"F": (1, Purpose.PIPELINE_ACTIVATIONS), "B": (-1, Purpose.PIPELINE_GRADIENTS)}
-"""Stage offset of a message's receiver, and its purpose."""
+"""By direction: stage of the receiver minus stage of the sender, and purpose of the message."""
 _TARGETS = ("labels", "shift_labels")
 
 
@@ -78,8 +78,8 @@ class Pipeline:
         stages: Stages of this rank.
         strategy: The strategy of the plan.
         tp: State of tensor parallelism; None without it.
-        context: State of context parallelism, or None.
-        balance: Auxiliary loss of experts, or None.
+        context: State of context parallelism; None without it.
+        balance: Auxiliary loss of experts; None without it.
         fsdp: Modules managed by FSDP, root last.
     """
 
@@ -132,7 +132,7 @@ class Pipeline:
         if gradients is not None:
             gradients.defer()
         if self._shared_are_summed:
-            # Gradients accumulated in earlier steps are already summed, so each rank keeps an equal share of them.
+            # Earlier calls have already summed the accumulated gradients, so each rank keeps an equal share of them.
             divide_gradients(self._shared_parameters(model), len(self._sharing))
         total = running.run(step)
         with span("gradient reduction", "communication"):
@@ -162,7 +162,7 @@ class Pipeline:
         return torch.empty(self._shape(batch), dtype=stages.dtype, device=stages.device)
 
     def check_activations(self, hidden: Tensor, batch: Microbatch) -> None:
-        """Raise HP514 if the activations of a stage do not have the shape that the next stage receives."""
+        """Raise HP514 if the activations of a stage do not have as many elements as the next stage receives."""
         shape = self._shape(batch)
         if hidden.numel() != prod(shape):
             raise NoLoss(

@@ -4,8 +4,8 @@ A rank keeps the modules of its stages under their names; a `PlaceholderModule` 
 Every stage runs the model's own forward on the same batch. Masks, positions, rotary angles and values that depend on
 the layer index come from the model. Only values at stage boundaries are replaced:
 
-    layers          layers before the running stage return the received activations; the output of its last layer is the
-                    output of the stage, returned by all later layers
+    layers          layers before the running stage return the received activations; layers after the running stage
+                    return its output
     media           images and recordings are inputs of the first stage, and of some others (see below)
     other modules   outside of the layer list, modules with parameters run on the stages where `LayerFlow` records a use
                     of their result: an embedding on the first stage, norm and head on the last, some on several; on
@@ -53,7 +53,7 @@ class MediaTrace(TorchDispatchMode):
 
     Args:
         media: Arrays of images and recordings.
-        allowed: Indices of layers of other stages that may depend on media.
+        allowed: Indices of the layers whose arguments may depend on media.
     """
 
     def __init__(self, media: Mapping[str, Tensor], allowed: Set[int]) -> None:

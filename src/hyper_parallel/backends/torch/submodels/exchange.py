@@ -13,8 +13,8 @@ language part come the passes of the first tower, then those of the next tower. 
 results it needs, so ranks cannot deadlock.
 
 Alternatively, a tower and a pipeline of the language part run under one schedule, with one list of actions per rank.
-Stage 0 of the schedule is the tower. Its copies on several ranks use no collectives during the step and sum their
-gradients at its end. The ranks of a sharded tower have collectives, in the one order of the schedule. With tensor
+Stage 0 of the schedule is the tower. Copies of the tower on several ranks use no collectives during the step, and sum
+their gradients at the end of the step. A sharded tower runs its collectives in the order of the schedule. With tensor
 parallelism, a pipeline stage may have several tower ranks. They take turns: one of them encodes a microbatch. At the
 same time, the others run a sharded tower without a microbatch, because of its collectives.
 
@@ -371,7 +371,7 @@ class Reader:
         self._summed_over: dist.ProcessGroup | None = None
         self._index: int | None = None
         self._owner: Callable[[int, int], int] | None = None
-        # Of the running forward pass, by number of the tower: messages, and their tensors that need gradients.
+        # Messages of the running forward pass, and the tensors in them that need gradients, by number of the tower.
         self._received: dict[int, deque[tuple[str, Any]]] = {}
         self._leaves: dict[int, list[Tensor]] = {}
         self._counts: dict[
@@ -390,7 +390,7 @@ class Reader:
         Args:
             model: Language part that passed through `parallelize`.
             summed_over: Ranks over which gradients of features are summed; None: every rank has complete gradients.
-            stages: Pipeline stages of this rank, if any.
+            stages: Pipeline stages of this rank; None without a pipeline.
         """
         if not self._reads:
             return

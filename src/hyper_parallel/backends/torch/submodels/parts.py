@@ -2,9 +2,9 @@
 
 A forward pass with text only, on meta tensors, finds the parameters of the language part. All other parameters belong
 to the towers, by their names if there are several. The model's code does not change. A rank drops the parameters of
-other parts. A call crosses the border to a tower if the language part reads its result: the model's own
-`get_image_features`, `get_video_features` and `get_audio_features`, else the calls of a tower's modules. Such calls are
-replaced on the instance.
+other parts. A call crosses the border to a tower if the language part reads its result. These are the calls of the
+model's own `get_image_features`, `get_video_features` and `get_audio_features`, or, in models without these methods, of
+the tower's modules. They are replaced on the instance.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def divide(model: nn.Module) -> Division:
     """Return the division of a model whose parameters may have values or be on the meta device.
 
     Raises:
-        UnsupportedSharding: HP205 for a model of text alone, whose towers cannot be told apart, or whose forward cannot
-            be traced.
+        UnsupportedSharding: HP205 for a model without towers, for towers that cannot be told apart, and for a forward
+            that cannot be traced.
     """
     modalities = getattr(model, "input_modalities", "text")
     modalities = (modalities,) if isinstance(modalities, str) else modalities

@@ -36,8 +36,8 @@ class Rounds:
         deferred: Function from a tower to a context for all of its backward passes except the last one.
 
     Attributes:
-        actions: None: there is no joint schedule, and the language part uses its own.
-        owner: None: `Border.owner` selects the rank that computes the features of a microbatch.
+        actions: Always None, because there is no joint schedule: the language part follows its own schedule.
+        owner: Always None: `Border.owner` selects the rank that computes the features of a microbatch.
     """
 
     actions: Sequence[Action] | None = None

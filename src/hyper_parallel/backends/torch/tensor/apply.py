@@ -207,7 +207,7 @@ class TensorParallel:
         return self.regions.setdefault(module_of(name), Region(self.state))
 
     def _key_value_rows(self, module: nn.Module) -> slice:
-        """Return the weight rows of the one key head that this rank's queries use, for fewer key heads than ranks."""
+        """Return the weight rows of the key head that this rank's queries use; for fewer key heads than ranks."""
         heads = self.config.num_key_value_heads
         width = module.weight.shape[0] // heads
         row = self.state.rank // (self.state.degree // heads) * width

@@ -38,7 +38,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class _Weight(torch.autograd.Function):
-    """Identity of a weight; backward computes its gradient from the inputs and output gradients of all chunks."""
+    """Identity of a weight; backward computes the gradient from the inputs and output gradients of all chunks."""
 
     @staticmethod
     def forward(ctx: Any, chunks: list[tuple[Tensor, Tensor]], weight: Tensor) -> Tensor:

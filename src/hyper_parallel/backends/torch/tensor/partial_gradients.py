@@ -100,8 +100,8 @@ def try_forward(
         strategy: The strategy of the plan.
 
     Raises:
-        UnsupportedSharding: HP205 for a parameter that acts on both replicated and sharded activations. Also if the
-            strategy has rules of the user and the forward fails on meta tensors.
+        UnsupportedSharding: HP205 for a parameter that acts on both replicated and sharded activations, and for a
+            forward that fails on meta tensors if the strategy has rules of the user.
     """
     axes = ("tp_x", "tp_y")
     replicated = [n for n, layout in layouts.items() if set(axes).isdisjoint(layout.sharding_axes)]

@@ -52,7 +52,7 @@ from hyper_parallel.shard import padded_sizes
 
 @dataclass(slots=True)
 class _Gathered:
-    """Gathered tensor: function that gathers it again, number of handles not yet unpacked in backward, and copy."""
+    """Function that gathers a tensor again, number of handles not yet unpacked in backward, and gathered copy."""
 
     regather: Callable[[], Tensor]
     unread: int = 0

@@ -28,7 +28,7 @@ from hyper_parallel.errors import WeightsUninitialised
 
 LORA_A: Final = "lora_A"
 LORA_B: Final = "lora_B"
-"""Parameters of an adapter, on its linear module."""
+"""Names of an adapter's parameters, which belong to the adapted linear module."""
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 

@@ -117,7 +117,7 @@ def adapter_layouts(
 
     Raises:
         UnsupportedSharding: HP205 for experts, which have another mesh, and for weights gathered over tp_y.
-        NotDivisible: HP203 when the data-parallel ranks must shard the rank of an adapter and do not divide it.
+        NotDivisible: HP203 when FSDP must shard the dim r of an adapter, and its degree does not divide r.
     """
     result: dict[str, Layout] = {}
     shapes = (strategy.attention_shape, strategy.mlp_shape)

@@ -60,7 +60,7 @@ class LoadReport:
         bytes_read: Bytes read from files.
         seconds: Duration in seconds.
         fates: Use of each stored name.
-        checksums: Checksums of the parts that were read, if requested.
+        checksums: Checksums of the parts that were read; empty unless requested.
     """
 
     tensors: int
@@ -247,7 +247,7 @@ class CarriedWeights:
 
 
 def remember_carried(model: nn.Module, carried: CarriedWeights) -> None:
-    """Attach the result of `carried_weights` to a model."""
+    """Attach unused tensors to a model, as the later result of `carried_weights`."""
     object.__setattr__(model, _ATTRIBUTE, carried)
 
 
