@@ -52,7 +52,9 @@ class DeviceCard:
     portable: float
     attention_head: float  # head width that reaches half of the `attention` rate
     attention_len: float  # sequence length that reaches half of the `attention` rate
-    elementwise: float  # share of the memory bandwidth that element-wise and normalising kernels reach
+    elementwise: (
+        float  # share of the memory bandwidth that element-wise and normalising kernels reach
+    )
     stream: float  # share of the memory bandwidth that one long pass reaches, as in the optimizer
     link: float  # share of the bandwidth of the innermost links that collectives reach
     network: float  # share of the bandwidth of the links of outer tiers that collectives reach
@@ -163,7 +165,9 @@ class StackCard:
     # for pp per microbatch
     host_s: Mapping[str, float] = field(default_factory=dict)
     step_s: float = 0.0  # seconds per step not explained by other terms: data, logging, host
-    straggle: float = 0.0  # relative increase of the step time per doubling of the number of devices
+    straggle: float = (
+        0.0  # relative increase of the step time per doubling of the number of devices
+    )
     logit_bytes: float = 10.0  # bytes per logit at the peak of the loss
     kept: float = 1.0  # activations kept for backward, relative to the formula
     # memory of workspaces and of the allocator's reserve, without the device's context

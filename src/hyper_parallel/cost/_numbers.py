@@ -171,14 +171,18 @@ class ModelNumbers:
     head_norms: float  # number of norms of query and key heads in an average layer
     # Bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
     norm_bytes: float
-    head_norm_bytes: float  # bytes that norms of query and key heads save per element of their input
+    head_norm_bytes: (
+        float  # bytes that norms of query and key heads save per element of their input
+    )
     latent_width: float  # width of the MLA latents that an average layer normalizes
     # width of the storage of MLA's values minus the width of the keys of all heads; 0 without MLA
     latent_rest: float
     sinks: float  # share of the layers whose attention has sinks
     # width of the dense feed-forward part a token visits: dense MLPs and shared experts
     mlp_width: float
-    clamped_widths: float  # number of further tensors of expert width that an activation with clamps saves
+    clamped_widths: (
+        float  # number of further tensors of expert width that an activation with clamps saves
+    )
     wide_combine: bool  # whether outputs of routed experts are summed in float32
     # elements per token that the feed-forward part saves for backward: 3f with a gate, else 2f
     mlp_saved_width: float

@@ -462,7 +462,7 @@ class PricingCase:
 
     @cached_property
     def whole_experts(self) -> NDArray[np.bool_]:
-        """True if every tensor-parallel rank has all experts, which is assumed of HyperParallel's runtime with ep = 1."""
+        """True if every tensor-parallel rank has all experts, which HyperParallel assumes of itself if ep = 1."""
         return np.asarray((self.c.ep <= 1) & bool(self.machine.stack.phased))
 
     def experts(self, layers: Array | float = 1.0) -> Array:

@@ -22,7 +22,9 @@ _MANY_ITEMS = 3000  # more items are stacked instead of first fit
 _ROUNDS = 12  # rounds of first fit
 _HOT_FRACTION = 0.9  # fraction of the live peak; ranges live at times above it are placed first
 _PROMOTION = 0.65  # factor on the rank of an item that ends at an address above the live peak
-_HEAT_CLASSES = 10  # number of classes of stacked ranges, by the maximum of bytes live at the same time
+_HEAT_CLASSES = (
+    10  # number of classes of stacked ranges, by the maximum of bytes live at the same time
+)
 
 Item = tuple[Extent, ...]
 """Live ranges at one address: a single range, or the last and first range of a storage (see the module docstring)."""

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     import highspy
 
 
-_SCALE = 1e4  # factor on costs, because differences of unscaled costs are below the solver's tolerance
+_SCALE = (
+    1e4  # factor on costs, because differences of unscaled costs are below the solver's tolerance
+)
 _METHODS: tuple[dict[str, str | float], ...] = (
     {"solver": "simplex"}, {"solver": "ipm"}, {"solver": "simplex", "presolve": "off"},
 )  # fmt: skip

@@ -66,7 +66,9 @@ def take_media(
         if in_parts and (listed or not all(own)):
             what = f"{kind.argument} are given both in content parts and in a column, or not in every part"
         else:
-            what = f"the record has {num_items} {kind.argument} and {num_marks} placeholders for them"
+            what = (
+                f"the record has {num_items} {kind.argument} and {num_marks} placeholders for them"
+            )
         if num_marks != len(references[kind.name]) or (in_parts and (listed or not all(own))):
             raise BadMedia(
                 what,
