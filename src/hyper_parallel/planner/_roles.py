@@ -3,8 +3,8 @@
 A rank samples completions, learns from them, or does both (colocated). A split is a number of ranks that only sample
 and the tensor-parallel degree of a sampler replica. Sampling is priced as generation. Learning is priced as training
 plus the forward passes for the reference model and for importance sampling. With separate ranks, several steps of both
-roles are simulated to find the steady-state seconds per step. The search covers all splits, each with the layouts that
-`find_best` returns. Only code that plans `stage: grpo` imports this module.
+roles are simulated to find the steady-state seconds per step. The search covers all splits, each with the learner
+layouts that `find_best` returns. Only code that plans `stage: grpo` imports this module.
 """
 
 from __future__ import annotations
