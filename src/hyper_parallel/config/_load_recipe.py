@@ -239,7 +239,8 @@ def refuse_data_file(path: Path, command: str) -> None:
 def run_hint(path: str | Path) -> str | None:
     """Return a hint for a path that is not a run directory; None if nothing similar exists.
 
-    The hint names a similar path, or the run directory of the recipe at that path.
+    The hint names a similar path. For a recipe, it names the recipe's run directory, or the
+    command that trains the recipe if that directory does not exist.
     """
     path = Path(path)
     if not is_recipe_file(path):
