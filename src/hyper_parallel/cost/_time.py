@@ -41,8 +41,8 @@ from hyper_parallel.ir import AXES, CostTerm, MemoryTerm
 LOGIT_BYTES = 24.0
 """Bytes that the loss reads and writes per logit.
 
-A logit is written, cast to float32 (2 read, 4 written), read and written twice by the softmax and its gradient in
-place, and cast back.
+A logit of 2 bytes is written (2), cast to float32 (2 read, 4 written), and read and written by the softmax (8) and by
+its gradient (8), which is computed in place. The cast of the gradient is not counted.
 """
 
 
