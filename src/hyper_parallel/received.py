@@ -76,7 +76,7 @@ def read_bytes(path: Path, limits: Limits) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Raise an error for a pipe, socket, device or folder, on which some libraries would block.
+    """Raise an error unless the path is a regular file; some libraries would block on a pipe or device.
 
     Raises:
         OSError: The path is missing or not a regular file.

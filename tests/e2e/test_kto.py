@@ -147,7 +147,7 @@ def test_what_does_not_go_together_is_refused_by_name(place, tmp_path):
         (
             NoData,
             f"data.source={tmp_path / 'word.jsonl'}",
-            "has no label that says whether its answer",
+            "the label of a record is neither true nor false",
         ),
         (NoData, f"data.source={tmp_path / 'alone.jsonl'}", "there is only one record"),
         (Contradiction, f"data.source={tmp_path / 'pairs.jsonl'}", "answers with labels, but the"),

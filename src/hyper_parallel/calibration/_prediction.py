@@ -237,7 +237,9 @@ def predict_file(
             "no row of the runs can be predicted",
             where=str(source),
             got=rows[0]["assumptions"] if rows else "no rows",
-            hint="add the missing values to a row of the CSV",
+            hint="correct a row; the column `assumptions` of the output has the reason for each"
+            if rows
+            else "add a row to the CSV",
         )
     return len(rows) - failures, len(rows)
 

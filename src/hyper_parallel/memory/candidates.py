@@ -22,10 +22,10 @@ from hyper_parallel.memory.recompute import Recomputes
 
 @dataclass(frozen=True)
 class OffloadCandidate:
-    """Possible offload of a storage: during one gap inside the step, or at both ends of the step if persistent.
+    """Possible offload of a storage: during one gap, or at both ends of the step if the storage exists between steps.
 
     Attributes:
-        gaps: The gap; for both ends of the step, two gaps.
+        gaps: One gap; two for both ends of the step; one over the whole step if no operator uses the storage.
         num_bytes: Device bytes of the storage.
         idle_s: Duration of the gaps in seconds.
     """

@@ -1,4 +1,7 @@
-"""Checksums of the input models of a run: base weights, reference models and reward models."""
+"""Checksums of the inputs that a resumed run must find unchanged.
+
+Inputs are base weights, reference models, reward models and log-probabilities of a reference.
+"""
 
 from __future__ import annotations
 

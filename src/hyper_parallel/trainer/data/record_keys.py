@@ -240,9 +240,10 @@ class RecordRules:
             )
 
     def refuse_media(self, record: Record, texts: Iterable[str], where: str) -> None:
-        """Raise if a record has media of an unsupported kind in a column, or placeholders for them in its texts.
+        """Raise for a record with a column of media of an unsupported kind.
 
-        Otherwise a placeholder such as `<video>` would be trained on as plain text.
+        A column in `data.ignore_keys` is accepted if no text has a placeholder, such as `<video>`, which would otherwise
+        be trained on as plain text.
 
         Raises:
             NoData: HP602 naming the placeholder or the column.
@@ -260,8 +261,8 @@ class RecordRules:
                     got=abbreviated(text),
                     allowed=_SUPPORTED,
                 )
-        if media[0] not in self.ignored:
-            raise self._unsupported_media(media[0], where)
+        if (key := next((key for key in media if key not in self.ignored), None)) is not None:
+            raise self._unsupported_media(key, where)
 
     def _unsupported_media(self, key: str, where: str) -> NoData:
         return NoData(
@@ -298,11 +299,13 @@ def label_of(record: Record, where: str) -> bool:
         return _LABEL.validate_python(labels[0] if labels else None)
     except ValidationError as error:
         raise NoData(
-            "a record has no label that says whether its answer is desirable",
+            "the label of a record is neither true nor false"
+            if labels
+            else "a record has no label that says whether its answer is desirable",
             where=where,
             got=f"{labels[0]!r:.60}" if labels else sorted(record),
             allowed=f"true or false under {' or '.join(LABELS)}",
-            hint="data.columns.label=KEY",
+            hint=None if labels else "data.columns.label=KEY",
         ) from error
 
 

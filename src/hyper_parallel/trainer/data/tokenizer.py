@@ -153,7 +153,7 @@ def _too_large(
 def bind_tokenizer(source: Source, data: Data, tokenizer: Tokenizer) -> Source:
     """Return the source with the attributes `special` and `plain`, which depend on the tokenizer.
 
-    Also set the unknown token in the counts of the source.
+    Also set `source.counts.unknown_id`, with which unknown tokens are counted.
     """
     source.counts.unknown_id = unknown_token(tokenizer.hf)
     names = [

@@ -1,6 +1,6 @@
 """Checks and predicted step times of sub-models (`parallel.submodels`), before ranks start.
 
-The sub-models of a multimodal model are its language model and its towers: vision and audio encoders on separate ranks.
+The sub-models of a multimodal model are its language model and its towers: vision and audio encoders, on ranks of their own or shared ones.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     count = plan.workload.accumulation_steps or 1
     if joint and lanes.padded(count) != count:
         raise BatchMismatch(
-            "accumulation_steps is not a multiple of the ranks of a sharded encoder that shares ranks with stages",
+            f"a sharded encoder on ranks of pipeline stages encodes {lanes.width} microbatches at a time, which does not "
+            "divide accumulation_steps",
             where=loaded.where("training.accumulation_steps"),
             got=f"{count} microbatches",
             allowed=f"a multiple of {lanes.width}",

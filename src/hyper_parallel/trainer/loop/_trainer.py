@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Measurements of one step; equal on every rank, except `step_s`."""
+    """Measurements of one step; equal on every rank, except `step_s` and `overlap`, which are those of this rank."""
 
     loss: float  # mean over all valid tokens of the step
     grad_norm: float  # global gradient norm before clipping

@@ -1,4 +1,4 @@
-"""Towers of multimodal models on separate ranks, connected by features and their gradients.
+"""Towers of multimodal models on ranks of their own or of the language part, connected by features and gradients.
 
 A tower is an encoder of images, videos or audio with its projector.
 """

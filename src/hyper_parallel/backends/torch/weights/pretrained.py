@@ -267,7 +267,10 @@ def carried_weights(model: nn.Module) -> CarriedWeights | None:
 
 
 def carried_of(model: nn.Module, directory: Path) -> CarriedWeights | None:
-    """Return the stored tensors in `directory` that a model does not use; None if its files do not fit the model."""
+    """Return the unused tensors in `directory` that an export writes unchanged.
+
+    None, with a warning, if the files cannot be read or do not fit the model.
+    """
     try:
         inventory = take_inventory(model, WeightFiles(directory))
     except WeightsUnreadable as error:
