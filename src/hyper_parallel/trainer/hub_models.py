@@ -50,7 +50,9 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
     if path != model.path and model.trust_remote_code:
         name, _, revision = str(parse_name(model.path)).partition("@")
         local = name.rpartition("/")[2]
-        download = f"hf download {name} --local-dir {local}" + (f" --revision {revision}" if revision else "")
+        download = f"hf download {name} --local-dir {local}" + (
+            f" --revision {revision}" if revision else ""
+        )
         raise Contradiction(
             "model.path is a hub id with trust_remote_code=true, but Python code is not downloaded automatically",
             where=loaded.where("model.trust_remote_code"),
