@@ -1,6 +1,7 @@
 """Checks and predicted step times of sub-models (`parallel.submodels`), before ranks start.
 
-The sub-models of a multimodal model are its language model and its towers: vision and audio encoders, on ranks of their own or shared ones.
+The sub-models of a multimodal model are its language model and its towers: vision and audio encoders, on ranks of their
+own or on shared ones.
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     count = plan.workload.accumulation_steps or 1
     if joint and lanes.padded(count) != count:
         raise BatchMismatch(
-            f"a sharded encoder on ranks of pipeline stages encodes {lanes.width} microbatches at a time, which does not "
-            "divide accumulation_steps",
+            f"accumulation_steps is no multiple of {lanes.width}, the microbatches that a sharded encoder encodes at once",
             where=loaded.where("training.accumulation_steps"),
             got=f"{count} microbatches",
             allowed=f"a multiple of {lanes.width}",
