@@ -242,8 +242,8 @@ class RecordRules:
     def refuse_media(self, record: Record, texts: Iterable[str], where: str) -> None:
         """Raise for a record with a column of media of an unsupported kind.
 
-        A column in `data.ignore_keys` is accepted if no text has a placeholder, such as `<video>`. Placeholders would be
-        trained on as plain text.
+        A column in `data.ignore_keys` is accepted if no text has a placeholder, such as `<video>`, because placeholders
+        would be trained on as plain text.
 
         Raises:
             NoData: HP602 naming the placeholder or the column.

@@ -55,7 +55,7 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     count = plan.workload.accumulation_steps or 1
     if joint and lanes.padded(count) != count:
         raise BatchMismatch(
-            f"accumulation_steps is no multiple of {lanes.width}, the microbatches that a sharded encoder encodes at once",
+            f"accumulation_steps is no multiple of {lanes.width}, the microbatches per round of a sharded encoder",
             where=loaded.where("training.accumulation_steps"),
             got=f"{count} microbatches",
             allowed=f"a multiple of {lanes.width}",
