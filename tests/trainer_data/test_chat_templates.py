@@ -52,7 +52,7 @@ def byte_level(prefix=False):
 
 
 def sentencepiece(strip=False):
-    """As the tokenizers of Llama 2: a space before every text, bytes for unknown characters."""
+    """Tokenizer like that of Llama 2: a space before every text, bytes for unknown characters."""
     backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     space = normalizers.Replace(" ", "\u2581")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), space])
@@ -67,7 +67,7 @@ def sentencepiece(strip=False):
 
 
 def unigram():
-    """As the tokenizers of T5: a space before every word, one for any white space."""
+    """Tokenizer like that of T5: a space before every word, one for any white space."""
     backend = Tokenizer(models.Unigram())
     backend.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")

@@ -184,7 +184,7 @@ def test_packing_is_refused_where_documents_see_each_other_and_nowhere_else(plac
 
 
 def test_flash_attention_takes_packed_documents_in_rows_of_their_own(place):
-    """It reads positions in batches of one row only; no CPU has it, so the check is asked with a plan of this CPU."""
+    """Flash attention masks documents in batches of one row only. It needs a GPU, so only the check runs here."""
     path = place / "model.json"
     path.write_text(json.dumps(CONFIGS["llama"]))
     words = (f"model.path={path}", "model.attn_implementation=flash_attention_2", "training.microbatch=2",
