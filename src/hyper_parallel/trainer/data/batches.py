@@ -22,9 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
-from hyper_parallel.trainer.data.balance import Balance as Balance
-from hyper_parallel.trainer.data.balance import Grid as Grid
-from hyper_parallel.trainer.data.balance import arrange
+from hyper_parallel.trainer.data.balance import Balance, Grid, arrange
 from hyper_parallel.trainer.data.media_arrays import media_arrays
 from hyper_parallel.trainer.data.sequences import Int64, JoinedSequences, PackedSequences
 

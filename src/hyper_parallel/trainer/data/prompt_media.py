@@ -10,7 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import BadValue, HyperParallelError
-from hyper_parallel.trainer.data.answer_spans import render_text
+from hyper_parallel.trainer.data.answer_spans import render
 from hyper_parallel.trainer.data.media_arrays import features_of, per_token_names
 from hyper_parallel.trainer.data.media_kinds import KINDS
 from hyper_parallel.trainer.data.media_records import take_media
@@ -74,7 +74,7 @@ def _encoded(
     rules = RecordRules(media_root=Path("/"), media_kinds=tuple(KINDS[name] for name in kinds))
     messages, media = take_media(read_turns(_absolute(turns), rules, _WHERE), {}, rules, _WHERE)
     conversation = conversation_of(messages, None, (), {}, media)
-    text = render_text(tokenizer, conversation, prompt=True, where=_WHERE)
+    text = render(tokenizer, conversation, prompt=True, where=_WHERE)
     items = decoded_media(tokenizer, conversation, _WHERE)
     processor = processor_of(tokenizer)
     ids, arrays = features_of(processor, text, items, _WHERE)
