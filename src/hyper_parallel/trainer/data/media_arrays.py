@@ -10,7 +10,7 @@ give image tokens the positions of text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -56,16 +56,15 @@ class RowMedia:
         """
         items = []
         for stored in self.row["media"]:
-            kind, content, name = stored["kind"], self._content(stored), stored.get("name", "")
+            item = MediaFile(stored["kind"], stored.get("name", ""), self.root)
+            content = content_of(item, self.where) if item.name else self._from_blob(stored)
             if checksum(content) != stored["sha256"]:
-                problem = f"{KINDS[kind].one} was changed after the data was prepared"
-                raise _changed(problem, self.where, name)
-            items.append((kind, decoded(kind, content, name, self.where, rate)))
+                problem = f"{KINDS[item.kind].one} was changed after the data was prepared"
+                raise _changed(problem, self.where, item.name)
+            items.append((item.kind, decoded(replace(item, content=content), self.where, rate)))
         return items
 
-    def _content(self, stored: Mapping[str, Any]) -> bytes:
-        if "name" in stored:
-            return content_of(MediaFile(stored["kind"], stored["name"], self.root), self.where)
+    def _from_blob(self, stored: Mapping[str, Any]) -> bytes:
         with (self.prepared / MEDIA_BLOB).open("rb") as file:
             file.seek(stored["start"])
             return file.read(stored["size"])
@@ -110,15 +109,6 @@ def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArra
         extra[name] = np.zeros(input_ids.shape, own.dtype)
         extra[name][filled, :width] = own[:, :width]
     return mask | extra
-
-
-def features_of(
-    processor: Any, text: str, items: Sequence[tuple[str, Any]], where: str
-) -> tuple[list[int], dict[str, NDArray[Any]]]:
-    """Return the token ids of a text with media `items`, and its media inputs by argument of the model's forward."""
-    arrays = process(processor, [text], [items], where)
-    extra = {name: array for name, array in arrays.items() if name not in TEXT_ARRAYS}
-    return arrays["input_ids"][0].tolist(), extra
 
 
 @lru_cache(maxsize=2)

@@ -37,7 +37,7 @@ class MediaKind:
 
     @property
     def mark(self) -> str:
-        """Mark in the turns of a `Conversation`; it cannot occur in the text of a record."""
+        """Mark in the turns of a `Conversation`, with NUL characters, which texts normally do not contain."""
         return f"\0{self.name}\0"
 
     @property

@@ -163,24 +163,16 @@ def content_of(item: MediaFile, where: str) -> bytes:
         raise BadMedia(problem, where=where, got=got, hint=_SKIP) from error
 
 
-def check_media(items: Sequence[MediaFile], where: str) -> None:
-    """Raise BadMedia (HP602) if an image or recording cannot be read or decoded."""
-    for item in items:
-        decoded(item.kind, content_of(item, where), item.name, where)
-
-
 def checksum(content: bytes) -> str:
     """Return the SHA-256 of encoded bytes in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
-def decoded(kind: str, content: bytes, name: str, where: str, rate: int = 0) -> Any:
+def decoded(item: MediaFile, where: str, rate: int = 0) -> Any:
     """Decode an image or recording to an input of processors.
 
     Args:
-        kind: `image` or `audio`.
-        content: Encoded bytes.
-        name: Name of the file, for error messages.
+        item: Encoded image or recording.
         where: Location of the record, for error messages.
         rate: Sampling rate of the result for audio, in Hz; 0: as in the file.
 
@@ -190,23 +182,23 @@ def decoded(kind: str, content: bytes, name: str, where: str, rate: int = 0) -> 
 
     Raises:
         MissingDependency: HP501 when the package that decodes this kind is not installed.
-        BadMedia: HP602 for an unknown format, or too many pixels or samples.
+        BadMedia: HP602 for an unreadable file, an unknown format, or too many bytes, pixels or samples.
     """
+    content, kind = content_of(item, where), KINDS[item.kind]
     try:
-        return _image(content) if kind == IMAGE.name else _samples(content, rate)
+        return _image(content) if kind is IMAGE else _samples(content, rate)
     except ImportError as error:
-        name = KINDS[kind].argument
         raise MissingDependency(
-            f"decoding {name} needs the package `{KINDS[kind].package}`",
+            f"decoding {kind.argument} needs the package `{kind.package}`",
             where=where,
-            hint=f"pip install 'hyper-parallel[{name}]'",
+            hint=f"pip install 'hyper-parallel[{kind.argument}]'",
         ) from error
     except Exception as error:  # damaged files raise many exception classes
         raise BadMedia(
-            f"{KINDS[kind].one} cannot be decoded",
+            f"{kind.one} cannot be decoded",
             where=where,
-            got=f"{name or 'bytes of the record'}: {str(error)[:160]}",
-            allowed=", ".join(_FORMATS) if kind == IMAGE.name else "WAV, FLAC, OGG, MP3",
+            got=f"{item.name or 'bytes of the record'}: {str(error)[:160]}",
+            allowed=", ".join(_FORMATS) if kind is IMAGE else "WAV, FLAC, OGG, MP3",
             hint=_SKIP,
         ) from error
 

@@ -65,10 +65,7 @@ def decoded_media(tokenizer: Any, conversation: Conversation, where: str) -> lis
                 hint="data.chat_template=FILE",
             )
     rate = rate_of(processor_of(tokenizer))
-    return [
-        (item.kind, decoded(item.kind, content_of(item, where), item.name, where, rate))
-        for item in conversation.media
-    ]
+    return [(item.kind, decoded(item, where, rate)) for item in conversation.media]
 
 
 def processor_of(tokenizer: Any) -> Any:
