@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 
-MAX_COMPARISONS: Final = 1 << 20
+_MAX_COMPARISONS: Final = 1 << 20
 """Maximum number of pairs of items that a call of `spread` compares; takes milliseconds, and suffices for 64 ranks."""
 
 
@@ -220,7 +220,7 @@ def _exchange(costs: Int64, members: list[list[int]]) -> list[Int64]:
     bin_of = np.empty(len(costs), np.int64)
     for k, items in enumerate(bins):
         bin_of[items] = k
-    budget = MAX_COMPARISONS
+    budget = _MAX_COMPARISONS
     while len(bins) > 1:
         top = int(loads.argmax())
         budget -= len(bins[top]) * len(costs)

@@ -193,7 +193,7 @@ class Batches:
         self._picked = every * count // self.num_sequences
         self._origin = 0
         self._shuffled: tuple[int, Int64] = (-1, np.zeros(0, np.int64))
-        self._arranged: tuple[tuple[int, int, Grid] | None, Int64] = (None, self._picked)
+        self._arranged: tuple[tuple[int, Grid] | None, Int64] = (None, self._picked)
         weights = order.weights
         self._shares = np.asarray(weights, np.float64) / sum(weights) if weights else None
         # For each block of a mixture: number of sequences that earlier blocks have read from each source.
@@ -213,14 +213,13 @@ class Batches:
             return np.concatenate([part, np.full(size - len(part), -1, np.int64)])
         seen = self.sequences_seen(step)
         position, end = seen // self.rows.unit, (seen + size) // self.rows.unit
+        length, read = self.num_sequences, self._epoch
+        if self._shares is not None:
+            length, read = _BLOCK, self._mixture_block
         parts = []
-        while position < end and self._shares is not None:
-            block, within = divmod(position, _BLOCK)
-            parts.append(self._mixture_block(block)[within : within + end - position])
-            position += len(parts[-1])
         while position < end:
-            epoch, within = divmod(position, self.num_sequences)
-            parts.append(self._epoch(epoch)[within : within + end - position])
+            block, within = divmod(position, length)
+            parts.append(read(block)[within : within + end - position])
             position += len(parts[-1])
         return self.rows.expand(np.concatenate(parts))
 
@@ -295,10 +294,9 @@ class Batches:
         return [self._batch(i) for i in local]
 
     def _arrange(self, step: int, grid: Grid) -> Int64:
-        key = (step, self.sequences_per_step, grid)
-        if self._arranged[0] != key:
+        if self._arranged[0] != (step, grid):
             indices = self.step_batch(step)
-            self._arranged = key, indices[arrange(self._costs(indices), grid)]
+            self._arranged = (step, grid), indices[arrange(self._costs(indices), grid)]
         return self._arranged[1]
 
     def balance(self, step: int, grid: Grid) -> Balance:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from hyper_parallel.config import PAIRED_STAGES, Data
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data._cache import byte_bar
+from hyper_parallel.trainer.data.batches import Order
 from hyper_parallel.trainer.data.chat import (
     complete_text,
     encode_conversation,
@@ -223,14 +224,14 @@ def encode(
             if document.templated:
                 yield encode_one(hf, conversation, document.where, document.num_context)
             else:
-                words, count = _contents(document), document.num_context
+                words, count = document.contents, document.num_context
                 prompt, answer = "".join(words[:count]), "".join(words[count:])
                 yield encode_pair(hf, prompt, answer, document.where)
         return
     texts = [
         complete_text(hf, d.conversation, d.where)
         if d.conversation and d.templated
-        else d.text or "".join(_contents(d))
+        else d.text or "".join(d.contents)
         for d in batch
     ]
     if hf.is_fast:
@@ -245,11 +246,6 @@ def encode(
             encoded = hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
     for ids in encoded:
         yield [*ids, hf.eos_token_id], ()
-
-
-def _contents(document: Document) -> list[str]:
-    one = document.conversation
-    return [turn["content"] for turn in one.messages] if one else []
 
 
 def split_documents(
@@ -269,8 +265,7 @@ def split_documents(
     wanted = round(share * count)
     if wanted == 0 and flat.learn is None:
         return _hold_out_tail(spans, max(seq_len + 1, int(share * len(flat.tokens))))
-    # numpy guarantees that the raw bits of PCG64 never change, but not the results of `permutation`.
-    order = np.argsort(np.random.PCG64([seed, 1]).random_raw(count), kind="stable")
+    order = Order(seed).permutation(count, 1)
     chosen: set[int] = set()
     tokens = 0
     for document in order[:-1].tolist():
