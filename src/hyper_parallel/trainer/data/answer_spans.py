@@ -39,8 +39,6 @@ from hyper_parallel.trainer.data.template_properties import (
     without_open_tag,
 )
 
-_RESERVED: Final = ("messages", "tools", "add_generation_prompt")
-"""Template variables that are set from a record's turns and tools."""
 _MAX_CACHED_TEXTS: Final = 256
 """Maximum number of cached texts with placeholders; conversations with equal roles usually share a text."""
 _MAX_CACHED_CHARACTERS: Final = 2048
@@ -140,26 +138,21 @@ class _Renderer:
         return BadValue(problem, where=where, **details)
 
     def _check_values(self) -> None:
-        """Raise if the record sets a template variable that the template does not read or that is reserved."""
+        """Raise if the record sets a template variable that the template does not read."""
+        readable = self.template.variables - {"messages", "tools", "add_generation_prompt"}
         for name in self._conversation.template_values:
-            if name in _RESERVED:
-                raise self.error(
-                    f"a record cannot set the variable `{name}` of the chat template",
-                    allowed="variables other than " + ", ".join(_RESERVED),
-                    hint=None,
-                )
-            if name not in self.template.variables:
+            if name not in readable:
                 raise self.error(
                     f"the chat template does not read the variable `{name}` of the record",
                     got=name,
-                    allowed=", ".join(sorted(self.template.variables - {*_RESERVED})),
+                    allowed=", ".join(sorted(readable)) or "no variables",
                 )
 
     def _check_tools(self, text: str) -> None:
         """Raise if `text` does not contain every tool of the conversation."""
         if not self._conversation.tools:
             return
-        names = [tool.get("function", tool).get("name", "") for tool in self._conversation.tools]
+        names = [tool["function"]["name"] for tool in self._conversation.tools]
         without = self._render(self._turns, tools=False)[0]
         missing = [name for name in names if text.count(name) <= without.count(name)]
         if missing or text == without:
@@ -254,13 +247,8 @@ class _Search:
                 got=collision.group(),
                 hint=None,
             )
-        tags = self._template.tags
-        shapes = [
-            Placeholders(None),
-            Placeholders(tags),
-            Placeholders(tags, False),
-            Placeholders(tags, False, False),
-        ]
+        tags, options = self._template.tags, ((True, True), (False, True), (False, False))
+        shapes = [Placeholders(None), *(Placeholders(tags, *option) for option in options)]
         first: BadValue | None = None
         for shape in shapes:
             try:

@@ -68,8 +68,8 @@ def encode_conversation(
             "conversations need a fast tokenizer, which reports character offsets",
             where="data.tokenizer",
             got=type(tokenizer).__name__,
-            allowed="a tokenizer with a tokenizer.json",
-            hint="set `data.tokenizer` to a directory with a tokenizer.json",
+            allowed="a directory with a tokenizer.json",
+            hint="data.tokenizer=DIRECTORY",
         )
     trained = conversation.answer_turns(num_context)
     text, spans = locate_answers(tokenizer, conversation, trained, where)

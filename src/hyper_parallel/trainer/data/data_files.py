@@ -101,7 +101,7 @@ def refuse_unread(path: Path) -> None:
         "a data file has a format that is not supported",
         where=str(path),
         got=suffix,
-        allowed=f"{', '.join(KINDS)}, text; each also with {' or '.join(_COMPRESSED)}",
+        allowed=f"{', '.join(KINDS)}, text; all but .parquet also with {' or '.join(_COMPRESSED)}",
         hint=hint,
     )
 
@@ -165,12 +165,12 @@ def json_record(path: Path) -> dict[str, Any] | None:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a name has a suffix of a data file."""
+    """Return whether a name has a known file suffix, of a supported format or not."""
     return Path(name).suffix.lower() in _SUFFIXES
 
 
 def describes(path: Path) -> bool:
-    """Return whether a file is documentation or metadata of its folder, such as README.md or LICENSE."""
+    """Return whether a file, by its name, describes the data in its folder, such as README.md or LICENSE."""
     return path.name.partition(".")[0].lower() in _DESCRIPTIONS
 
 
@@ -196,12 +196,16 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
             )
             with io.BufferedReader(opened) as file:
                 yield file
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise _damaged(path, error) from error
     except Exception as error:
-        if type(error).__module__.partition(".")[0] != "zstandard":
+        is_of_zstd = type(error).__module__.partition(".")[0] == "zstandard"
+        if not is_of_zstd and not isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
             raise
-        raise _damaged(path, error) from error
+        raise NoData(
+            "a compressed data file is damaged",
+            where=str(path),
+            got=str(error)[:120],
+            hint="fetch or compress the file again",
+        ) from error
 
 
 @contextmanager
@@ -227,15 +231,6 @@ def _zstd(packed: IO[bytes], path: Path) -> Any:
     return decompressor.stream_reader(packed, read_across_frames=True)
 
 
-def _damaged(path: Path, error: Exception) -> NoData:
-    return NoData(
-        "a compressed data file is damaged",
-        where=str(path),
-        got=str(error)[:120],
-        hint="fetch or compress the file again",
-    )
-
-
 def line_command(path: Path, number: int) -> str:
     """Return a shell command that prints line `number` of a file, which may be compressed."""
     return pipe_command(path, f"sed -n {number}p")
@@ -249,7 +244,10 @@ def pipe_command(path: Path, command: str) -> str:
 
 
 def several_paths(text: str) -> list[str]:
-    """Return the existing files in a comma-separated list or a pattern (`part-*.jsonl`); [] for any other text."""
+    """Return the paths in a comma-separated list or those that match a pattern (`part-*.jsonl`).
+
+    The result is [] if a path does not exist or needs quotes, or if there are more than `_MOST_LISTED` paths.
+    """
     parts = [part.strip() for part in text.split(",")]
     pattern = Path(text)
     if len(parts) == 1 and "*" in pattern.name:
