@@ -24,7 +24,12 @@ from numpy.typing import NDArray
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
 from hyper_parallel.trainer.data.balance import Balance, Grid, arrange
 from hyper_parallel.trainer.data.media_arrays import media_arrays
-from hyper_parallel.trainer.data.sequences import Int64, JoinedSequences, PackedSequences
+from hyper_parallel.trainer.data.sequences import (
+    Int64,
+    JoinedSequences,
+    PackedSequences,
+    permutation,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +111,6 @@ class Order:
     shuffle: bool = True
     weights: Sequence[float] = ()
     costs: tuple[int, int] | None = None
-
-    def permutation(self, count: int, *key: int) -> Int64:
-        """Return a permutation of `count` indices that depends only on the seed and `key`."""
-        # numpy guarantees that the raw bits of PCG64 never change, but not the results of `permutation`.
-        bits = np.random.PCG64([self.seed, *key]).random_raw(count)
-        return np.argsort(bits, kind="stable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,14 +239,14 @@ class Batches:
                 )
             self._before.append(self._before[-1] + counts)
         first, last = self._before[block], self._before[block + 1]
-        mixed = self.order.permutation(_BLOCK, 2, block)
+        mixed = permutation(_BLOCK, self.order.seed, 2, block)
         sources = np.repeat(np.arange(len(first)), last - first)[mixed]
         chosen = np.empty(_BLOCK, np.int64)
         for source, part in enumerate(self.sequences.parts):
             count = len(part) // self.rows.group_size
             epochs, local = np.divmod(np.arange(first[source], last[source]), count)
             for epoch in np.unique(epochs) if self.order.shuffle else ():
-                order = self.order.permutation(count, 0, int(epoch), source)
+                order = permutation(count, self.order.seed, 0, int(epoch), source)
                 local[epochs == epoch] = order[local[epochs == epoch]]
             chosen[sources == source] = (
                 self.sequences.starts[source] // self.rows.group_size + local
@@ -258,8 +257,8 @@ class Batches:
         if not self.order.shuffle:
             return self._picked
         if self._shuffled[0] != epoch:
-            permutation = self.order.permutation(self.num_sequences, 0, epoch)
-            self._shuffled = (epoch, self._picked[permutation])
+            order = permutation(self.num_sequences, self.order.seed, 0, epoch)
+            self._shuffled = (epoch, self._picked[order])
         return self._shuffled[1]
 
     def num_valid(self, step: int) -> int:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from hyper_parallel.config import PAIRED_STAGES, Data
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data._cache import byte_bar
-from hyper_parallel.trainer.data.batches import Order
 from hyper_parallel.trainer.data.chat import (
     complete_text,
     encode_conversation,
@@ -37,7 +36,12 @@ from hyper_parallel.trainer.data.counts import (
     missing_target,
 )
 from hyper_parallel.trainer.data.document import MEDIA_BLOB, Conversation, Document
-from hyper_parallel.trainer.data.sequences import IGNORE_INDEX, DocumentFacts, PackedSequences
+from hyper_parallel.trainer.data.sequences import (
+    IGNORE_INDEX,
+    DocumentFacts,
+    PackedSequences,
+    permutation,
+)
 from hyper_parallel.trainer.data.sources import Source, with_mismatched
 from hyper_parallel.trainer.data.tokenizer import Tokenizer
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
@@ -265,7 +269,7 @@ def split_documents(
     wanted = round(share * count)
     if wanted == 0 and flat.learn is None:
         return _hold_out_tail(spans, max(seq_len + 1, int(share * len(flat.tokens))))
-    order = Order(seed).permutation(count, 1)
+    order = permutation(count, seed, 1)
     chosen: set[int] = set()
     tokens = 0
     for document in order[:-1].tolist():
