@@ -34,9 +34,7 @@ from hyper_parallel.trainer.data.sequences import (
 logger = logging.getLogger(__name__)
 
 _BLOCK = 1024
-"""Sequences per block of a mixture. Every block has the desired number of sequences of each source, rounded.
-
-The rounding changes the share of a source by at most 1 / 2048."""
+"""Sequences per block of a mixture. Rounding changes the share of a source by less than 1 / 1024."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +223,8 @@ class Batches:
     def _mixture_block(self, block: int) -> Int64:
         """Return [_BLOCK] indices of groups of sequences: block number `block` of a mixture of sources.
 
-        After each block, the number of sequences read from a source is its weight times the number of all sequences
-        read so far, rounded. Within a block, the order is random.
+        After each block, the number of sequences read from a source is its share of all sequences read so far, rounded
+        up or down. Within a block, the order is random.
         """
         assert self._shares is not None
         assert isinstance(self.sequences, JoinedSequences)
@@ -317,7 +315,7 @@ class Batches:
         return Batch(inputs, labels, *sizes, media)
 
     def sequences_seen(self, step: int) -> int:
-        """Return the number of rows read before a step, including rows that resumed runs have read.
+        """Return the number of rows read before a step, including those of the runs that this run resumes.
 
         Rows that several steps share (`StepRows.iterations`) count once.
         """
