@@ -77,6 +77,8 @@ _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pyca
 _OPTIONAL_COLUMNS: Final = (
     "system", "history", "tools", "input", "label", "margin", "answer", "images", "audio",
 )  # fmt: skip
+_MOST_FOLDERS: Final = 32
+"""Maximum number of folders in the working directory that are searched for a missing source."""
 _RECORDS: Final = ("csv", "jsonl", "parquet")
 _FORMATS: Final = {
     "text": {"text", *KINDS.values()},
@@ -495,7 +497,7 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
     below = sorted(p for p in Path().iterdir() if p.is_dir() and not p.name.startswith("."))
     near = None
     if not several:
-        near = nearest_path(data.source, [*below, *folders], fits)
+        near = nearest_path(data.source, [*below[:_MOST_FOLDERS], *folders], fits)
         near = near or nearest_path(data.source, fits=Path.exists)
     hint = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
     if several and key:
