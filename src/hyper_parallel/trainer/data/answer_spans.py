@@ -22,6 +22,7 @@ from typing import Any, Final, NoReturn
 
 from hyper_parallel.errors import BadValue, abbreviated
 from hyper_parallel.trainer.data.document import Conversation, Message
+from hyper_parallel.trainer.data.media_kinds import MEDIA_MARK
 from hyper_parallel.trainer.data.placeholders import (
     PLACEHOLDER,
     Placeholders,
@@ -51,6 +52,7 @@ class _Renderer:
 
     def __init__(self, tokenizer: Any, conversation: Conversation, where: str) -> None:
         self._conversation, self._where = conversation, where or "chat template"
+        self.has_media = bool(conversation.media)
         try:
             self.template = properties_of(tokenizer, tools=bool(conversation.tools))
             self._turns = self._forms(conversation.messages)
@@ -241,10 +243,13 @@ class _Search:
     def _find_words(self) -> tuple[Placeholders, list[WordsPlace]]:
         """Return placeholders from which the text can be reproduced, and the positions of all words in the text."""
         collision = PLACEHOLDER.search(self._text)
+        if not self._renderer.has_media:
+            contents = "".join(message.get("content") or "" for message in self._messages)
+            collision = collision or MEDIA_MARK.search(contents)
         if collision:
             raise self._renderer.error(
                 "a conversation contains a text that is reserved as a placeholder",
-                got=collision.group(),
+                got=ascii(collision.group()),
                 hint=None,
             )
         tags, options = self._template.tags, ((True, True), (False, True), (False, False))

@@ -37,7 +37,7 @@ class MediaKind:
 
     @property
     def mark(self) -> str:
-        """Mark in the turns of a `Conversation`, with NUL characters, which texts normally do not contain."""
+        """Mark in the turns of a `Conversation`; a conversation without media whose text contains it is refused."""
         return f"\0{self.name}\0"
 
     @property
