@@ -70,11 +70,8 @@ def layer_compute(s: PricingCase) -> Compute:
     attention, attention_backward = _attention(s)
 
     dense, expert = n.saved_elements, n.expert_saved_width
-    uncut = n.whole_bytes(s.uncut, 1.0, 0.0)
-    whole = 0.0 if stack.sequence_parallel or s.uncut.stream else 5.0 * n.hidden
+    moved = sum(moved_elements(s))
     routed = s.over_tp(s.uncut.stream)
-    moved = (dense - whole - uncut) / c.tp + whole + uncut * s.over_tp(1.0)
-    moved = moved + expert * stack.moe * stack.imbalance * routed
     passes = stack.passes * moved + stack.bias_passes * n.bias_width / c.tp
     passing = tokens * passes * machine.width / machine.passing_bytes_s
     elementwise, elementwise_backward = 0.4 * passing, 0.6 * passing
@@ -104,6 +101,29 @@ def layer_compute(s: PricingCase) -> Compute:
         matmul, attention, attention_backward, elementwise, elementwise_backward, quantize, quantize_backward,
         recompute, launch, (dense + expert) * machine.width * tokens / c.tp,
     )  # fmt: skip
+
+
+def moved_elements(s: PricingCase) -> tuple[Array, Array, Array, Array]:
+    """Return the elements per token that element-wise work of an average layer moves on one rank.
+
+    Returns:
+        Elements of the attention block, of the feed-forward part without routed experts, of routed experts, and of rows
+        that are copied to send buffers of experts and from their results.
+    """
+    n, c, stack = s.n, s.c, s.machine.stack
+    dense, uncut = n.saved_elements, n.whole_bytes(s.uncut, 1.0, 0.0)
+    whole = 0.0 if stack.sequence_parallel or s.uncut.stream else 5.0 * n.hidden
+    blocks = (dense - whole - uncut) / c.tp + whole + uncut * s.over_tp(1.0)
+    attention = (2.0 * n.hidden + n.attention_width) / dense
+    experts = n.expert_saved_width * stack.moe * stack.imbalance * s.over_tp(s.uncut.stream)
+    # Experts keep the copied rows, 2 h per choice of a token, and their own activations.
+    copied = min(1.0, 2.0 * n.hidden * n.experts_per_token / max(n.expert_saved_width, 1e-9))
+    return (
+        attention * blocks,
+        (1.0 - attention) * blocks,
+        (1.0 - copied) * experts,
+        copied * experts,
+    )
 
 
 def forward_launch(s: PricingCase, seconds: Array) -> Array:
