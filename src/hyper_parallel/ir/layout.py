@@ -433,6 +433,7 @@ class Purpose(StrEnum):
     EXPERT_ROWS = "expert dispatch and combine"
     EXPERT_LOAD = "expert load"
     BALANCE_LOSS = "balance loss"
+    HALF_BATCHES = "agreement on half-batches"
 
     # Pipeline stages
     PIPELINE_ACTIVATIONS = "pipeline activations"
@@ -454,21 +455,18 @@ class Purpose(StrEnum):
     @property
     def parallelism(self) -> str:
         """Kind of parallelism that needs the collective: dp, tp, cp, ep, pp, submodels or step (once per step)."""
-        name = self.name
-        if name in ("EXPERT_ROW_COUNTS", "EXPERT_ROWS", "EXPERT_LOAD", "BALANCE_LOSS"):
-            return "ep"
-        if name in ("GRADIENT_NORM", "STEP_LOG"):
-            return "step"
-        return next((kind for start, kind in _PARALLELISMS if name.startswith(start)), "tp")
+        return next((kind for start, kind in _PARALLELISMS if self.name.startswith(start)), "tp")
 
 
 _PARALLELISMS = (
+    *((start, "ep") for start in ("EXPERT_ROW", "EXPERT_LOAD", "BALANCE_", "HALF_")),
+    *((start, "step") for start in ("GRADIENT_NORM", "STEP_")),
     *((start, "dp") for start in ("FSDP_", "EXPERT_", "REPLICA_", "UNIT_")),
     *((start, "cp") for start in ("KEYS_", "KEY_VALUE_GRADIENTS", "HEADS_FOR", "TOKENS_FOR")),
     ("SUBMODELS_", "submodels"),
     *((start, "pp") for start in ("PIPELINE_", "SHARED_")),
 )
-"""(prefix of a purpose's name, kind of parallelism); names without such a prefix belong to tensor parallelism."""
+"""(prefix of a purpose's name, kind of parallelism); the first match counts. All other names belong to tp."""
 _PAIRS = (
     (Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER),
     (Purpose.HEAD_GATHER, Purpose.HEAD_SCATTER),
