@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import yaml
 from pydantic import Field
 
+from hyper_parallel.config import Overlap as OverlapSection
 from hyper_parallel.config import Parallel, Recipe, parse_yaml, validated
 from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch, UnsupportedSharding
 from hyper_parallel.ir import Overlap, Plan, Rule, Strategy, Workload
@@ -268,7 +269,7 @@ def _strategy(recipe: Recipe) -> Strategy:
         recompute=t.recompute,
         recompute_layers=t.recompute_layers,
         offload=recipe.offload.on,
-        overlap=_overlap(recipe),
+        overlap=_overlap(recipe.overlap),
     )
 
 
@@ -277,8 +278,7 @@ def _searches_overlap(recipe: Recipe) -> bool:
     return recipe.overlap.auto and recipe.moe.capacity_factor is None
 
 
-def _overlap(recipe: Recipe) -> Overlap:
-    section = recipe.overlap
+def _overlap(section: OverlapSection) -> Overlap:
     return Overlap(
         half_batch="half-batch" in (section.tp, section.ep),
         ep_chunks=section.chunks if section.ep == "chunks" else 1,
@@ -309,12 +309,20 @@ class StrategyWords(Parallel):
     """Recomputed layers per rank. None: all."""
 
 
-def parse_strategy(text: str) -> Strategy:
+class StepWords(StrategyWords):
+    """Keys of the strategy of a training step written as text, with those of a recipe's `overlap` section."""
+
+    overlap: OverlapSection = OverlapSection()
+    """Communication within a layer that overlaps with computation."""
+
+
+def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
     """Return the strategy written as a list of `key=value` words.
 
     Args:
         text: Recipe keys with YAML values, separated by spaces; the prefix `parallel.` is optional. Examples:
             `dp_shard=4 tp=2`, `pp=2 schedule=zb-h1 recompute=full`, `tp=2 rules.layers.*.up=colwise`.
+        of_step: Whether the strategy is that of a training step, which may have keys such as `overlap.tp`.
 
     Raises:
         UnknownKey: HP101 for an unknown key.
@@ -333,17 +341,31 @@ def parse_strategy(text: str) -> Strategy:
             )
         for prefix in _PREFIXES:
             key = key.removeprefix(prefix)
-        rule = key.removeprefix("rules.")
-        if rule == key:
-            values[key] = _value(key, value)
+        section, dot, rest = key.partition(".")
+        if dot and section == "rules":
+            values.setdefault(section, {})[rest] = value
+        elif dot and section == "overlap" and of_step:
+            inner = values.setdefault(section, {})
+            values[section] = {
+                **(inner if isinstance(inner, dict) else {}),
+                rest: _value(key, value),
+            }
         else:
-            values.setdefault("rules", {})[rule] = value
+            values[key] = _value(key, value)
     words = validated(
-        StrategyWords,
+        StepWords if of_step else StrategyWords,
         values,
         lambda key: f"{_WHERE}: {key}" if key else _WHERE,
         lambda key, value, _: f"{key}={value}",
     )
+    overlap = words.overlap if isinstance(words, StepWords) else OverlapSection()
+    if overlap.auto:
+        raise BadValue(
+            "`overlap=auto` needs a search, but no search runs for a given strategy",
+            where=_WHERE,
+            got=text,
+            hint="overlap.tp=chunks",
+        )
     if words.auto or words.world_size is not None:
         raise BadValue(
             "a strategy needs explicit degrees, because no search runs",
@@ -352,7 +374,12 @@ def parse_strategy(text: str) -> Strategy:
             allowed="degrees, whose product is the number of ranks",
             hint="dp_shard=4 tp=2",
         )
-    return strategy_of(words, recompute=words.recompute, recompute_layers=words.recompute_layers)
+    return strategy_of(
+        words,
+        recompute=words.recompute,
+        recompute_layers=words.recompute_layers,
+        overlap=_overlap(overlap),
+    )
 
 
 def _value(key: str, text: str) -> Any:
