@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, Final, Literal
@@ -328,30 +328,7 @@ def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
         UnknownKey: HP101 for an unknown key.
         BadValue: HP102 for a word that is no `key=value`, a value that is not allowed, `auto`, or `world_size`.
     """
-    values: dict[str, Any] = {}
-    for word in shlex.split(text):
-        key, equals, value = word.partition("=")
-        if not (key and equals):
-            raise BadValue(
-                f"`{word}` is not a setting of a strategy",
-                where=_WHERE,
-                got=text,
-                allowed="key=value",
-                hint="dp_shard=4 tp=2",
-            )
-        for prefix in _PREFIXES:
-            key = key.removeprefix(prefix)
-        section, dot, rest = key.partition(".")
-        if dot and section == "rules":
-            values.setdefault(section, {})[rest] = value
-        elif dot and section == "overlap" and of_step:
-            inner = values.setdefault(section, {})
-            values[section] = {
-                **(inner if isinstance(inner, dict) else {}),
-                rest: _value(key, value),
-            }
-        else:
-            values[key] = _value(key, value)
+    values = _values_by_key(text, nested=("rules", "overlap") if of_step else ("rules",))
     words = validated(
         StepWords if of_step else StrategyWords,
         values,
@@ -380,6 +357,31 @@ def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
         recompute_layers=words.recompute_layers,
         overlap=_overlap(overlap),
     )
+
+
+def _values_by_key(text: str, nested: Collection[str]) -> dict[str, Any]:
+    """Return the `key=value` words of a strategy as a dict, with an inner dict for the keys of `nested` sections."""
+    values: dict[str, Any] = {}
+    for word in shlex.split(text):
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            raise BadValue(
+                f"`{word}` is not a setting of a strategy",
+                where=_WHERE,
+                got=text,
+                allowed="key=value",
+                hint="dp_shard=4 tp=2",
+            )
+        for prefix in _PREFIXES:
+            key = key.removeprefix(prefix)
+        section, dot, name = key.partition(".")
+        if not dot or section not in nested:
+            values[key] = _value(key, value)
+            continue
+        inner = values.get(section)
+        inner = inner if isinstance(inner, dict) else {}
+        values[section] = {**inner, name: value if section == "rules" else _value(key, value)}
+    return values
 
 
 def _value(key: str, text: str) -> Any:
