@@ -40,7 +40,7 @@ from hyper_parallel.shard._fit import (
     refuse_shapes,
     rule_hint,
 )
-from hyper_parallel.shard._grid import cuts_hidden, tensor_axes
+from hyper_parallel.shard._grid import shards_hidden_over_y, tensor_axes
 from hyper_parallel.shard._rules import REFUSED, STYLES, WHOLE, applies
 from hyper_parallel.shard._sizes import check_context, fit_sizes
 
@@ -115,7 +115,7 @@ def plan_layouts(
             assigned = [
                 p if p.style == EXPERTS else replace(p, style="replicate") for p in assigned
             ]
-        hidden_cut = cuts_hidden(assigned, strategy)
+        hidden_cut = shards_hidden_over_y(assigned, strategy)
         layouts = {param.name: _layout(param, strategy, hidden_cut) for param in assigned}
         _check_tied(layouts, tied or {})
     except HyperParallelError as error:

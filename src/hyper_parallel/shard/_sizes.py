@@ -28,7 +28,7 @@ from hyper_parallel.ir import (
 )
 from hyper_parallel.shard._boundary import TokenCut
 from hyper_parallel.shard._fit import Param, Sizes, rule_hint
-from hyper_parallel.shard._grid import block_shape, exchanges_rows
+from hyper_parallel.shard._grid import block_shape, shards_queries_by_token
 from hyper_parallel.units import divisors
 
 PACKED = ("qkv", "gate_up")
@@ -371,7 +371,7 @@ def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> P
 
 def _check_two_axes(params: Sequence[Param], sizes: Sizes) -> None:
     """Raise UnsupportedSharding (HP205) for combinations that two tensor-parallel axes do not support."""
-    s, spans = sizes.strategy, exchanges_rows(sizes.strategy)
+    s, spans = sizes.strategy, shards_queries_by_token(sizes.strategy)
     degrees, shape = f"tp_x={s.tp_x}, tp_y={s.tp_y}", f"attention {_shown(s)}"
     if s.tp_x == 1:
         raise UnsupportedSharding(
