@@ -158,7 +158,7 @@ def replicated_matrices(
         (names of the matrices, whether every rank holds the residual stream of all tokens). The second is true if a
         parameter other than a norm has no supported style.
     """
-    assigned = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
+    assigned = _assign(params, rules)
     cut = ("vocab", "head", EXPERTS)
     whole = (None, *REFUSED, WHOLE, "replicate")
     names = (
@@ -175,12 +175,16 @@ def covers(
     head_dim: int,
 ) -> bool:
     """Return whether the rules assign a consistent style to all parameters, so that the residual stream is sharded."""
-    assigned = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
+    assigned = _assign(params, rules)
     try:
         check_pairs(assigned, Sizes(Strategy(), num_heads, num_kv_heads, head_dim, 1))
     except UnsupportedSharding:
         return False
     return is_covered(assigned)
+
+
+def _assign(params: Iterable[tuple[str, tuple[int, ...]]], rules: Sequence[Rule]) -> list[Param]:
+    return mark_experts([_find((name, shape, ()), rules) for name, shape in params])
 
 
 def _find(param: tuple[str, tuple[int, ...], tuple[str, ...]], rules: Sequence[Rule]) -> Param:
