@@ -20,11 +20,11 @@ from hyper_parallel.cost import (
     stack_card,
 )
 from hyper_parallel.cost.overlap import BlockSeconds, PassSeconds, layer_program, pass_span
-from hyper_parallel.ir import Overlap, Strategy, Task, TaskGraph, Workload
+from hyper_parallel.ir import Overlap, Strategy, Workload
 from hyper_parallel.planner import plan
-from hyper_parallel.sim import simulate
 from tests.cost.machines import machine
 from tests.planner.draws import moe_model
+from tests.sim.contended_lanes import contended_end
 
 pytestmark = pytest.mark.unit
 
@@ -41,16 +41,12 @@ def seconds(**given):
 def test_a_layer_takes_as_long_as_its_events(layers, halves, chunks, demand):
     program = layer_program(layers, halves, chunks)
     ns = (7_000, 11_000, 5_000, 3_000, 2_000, 4_000)
-    shares = ((("cores", Fraction(1)),), (("cores", demand),))
-    tasks = (
-        Task(str(n), f"lane {lane}", ns[row], deps=deps, demands=shares[lane])
-        for n, (lane, deps, row) in enumerate(
-            zip(program.lanes, program.deps, program.rows, strict=True)
-        )
-    )
-    graph = TaskGraph(tuple(tasks), capacities={"cores": Fraction(1)})
+    tasks = [
+        (lane, deps, ns[row])
+        for lane, deps, row in zip(program.lanes, program.deps, program.rows, strict=True)
+    ]
     end = program.contended_span([np.array([float(n)]) for n in ns], float(demand))
-    assert simulate(graph).end_s * 1e9 == pytest.approx(end[0], abs=len(program.rows))
+    assert end[0] == pytest.approx(float(contended_end(tasks, demand)))
 
 
 def test_closed_forms_of_exposed_communication():

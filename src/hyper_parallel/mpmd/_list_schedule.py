@@ -4,8 +4,7 @@ Whenever a rank is free, it starts its most urgent action that is ready and fits
 
 1. B or I whose gradient another stage needs;
 2. F, if memory then still suffices for the remaining forwards of all earlier microbatches;
-3. W, and B or I of stages whose gradient no other stage needs: these fill bubbles. With `reduce_first`, stages with a
-   gradient reduction come first, so that other actions overlap the reduction.
+3. W, and B or I of stages whose gradient no other stage needs: these fill bubbles.
 
 Ties go to the earlier microbatch, then to the later stage. A rank that can start an action never waits for a more
 urgent one. By rule 2, the earliest unfinished microbatch can always finish, so memory limits cannot cause a deadlock.
@@ -16,15 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph
-from hyper_parallel.mpmd._tasks import StageCosts, Transfers, nanoseconds
+from hyper_parallel.mpmd._tasks import StageCosts, cost_rows, nanoseconds
 
 _F, _B, _W = range(3)
 _NEVER: Final = 1 << 62
+_FORWARD_RULE: Final = 1
+"""Index of rule 2 in `_Rank.ready`."""
 _Row: TypeAlias = list[tuple[int, int, int]]
 """Actions of a rank as (kind, stage, microbatch); the kinds are F, B or I, and W."""
 
@@ -34,11 +34,9 @@ def list_schedule(
     homes: Sequence[Sequence[int]],
     costs: StageCosts,
     *,
-    transfer_s: Transfers = MappingProxyType({}),
     max_bytes: Sequence[int] | None = None,
     split: bool = True,
     order: Sequence[int] | None = None,
-    reduce_first: bool = False,
 ) -> Schedule:
     """Return the compute-only schedule that list scheduling produces.
 
@@ -46,17 +44,15 @@ def list_schedule(
         graph: Stages; a stage whose microbatches run on several ranks must be in `graph.copied`.
         homes: Rank of each microbatch, per stage.
         costs: Costs as for `schedule_tasks`.
-        transfer_s: Seconds per edge as for `schedule_tasks`.
         max_bytes: Limit per rank of `held_bytes` (activations and gathered parameters); None: no limit.
         split: Whether backwards are split into I and W.
         order: Microbatches, most urgent first; None: 0, 1, 2, ...
-        reduce_first: Whether stages with a gradient reduction come first among the actions that fill bubbles.
 
     Raises:
         ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
     """
-    problem = ListProblem(graph, homes, costs, transfer_s, split)
-    result = problem.arrange(order or range(len(homes[0])), max_bytes, reduce_first)
+    problem = ListProblem(graph, homes, costs, split)
+    result = problem.arrange(order or range(len(homes[0])), max_bytes)
     assert result is not None, "without a limit of time, every schedule is finished"
     return problem.schedule(result[0])
 
@@ -67,17 +63,11 @@ class ListProblem:
     Attributes:
         duration: Nanoseconds per kind, stage and microbatch; 0 for actions that do not exist.
         held: Per stage and microbatch: (bytes held from F to the end of B or I, bytes of these held until W ends).
-        transfer: Nanoseconds per pair of stages and microbatch.
-        reduce: Nanoseconds to reduce the gradients of each stage.
+        send: Nanoseconds to send a result, per kind (F, B or I), stage and microbatch.
     """
 
     def __init__(
-        self,
-        graph: StageGraph,
-        homes: Sequence[Sequence[int]],
-        costs: StageCosts,
-        transfer_s: Transfers,
-        split: bool,
+        self, graph: StageGraph, homes: Sequence[Sequence[int]], costs: StageCosts, split: bool
     ) -> None:
         stages, m = range(len(homes)), len(homes[0])
         form = self._form = Schedule("list", len(homes), m, (), graph)
@@ -85,7 +75,7 @@ class ListProblem:
         self.trained = [form.is_trained(s) for s in stages]
         self.before, self.after = [form.before(s) for s in stages], [form.after(s) for s in stages]
         self.producers = [[q for q in self.before[s] if self.trained[q]] for s in stages]
-        rows = [[c] * m if isinstance(c, StageCost) else c for c in costs]
+        rows = cost_rows(costs, m)
         self.duration = [
             [[self._duration(kind, s, c) for c in rows[s]] for s in stages] for kind in range(3)
         ]
@@ -93,12 +83,10 @@ class ListProblem:
             [(c.activation_bytes, c.weight_grad_input_bytes if split else 0) for c in row]
             for row in rows
         ]
-        self.transfer: dict[tuple[int, int], list[int]] = {}
-        for s, t in graph.edges:
-            ways = ([c.send_forward_s for c in rows[s]], [c.send_backward_s for c in rows[t]])
-            both = (transfer_s[s, t],) * 2 if (s, t) in transfer_s else ways
-            self.transfer[s, t], self.transfer[t, s] = (list(map(nanoseconds, w)) for w in both)
-        self.reduce = [nanoseconds(rows[s][0].reduce_grad_s) * self.trained[s] for s in stages]
+        self.send = [
+            [[nanoseconds(c.send_forward_s) for c in row] for row in rows],
+            [[nanoseconds(c.send_backward_s) for c in row] for row in rows],
+        ]
 
     def _duration(self, kind: int, stage: int, c: StageCost) -> int:
         if kind == _F:
@@ -114,23 +102,19 @@ class ListProblem:
         self,
         order: Sequence[int],
         max_bytes: Sequence[int] | None,
-        reduce_first: bool,
         stop: int = _NEVER,
     ) -> tuple[list[_Row], int] | None:
         """Return the actions of every rank in order, and the end of the step in nanoseconds.
 
-        The end includes gradient reductions.
-
         Args:
             order: Microbatches, most urgent first.
             max_bytes: Limit of held bytes per rank; None: no limit.
-            reduce_first: As for `list_schedule`.
             stop: Nanoseconds; the result is None if the step cannot end earlier.
 
         Raises:
             ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
         """
-        return _Arrangement(self, order, max_bytes, reduce_first).run(stop)
+        return _Arrangement(self, order, max_bytes).run(stop)
 
     def schedule(self, rows: Sequence[_Row]) -> Schedule:
         """Return the result of `arrange` as a compute-only schedule."""
@@ -150,7 +134,7 @@ class _Rank:
         held_by: Bytes held by each microbatch.
         needed: Bytes that the remaining forwards of each microbatch will allocate.
         coming: Heap of (arrival of the last input, index into `ready`, action), for inputs that are in transfer.
-        ready: Heaps of actions whose inputs have arrived: rule 1, rule 2, reductions of rule 3, rest of rule 3.
+        ready: Heaps of actions whose inputs have arrived, one per rule.
     """
 
     left: int
@@ -166,19 +150,15 @@ class _Arrangement:
     """Run of list scheduling, by the rules in the module docstring."""
 
     def __init__(
-        self,
-        problem: ListProblem,
-        order: Sequence[int],
-        max_bytes: Sequence[int] | None,
-        reduce_first: bool,
+        self, problem: ListProblem, order: Sequence[int], max_bytes: Sequence[int] | None
     ) -> None:
         p = self._p = problem
         count, m = 1 + max(map(max, p.homes)), p.m
         self._order, self._position = order, [0] * m
         for position, i in enumerate(order):
             self._position[i] = position
-        self._ranks = [_Rank(0, 0, 0, [0] * m, [0] * m, [], ([], [], [], [])) for _ in range(count)]
-        self._limits, self._reduce_first = max_bytes, reduce_first
+        self._ranks = [_Rank(0, 0, 0, [0] * m, [0] * m, [], ([], [], [])) for _ in range(count)]
+        self._limits = max_bytes
         self._links: dict[tuple[int, int], int] = {}
         # Indexed by [F or backward][stage][microbatch]: number of missing inputs, arrival of the latest input so far.
         self._missing = [
@@ -187,7 +167,6 @@ class _Arrangement:
         ]
         self._arrived = [[[0] * m for _ in p.stages] for _ in range(2)]
         self._rows: list[_Row] = [[] for _ in range(count)]
-        self._last_backward = [0] * len(p.stages)
         for s in p.stages:
             for i, home in enumerate(p.homes[s]):
                 rank = self._ranks[home]
@@ -214,20 +193,16 @@ class _Arrangement:
                 starts[touched] = self._start(touched)
             if self._ranks[r].free + self._ranks[r].left >= stop:
                 return None
-        end = max([rank.free for rank in self._ranks])
-        lanes = [0] * len(self._ranks)
-        for ready, s in sorted((self._last_backward[s], s) for s in p.stages if p.reduce[s]):
-            for r in set(p.homes[s]):
-                lanes[r] = max(lanes[r], ready) + p.reduce[s]
-        end = max(end, *lanes)
+        end = max(rank.free for rank in self._ranks)
         return None if end >= stop else (self._rows, end)
 
     def _queue(self, kind: int, stage: int, microbatch: int, time: int) -> None:
         p = self._p
-        if kind == _B and p.producers[stage]:
+        rule = 2
+        if kind == _F:
+            rule = _FORWARD_RULE
+        elif kind == _B and p.producers[stage]:
             rule = 0
-        else:
-            rule = 1 if kind == _F else 2 if self._reduce_first and p.reduce[stage] else 3
         action = (self._position[microbatch], -stage, kind)
         heappush(self._ranks[p.homes[stage][microbatch]].coming, (time, rule, action))
 
@@ -247,12 +222,12 @@ class _Arrangement:
         while rank.coming and rank.coming[0][0] <= rank.free:
             _, rule, action = heappop(rank.coming)
             heappush(rank.ready[rule], action)
-        backward, forward, early, late = rank.ready
-        if backward or early or late or (forward and self._fits(r, forward[0])):
+        backward, forward, filler = rank.ready
+        if backward or filler or (forward and self._fits(r, forward[0])):
             return rank.free
         first = forward[0] if forward else None
         for time, rule, action in sorted(rank.coming):
-            if rule != 1:
+            if rule != _FORWARD_RULE:
                 return time
             if first is None or action < first:
                 if self._fits(r, action):
@@ -285,9 +260,9 @@ class _Arrangement:
         while rank.coming and rank.coming[0][0] <= start:
             _, rule, action = heappop(rank.coming)
             heappush(rank.ready[rule], action)
-        backward, forward, early, late = rank.ready
+        backward, forward, filler = rank.ready
         fits = not backward and forward and self._fits(r, forward[0])
-        position, stage, kind = heappop(backward or (forward if fits else early or late))
+        position, stage, kind = heappop(backward or (forward if fits else filler))
         stage, i = -stage, self._order[position]
         duration = p.duration[kind][stage][i]
         end = rank.free = start + duration
@@ -297,15 +272,13 @@ class _Arrangement:
         others = p.after[stage] if kind == _F else p.producers[stage] if kind == _B else ()
         for other in others:
             home, time = p.homes[other][i], end
-            if home != r and (transfer := p.transfer[stage, other][i]):
+            if home != r and (transfer := p.send[kind][stage][i]):
                 time = self._links[r, home] = max(self._links.get((r, home), 0), end) + transfer
             yield self._arrive(kind, other, i, time)
         if kind == _F and p.trained[stage]:
             self._arrive(_B, stage, i, end)
         elif kind == _B and p.split:
             self._queue(_W, stage, i, end)
-        if kind != _F:
-            self._last_backward[stage] = max(self._last_backward[stage], end)
         yield r
 
     def _hold(self, rank: _Rank, kind: int, stage: int, i: int) -> None:

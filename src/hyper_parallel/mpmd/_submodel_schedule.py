@@ -1,7 +1,7 @@
 """Schedule of one step of a multimodal model: stage 0 is a tower (encoder), the others are language stages.
 
-Ranks of the schedule are called lanes. Lane k < p runs language stage k + 1. Copies of the tower run on lanes of the
-language part, where they fill bubbles, or on lanes of their own. Each microbatch passes through one copy.
+Ranks of the schedule are called lanes. With p language stages, lane k < p runs stage k + 1. Copies of the tower run on
+lanes of the language part, where they fill bubbles, or on lanes of their own. Each microbatch passes through one copy.
 
 A tower whose parameters are sharded over several lanes computes in rounds: every lane computes one microbatch, at the
 same place of the order of all actions. So the collectives have one order on all lanes. If a lane has several ranks of a
@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from types import MappingProxyType
 from typing import Literal
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Action, ActionKind, Schedule, StageCost, StageGraph
-from hyper_parallel.mpmd._assignment import search_by_bound
+from hyper_parallel.ir import Action, ActionKind, Schedule, StageCost, StageGraph, Timeline
+from hyper_parallel.mpmd._bounded_search import search_by_bound
 from hyper_parallel.mpmd._list_schedule import ListProblem, list_schedule
 from hyper_parallel.mpmd._lower import lower
 from hyper_parallel.mpmd._tasks import (
     StageCosts,
-    Transfers,
     action_times,
+    check_num_costs,
+    cost_rows,
     nanoseconds,
     schedule_tasks,
 )
@@ -139,7 +139,6 @@ def submodel_schedule(
     costs: StageCosts = (),
     *,
     frozen: bool = False,
-    transfer_s: Transfers = MappingProxyType({}),
     ahead: int = AHEAD,
 ) -> Schedule:
     """Return the fastest verified schedule of a step, with sends and receives.
@@ -153,12 +152,10 @@ def submodel_schedule(
         costs: Cost of the tower and of each language stage as for `schedule_tasks`; (): equal costs. The tower has no
             input gradient: its whole backward is W.
         frozen: Whether the tower is frozen.
-        transfer_s: Seconds per edge as for `schedule_tasks`.
         ahead: Extra microbatches in flight on lanes with the tower, beyond 1F1B.
 
     Raises:
-        ScheduleError: HP320 if the number of costs is not the number of stages, or `microbatches` is not a multiple of
-            `lanes.width`.
+        ScheduleError: HP320 for a wrong number of costs, or if `microbatches` is not a multiple of `lanes.width`.
     """
     if lanes.padded(microbatches) != microbatches:
         raise ScheduleError(
@@ -167,23 +164,18 @@ def submodel_schedule(
             allowed=f"a multiple of {lanes.width}",
         )
     costs = costs or [StageCost(1.0, 0.0, 2.0), *[StageCost(1.0, 1.0, 1.0)] * lanes.stages]
-    if len(costs) != lanes.stages + 1:
-        raise ScheduleError(
-            "the number of costs differs from the number of stages",
-            got=f"{len(costs)} costs",
-            allowed=lanes.stages + 1,
-        )
-    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+    check_num_costs(costs, lanes.stages + 1)
+    rows = cost_rows(costs, microbatches)
     # One byte per microbatch in flight.
     counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=1) for c in r] for r in rows]
     limits = lanes.limits(ahead)
-    schedule = _fastest_order(lanes, counted, limits, frozen, transfer_s)
+    schedule = _fastest_order(lanes, counted, limits, frozen)
     if lanes.sharded:
         bases = (schedule, inline_schedule(lanes, microbatches, frozen=frozen))
-        schedule = _fastest_rounds(lanes, bases, counted, limits, transfer_s)
+        schedule = _fastest_rounds(lanes, bases, counted, limits)
     idle = ((),) * (lanes.count - len(schedule.ranks))  # ranks of the tower without a microbatch
     schedule = replace(schedule, ranks=(*schedule.ranks, *idle))
-    lowered = lower(schedule, reduce_grad=False, costs=rows, transfer_s=transfer_s)
+    lowered = lower(schedule, reduce_grad=False, costs=rows)
     verify(lowered, costs=counted, max_bytes=limits)
     return lowered
 
@@ -193,7 +185,6 @@ def _fastest_order(
     rows: Sequence[Sequence[StageCost]],
     limits: Sequence[int],
     frozen: bool,
-    transfer_s: Transfers,
 ) -> Schedule:
     """Return the fastest compute-only schedule over all tried placements and orders of microbatches.
 
@@ -202,7 +193,6 @@ def _fastest_order(
         rows: Cost of each stage and microbatch. Activations count one byte each, so bytes count microbatches in flight.
         limits: Maximum number of microbatches in flight per lane.
         frozen: As for `submodel_schedule`.
-        transfer_s: As for `submodel_schedule`.
     """
     count, graph = len(rows[0]), lanes.graph(frozen)
     in_turn = list(range(count))
@@ -213,9 +203,9 @@ def _fastest_order(
 
     def end(k: int, stop: int | None) -> int | None:
         homes, order = variants[k]
-        problem = ListProblem(graph, [homes, *stages], rows, transfer_s, split=True)
+        problem = ListProblem(graph, [homes, *stages], rows, split=True)
         options = {} if stop is None else {"stop": stop}
-        result = problem.arrange(order, limits, False, **options)
+        result = problem.arrange(order, limits, **options)
         if result is None:
             return None
         schedules[k] = problem.schedule(result[0])
@@ -233,7 +223,6 @@ def _fastest_rounds(
     bases: Sequence[Schedule],
     rows: Sequence[Sequence[StageCost]],
     limits: Sequence[int],
-    transfer_s: Transfers,
 ) -> Schedule:
     """Return the fastest compute-only schedule of a sharded tower that computes in rounds within the limits.
 
@@ -244,15 +233,14 @@ def _fastest_rounds(
         bases: Schedules, including 1F1B, from which the order of the language stages is taken.
         rows: As for `_fastest_order`.
         limits: As for `_fastest_order`.
-        transfer_s: As for `_fastest_order`.
     """
     best: tuple[float, Schedule] | None = None
     for base, lead, lag in product(bases, (1, 0), (1, 0)):
-        schedule = _in_rounds(lanes, base, rows, transfer_s, lead, lag)
+        schedule = _in_rounds(lanes, base, rows, lead, lag)
         held = held_bytes(schedule, rows)
         if any(n > limit for n, limit in zip(held, limits, strict=True)):
             continue
-        end_s = simulate(schedule_tasks(schedule, rows, transfer_s=transfer_s)).end_s
+        end_s = simulate(schedule_tasks(schedule, rows)).end_s
         if best is None or end_s < best[0]:
             best = end_s, schedule
     assert best is not None, "1F1B stays within the limits"
@@ -263,7 +251,6 @@ def _in_rounds(
     lanes: TowerLanes,
     base: Schedule,
     rows: Sequence[Sequence[StageCost]],
-    transfer_s: Transfers,
     lead: int,
     lag: int,
 ) -> Schedule:
@@ -276,14 +263,13 @@ def _in_rounds(
         lanes: Lanes of tower and language part.
         base: Compute-only schedule.
         rows: Cost of each stage and microbatch.
-        transfer_s: As for `submodel_schedule`.
         lead: Number of rounds by which a forward precedes the first use of its features.
         lag: Number of rounds by which a backward follows the arrival of its last gradient.
     """
     base = replace(base, graph=replace(lanes.graph(not base.is_trained(0)), sharded=frozenset()))
     order: list[tuple[tuple[int, int, int, int], int, Action]] = []
     begins, ends = dict[int, int](), dict[int, int]()
-    for lane, times in enumerate(action_times(base, rows, transfer_s)):
+    for lane, times in enumerate(action_times(base, rows)):
         for action, (start, end) in zip(base.ranks[lane], times, strict=True):
             if action.stage:
                 order.append(((start, 1, 0, 0), lane, action))
@@ -398,7 +384,7 @@ def rounds_schedule(
         frozen: Whether the tower is frozen.
     """
     homes = [[lane] * microbatches for lane in (*lanes.towers, *range(lanes.stages))]
-    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+    rows = cost_rows(costs, microbatches)
     counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=0) for c in r] for r in rows]
     limits = lanes.limits(1)
     return list_schedule(
@@ -439,7 +425,7 @@ def submodel_bound_s(lanes: TowerLanes, microbatches: int, costs: StageCosts) ->
         microbatches: Microbatches of the step.
         costs: As for `submodel_schedule`; a frozen tower has no weight gradient.
     """
-    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+    rows = cost_rows(costs, microbatches)
     loads = dict.fromkeys(range(lanes.count), 0.0)
     for lane, row in enumerate(rows[1:]):
         loads[lane] = sum(map(_seconds, row))
@@ -456,3 +442,28 @@ def submodel_bound_s(lanes: TowerLanes, microbatches: int, costs: StageCosts) ->
         sum(row[i].forward_s + row[i].input_grad_s for row in rows) for i in range(microbatches)
     )
     return max(level, *loads.values(), *chains)
+
+
+def lanes_text(
+    timeline: Timeline, parts: Sequence[str], ranks: Sequence[str], columns: int
+) -> list[str]:
+    """Return a simulated step as text: one line per rank and sub-model, with the kind of action in each column.
+
+    Args:
+        timeline: Simulation of a schedule.
+        parts: Name of the sub-model of each stage.
+        ranks: Name of each rank of the schedule.
+        columns: Characters per line for the whole step; an action shorter than one character may be invisible.
+    """
+    rows: dict[tuple[int, str], list[str]] = {}
+    for span in timeline.spans:
+        if not span.lane.endswith("/compute"):
+            continue
+        rank, action = int(span.lane[5:].removesuffix("/compute")), Action.parse(span.name)
+        row = rows.setdefault((rank, parts[action.stage]), ["."] * columns)
+        first = int(span.start_s / timeline.end_s * columns)
+        last = int(span.end_s / timeline.end_s * columns)
+        row[first:last] = action.kind * (last - first)
+    names = {key: f"{ranks[key[0]]}  {key[1]}" for key in rows}
+    width = max(map(len, names.values()))
+    return [f"{names[key]:<{width}}  {''.join(rows[key])}" for key in sorted(rows)]

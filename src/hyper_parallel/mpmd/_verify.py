@@ -21,7 +21,6 @@ def verify(
     schedule: Schedule,
     *,
     max_in_flight: int | Sequence[int] | None = None,
-    rendezvous: bool = True,
     costs: StageCosts = (),
     max_bytes: int | Sequence[int] | None = None,
 ) -> None:
@@ -34,13 +33,12 @@ def verify(
         * sends and receives, if any, are complete and on the right ranks, after the producer and before the consumer;
         * from one rank to another, receives have the order of the sends;
         * parameters are gathered before their use, and gradients reduced after the last backward;
-        * the ranks do not deadlock with blocking receives;
+        * the ranks do not deadlock, even if sends block until they are received;
         * activations in flight, and their bytes, stay within the limits.
 
     Args:
         schedule: Schedule with or without communication.
         max_in_flight: Limit of (stage, microbatch) activations in flight on a rank: one number, or one per rank.
-        rendezvous: Whether to check for deadlock also with sends that block until they are received.
         costs: Costs as for `schedule_tasks`, for `max_bytes`.
         max_bytes: Limit of `held_bytes`: one number, or one per rank.
 
@@ -58,7 +56,7 @@ def verify(
     for spot, what in wrong:
         _fail(schedule, spot, what)
     try:
-        replay(schedule, rendezvous=rendezvous and schedule.has_communication)
+        replay(schedule, rendezvous=schedule.has_communication)
     except ScheduleError:
         replay(schedule)  # a deadlock with buffered sends is reported as such
         raise
@@ -194,7 +192,7 @@ def _wrong_rounds(schedule: Schedule, spots: dict[Action, _Spot]) -> Iterator[_W
 def _wrong_messages(
     schedule: Schedule, spots: dict[Action, _Spot], homes: dict[tuple[int, int | None], int]
 ) -> Iterator[_Wrong]:
-    """Yield edges between ranks that lack a send or receive, and messages received out of order."""
+    """Yield sends and receives that are missing, misplaced or out of order."""
     expected: set[Action] = set()
     pairs = (
         (spot, send) for computed, spot in spots.items() for send in schedule.messages(computed)
@@ -235,7 +233,7 @@ def _wrong_messages(
 
 
 def _wrong_sharding(schedule: Schedule) -> Iterator[_Wrong]:
-    """Yield computations without gathered parameters, and gradients reduced before the last backward or never."""
+    """Yield gathers, frees and gradient reductions that are missing, repeated or misplaced."""
     sharded = any(leaf.kind == "UNSHARD" for _, _, leaf in schedule.leaves())
     # Stage and rank: every copy of a stage gathers and reduces for itself.
     gathered: set[tuple[int, int]] = set()
