@@ -36,7 +36,12 @@ from hyper_parallel.trainer.data.counts import (
     missing_target,
 )
 from hyper_parallel.trainer.data.document import MEDIA_BLOB, Conversation, Document
-from hyper_parallel.trainer.data.sequences import IGNORE_INDEX, DocumentFacts, PackedSequences
+from hyper_parallel.trainer.data.sequences import (
+    IGNORE_INDEX,
+    DocumentFacts,
+    PackedSequences,
+    permutation,
+)
 from hyper_parallel.trainer.data.sources import Source, with_mismatched
 from hyper_parallel.trainer.data.tokenizer import Tokenizer
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
@@ -223,14 +228,14 @@ def encode(
             if document.templated:
                 yield encode_one(hf, conversation, document.where, document.num_context)
             else:
-                words, count = _contents(document), document.num_context
+                words, count = document.contents, document.num_context
                 prompt, answer = "".join(words[:count]), "".join(words[count:])
                 yield encode_pair(hf, prompt, answer, document.where)
         return
     texts = [
         complete_text(hf, d.conversation, d.where)
         if d.conversation and d.templated
-        else d.text or "".join(_contents(d))
+        else d.text or "".join(d.contents)
         for d in batch
     ]
     if hf.is_fast:
@@ -245,11 +250,6 @@ def encode(
             encoded = hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
     for ids in encoded:
         yield [*ids, hf.eos_token_id], ()
-
-
-def _contents(document: Document) -> list[str]:
-    one = document.conversation
-    return [turn["content"] for turn in one.messages] if one else []
 
 
 def split_documents(
@@ -269,8 +269,7 @@ def split_documents(
     wanted = round(share * count)
     if wanted == 0 and flat.learn is None:
         return _hold_out_tail(spans, max(seq_len + 1, int(share * len(flat.tokens))))
-    # numpy guarantees that the raw bits of PCG64 never change, but not the results of `permutation`.
-    order = np.argsort(np.random.PCG64([seed, 1]).random_raw(count), kind="stable")
+    order = permutation(count, seed, 1)
     chosen: set[int] = set()
     tokens = 0
     for document in order[:-1].tolist():

@@ -17,7 +17,7 @@ from typing import Any, Final
 from hyper_parallel.trainer.data.counts import DataCounts, Encoded
 from hyper_parallel.trainer.data.document import Document
 from hyper_parallel.trainer.data.media_kinds import IMAGE
-from hyper_parallel.trainer.data.media_records import content_of, decoded, thumbnail
+from hyper_parallel.trainer.data.media_records import decoded, thumbnail
 from hyper_parallel.trainer.data.packing import encode
 from hyper_parallel.trainer.data.sources import Source
 
@@ -248,9 +248,7 @@ def preview_examples(source: Source, hf: Any, stage: str) -> tuple[Example, ...]
 def _small_images(document: Document) -> tuple[str, ...]:
     media = () if document.conversation is None else document.conversation.media
     images = [item for item in media if item.kind == IMAGE.name][:_IMAGES]
-    where = document.where
-    pictures = (decoded(i.kind, content_of(i, where), i.name, where) for i in images)
-    return tuple(map(thumbnail, pictures))
+    return tuple(thumbnail(decoded(item, document.where)) for item in images)
 
 
 def shortened(example: Example) -> Example:

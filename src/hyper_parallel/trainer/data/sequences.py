@@ -30,6 +30,12 @@ IGNORE_INDEX: Final = -100
 """Label of a position without loss (the default `ignore_index` of cross entropy)."""
 
 
+def permutation(count: int, *key: int) -> Int64:
+    """Return a permutation of `count` indices that depends only on `key`, which begins with a seed."""
+    # numpy guarantees that the raw bits of PCG64 never change, but not the results of its own `permutation`.
+    return np.argsort(np.random.PCG64(key).random_raw(count), kind="stable")
+
+
 @dataclass
 class DocumentFacts:
     """Values of documents that a stage needs besides tokens; keys are offsets of documents in the token stream.

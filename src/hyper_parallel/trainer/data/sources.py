@@ -19,6 +19,7 @@ from typing import Final, Literal
 
 from hyper_parallel.config import PREFERENCE_STAGES, Data
 from hyper_parallel.errors import Contradiction, HyperParallelError, NoData
+from hyper_parallel.near_paths import nearest_path
 from hyper_parallel.trainer.data._tables import (
     Table,
     is_table,
@@ -40,7 +41,6 @@ from hyper_parallel.trainer.data.data_files import (
     describes,
     json_record,
     kind_of,
-    nearest,
     open_bytes,
     refuse_other_target,
     refuse_splits,
@@ -77,6 +77,8 @@ _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pyca
 _OPTIONAL_COLUMNS: Final = (
     "system", "history", "tools", "input", "label", "margin", "answer", "images", "audio",
 )  # fmt: skip
+_MOST_FOLDERS: Final = 32
+"""Maximum number of folders in the working directory that are searched for a missing source."""
 _RECORDS: Final = ("csv", "jsonl", "parquet")
 _FORMATS: Final = {
     "text": {"text", *KINDS.values()},
@@ -483,6 +485,8 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
         return
 
     def fits(other: Path) -> bool:
+        if not other.exists():  # a broken link
+            return False
         try:
             resolve(data.model_copy(update={"source": str(other)}), stage)
         except HyperParallelError:
@@ -490,7 +494,11 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
         return True
 
     several = several_paths(data.source)
-    near = None if several else nearest(path, folders, fits)
+    below = sorted(p for p in Path().iterdir() if p.is_dir() and not p.name.startswith("."))
+    near = None
+    if not several:
+        near = nearest_path(data.source, [*below[:_MOST_FOLDERS], *folders], fits)
+        near = near or nearest_path(data.source, fits=Path.exists)
     hint = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
     if several and key:
         hint = shlex.quote(f"{key}=[{', '.join(several)}]")

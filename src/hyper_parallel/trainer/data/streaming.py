@@ -21,11 +21,11 @@ from xxhash import xxh3_128
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import CheckpointMismatch, NoData
-from hyper_parallel.trainer.data.batches import Batch, Order, check_cut, check_position
+from hyper_parallel.trainer.data.batches import Batch, check_cut, check_position
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.packing import encode, fill_row, no_target
 from hyper_parallel.trainer.data.preview import LengthHistogram
-from hyper_parallel.trainer.data.sequences import IGNORE_INDEX, Int64
+from hyper_parallel.trainer.data.sequences import IGNORE_INDEX, Int64, permutation
 from hyper_parallel.trainer.data.sources import Source
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Stream:
                 first = start.document - number if epoch == start.epoch else 0
                 order = np.arange(len(block))
                 if self.data.shuffle:
-                    order = Order(self.seed).permutation(len(block), 3, epoch, number)
+                    order = permutation(len(block), self.seed, 3, epoch, number)
                 chosen = [block[i] for i in order[max(first, 0) :]]
                 number += len(block)
                 for document in block:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer.data.chat import render
+from hyper_parallel.trainer.data.answer_spans import render
 from hyper_parallel.trainer.data.document import Message
 from hyper_parallel.trainer.data.span_tokens import ids_behind
 from hyper_parallel.trainer.decoding import DecodingSequence
