@@ -244,12 +244,17 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
             hint=line_command(path, line),
         ) from error
     except OSError as error:
-        raise NoData(
-            "a data file cannot be read",
-            where=str(path),
-            got=error.strerror,
-            hint="check the path and its permissions",
-        ) from error
+        raise unreadable_file(path, error) from error
+
+
+def unreadable_file(path: Path, error: OSError) -> NoData:
+    """Return the error for a data file that the operating system cannot read."""
+    return NoData(
+        "a data file cannot be read",
+        where=str(path),
+        got=error.strerror,
+        hint="check the path and its permissions",
+    )
 
 
 def _refuse_columns(record: Record, path: Path, where: str) -> None:
@@ -524,5 +529,5 @@ def text_of(record: Record, text_key: str, where: str) -> str:
         where=where,
         got=f"{text_key}: {type(value).__name__}" if text_key in record else sorted(record),
         allowed=f"a string under `{text_key}`; sharegpt, alpaca or prompt_completion records",
-        hint=f"data.text_key={max(texts, key=lambda key: texts[key])}" if texts else None,
+        hint=shlex.quote(f"data.text_key={max(texts, key=texts.__getitem__)}") if texts else None,
     )

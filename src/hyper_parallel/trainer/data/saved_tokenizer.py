@@ -29,6 +29,7 @@ from hyper_parallel.errors import (
     TokenizerMissing,
     abbreviated,
 )
+from hyper_parallel.hub import VOCABULARIES
 from hyper_parallel.received import Limits, read_json, read_text
 from hyper_parallel.trainer.data.media_kinds import AUDIO, IMAGE, KINDS
 from hyper_parallel.trainer.data.tokenizer_limits import PARTS, check_files, check_parts, tokenizing
@@ -36,14 +37,12 @@ from hyper_parallel.trainer.files import copy_files
 from hyper_parallel.units import MiB
 
 BACKEND: Final = "tokenizer.json"
-VOCABULARIES: Final = (BACKEND, "tokenizer.model", "vocab.json", "tekken.json")
-"""Names of vocabulary files; a tokenizer directory has at least one of them."""
 CONFIG: Final = "tokenizer_config.json"
 _MODEL_CONFIG: Final = "config.json"
 _GENERIC: Final = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast")
 _GENERIC_NAME: Final = "PreTrainedTokenizerFast"
 """Name of the generic tokenizer class, which all versions of transformers know."""
-_DECIDING: Final = ("model_type", "tokenizer_class", "model_name")
+CLASS_KEYS: Final = ("model_type", "tokenizer_class", "model_name")
 """Keys of a config.json from which transformers chooses the class of a tokenizer."""
 _TEMPLATES: Final = "additional_chat_templates"
 PROCESSOR_FILES: Final = (
@@ -237,9 +236,15 @@ def _ids(hf: Any, texts: Sequence[str], added: bool) -> list[list[int] | None]:
 def _describe(hf: Any, text: str, left: list[int] | None, right: list[int] | None) -> str:
     """Return a phrase with `text` and the first tokens that differ between `left` and `right`."""
     left, right = left or [], right or []
-    first = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), 0)
+    first = _equal_tokens(left, right)
     tokens = (hf.convert_ids_to_tokens(ids[first : first + 4]) for ids in (left, right))
     return f"{abbreviated(text, 40)}: " + " and ".join(json.dumps(t) for t in tokens)
+
+
+def _equal_tokens(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the number of equal tokens at the start of two texts."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
@@ -400,7 +405,7 @@ def _temporary_tokenizer(
         if class_name is not None:
             set_class(folder, class_name)
         if config is not None:
-            values = {key: config[key] for key in _DECIDING if isinstance(config.get(key), str)}
+            values = {key: config[key] for key in CLASS_KEYS if isinstance(config.get(key), str)}
             (folder / _MODEL_CONFIG).write_text(json.dumps(values), encoding="utf-8")
         yield folder
 
@@ -464,7 +469,7 @@ def _refused(
         where=f"tokenizer: {directory}",
         got=f"{type(hf).__name__} reads the tokenizer of training{read}; they differ in {difference}",
         allowed="a tokenizer with the same tokens with and without the model's config.json",
-        hint=hint or "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY",
+        hint=hint or "data.tokenizer=MODEL_DIRECTORY",
     )
 
 
@@ -563,8 +568,7 @@ def reading_note(hf: Any, directory: Path, samples: Sequence[str]) -> str | None
 
 def _sentence(hf: Any, file: Path, text: str, ids: Sequence[int], plain: Any) -> str:
     """Return the warning of `reading_note`, with the first token of `text` that differs between `ids` and `plain`."""
-    pairs = enumerate(zip(ids, plain.ids, strict=False))
-    i = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(plain.ids)))
+    i = _equal_tokens(ids, plain.ids)
     tokens = hf.convert_ids_to_tokens(ids[i : i + 1]), plain.tokens[i : i + 1]
     first, second = (json.dumps(token[0]) if token else "no token" for token in tokens)
     return (

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,8 +22,8 @@ from hyper_parallel.received import Limits, read_json, read_text
 from hyper_parallel.trainer.data._cache import byte_bar, cache_root, digest, entry
 from hyper_parallel.trainer.data._template import compiled
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, RAW
-from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.saved_tokenizer import (
+    CLASS_KEYS,
     PROCESSOR_FILES,
     has_tokenizer,
     load_tokenizer,
@@ -88,7 +89,7 @@ class Tokenizer:
         """Media kinds (`image`, `audio`) that a processor in the tokenizer's directory reads."""
         return media_of_processor(self.directory)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of the tokenizer's files."""
         names = tokenizer_files(self.directory)
@@ -121,7 +122,7 @@ def open_sources(
     media = media_of_processor(Path(data.tokenizer or model_path or "").expanduser())
     sources = [resolve(section, stage, media=media) for section in sections]
     cache = cache_root(data.cache_dir)
-    tokenizer = obtain(data, sources, model_path, cache, progress, vocab_limit, model_config)
+    tokenizer = _obtain(data, sources, model_path, cache, progress, vocab_limit, model_config)
     if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
         raise _too_large(tokenizer, data, model_path, vocab_limit)
     pairs = zip(sections, sources, strict=True)
@@ -167,31 +168,19 @@ def bind_tokenizer(source: Source, data: Data, tokenizer: Tokenizer) -> Source:
     return replace(source, special=special, plain=plain)
 
 
-def obtain(
+def _obtain(
     data: Data,
     sources: Sequence[Source],
     model_path: str | None,
     cache: Path,
     show: bool,
-    vocab_limit: int | None = None,
-    config: Mapping[str, Any] | None = None,
+    vocab_limit: int | None,
+    config: Mapping[str, Any] | None,
 ) -> Tokenizer:
     """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else one trained on the data.
 
     The result is a copy if `data.chat_template` differs from the tokenizer's template, or if `tokenizer_class` must be
-    set so that the files of an export produce the same tokens.
-
-    Args:
-        data: Section `data` of the recipe.
-        sources: Sources of the recipe.
-        model_path: `model.path` of the recipe.
-        cache: Root of the data cache.
-        show: Whether to show progress bars on stderr.
-        vocab_limit: Size of the model's vocabulary; None: no model is known.
-        config: Values of the model's config; None: no model is known.
-
-    Raises:
-        BadValue: HP102 when the tokenizer of an export would produce different tokens than in training.
+    set so that the files of an export produce the same tokens. Arguments and errors are those of `prepare`.
     """
     existing = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
     if existing:
@@ -229,16 +218,15 @@ def _with_class(
     """
     import transformers
 
-    keys = ("model_type", "tokenizer_class", "model_name")
-    deciding = None if config is None else [config.get(key) for key in keys]
+    deciding = None if config is None else [config.get(key) for key in CLASS_KEYS]
     inputs = [_SETTLED, tokenizer.fingerprint, type(tokenizer.hf).__name__, deciding]
     inputs += [None if original is None else [original.fingerprint, str(original.directory)]]
     inputs += [transformers.__version__, [source.identity() for source in sources]]
 
     def texts() -> Iterator[str]:
         for source in sources:
-            first = replace(source, rules=replace(source.rules, counts=DataCounts()))
-            yield from (d.plain for d in itertools.islice(first.documents(), _SAMPLES))
+            documents = source.with_own_counts().documents()
+            yield from (d.plain for d in itertools.islice(documents, _SAMPLES))
 
     def build(target: Path) -> dict[str, Any]:
         samples = samples_of(texts())
