@@ -284,27 +284,18 @@ def _read_calls(value: Any, rules: RecordRules, where: str) -> list[dict[str, An
         function = call["function"] if isinstance(call.get("function"), Mapping) else call
         if function is not call:
             rules.refuse_unknown(function, ("name", "arguments"), "a tool call", where)
-        calls.append(_call(call, function, rules, where, allowed))
+        name, arguments = function.get("name"), function.get("arguments")
+        arguments = {} if is_empty(arguments) else parsed(arguments, "arguments", where)
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            problem = "a tool call lacks a name or valid arguments"
+            raise _unreadable(problem, where, function, allowed)
+        if call.get("type", "function") != "function":
+            raise _unreadable("a tool call is not a function call", where, call["type"], allowed)
+        if rules.is_table:
+            arguments = _without_absent(arguments)
+        read = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        calls.append(read if is_empty(call.get("id")) else {"id": call["id"], **read})
     return calls
-
-
-def _call(
-    call: Mapping[str, Any],
-    function: Mapping[str, Any],
-    rules: RecordRules,
-    where: str,
-    allowed: str,
-) -> dict[str, Any]:
-    name, arguments = function.get("name"), function.get("arguments")
-    arguments = {} if is_empty(arguments) else parsed(arguments, "arguments", where)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise _unreadable("a tool call lacks a name or valid arguments", where, function, allowed)
-    if call.get("type", "function") != "function":
-        raise _unreadable("a tool call is not a function call", where, call["type"], allowed)
-    if rules.is_table:
-        arguments = _without_absent(arguments)
-    read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"id": call["id"], **read} if not is_empty(call.get("id")) else read
 
 
 def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool | None:
