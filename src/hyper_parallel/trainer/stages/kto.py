@@ -28,7 +28,7 @@ from hyper_parallel.config import Kto
 from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.stages import LearningStage, Microbatches, Rows, StageInputs
 from hyper_parallel.trainer.stages.reference import Reference
-from hyper_parallel.trainer.stages.sampling import all_reduce_sum
+from hyper_parallel.trainer.stages.sampling import all_reduce_sum, sum_over_data_ranks
 
 
 @dataclass
@@ -95,7 +95,8 @@ class KtoStage(LearningStage):
             parts.append(first_rows)
         trained_rows = all_rows[0::2]
         self._answers = int((trained_rows >= 0).sum())
-        self._divergence = max(float(self.reference.sum_over_ranks(total)[0]) / self._answers, 0.0)
+        (ratios,) = sum_over_data_ranks(total, reference.plan.strategy)
+        self._divergence = max(ratios / self._answers, 0.0)
         divergence = torch.tensor(self._divergence, dtype=torch.float64, device=device)
         return [{**part, "divergence": divergence} for part in parts], sequences.num_valid(
             trained_rows

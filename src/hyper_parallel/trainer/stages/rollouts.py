@@ -163,8 +163,7 @@ class Publisher:
     def __init__(
         self, job: Job, world: World, model: nn.Module, done: int, origin_s: float
     ) -> None:
-        beat = (lambda phase: None) if world.heartbeat is None else world.heartbeat.begin_phase
-        self._folder = RolloutFolder(job.output_dir / "rollouts", beat)
+        self._folder = RolloutFolder(job.output_dir / "rollouts", world.heartbeat)
         self._job, self._world, self._model, self._done = job, world, model, done
         self._origin_s = origin_s
         self._settings, self._exact = job.recipe.grpo, job.recipe.training.deterministic
@@ -257,8 +256,7 @@ class _SamplingRank:
         self._model = _build_replica(job, world, self._microbatch)
         self._part = replica * grpo.rollout_dp_shard + data_share(self._model)[0]
         self._writes = world.rank % grpo.copy_tp == 0
-        beat = (lambda phase: None) if world.heartbeat is None else world.heartbeat.begin_phase
-        self.folder = RolloutFolder(job.output_dir / "rollouts", beat)
+        self.folder = RolloutFolder(job.output_dir / "rollouts", world.heartbeat)
         self._sampler = Sampler.of_job(job, self._model)
         self._published = Checkpointer(
             self.folder.policy, keep=1, asynchronous=False, fingerprint=None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import token_logprobs
 from hyper_parallel.backends.torch.decode_slots import WholePasses
+from hyper_parallel.ir import Strategy
 from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.decoding import (
     Decoder,
@@ -220,6 +221,12 @@ def all_reduce_sum(values: Tensor) -> list[float]:
         dist.all_reduce(values)
     sums: list[float] = values.tolist()
     return sums
+
+
+def sum_over_data_ranks(values: Tensor, strategy: Strategy) -> list[float]:
+    """Return the sum of each element over data-parallel ranks; ranks that hold the same rows count once."""
+    replicas = strategy.world_size // strategy.dp
+    return [value / replicas for value in all_reduce_sum(values)]
 
 
 def uniform(seed: int, step: int, first: int, rows: int, length: int) -> Iterator[np.ndarray]:
