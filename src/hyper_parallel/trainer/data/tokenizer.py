@@ -30,7 +30,6 @@ from hyper_parallel.trainer.data.saved_tokenizer import (
     media_of_processor,
     reading_note,
     required_class,
-    samples_of,
     set_class,
     tokenizer_files,
 )
@@ -49,7 +48,10 @@ _TEMPLATE_BYTES: Final = 512 * 1024
 _VERSION = 1
 _SETTLED: Final = "class that reads the tokenizer, 2"
 _SAMPLES: Final = 32
-"""Number of documents of each source on which tokenizers are compared."""
+"""Maximum number of documents of each source on which tokenizers are compared."""
+_MOST_SAMPLES: Final = 64
+"""Maximum number of documents of all sources on which tokenizers are compared."""
+_SAMPLE_CHARACTERS: Final = 4000
 _ENTRIES: Final = 4096
 """Default vocabulary size of a trained tokenizer, unless the model's vocabulary is smaller."""
 
@@ -179,8 +181,8 @@ def _obtain(
 ) -> Tokenizer:
     """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else one trained on the data.
 
-    The result is a copy if `data.chat_template` differs from the tokenizer's template, or if `tokenizer_class` must be
-    set so that the files of an export produce the same tokens. Arguments and errors are those of `prepare`.
+    The result is a copy if `data.chat_template` differs from the tokenizer's template. It is also a copy if exported
+    files need `tokenizer_class` to produce the same tokens. Arguments and errors are those of `prepare`.
     """
     existing = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
     if existing:
@@ -223,15 +225,11 @@ def _with_class(
     inputs += [None if original is None else [original.fingerprint, str(original.directory)]]
     inputs += [transformers.__version__, [source.identity() for source in sources]]
 
-    def texts() -> Iterator[str]:
-        for source in sources:
-            documents = source.with_own_counts().documents()
-            yield from (d.plain for d in itertools.islice(documents, _SAMPLES))
-
     def build(target: Path) -> dict[str, Any]:
-        samples = samples_of(texts())
+        samples = _samples(sources)
         is_own = original is None
-        name = required_class(tokenizer.hf, tokenizer.directory, config, samples, is_own=is_own)
+        configs = [None] if config is None else [config, None]  # of an exported model and adapter
+        name = required_class(tokenizer.hf, tokenizer.directory, configs, samples, is_own=is_own)
         if name is not None:
             copy_files(tokenizer.directory, target, tokenizer_files(tokenizer.directory))
             copy_files(tokenizer.directory, target, ("generation_config.json",))
@@ -246,6 +244,14 @@ def _with_class(
     if meta["class"] is None:
         return replace(tokenizer, notes=notes)
     return Tokenizer(load_tokenizer(directory), directory, notes)
+
+
+def _samples(sources: Sequence[Source]) -> list[str]:
+    """Return the starts of the first texts of each source, to compare tokenizers on them."""
+    documents = itertools.chain.from_iterable(
+        itertools.islice(source.with_own_counts().documents(), _SAMPLES) for source in sources
+    )
+    return [d.plain[:_SAMPLE_CHARACTERS] for d in itertools.islice(documents, _MOST_SAMPLES)]
 
 
 def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
