@@ -84,7 +84,7 @@ class _Renderer:
 
     def shaped(self, shape: Placeholders) -> str:
         """Return the text of all turns with placeholders instead of words; cached, as many conversations share it."""
-        messages = shape.of(self._conversation.messages)
+        messages = shape.replace_words(self._conversation.messages)
         key, known = self._shape_key(messages), self.template.shaped_texts
         text = known.get(key)
         if text is None:
@@ -104,7 +104,7 @@ class _Renderer:
 
     def shaped_prompt(self, shape: Placeholders, count: int) -> str:
         """Return the text of `count` turns with placeholders and the generation prompt; "" if the template raises."""
-        messages = shape.of(self._conversation.messages[:count])
+        messages = shape.replace_words(self._conversation.messages[:count])
         try:
             return self._render([self.template.form(m) for m in messages], prompt=True)[0]
         except BadValue:

@@ -321,7 +321,7 @@ def shape_of(
 
 def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values:
     """Return the values of a record by canonical key; turns given as JSON text are parsed, a null answer becomes ""."""
-    values = rules.named(record, rules.columns, where)
+    values = rules.canonical_values(record, rules.columns, where)
     for key in TURNS:
         text = values.get(key)
         if isinstance(text, str) and text.lstrip().startswith(("[", "{")):

@@ -112,7 +112,7 @@ class RecordRules:
     skips_media: bool = False
 
     @classmethod
-    def of(
+    def of_section(
         cls,
         data: Data,
         counts: DataCounts,
@@ -149,7 +149,9 @@ class RecordRules:
         }
         return {key: value for key, value in values.items() if value}
 
-    def named(self, record: Record, columns: Mapping[str, str], where: str) -> dict[str, Any]:
+    def canonical_values(
+        self, record: Record, columns: Mapping[str, str], where: str
+    ) -> dict[str, Any]:
         """Return the values of a record or turn by canonical key, without null values and ignored keys.
 
         `columns` maps renamed keys to canonical keys.

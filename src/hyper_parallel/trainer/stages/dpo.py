@@ -48,7 +48,7 @@ class DpoStage(PairStage):
         if reference is None:
             return {}
         reference = reference if held_out is None else reference.held_out(held_out)
-        return {"reference": reference.of(rows)}
+        return {"reference": reference.reference_logprobs(rows)}
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """Return the summed loss of a microbatch's pairs divided by the number of pairs in the step.

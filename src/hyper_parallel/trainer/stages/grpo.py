@@ -92,12 +92,7 @@ class GrpoStage(LearningStage):
         self._rewards = reward_functions(self.settings.reward_funcs, "grpo.reward_funcs")
         for reward in self._rewards:
             if isinstance(reward, ModelReward):
-                reward.loaded = self._check_reward
-
-    def _check_reward(self, reward: ModelReward, checksum: str) -> None:
-        """Raise CheckpointMismatch (HP702) if a reward model's checksum differs from the one in the checkpoint."""
-        place = reward.directory.absolute()
-        self.run_inputs.check(f"weights of the reward model {place}", checksum, place)
+                reward.inputs = self.run_inputs
 
     def begin(self, batches: Any) -> None:
         """Create the reference weights, and warn if sampling runs without a key-value cache."""

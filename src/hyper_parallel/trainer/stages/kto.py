@@ -86,9 +86,12 @@ class KtoStage(LearningStage):
         for number, part in enumerate(microbatches):
             part_rows = rows[number * size : (number + 1) * size]
             second_rows = {name: value[1::2].contiguous() for name, value in part.items()}
-            total += (reference.current_logprobs(second_rows) - reference.of(part_rows[1::2])).sum()
+            total += (
+                reference.current_logprobs(second_rows)
+                - reference.reference_logprobs(part_rows[1::2])
+            ).sum()
             first_rows = {name: value[0::2].contiguous() for name, value in part.items()}
-            first_rows["reference"] = reference.of(part_rows[0::2])
+            first_rows["reference"] = reference.reference_logprobs(part_rows[0::2])
             first_rows["desirable"] = torch.from_numpy(sequences.desirable(part_rows[0::2])).to(
                 device
             )

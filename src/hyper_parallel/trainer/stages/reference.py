@@ -108,7 +108,7 @@ class Reference:
             self._held_out.begin(sequences)
         return self._held_out
 
-    def of(self, rows: NDArray[np.int64]) -> Tensor:
+    def reference_logprobs(self, rows: NDArray[np.int64]) -> Tensor:
         """Return [len(rows)] log-probabilities of the answers in `rows`; 0 for a padding row (-1)."""
         assert self._values is not None
         index = torch.from_numpy(rows).to(self.device)

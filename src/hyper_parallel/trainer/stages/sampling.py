@@ -229,13 +229,13 @@ def sum_over_data_ranks(values: Tensor, strategy: Strategy) -> list[float]:
     return [value / replicas for value in all_reduce_sum(values)]
 
 
-def uniform(seed: int, step: int, first: int, rows: int, length: int) -> Iterator[np.ndarray]:
-    """Yield a [length] array of random numbers in [0, 1) for each of `rows` sequences of a step, from index `first`.
+def uniform(seed: int, step: int, first: int, rows: int, length: int) -> np.ndarray:
+    """Return [rows, length] random numbers in [0, 1) for `rows` sequences of a step, from index `first` on.
 
     The numbers depend only on seed, step and sequence index, so sampling is the same on every layout.
     """
-    for row in range(first, first + rows):
-        yield numbers(seed, 5, step, row, length=length)
+    each = [numbers(seed, 5, step, row, length=length) for row in range(first, first + rows)]
+    return np.array(each).reshape(rows, length)
 
 
 def environment_seed(seed: int, step: int, number: int) -> int:
