@@ -154,7 +154,10 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, show: bool) -> Flat:
-    """Tokenize all documents of a source into temporary files in `directory`; end-of-text follows each text."""
+    """Tokenize all documents of a source into temporary files in `directory`; end-of-text follows each text.
+
+    Embedded images and recordings are written to the file `MEDIA_BLOB` in `directory`.
+    """
     dtype = token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []
     facts, end = DocumentFacts(), 0

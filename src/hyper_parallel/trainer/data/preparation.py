@@ -30,13 +30,8 @@ _COUNTED = "every key of a record has a meaning, targets are counted as trained,
 """Description of how records are read."""
 _MEDIA_COSTS = "media and their tokens are counted"
 _WITHOUT_INFLUENCE = (
-    "_positions.npy",
-    "_num_real.npy",
-    "_media_costs.npy",
-    "_records.jsonl",
-    ".ends.npy",
-    ".keys.json",
-)
+    "_positions.npy", "_num_real.npy", "_media_costs.npy", "_records.jsonl", ".ends.npy", ".keys.json",
+)  # fmt: skip
 """Name endings of files of a cache entry that affect no token and no order; the data's fingerprint excludes them."""
 
 
@@ -106,7 +101,7 @@ def prepare(
     """Tokenize and pack the sources of a recipe, or open the cached result.
 
     Call this before ranks are forked and before a process group exists. If several processes call it at once, as with
-    torchrun, the first one works, and the others wait on a file lock, not in a collective.
+    torchrun, the first one works. The others wait on a file lock, not in a collective.
 
     Args:
         data: Section `data` of the recipe.

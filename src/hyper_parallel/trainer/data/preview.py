@@ -48,9 +48,9 @@ class ExampleText:
 
     Attributes:
         name: `text`, `conversation`, `chosen`, `rejected`, `good answer`, `bad answer`, `prompt` or `answer`.
-        segments: Segments of the first `data.seq_len` tokens.
+        segments: Segments of the first tokens: `data.seq_len` with `stage: rm`, else one more.
         num_tokens: Number of tokens of the whole text.
-        num_cut: Number of tokens beyond `data.seq_len`, which are not trained on.
+        num_cut: Number of tokens after these segments that are dropped; 0 with `stage: pt`, which drops no text.
     """
 
     name: str

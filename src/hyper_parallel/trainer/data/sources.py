@@ -167,7 +167,10 @@ class Source:
         }
 
     def documents(self) -> Iterator[Document]:
-        """Yield documents in order, up to `max_bytes`; the last text may be truncated, conversations are not."""
+        """Yield documents in order, up to `max_bytes`; the last text may be truncated, conversations are not.
+
+        The counts of the source restart from zero.
+        """
         self.counts.clear()
         left = self.max_bytes
         unread = _descriptions(Path(self.name).expanduser(), self.files)
@@ -341,7 +344,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
                 f"`data.{key}` selects a part of a dataset, but the source is not a dataset",
                 where=f"data.source: {data.source}",
                 got=f"data.{key}={value}",
-                allowed="a folder, or a name on the Hugging Face hub",
+                allowed="a folder with a dataset, or a name on the Hugging Face hub",
                 hint=f"data.{key}=null",
             )
     files = _files(data, stage) if table is None else []
@@ -352,11 +355,21 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
     table = table and replace(table, media_columns=media_columns(read))
     opened = table.opened if table else ()
     root = _media_root(data, path) if read else None
-    rules = RecordRules.of(data, counts, opened, has_rows, root, read)
+    rules = RecordRules.of_section(data, counts, opened, has_rows, root, read)
     counts.format = shape = _shape(files, table, data, stage, rules)
     counts.clear()
-    limits = data.max_bytes, table, data.max_records, stage, data.max_record_bytes
-    source = Source(data.source, shape, tuple(files), data.text_key, *limits, rules=rules)
+    source = Source(
+        data.source,
+        shape,
+        tuple(files),
+        data.text_key,
+        data.max_bytes,
+        table=table,
+        max_records=data.max_records,
+        stage=stage,
+        record_bytes=data.max_record_bytes,
+        rules=rules,
+    )
     _check_stage(source, stage)
     return source
 
@@ -585,9 +598,11 @@ def _shape(
         if data.format != "auto" and not (table and data.format == "text"):
             return "records" if data.format in _RECORDS else data.format
         return shape_of(record, data.text_key, where, stage, rules)
-    problem = "the dataset holds no row" if table else "the first data file holds no record"
+    if table is not None:
+        hint = "correct `data.source` or `data.split`"
+        raise NoData("the dataset holds no row", where=table.name, hint=hint)
     hint = "correct `data.source`, or write records into the file"
-    raise NoData(problem, where=table.name if table else str(files[0]), hint=hint)
+    raise NoData("the first data file holds no record", where=str(files[0]), hint=hint)
 
 
 def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None:
@@ -603,7 +618,9 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
         where=str(file),
         got=sorted(record),
         allowed="a name that ends in .jsonl, or data.format: text trains on the JSON as text",
-        hint=f"data.format={'jsonl' if shape == 'records' else shape}",
+        hint="rename the files to names that end in .jsonl"
+        if Path(data.source).expanduser().is_dir()
+        else f"data.format={'jsonl' if shape == 'records' else shape}",
     )
 
 

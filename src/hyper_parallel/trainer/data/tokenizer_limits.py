@@ -54,12 +54,14 @@ def check_files(directory: Path, names: Sequence[str]) -> None:
             status = path.stat()
         except OSError:
             continue
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_FILE:
+        is_regular = stat.S_ISREG(status.st_mode)
+        if not is_regular or status.st_size > _MOST_FILE:
+            problem = "is too large" if is_regular else "is not a regular file"
             raise NoData(
-                "a file of the tokenizer is too large, or not a regular file",
+                f"a file of the tokenizer {problem}",
                 where=str(path),
-                got=f"{status.st_size:,} bytes",
-                allowed=f"at most {_MOST_FILE:,} bytes",
+                got=f"{status.st_size:,} bytes" if is_regular else stat.filemode(status.st_mode),
+                allowed=f"a regular file of at most {_MOST_FILE:,} bytes",
                 hint="fetch the tokenizer files again from where the model was published",
             )
         if (target := foreign_target(path, directory)) is not None:
@@ -96,7 +98,7 @@ def check_parts(backend: Any, where: str) -> None:
                 f"the {name} of the tokenizer may take unbounded time or memory",
                 where=where,
                 got=str(error)[:300],
-                hint="set `data.tokenizer` to a directory with a tokenizer.json",
+                hint="data.tokenizer=TOKENIZER_DIR",
             ) from error
     longest = getattr(backend.model, "max_input_chars_per_word", 0) or 0
     if longest > _MOST_WORD:
@@ -105,7 +107,7 @@ def check_parts(backend: Any, where: str) -> None:
             where=where,
             got=f"max_input_chars_per_word={longest}",
             allowed=f"at most {_MOST_WORD}",
-            hint="set `data.tokenizer` to a directory with a tokenizer.json",
+            hint="data.tokenizer=TOKENIZER_DIR",
         )
 
 
