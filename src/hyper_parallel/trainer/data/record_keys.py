@@ -170,7 +170,7 @@ class RecordRules:
             if value is None:
                 continue
             if name in values and values[name] != value:
-                raise self.contradiction([key, name], where)
+                raise self._contradiction([key, name], where)
             values[name] = value
         return values
 
@@ -182,12 +182,12 @@ class RecordRules:
         """
         present = [key for key in keys if not is_empty(values.get(key))]
         if len(present) > 1 and any(values[key] != values[present[0]] for key in present):
-            raise self.contradiction(present, where)
+            raise self._contradiction(present, where)
         if present:
             return values[present[0]]
         return next((values[key] for key in keys if key in values), None)
 
-    def contradiction(self, keys: Collection[str], where: str) -> NoData:
+    def _contradiction(self, keys: Collection[str], where: str) -> NoData:
         """Return the error for synonymous keys of a record that have different values."""
         first, *rest = keys
         return NoData(

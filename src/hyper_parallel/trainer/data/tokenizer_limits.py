@@ -148,10 +148,7 @@ def growth(state: Any) -> float:
         return 1.0
     kind = state.get("type")
     if kind == "Sequence":
-        product = 1.0
-        for part in state.get("normalizers", ()):
-            product = min(product * growth(part), 1e18)
-        return product
+        return math.prod(map(growth, state.get("normalizers", ())))
     if kind == "Replace":
         pattern = state.get("pattern") or {}
         text = pattern.get("String")
@@ -175,8 +172,8 @@ def _longest_mapped(text: str) -> float:
 def check_pattern(pattern: str) -> None:
     """Raise if matching a regular expression may take exponential time.
 
-    This is the case if a group with a repetition or an alternative is repeated: `(a|aa)+`, `(a+)*`. No published
-    tokenizer has such an expression.
+    This is the case if a group with a repetition or an alternative is repeated: `(a|aa)+`, `(a+)*`. Many unbounded
+    repetitions in a row are refused too. No published tokenizer has such an expression.
 
     Raises:
         Unbounded: The expression may take exponential time; the message has the reason.
