@@ -27,9 +27,9 @@ from hyper_parallel.trainer.data.packing import encode
 from hyper_parallel.trainer.data.preview import (
     Example,
     LengthHistogram,
+    documents_of_records,
     example_of,
     is_used,
-    units,
 )
 from hyper_parallel.trainer.data.saved_tokenizer import has_tokenizer, require_tokenizer
 from hyper_parallel.trainer.data.sources import Source
@@ -308,7 +308,7 @@ def _sample(
     if is_text:  # a file is one record, of any length
         most = min(source.max_bytes or max_bytes, max_bytes)
         source = replace(source, max_bytes=most)
-    records = units(source, stage)
+    records = documents_of_records(source)
     num_bytes, seen = 0, 0
     # The tokenizer encodes plain text in threads, so no workers are needed.
     number = 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) - 1
