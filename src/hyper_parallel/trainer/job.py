@@ -271,7 +271,7 @@ def under_torchrun() -> bool:
 
 def _training_ranks(recipe: Recipe) -> int | None:
     """Return the number of training ranks that torchrun has started; None when this process starts the ranks."""
-    if "RANK" not in os.environ:
+    if not under_torchrun():
         return None
     from hyper_parallel.runtime import launched_rank
 
@@ -346,12 +346,15 @@ def prepare_job(
     )
     job = _with_media_costs(job, model)
     resolved = _resolve_epochs(loaded, job)
-    _check_newest(job := _with_notes(replace(job, recipe=resolved.recipe), model, proof), resolved)
+    job = _with_notes(replace(job, recipe=resolved.recipe), model, proof)
+    _check_newest(job, resolved)
     return job
 
 
-def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
+def plan_with_submodels(loaded: LoadedRecipe, plan: Plan, proof: Certificate | None = None) -> Plan:
     """Add the sub-models of `parallel.submodels` to a plan, with times predicted for the run's data.
+
+    `proof` is the certificate of the search for their layouts, if there was a search.
 
     Raises:
         HyperParallelError: Errors of invalid data or sub-models.
@@ -365,7 +368,7 @@ def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
     check_submodels(loaded, plan, model)
     packed = _prepare_data(loaded, plan, model, progress=False)
     job = _with_media_costs(_bare_job(recipe, plan, packed), model)
-    return _with_notes(job, model).plan
+    return _with_notes(job, model, proof).plan
 
 
 def resolve_submodels(
@@ -417,27 +420,8 @@ def resolve_submodels(
     return chosen, (note,), proof
 
 
-def with_proof(plan: Plan, proof: Certificate | None) -> Plan:
-    """Store `proof` in the plan as the certificate of the search for the layouts of sub-models.
-
-    Return the plan unchanged if it has no sub-models or `proof` is None.
-    """
-    if plan.submodels is None or proof is None:
-        return plan
-    return replace(plan, submodels=replace(plan.submodels, certificate=proof))
-
-
 def _bare_job(recipe: Recipe, plan: Plan, packed: PackedData) -> Job:
     return Job(recipe, plan, packed, Path(recipe.output_dir), None, {}, False)
-
-
-def _with_submodels(job: Job, model: Any) -> Plan:
-    batches = job.train_batches()
-    if job.recipe.parallel.submodels is None or not isinstance(batches, Batches):
-        return job.plan
-    from hyper_parallel.trainer.engine.recipe_submodels import plan_submodels
-
-    return plan_submodels(job.recipe, job.plan, model, batches)
 
 
 def _with_media_costs(job: Job, model: Any) -> Job:
@@ -455,22 +439,29 @@ def _with_media_costs(job: Job, model: Any) -> Job:
 
 def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
     """Add to the plan of a job: sub-models, their certificate `proof`, and a note on the balancing of media."""
-    plan = with_proof(_with_submodels(job, model), proof)
-    job, batches = replace(job, plan=plan), job.train_batches()
-    if len(job.recipe.parallel.towers) > 1 and job.recipe.data.balance != "none":
-        kept = "data.balance: not supported with several encoders on separate ranks, so records keep the data order"
-        return replace(job, plan=replace(plan, notes=(*plan.notes, kept)))
-    if not isinstance(batches, Batches) or batches.order.costs is None:
+    plan, recipe, batches = job.plan, job.recipe, job.train_batches()
+    if not isinstance(batches, Batches):
         return job
-    from hyper_parallel.trainer.engine.cost_balance import balance_note
+    if recipe.parallel.submodels is not None:
+        from hyper_parallel.trainer.engine.recipe_submodels import plan_submodels
 
-    notes = (*job.plan.notes, balance_note(job.recipe, job.plan, batches))
-    return replace(job, plan=replace(job.plan, notes=notes))
+        plan = plan_submodels(recipe, plan, model, batches)
+    if proof is not None and plan.submodels is not None:
+        plan = replace(plan, submodels=replace(plan.submodels, certificate=proof))
+    note = None
+    if len(recipe.parallel.towers) > 1 and recipe.data.balance != "none":
+        note = "data.balance: not supported with several encoders on separate ranks, so records keep the data order"
+    elif batches.order.costs is not None:
+        from hyper_parallel.trainer.engine.cost_balance import balance_note
+
+        note = balance_note(recipe, plan, batches)
+    notes = plan.notes if note is None else (*plan.notes, note)
+    return replace(job, plan=replace(plan, notes=notes))
 
 
 def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
-    recipe = job.recipe
-    batches, _ = job.train_batches(), job.holdout_batches()
+    recipe, batches = job.recipe, job.train_batches()
+    job.holdout_batches()  # raises the errors of held-out data before any rank starts
     if (epochs := recipe.training.epochs) is None or not isinstance(batches, Batches):
         return loaded
     rows = epochs * batches.num_sequences * batches.rows.unit
