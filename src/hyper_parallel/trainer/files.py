@@ -66,12 +66,7 @@ def check_files(
         Damaged: For the first file that is missing or differs.
     """
     for name, entry in sorted(entries.items()):
-        path = directory / name
-        if not path.is_file():
-            raise Damaged(path, "missing")
-        size = path.stat().st_size
-        if size != entry.size_bytes:
-            raise Damaged(path, f"{size} bytes instead of {entry.size_bytes}")
+        check_size(directory / name, entry.size_bytes)
     for name in contents:
         path = directory / name
         try:
@@ -80,6 +75,14 @@ def check_files(
             raise Damaged(path, f"not readable ({error.strerror})") from None
         if not same:
             raise Damaged(path, "content differs from its checksum")
+
+
+def check_size(path: Path, num_bytes: int) -> None:
+    """Raise Damaged if a file is missing or does not have `num_bytes` bytes."""
+    if not path.is_file():
+        raise Damaged(path, "missing")
+    if (size := path.stat().st_size) != num_bytes:
+        raise Damaged(path, f"{size} bytes instead of {num_bytes}")
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -53,6 +53,7 @@ from hyper_parallel.model import (
     read_generation_config,
 )
 from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, load_adapter
+from hyper_parallel.trainer.checkpoints.pieces import check_dtype
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.data.prompt_media import PromptMedia
 from hyper_parallel.trainer.decoding import SLOTS, Decoder, DecodingSequence, Sampling, make_decoder
@@ -75,6 +76,9 @@ from hyper_parallel.trainer.text_codec import (
 )
 
 logger = logging.getLogger(__name__)
+
+DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
+"""Dtypes of the weights of a loaded model."""
 
 
 def pick_device(device: str) -> torch.device:
@@ -167,7 +171,7 @@ def load(
     from transformers.utils import logging
 
     export = find_export(directory)
-    check_dtype(dtype)
+    check_dtype(dtype, DTYPES)
     target_device = pick_device(device)
     tokenizer = load_tokenizer(export, trusted=trusted)
     logging.disable_progress_bar()  # it would overwrite the generated text
@@ -233,19 +237,6 @@ def _export_hint(export: Path) -> str:
     if export.name != "export":
         return "fetch the files of the model again"
     return f"hyper-parallel checkpoint export {shlex.quote(str(export.parent))}"
-
-
-def check_dtype(dtype: str | None) -> None:
-    """Raise BadValue (HP102) unless `dtype` is None or a dtype name that weights can have."""
-    kinds = ("float64", "float32", "bfloat16", "float16")
-    if dtype is not None and dtype not in kinds:
-        raise BadValue(
-            f"unknown dtype `{dtype}` for weights",
-            got=dtype,
-            allowed=kinds,
-            where="--dtype",
-            hint="--dtype float32",
-        )
 
 
 def decode_tokens(

@@ -31,11 +31,12 @@ from hyper_parallel.runtime import (
     plan_of,
 )
 from hyper_parallel.topology import rank_threads
+from hyper_parallel.trainer.checkpoints.pieces import check_dtype
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.decoding import SLOTS, DecodingSequence, Sampling
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.recipe_model import check_parameters
-from hyper_parallel.trainer.generation import check_dtype, decode, find_export
+from hyper_parallel.trainer.generation import DTYPES, decode, find_export
 from hyper_parallel.trainer.job import under_torchrun
 from hyper_parallel.trainer.model_properties import properties_of
 from hyper_parallel.trainer.signals import StopRequest
@@ -86,7 +87,7 @@ def generate_on_ranks(
         hint = "fewer ranks, or torchrun --nnodes=N --nproc-per-node=8 -m hyper_parallel generate"
         check_rank_count(strategy.world_size, local_capacity(kind), _WHERE, hint)
     export = find_export(directory)
-    check_dtype(dtype)
+    check_dtype(dtype, DTYPES)
     model, plan = _model_and_plan(export, strategy, dtype, trusted=trusted)
     tokenizer = load_tokenizer(export, trusted=trusted)
     texts = TextCodec(tokenizer, model.config, model.generation_config.eos_token_id)

@@ -14,7 +14,7 @@ from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.trainer.checkpoints import manifest as files
 from hyper_parallel.trainer.checkpoints.adapter_files import load_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints.pieces import unknown_dtype
+from hyper_parallel.trainer.checkpoints.pieces import check_dtype
 from hyper_parallel.trainer.engine.recipe_model import build_model, read_spec
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ def import_checkpoint(
         BadValue: HP102 for an unsupported parameter dtype, or when the directory already has checkpoints.
         ModelUnreadable, WeightsUnreadable, OutputNotWritable: See `build_model`, `load_pretrained`, `Checkpointer`.
     """
-    if dtype not in _DTYPES:
-        raise unknown_dtype(dtype, _DTYPES)
+    check_dtype(dtype, _DTYPES)
     _check_empty(directory)
     model_dir = model_dir.expanduser()
     path, is_adapter = str(model_dir), (model_dir / ADAPTER_CONFIG).is_file()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -60,10 +60,16 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def unknown_dtype(dtype: str, allowed: Iterable[str]) -> BadValue:
-    """Return the error for an unsupported value of the command-line option `--dtype`."""
-    hint = "--dtype float32"
-    return BadValue("unknown dtype", where="--dtype", got=dtype, allowed=[*allowed], hint=hint)
+def check_dtype(dtype: str | None, allowed: Collection[str]) -> None:
+    """Raise BadValue (HP102) for an unsupported value of the command-line option `--dtype`; None is supported."""
+    if dtype is not None and dtype not in allowed:
+        raise BadValue(
+            f"unknown dtype `{dtype}` for weights",
+            where="--dtype",
+            got=dtype,
+            allowed=[*allowed],
+            hint="--dtype float32",
+        )
 
 
 def parts_of(

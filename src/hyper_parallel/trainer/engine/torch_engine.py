@@ -28,10 +28,9 @@ from hyper_parallel.ir import Timeline
 from hyper_parallel.model import GENERATION
 from hyper_parallel.runtime import World, parallelize, parallelize_submodels
 from hyper_parallel.trainer.checkpoints.adapter_files import export_adapter
-from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer, load_newest
 from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
 from hyper_parallel.trainer.checkpoints.model_export import export_hf
-from hyper_parallel.trainer.checkpoints.newest_checkpoint import load_newest
 from hyper_parallel.trainer.engine.base_weights import BaseWeights, load_base
 from hyper_parallel.trainer.engine.offload import PlannedSteps, with_memory, write_timelines
 from hyper_parallel.trainer.engine.offload_machine import OffloadMachine
