@@ -53,7 +53,7 @@ from hyper_parallel.model import (
     read_generation_config,
 )
 from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, load_adapter
-from hyper_parallel.trainer.checkpoints.pieces import check_dtype
+from hyper_parallel.trainer.checkpoints.pieces import check_dtype, dtype_name
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.data.prompt_media import PromptMedia
 from hyper_parallel.trainer.decoding import SLOTS, Decoder, DecodingSequence, Sampling, make_decoder
@@ -190,13 +190,7 @@ def load(
 
 
 def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) -> Any:
-    """Load an exported model; an adapter is merged into the base model.
-
-    Args:
-        export: Directory of the model, or of an adapter.
-        base: Directory or hub id of the base model; equal to `export` without an adapter.
-        dtype: Dtype of the weights; None: as stored.
-        trusted: Permission to run model code in the directory.
+    """Load the model in directory `export`; an adapter is merged into `base`, the directory or hub id of its model.
 
     Raises:
         WeightsUnreadable: HP703 when the weight files cannot be read, or lack parameters.
@@ -454,7 +448,7 @@ class Generator:
 
     def _planned_passes(self, sequences: Sequence[DecodingSequence]) -> PlannedSlots:
         assert self.memory is not None
-        limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
+        limits = self.memory.limits(dtype_name(self.model.dtype))
         return PlannedSlots(self.model, _fixed_steps(sequences), limits, self.device)
 
     def _start(

@@ -62,17 +62,9 @@ def generate_on_ranks(
 ) -> list[Generation]:
     """Continue many prompts like `Generator.generate_batch`, on local ranks launched here or on ranks of torchrun.
 
-    Args:
-        directory: Run directory or Hugging Face model directory.
-        prompts: Texts, or results of an earlier call.
-        sampling: Sampling parameters.
-        parallel: Layout as keys of a recipe's `parallel` section, for example `tp=2` or `dp_replicate=2 pp=2`.
-        chat: Whether each prompt is a user message to be answered.
-        slots: Maximum number of concurrent sequences per data-parallel rank.
-        device: `auto`, `cpu`, `cuda`, ...
-        dtype: Dtype of the weights; None: as stored.
-        trusted: Permission to run model code in the directory.
-        stop: Request to stop and return the results so far; None: decode until all sequences have ended.
+    `directory`, `device`, `dtype` and `trusted` are arguments of `Generator`; adapters are not supported. `parallel`
+    is a layout as keys of a recipe's `parallel` section, for example `tp=2` or `dp_replicate=2 pp=2`. `slots` is the
+    maximum number of concurrent sequences per data-parallel rank. After a `stop`, the results so far are returned.
 
     Raises:
         UnsupportedSharding: HP205 for the axis cp, for adapters, and for layouts that `parallelize` does not support.

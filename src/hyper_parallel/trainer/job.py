@@ -155,17 +155,14 @@ class Job:
         written = self.output_dir / "config.yaml"
         return written.exists() and written.stat().st_mtime >= time_s
 
-    @property
-    def _balances(self) -> bool:
-        """True if images and audio are balanced over ranks, which is not supported with several encoders."""
-        return self.recipe.data.balance != "none" and len(self.recipe.parallel.towers) < 2
-
     def train_batches(self) -> Batches | StreamBatches:
         """Return the training batches, which define the sequences of every step."""
         work, train, grpo = self.plan.workload, self.packed.train, self.recipe.grpo
         sequences_per_step = (work.tokens_per_step or 0) // work.seq_len
         if isinstance(train, Stream):
             return StreamBatches(train, sequences_per_step, self.packed.fingerprint)
+        # Balancing is not supported with several encoders on separate ranks.
+        balances = self.recipe.data.balance != "none" and len(self.recipe.parallel.towers) < 2
         return Batches(
             train,
             sequences_per_step=sequences_per_step,
@@ -173,7 +170,7 @@ class Job:
                 self.recipe.training.seed,
                 self.recipe.data.shuffle,
                 self.packed.weights,
-                costs=self.media_costs if self._balances and train.has_media else None,
+                costs=self.media_costs if balances and train.has_media else None,
             ),
             rows=StepRows(
                 repeats=grpo.num_generations if self.recipe.stage == "grpo" else 1,
@@ -218,8 +215,7 @@ class Job:
     def write(self, plan: Plan) -> None:
         """Write the files that describe the run: recipe, plan, simulated step, data record, model config, tokenizer.
 
-        Args:
-            plan: Plan as executed by the ranks.
+        `plan` is the plan as executed by the ranks. The simulated step is that of the prepared plan.
         """
         out = self.output_dir
         mark_run_directory(out)
@@ -376,11 +372,8 @@ def resolve_submodels(
 ) -> tuple[LoadedRecipe, tuple[str, ...], Certificate | None]:
     """Search layouts for `parallel.submodels: auto`; return any other recipe unchanged.
 
-    If section `training` sets no batch size, `tokens_per_step` becomes one sequence per rank.
-
-    Args:
-        loaded: Recipe with the origins of its values.
-        ranks: Number of ranks started by torchrun; None: `parallel.world_size`, or all devices of the topology.
+    If section `training` sets no batch size, `tokens_per_step` becomes one sequence per rank. `ranks` is the number of
+    ranks started by torchrun; None: `parallel.world_size`, or all devices of the topology.
 
     Returns:
         Recipe with the chosen layouts, notes for the plan, and the certificate of the search (None without a search).

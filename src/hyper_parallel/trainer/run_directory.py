@@ -310,12 +310,9 @@ def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
 
 
 def _is_written(path: Path | None, key: str, *, over: bool) -> bool:
-    """Return whether the run would replace or remove an input.
+    """Return whether the run would replace or remove the input of recipe key `key`.
 
-    Args:
-        path: Path of the input relative to the run directory; None: outside of the run directory.
-        key: Recipe key of the input.
-        over: Whether the run starts over and removes an earlier run.
+    `path` is relative to the run directory; None: outside of it. With `over`, the run removes an earlier run.
     """
     if path is None or (key == "recipe" and path == Path(_RECIPE)):
         return False  # the recipe is rewritten with the same values
@@ -369,12 +366,9 @@ _PART_FOLDER: Final = re.compile(r"step_(\d{8,15})")
 
 
 class RunPart:
-    """Part of a run: the steps trained by one process, from its start or resume.
+    """Part of a run: the steps trained by one process, which starts or resumes after `step`.
 
-    Args:
-        directory: Run directory.
-        step: Number of steps completed before the part.
-        changed: Changes of recipe and plan since the checkpoint from which the part resumes.
+    `changed` are the changes of facts since the checkpoint from which the part resumes.
 
     Attributes:
         is_late: Whether config.yaml and plan.json in the run directory describe an earlier part until this part has

@@ -56,7 +56,7 @@ class _Resume(TypedDict):
 
 @with_config(_OPEN)
 class _Stopping(TypedDict):
-    """State of early stopping: best metric, and number of evaluations after the one with the best metric."""
+    """State of early stopping: lowest loss, and number of consecutive evaluations without improvement."""
 
     best: _Number | None
     waited: _Count

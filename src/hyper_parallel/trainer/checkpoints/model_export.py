@@ -42,7 +42,7 @@ from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.model import GENERATION, read_generation_config
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.trainer.checkpoints._finite import check_finite
-from hyper_parallel.trainer.checkpoints.pieces import Resident
+from hyper_parallel.trainer.checkpoints.pieces import Resident, dtype_name
 from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
 from hyper_parallel.trainer.data import copy_tokenizer
 
@@ -266,7 +266,7 @@ def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> A
     tied = actual or not configured
     config = copy.deepcopy(config) if tied else untied_config(config)
     config.architectures = [type(reference).__name__]
-    config.dtype = str(dtype).removeprefix("torch.")
+    config.dtype = dtype_name(dtype)
     return config
 
 

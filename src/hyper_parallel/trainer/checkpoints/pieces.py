@@ -51,12 +51,8 @@ class StatePart:
         return replace(self, read=lambda: data)
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """Return the name of a tensor's dtype without the prefix `torch.`."""
-    return _name(tensor.dtype)
-
-
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -83,10 +79,10 @@ def parts_of(
     """
     parts = []
     for name, tensor in tensors.items():
-        if dtype_name(tensor) not in DTYPES:
+        if dtype_name(tensor.dtype) not in DTYPES:
             raise BadValue(
                 f"`{name}` cannot be saved: its dtype is not supported",
-                got=dtype_name(tensor),
+                got=dtype_name(tensor.dtype),
                 allowed=", ".join(DTYPES),
                 hint="convert the tensor: `tensor.to(torch.float32)`",
             )
@@ -105,7 +101,7 @@ def write_pieces(path: Path, parts: Sequence[StatePart]) -> list[tuple[str, Piec
     # Larger element sizes come first, which aligns every piece.
     parts = sorted(parts, key=lambda p: (-p.dtype.itemsize, p.box))
     first = header(
-        [(piece_key(p.box.name, p.box.offset), _name(p.dtype), p.box.shape) for p in parts]
+        [(piece_key(p.box.name, p.box.offset), dtype_name(p.dtype), p.box.shape) for p in parts]
     )
     written, begin = [], len(first)
     with path.open("wb") as file:

@@ -42,13 +42,10 @@ class BaseWeights:
 def load_base(
     model: nn.Module, directory: Path, *, frozen: bool, **options: Any
 ) -> BaseWeights | None:
-    """Load weight files into a model; return their checksum over all ranks if they stay frozen, else None.
+    """Load weight files into a model; return their checksum over all ranks if they stay `frozen`, else None.
 
-    Args:
-        model: Model, before or after `parallelize`.
-        directory: Directory of the weight files.
-        frozen: Whether only adapters are trained. All ranks must then call this function.
-        options: Further arguments of `load_pretrained`.
+    With `frozen`, only adapters are trained, and the call is collective over all ranks. `options` are further arguments
+    of `load_pretrained`.
     """
     report = load_pretrained(model, directory, checksums=frozen, **options)
     if not frozen:
@@ -60,13 +57,9 @@ def load_base(
 
 
 def check_base(adapter: Path, base: Path) -> None:
-    """Check by checksum that an exported adapter was trained on the base weights in a directory.
+    """Check by checksum that the adapter in weight file `adapter` was trained on the weights in directory `base`.
 
     Adapters without a stored checksum, which other programs write, pass the check.
-
-    Args:
-        adapter: Weight file of the adapter.
-        base: Directory of the base weights.
 
     Raises:
         CheckpointMismatch: HP702 when the checksums differ.

@@ -98,13 +98,10 @@ def _warn_of_estimate(basis: str, cause: str) -> str:
 
 
 def fitted_costs(counts: Int64, work: Sequence[float]) -> tuple[int, int]:
-    """Return integers (a, b) such that a * items + b * tokens is about proportional to `work`.
+    """Return coprime integers (a, b) such that a * items + b * tokens is about proportional to the encoder work.
 
-    The fit is non-negative least squares over the sequences; a and b are coprime.
-
-    Args:
-        counts: [N, 2] media items and media tokens of each sequence.
-        work: [N] encoder work for each sequence, in any unit.
+    The fit is non-negative least squares over N sequences, with `counts` [N, 2] of media items and media tokens, and
+    `work` [N] in any unit.
     """
     from scipy.optimize import nnls
 
@@ -136,10 +133,8 @@ class TowerMicrobatches:
 def cost_grid(plan: Plan, batches: Batches, tower: TowerMicrobatches | None) -> Grid:
     """Return the ranks and microbatches over which the media work of a step is balanced.
 
-    Args:
-        plan: Plan of the run; with sub-models, the plan of the language model.
-        batches: Training sequences.
-        tower: Assignment of microbatches to tower ranks; None: the encoder runs on every data-parallel rank.
+    With sub-models, `plan` is that of the language model. If `tower` is None, the encoder runs on every data-parallel
+    rank.
     """
     strategy, rows = plan.strategy, plan.workload.microbatch or 1
     count = batches.sequences_per_step // (strategy.dp * rows)

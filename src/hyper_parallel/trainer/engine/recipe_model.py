@@ -209,11 +209,6 @@ def _with_kept(spec: ModelSpec, measurement: _CachedMeasurement) -> ModelSpec:
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
     """Check that the model's parameters match the plan's `ModelSpec` and can be sharded by the plan's layouts.
 
-    Args:
-        model: Model as returned by `build_model`.
-        plan: Plan of the run.
-        where: Origin of `model.path`, for errors.
-
     Raises:
         ModelUnreadable: HP305 naming the model family and the first differing parameter.
         NotDivisible: HP203 for a dimension that a layout does not divide.
@@ -284,9 +279,7 @@ def routing_of(recipe: Recipe) -> Routing:
 def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
     """Return the strategy of each sub-model by name: `language` first, then the encoders of `parallel.submodels`.
 
-    Args:
-        recipe: Recipe with `parallel.submodels`.
-        plan: Plan of the run, with the strategy of the language model.
+    The strategy of `plan` is that of the language model.
     """
     assert recipe.parallel.submodels is not None
     towers = {
@@ -312,10 +305,6 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
 
     With `model.init: auto`, a preset or a config file gets random weights. A hub id, or a directory with a tokenizer or
     an index of weight files, means a pretrained model, whose weight files must exist.
-
-    Args:
-        recipe: Recipe of the run.
-        where: Origin of `model.path`, for errors.
 
     Raises:
         WeightsUnreadable: HP703 when the weight files of a pretrained model are missing.
@@ -377,12 +366,8 @@ def model_files(
     """Return the config files of a run's model, as a dict from file name to text.
 
     These are `config.json`, the generation config, and a list of the tensors in the weight files that the model does
-    not use. Exports copy these tensors.
-
-    Args:
-        model: Model as returned by `build_model`. Special tokens of its config may be changed.
-        tokenizer_dir: Directory of the run's tokenizer.
-        weights: Directory of the pretrained weights; None: random weights.
+    not use. Exports copy these tensors. Special tokens in the config of `model` may be changed. `weights` is the
+    directory of the pretrained weights; None: random weights.
     """
     if weights is None:
         set_special_token_ids(model, tokenizer_dir)
@@ -466,13 +451,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Recipe) -> None:
-    """Check that model, layout and back end support the images or audio of the data.
-
-    Args:
-        model: Model of the recipe.
-        plan: Plan of the run.
-        sequences: Training sequences with media.
-        recipe: Recipe of the run.
+    """Check that model, layout and back end support the images or audio of the training sequences.
 
     Raises:
         UnsupportedSharding: HP205 for cp, and for pp if the forward cannot run without the media.

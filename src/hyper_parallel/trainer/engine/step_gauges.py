@@ -214,9 +214,6 @@ class MemoryGauge:
     value at construction. The peak comes from `VmHWM` in /proc/self/status, which writing 5 to /proc/self/clear_refs
     resets (proc(5)). It includes freed memory that the C library caches.
 
-    Args:
-        device: Device of this rank.
-
     Attributes:
         state: Function that returns the tensors that outlive a step; None: tensors are not counted.
         kinds: Function that returns current bytes by kind: parameters, gradients, optimizer states. An empty dict means
@@ -297,13 +294,7 @@ def device_name(device: torch.device) -> str:
 
 
 def write_profile(profiler: Any, path: Path, unwritten: Unwritten) -> None:
-    """Write a torch.profiler trace in Chrome's trace format.
-
-    Args:
-        profiler: Finished `torch.profiler.profile`.
-        path: Path of the file; its directory is created.
-        unwritten: Collector of write failures, which are not raised.
-    """
+    """Write the trace of a finished `torch.profiler.profile` in Chrome's format; keep write failures in `unwritten`."""
     with unwritten.spare(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

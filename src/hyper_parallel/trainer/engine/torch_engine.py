@@ -71,12 +71,8 @@ if TYPE_CHECKING:
 class TorchEngine:
     """Torch implementation of `Engine`: model, optimizer and checkpoints of one rank.
 
-    Args:
-        job: Prepared run.
-        world: Ranks of the process group, and this rank's device.
-        display: Terminal output.
-        flash: Folder for offload files of all ranks; None: no flash tier.
-        snapshots: Folder in host memory for snapshots, from which a restart recovers; None: no snapshots.
+    `flash` is the folder for offload files of all ranks; None: no flash tier. `snapshots` is the folder in host memory
+    for snapshots, from which a restart recovers; None: no snapshots.
     """
 
     _make_loop: Callable[..., Loop] = Loop

@@ -181,14 +181,7 @@ class _RunState:
 
 
 class Trainer:
-    """Training loop of one run on one rank.
-
-    Args:
-        job: Prepared run.
-        engine: Back end that computes the steps.
-        display: Terminal output.
-        stop: Request to end before the last step; None: the run cannot be ended early.
-    """
+    """Training loop of one run on one rank; without `stop`, no signal can end it before the last step."""
 
     def __init__(
         self, job: Job, engine: Engine, display: Display, stop: StopRequest | None = None

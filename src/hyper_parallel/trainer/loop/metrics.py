@@ -115,7 +115,7 @@ class MetricsLog:
             }
             self._watch.follow("metrics.jsonl")
             self._trackers += make_trackers(
-                report_to, directory, resumed_step, recipe, self.check_directory
+                report_to, directory, resumed_step, recipe, self._watch.check
             )
         except BaseException:
             self.close()
@@ -123,10 +123,10 @@ class MetricsLog:
 
     def _open_lines(self, name: str, resumed_step: int) -> TextIO:
         path = self._directory / f"{name}.jsonl"
-        self.check_directory()
+        self._watch.check()
         if line := _keep_until(path, resumed_step):
             self.notes.append(line)
-        self.check_directory()  # again, because dropping records takes time
+        self._watch.check()  # again, because dropping records takes time
         return self._open.enter_context(append_file(path))
 
     def step(self, record: StepRecord) -> None:
@@ -153,12 +153,8 @@ class MetricsLog:
             self._try(tracker, tracker.close)
         self._open.close()
 
-    def check_directory(self) -> None:
-        """Raise RunDirectoryLost (HP721) when the run directory was removed, moved or replaced since it was opened."""
-        self._watch.check()
-
     def _append(self, name: str, record: Any) -> None:
-        self.check_directory()
+        self._watch.check()
         self._files[name].write(json.dumps(as_line(record)) + "\n")
         self._files[name].flush()
 
