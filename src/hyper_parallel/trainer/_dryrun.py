@@ -241,12 +241,9 @@ class DryRun:
 def dry_run(
     loaded: LoadedRecipe, *, num_ranks: int | None = None, rank: int | None = None
 ) -> DryRun:
-    """Plan a recipe and trace a training step of its ranks.
+    """Plan a recipe for `num_ranks` ranks (None: as in the recipe), and trace a training step of its ranks.
 
-    Args:
-        loaded: Recipe, with the topology to plan for.
-        num_ranks: Number of ranks of the run; None: as in the recipe.
-        rank: Rank to trace; None: the ranks of `distinct_ranks`.
+    Only `rank` is traced; None: the ranks of `distinct_ranks`.
 
     Raises:
         BadValue: HP102 when `rank` is not a rank of the plan.

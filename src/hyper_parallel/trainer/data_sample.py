@@ -24,13 +24,7 @@ from hyper_parallel.model import list_weight_files, read_config
 from hyper_parallel.trainer.data.counts import DataCounts, Encoded
 from hyper_parallel.trainer.data.document import Document
 from hyper_parallel.trainer.data.packing import encode
-from hyper_parallel.trainer.data.preview import (
-    Example,
-    LengthHistogram,
-    example_of,
-    is_used,
-    units,
-)
+from hyper_parallel.trainer.data.preview import Example, LengthHistogram, example_of, is_used, units
 from hyper_parallel.trainer.data.saved_tokenizer import has_tokenizer, require_tokenizer
 from hyper_parallel.trainer.data.sources import Source
 from hyper_parallel.trainer.data.summary import notes, summary_rows

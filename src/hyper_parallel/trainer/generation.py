@@ -46,12 +46,7 @@ from hyper_parallel.errors import (
     WeightsUnreadable,
 )
 from hyper_parallel.hub import fetch, parse_name
-from hyper_parallel.model import (
-    ConfigFile,
-    list_weight_files,
-    read_config,
-    read_generation_config,
-)
+from hyper_parallel.model import ConfigFile, list_weight_files, read_config, read_generation_config
 from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, load_adapter
 from hyper_parallel.trainer.checkpoints.pieces import check_dtype, dtype_name
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
@@ -512,8 +507,6 @@ def _auto_class(base: str) -> Any:
     if not (Path(base) / "config.json").is_file():  # a name of the Hub
         return AutoModelForCausalLM
     file = read_config(base)
-    with suppress(
-        HyperParallelError
-    ):  # a model type that only transformers or custom code can build
+    with suppress(HyperParallelError):  # only transformers or custom code can build the model
         return class_of_config(file)
     return AutoModelForCausalLM

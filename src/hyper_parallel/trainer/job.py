@@ -48,12 +48,7 @@ from hyper_parallel.trainer.data import (
     stop_ids,
 )
 from hyper_parallel.trainer.data_record import write_data_record
-from hyper_parallel.trainer.files import (
-    Damaged,
-    check_writable,
-    write_text,
-    write_timeline,
-)
+from hyper_parallel.trainer.files import Damaged, check_writable, write_text, write_timeline
 from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.trainer.loop.callback import Callback
 from hyper_parallel.trainer.loop.preference_rows import check_rewards, check_rows
@@ -275,11 +270,12 @@ def _training_ranks(recipe: Recipe) -> int | None:
     if (towers := recipe.parallel.tower_ranks) and ranks > towers:
         return ranks - towers
     if ranks <= sampling:
+        replica = recipe.grpo.copy_ranks
         raise Contradiction(
             "no rank is left to train",
             where="grpo.rollout_ranks",
             got=f"{ranks} ranks, of which {sampling} only sample",
-            hint=f"grpo.rollout_ranks={ranks - 1}",
+            hint=f"grpo.rollout_ranks={(ranks - 1) // replica * replica}",
         )
     return ranks - sampling
 

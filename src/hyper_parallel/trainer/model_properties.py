@@ -172,9 +172,8 @@ def measure_config(
     full: Any = model_from_config(file, torch.float32, **choices)
     # The config may omit sizes, for which its class has defaults.
     config = full.config
-    if config.model_type != file.values.get(
-        "model_type"
-    ):  # `full` is the text part of a larger model
+    if config.model_type != file.values.get("model_type"):
+        # `full` is the text part of a larger model.
         config = AutoConfig.for_model(**file.values)
     complete = json.loads(config.to_json_string(use_diff=False))
     reason = "no small copy of the model was found"

@@ -87,8 +87,7 @@ def check_run_directory(loaded: LoadedRecipe) -> None:
     """
     recipe = loaded.recipe
     place = Path(recipe.output_dir)
-    if place.is_dir() and not _is_marked(place):
-        _check_unused(place, recipe)
+    check_claimable(place, recipe)
     if marked := _is_marked(place):
         _check_links(place)
     _check_sources(loaded, place)
@@ -104,12 +103,6 @@ def check_run_directory(loaded: LoadedRecipe) -> None:
         _check_checkpoints(place / "checkpoints")
 
 
-def check_claimable(place: Path) -> None:
-    """Raise OutputNotWritable (HP105) for a directory with files but without the marker of a run."""
-    if place.is_dir() and not _is_marked(place):
-        _check_unused(place, None)
-
-
 def mark_run_directory(place: Path) -> None:
     """Write the marker of a run into a directory that has passed `check_run_directory`."""
     if not _is_marked(place):
@@ -123,8 +116,7 @@ def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
         OutputNotWritable: HP105 for a directory with other files but without a marker.
     """
     place.mkdir(parents=True, exist_ok=True)
-    if not _is_marked(place):
-        _check_unused(place, recipe)
+    check_claimable(place, recipe)
     mark_run_directory(place)
 
 
@@ -192,8 +184,13 @@ def _is_marked(place: Path) -> bool:
     return marker is not None and marker.kind == RUN
 
 
-def _check_unused(place: Path, recipe: Recipe | None) -> None:
-    """Raise HP105 if a directory without marker has entries except logs, `data.cache_dir` and `offload.flash_dir`."""
+def check_claimable(place: Path, recipe: Recipe | None = None) -> None:
+    """Raise OutputNotWritable (HP105) for a directory with files but without the marker of a run.
+
+    Logs, and `data.cache_dir` and `offload.flash_dir` of the recipe, are permitted.
+    """
+    if not place.is_dir() or _is_marked(place):
+        return
     own = set()
     for path in (recipe.data.cache_dir, recipe.offload.flash_dir) if recipe is not None else ():
         inside = None if path is None else _relative(Path(path), place)

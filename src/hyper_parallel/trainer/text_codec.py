@@ -90,8 +90,8 @@ class TextCodec:
                 raise BadValue(
                     "the tokenizer has no chat template",
                     where=self.tokenizer.name_or_path,
-                    got="--chat",
-                    hint="leave out --chat",
+                    got="--chat" if chat else "turns of a conversation",
+                    hint="leave out --chat" if chat else "pass the prompt as a text",
                 )
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             text = render(self.tokenizer, turns, prompt=True)

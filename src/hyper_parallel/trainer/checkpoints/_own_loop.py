@@ -12,7 +12,7 @@ from torch import nn
 from hyper_parallel.backends.torch import handle
 from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.lora import has_adapters
-from hyper_parallel.errors import LossNotFinite
+from hyper_parallel.errors import CheckpointCorrupt, CheckpointMismatch, LossNotFinite
 from hyper_parallel.trainer.checkpoints.adapter_files import export_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.model_export import MAX_FILE_BYTES, export_hf
@@ -91,6 +91,12 @@ def load(
     checkpoints = Checkpointer(path, keep=1, asynchronous=False, fingerprint=None)
     try:
         loaded_step, extra = checkpoints.load(model, optimizer, step)
+    except (CheckpointCorrupt, CheckpointMismatch) as error:
+        # The hints of `Checkpointer` are written for runs of a recipe.
+        error.hint = (error.hint or "").replace(
+            " with `checkpoint.resume=never`", " without `hp.load`"
+        )
+        raise
     finally:
         checkpoints.close()
     return {**extra, "step": loaded_step}

@@ -57,12 +57,7 @@ from hyper_parallel.trainer.checkpoints.index import (
     read_index,
 )
 from hyper_parallel.trainer.checkpoints.manifest import CheckpointDirectory, Manifest
-from hyper_parallel.trainer.checkpoints.pieces import (
-    Resident,
-    StatePart,
-    parts_of,
-    write_pieces,
-)
+from hyper_parallel.trainer.checkpoints.pieces import Resident, StatePart, parts_of, write_pieces
 from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
 from hyper_parallel.trainer.files import Damaged, FileEntry
 

@@ -220,7 +220,7 @@ def check_own(checkpoint: Path) -> None:
             "the checkpoint would replace a folder with files that are not part of a checkpoint",
             where=str(checkpoint),
             got=entries[:3],
-            hint=f"mv {checkpoint} {checkpoint}.moved",
+            hint=shlex.join(["mv", str(checkpoint), f"{checkpoint}.moved"]),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -86,5 +87,5 @@ def _check_empty(directory: Path) -> None:
             "the directory already has checkpoints",
             where=str(directory),
             got=f"steps {', '.join(map(str, existing))}",
-            hint=f"mv {directory} {directory}.old",
+            hint=shlex.join(["mv", str(directory), f"{directory}.old"]),
         )

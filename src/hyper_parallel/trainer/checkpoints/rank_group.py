@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,6 +68,6 @@ class RankGroup:
             return OutputNotWritable(
                 f"the {self._work} cannot be written: {reason}",
                 where=str(getattr(error, "filename", None) or self._place),
-                hint=f"df -h {self._place}",
+                hint=shlex.join(["df", "-h", str(self._place)]),
             )
         return RuntimeError(f"{type(error).__name__}: {error}")

@@ -14,9 +14,9 @@ from torch import nn
 from hyper_parallel.backends.torch import load_pretrained
 from hyper_parallel.backends.torch.weights.checksums import PartChecksum, joint_checksum
 from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles
+from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.received import Limits, parse_json
 from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
-from hyper_parallel.trainer.input_checksums import BASE, RunInputs
 
 METADATA: Final = "base_weights"
 """Key in the metadata of an adapter's weight file."""
@@ -76,4 +76,12 @@ def check_base(adapter: Path, base: Path) -> None:
         for name in names
         if name in files.tensors
     )
-    RunInputs({BASE: checksum}).check(BASE, joint_checksum(parts, files.read), base)
+    present = joint_checksum(parts, files.read)
+    if present != checksum:
+        raise CheckpointMismatch(
+            "the adapter was trained on other base weights than those in its base model's directory",
+            where=str(base),
+            got=f"checksum {present}",
+            allowed=f"checksum {checksum}",
+            hint="restore the weight files, or correct `base_model_name_or_path` in adapter_config.json",
+        )

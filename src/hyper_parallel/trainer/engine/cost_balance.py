@@ -62,10 +62,6 @@ def media_costs(
     meta tensors. If this forward needs real values, the weights are fitted to the number of elements of its padded
     inputs. If the model has several encoders, or none that can be separated, work is the number of media tokens.
 
-    Args:
-        model: Model of the recipe on the meta device, not changed.
-        sequences: Training sequences with media.
-
     Returns:
         (weight per item, weight per token) as integers in an arbitrary unit, and a note for the plan. The note, which
         is also logged, tells why FLOPs were not counted; None if FLOPs were counted or no sequence has media.

@@ -8,6 +8,7 @@ import inspect
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -53,12 +54,7 @@ from hyper_parallel.model import (
     read_generation_config,
 )
 from hyper_parallel.topology import topology_hint
-from hyper_parallel.trainer.data import (
-    has_tokenizer,
-    load_tokenizer,
-    media_inputs,
-    media_rows,
-)
+from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, media_inputs, media_rows
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.measured_cache import cache_file, load_cached, save_cached
 from hyper_parallel.units import format_bytes
@@ -172,13 +168,11 @@ def read_spec(
     if known and not scores:
         spec = load_model(path, where=where)
         if measurement is None:
-            try:
+            with suppress(ModelUnreadable):
                 measurement = _measure(
                     model_from_config(file, torch.float32, trusted=trusted), cached
                 )
-            except ModelUnreadable:
-                measurement = _CachedMeasurement(None)
-        return _with_kept(spec, measurement)
+        return _with_kept(spec, measurement or _CachedMeasurement(None))
     model = model_from_config(file, torch.float32, trusted=trusted, scores=scores)
     spec = _with_kept(read_model(model, file.name), measurement or _measure(model, cached))
     return replace(spec, unsplit=unsplit_axes(model)) if tried else spec

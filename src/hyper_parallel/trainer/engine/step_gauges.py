@@ -175,10 +175,9 @@ class SpanRecorder:
 
 
 class PhaseSpans:
-    """Substitute for `SpanRecorder` that only calls a function at the start of each span.
+    """Substitute for `SpanRecorder` that only calls `begin` with the name of each span at its start.
 
-    Args:
-        begin: Function that is called with the span's name; names of pipeline actions become `forward` or `backward`.
+    Names of pipeline actions become `forward` or `backward`.
     """
 
     def __init__(self, begin: Callable[[str], None]) -> None:

@@ -134,7 +134,7 @@ class SkipPolicy:
         return skip if self.max_norm is None else skip | (shared[-1] > self.max_norm)
 
     def after(self, output: StepResult, step: int, rejected: bool = False) -> bool:
-        """Count a finished step; return whether this rule skipped it or the learning stage `rejected` it.
+        """Count a finished step, which the learning stage may have `rejected`; return whether it was skipped.
 
         Raises:
             LossNotFinite: HP604 after `MAX_CONSECUTIVE_SKIPS` skipped steps in a row.
@@ -184,7 +184,7 @@ class Loop:
     scale: LossScale | None = None
     wishes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
     seed: Callable[[int], None] = lambda step: None
-    policy: SkipPolicy = field(default_factory=lambda: SkipPolicy())
+    policy: SkipPolicy = field(default_factory=SkipPolicy)
     stage: LearningStage | None = None
     _grids: dict[int, Grid] = field(default_factory=dict)
 

@@ -55,12 +55,7 @@ from hyper_parallel.trainer.engine.step_loop import Loop, LossScale, SkipPolicy
 from hyper_parallel.trainer.files import write_text
 from hyper_parallel.trainer.input_checksums import BASE, INPUTS, RunInputs
 from hyper_parallel.trainer.job import Job
-from hyper_parallel.trainer.loop import (
-    Display,
-    EvalResult,
-    LrSchedule,
-    StepResult,
-)
+from hyper_parallel.trainer.loop import Display, EvalResult, LrSchedule, StepResult
 from hyper_parallel.trainer.snapshots import SNAPSHOTS_KEPT
 from hyper_parallel.trainer.stages.build_stage import build_stage
 

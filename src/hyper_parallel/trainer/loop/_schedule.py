@@ -25,8 +25,8 @@ class LrSchedule:
       decay as in Hagele et al., arXiv:2405.18392).
     * constant: no decay.
 
-    All other schedules have the names and values of transformers. Most of them start their warm-up with rate 0 in
-    step 1, and end it one step later than a native warm-up.
+    Transformers computes all other schedules. Most of them start their warm-up with rate 0 in step 1, and end it one
+    step later than a native warm-up.
     """
 
     kind: str  # name of the schedule, as in `training.lr_schedule`

@@ -16,12 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from hyper_parallel.errors import (
-    DISK_ERRORS,
-    MissingDependency,
-    RunDirectoryLost,
-    TrackerFailed,
-)
+from hyper_parallel.errors import DISK_ERRORS, MissingDependency, RunDirectoryLost, TrackerFailed
 from hyper_parallel.received import Limits
 from hyper_parallel.serde import DecodeError, create_file, read, write_text
 from hyper_parallel.trainer.loop.run_facts import flat
