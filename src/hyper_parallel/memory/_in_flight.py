@@ -118,6 +118,12 @@ class InFlightCopies:
         ):
             self._ledger.emit("detach", s, "dram")
 
+    def retain(self, s: int) -> None:
+        """Wait for the outgoing copies of a storage, and keep the sources of these copies."""
+        for item in [p for p in self.outgoing if p.storage == s]:
+            item.detaches = False
+            self.finish(item)
+
     def _is_leaving(self, s: int, destination: str) -> bool:
         return any(p.storage == s and p.destination == destination for p in self.outgoing)
 
@@ -129,9 +135,7 @@ class InFlightCopies:
         # The copy of an earlier eviction may still run. Its content is current: a write would have waited for it.
         running_copies = {p.destination: p for p in self.outgoing if p.storage == s}
         if gap.tier == "flash" and tiers.get("flash") and "flash" not in running_copies:
-            for item in running_copies.values():
-                item.detaches = False
-                self.finish(item)
+            self.retain(s)
             self._ledger.emit("detach", s, "device")
             if "dram" in tiers:
                 self._ledger.emit("detach", s, "dram")
@@ -186,7 +190,5 @@ class InFlightCopies:
 
     def release(self, s: int) -> None:
         """Free a storage in every tier, after waiting for its outgoing copies."""
-        for item in [p for p in self.outgoing if p.storage == s]:
-            item.detaches = False
-            self.finish(item)
+        self.retain(s)
         self._ledger.emit("free", s)

@@ -11,7 +11,7 @@ waits for may be free, so a long queue costs little.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -86,39 +86,6 @@ def issue_positions(
             events.append((min(position, gap.last), -2 * rank - (kind == "copy_in"), gap, kind))
     events.sort(key=lambda e: (e[0], e[1]))
     return [(position, gap, kind) for position, _, gap, kind in events]
-
-
-def early_stores(
-    gaps: Sequence[Gap],
-    program: MemoryProgram,
-    num_positions: int,
-    uses: Sequence[Sequence[int]],
-    writes: Sequence[Sequence[int]],
-    dropped: Collection[int],
-) -> list[list[Gap]]:
-    """Return, per position, the gaps whose storage gets its final content there and can be stored before its eviction.
-
-    Args:
-        gaps: Gaps of evicted storages; gaps on flash are ignored.
-        program: Program with the storages.
-        num_positions: Length of the order.
-        uses: Positions that access each storage.
-        writes: Positions that change each storage after it was allocated, ascending.
-        dropped: Storages that are dropped for recomputation; they are excluded, because no copy of a storage may be in
-            flight when it is dropped.
-    """
-    early: list[list[Gap]] = [[] for _ in range(num_positions)]
-    for g in gaps:
-        accesses = uses[g.storage]
-        if g.first < 0 or not accesses or g.tier != "dram" or g.storage in dropped:
-            continue
-        written = writes[g.storage]
-        index = bisect_right(written, g.first)
-        begun = 0 if program.storages[g.storage].at_start else accesses[0]
-        since = written[index - 1] if index else begun
-        if since < g.first:
-            early[since].append(g)
-    return early
 
 
 class ReloadQueue:

@@ -182,15 +182,17 @@ def use_definitions(program: MemoryProgram, order: Sequence[int]) -> UseDef:
     return UseDef(tuple(order), tuple(map(tuple, uses)), tuple(map(tuple, writes)), tuple(producer))
 
 
-def live_bytes(program: MemoryProgram, chains: UseDef) -> np.ndarray:
-    """Return the device bytes at every position, without offload and recomputation."""
-    change = np.zeros(len(chains.order) + 1, np.int64)
-    for s, storage in enumerate(program.storages):
-        uses = chains.uses[s]
-        if uses or storage.persistent:
-            change[0 if storage.at_start else uses[0]] += program.sizes[s]
+def live_bytes(program: MemoryProgram, uses: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the device bytes at every position, without offload and recomputation.
+
+    `uses` has the positions that access each storage.
+    """
+    change = np.zeros(len(program.operators) + 1, np.int64)
+    for storage, size, accesses in zip(program.storages, program.sizes, uses, strict=True):
+        if accesses or storage.persistent:
+            change[0 if storage.at_start else accesses[0]] += size
             if not storage.at_end:
-                change[uses[-1] + 1] -= program.sizes[s]
+                change[accesses[-1] + 1] -= size
     return np.cumsum(change[:-1])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hyper_parallel.ir import MemoryProgram, Operator
+from hyper_parallel.ir import COPIES, MemoryProgram, Operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> Me
 
 @dataclass(frozen=True, slots=True)
 class MemoryMachine:
-    """Channels and capacities of the three tiers.
+    """Channels and capacities of the three tiers; a channel has the name of its copying action, a key of `COPIES`.
 
     Attributes:
         store: Channel from device to DRAM.
@@ -96,26 +96,16 @@ class MemoryMachine:
 
     def derated(self, margin: float) -> MemoryMachine:
         """Return the machine with the rate of every channel divided by 1 + margin."""
-
-        def slower(channel: Channel | None) -> Channel | None:
-            return channel and replace(channel, bytes_s=channel.bytes_s / (1 + margin))
-
-        return replace(
-            self,
-            store=replace(self.store, bytes_s=self.store.bytes_s / (1 + margin)),
-            prefetch=replace(self.prefetch, bytes_s=self.prefetch.bytes_s / (1 + margin)),
-            copy_out=slower(self.copy_out),
-            copy_in=slower(self.copy_in),
-        )
+        channels = {
+            kind: replace(channel, bytes_s=channel.bytes_s / (1 + margin))
+            for kind in COPIES
+            if (channel := getattr(self, kind)) is not None
+        }
+        return replace(self, **channels)
 
     def channel(self, kind: str) -> Channel:
         """Return the channel of a copying action, such as `store` or `prefetch`."""
-        channel = {
-            "store": self.store,
-            "prefetch": self.prefetch,
-            "copy_out": self.copy_out,
-            "copy_in": self.copy_in,
-        }[kind]
+        channel: Channel | None = getattr(self, kind)
         if channel is None:
             raise ValueError(f"the plan uses {kind}, but the machine has no flash tier")
         return channel

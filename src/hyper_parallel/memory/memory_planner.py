@@ -53,6 +53,25 @@ from hyper_parallel.units import MiB
 _MARGIN = 0.3  # a least-peak plan keeps its time limit on channels that are slower by this fraction
 
 
+@dataclass(frozen=True)
+class _Goal:
+    """Goal and options of `plan_memory`, see there; part of the fingerprint of a cached plan."""
+
+    budget_bytes: int | None
+    max_slowdown: float | None
+    recompute: bool
+    reorder: bool
+    move: Collection[StorageKind] | None = None
+    bandwidth_margin: float | None = None
+
+    @property
+    def margin(self) -> float:
+        """Fraction by which the search assumes slower channels."""
+        if self.bandwidth_margin is not None:
+            return self.bandwidth_margin
+        return _MARGIN if self.budget_bytes is None else 0.0
+
+
 def plan_memory(
     program: MemoryProgram,
     machine: MemoryMachine,
@@ -91,12 +110,11 @@ def plan_memory(
             got=f"budget_bytes={budget_bytes}, max_slowdown={max_slowdown}",
             hint="give budget_bytes=... for the least time, or max_slowdown=0.02 for the least peak",
         )
-    margin = bandwidth_margin
-    if margin is None:
-        margin = _MARGIN if budget_bytes is None else 0.0
-    if margin < 0:
-        raise BadValue("`bandwidth_margin` must not be negative", got=margin, allowed="0 or more")
-    goal = _Goal(budget_bytes, max_slowdown, move, recompute, margin)
+    if bandwidth_margin is not None and bandwidth_margin < 0:
+        raise BadValue(
+            "`bandwidth_margin` must not be negative", got=bandwidth_margin, allowed="0 or more"
+        )
+    goal = _Goal(budget_bytes, max_slowdown, recompute, reorder, move, bandwidth_margin)
     # Collections of cycles take a quarter of the planning time.
     with paused_garbage_collection():
         orders, statement = _orders(program, reorder)
@@ -138,17 +156,6 @@ def _orders(program: MemoryProgram, reorder: bool) -> tuple[list[tuple[int, ...]
     return list(
         dict.fromkeys(overlapped(program, order, depth) for depth in (*DEPTHS, 0))
     ), statement
-
-
-@dataclass(frozen=True)
-class _Goal:
-    """Arguments of `plan_memory` that do not depend on the order."""
-
-    budget_bytes: int | None
-    max_slowdown: float | None
-    move: Collection[StorageKind] | None
-    recompute: bool
-    margin: float
 
 
 def _plan_best_order(
@@ -295,16 +302,6 @@ _CHOICE_KINDS = ("offload", "recompute", "stream")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _CachedGoal:
-    """Arguments of `plan_memory` that state the goal; part of the fingerprint of a cached plan."""
-
-    budget_bytes: int | None
-    max_slowdown: float | None
-    recompute: bool
-    reorder: bool
-
-
 _LIMITS: Final = Limits(256 * MiB, num_elements=20_000_000)
 """Size limits of a cache file, for plans of about a million actions."""
 
@@ -333,7 +330,7 @@ def plan_memory_cached(
     Raises:
         HyperParallelError: See `plan_memory`. A failure to read or write the cache is logged, not raised.
     """
-    goal = _CachedGoal(budget_bytes, max_slowdown, recompute, reorder)
+    goal = _Goal(budget_bytes, max_slowdown, recompute, reorder)
     key = fingerprint(program, machine, (goal, measured is not None))
     path = (cache or cache_dir() / "plans") / f"{key[:32]}.json"
     if path.exists():
@@ -401,7 +398,7 @@ def _write(path: Path, key: str, plan: MemoryPlan, timed: bool) -> None:
 
 
 def _read(
-    path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _CachedGoal
+    path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _Goal
 ) -> MemoryPlan:
     """Return the plan in a cache file, checked against the goal and the machine."""
     try:
@@ -458,7 +455,7 @@ def _natural_number(value: Any) -> int:
     return value
 
 
-def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _CachedGoal) -> None:
+def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _Goal) -> None:
     """Raise _UnusableFile if a plan misses its goal, exceeds a capacity, or has wrong addresses."""
     if goal.budget_bytes is not None and plan.device_bytes > goal.budget_bytes:
         raise _UnusableFile(f"it takes {plan.device_bytes} bytes of the device, above the budget")

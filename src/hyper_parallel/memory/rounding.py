@@ -114,12 +114,8 @@ class Rounding:
             self._builder = LPBuilder(self._candidates_for(()), finder, positions)
         return optimum
 
-    def without_cache(self) -> Rounding:
-        """Return a copy without solver state, because results may depend on the solution from which a solver starts."""
-        return self.for_machine(self._machine)
-
     def for_machine(self, machine: MemoryMachine) -> Rounding:
-        """Return a copy for a machine with other capacities, without solver state."""
+        """Return a copy for a machine, without solver state: results may depend on a solver's first solution."""
         copied = copy(self)
         copied.__dict__.pop("_builder", None)
         copied._machine, copied._candidates = machine, {}
