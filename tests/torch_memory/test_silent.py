@@ -242,7 +242,7 @@ def test_what_a_device_holds_is_refused_or_read_and_never_a_crash():
                 use()
         assert weight.shape == (16, 16)
         assert sum(p.numel() for p in net.parameters()) == 561
-        assert not torch.equal(device.read_state("a.weight"), before)
+        assert not torch.equal(device.state.on_home_tier(weight), before)
         with device.materialize_state():
             assert weight.norm() == kept.norm()
         device.step(batch(2))

@@ -363,8 +363,7 @@ class Emitter:
 
     def _make_room(self, need: int, keep: set[int], position: int) -> None:
         """Wait for stores and communication in flight until `need` more device bytes fit the budget."""
-        if self.budget is None:
-            return
+        assert self.budget is not None
         while self.ledger.live["device"] + need > self.budget:
             outgoing = (p for p in self.copies.outgoing if p.detaches and p.destination == "dram")
             item = next((p for p in outgoing if p.storage not in keep), None)

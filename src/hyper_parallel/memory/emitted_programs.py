@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hyper_parallel.ir import MEMORY_TIERS, MemoryAction, MemoryProgram, MemoryTier
-from hyper_parallel.memory._order import order_peak, order_seconds
+from hyper_parallel.ir import MEMORY_TIERS, MemoryAction, MemoryProgram, MemoryTier, replay
 from hyper_parallel.memory.candidates import OffloadCandidate
 from hyper_parallel.memory.copy_issue import Gap
 from hyper_parallel.memory.def_use import identity_actions
@@ -21,6 +20,7 @@ from hyper_parallel.memory.emission import Emitter
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
 from hyper_parallel.memory.rounding import ResidencyChoice, Rounding
+from hyper_parallel.memory.timeline import clocked
 
 # Fractions of DRAM to fill with storages that stay there, tried in turn.
 _DRAM_SHARES = (0.75, 0.5, 0.25)
@@ -74,9 +74,9 @@ class EmittedProgram:
 def identity_program(program: MemoryProgram, order: tuple[int, ...]) -> EmittedProgram:
     """Return the program of an order without offload and recomputation."""
     actions = identity_actions(program, order)
-    peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
-    peaks["device"] = order_peak(program, order)
-    seconds = order_seconds(program, order)
+    peak_bytes = replay(program, program.on_device, actions).peak_bytes
+    peaks = {tier: peak_bytes[tier] for tier in MEMORY_TIERS}
+    seconds = clocked(program, None, actions).now_s
     waited_s = np.zeros(len(order) + 1)
     return EmittedProgram(
         actions, program.on_device, seconds, peaks, 0, (), None, "identity", waited_s

@@ -93,7 +93,7 @@ class ChainFinder:
 
     def __init__(self, program: MemoryProgram, chains: UseDef) -> None:
         self.program, self.chains = program, chains
-        self.place = _places(chains)
+        self.place = {index: position for position, index in enumerate(chains.order)}
         self.retained: set[int] | None = None  # None: anything may be retained
         dependent_bytes = [0] * len(program.storages)
         for s, size in enumerate(program.sizes):
@@ -210,14 +210,6 @@ def choose_recomputes(finder: ChainFinder, chosen: Collection[int]) -> Recompute
                 result.uses[x].sort()
         result.seconds += chain.seconds
     return result
-
-
-def _places(chains: UseDef) -> list[int]:
-    """Return a list from operator index to its position in the order."""
-    place = [0] * len(chains.order)
-    for position, index in enumerate(chains.order):
-        place[index] = position
-    return place
 
 
 def longest_gap(uses: list[int] | tuple[int, ...]) -> tuple[int, int] | None:

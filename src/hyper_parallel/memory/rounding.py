@@ -76,8 +76,8 @@ class Rounding:
         recompute: bool,
     ) -> None:
         self._program, self._machine, self._order = program, machine, order
-        self._recompute = recompute
         self._finder = ChainFinder(program, use_definitions(program, order))
+        self._lp_finder = self._finder if recompute else None
         self._movable = [
             s
             for s, storage in enumerate(program.storages)
@@ -92,9 +92,7 @@ class Rounding:
 
     @cached_property
     def _builder(self) -> LPBuilder:
-        return LPBuilder.sampled(
-            self._candidates_for(()), self._finder if self._recompute else None
-        )
+        return LPBuilder.sampled(self._candidates_for(()), self._lp_finder)
 
     def _solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
         """Return the optimum for a target in device bytes; None if the target is infeasible.
@@ -110,8 +108,7 @@ class Rounding:
             if not len(violated) or refinement == _MAX_REFINEMENTS:
                 break
             positions = np.union1d(self._builder.model.positions, violated)
-            finder = self._finder if self._recompute else None
-            self._builder = LPBuilder(self._candidates_for(()), finder, positions)
+            self._builder = LPBuilder(self._candidates_for(()), self._lp_finder, positions)
         return optimum
 
     def for_machine(self, machine: MemoryMachine) -> Rounding:

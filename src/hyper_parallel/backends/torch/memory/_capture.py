@@ -241,7 +241,7 @@ class StepCapture:
             )
         sizes_before = [t.untyped_storage().nbytes() for t in written]
         try:
-            with self._untracked.observe(func, leaves, written) as effects:
+            with self._untracked.observe(func, leaves, written):
                 out, workspace, events = run_measured(func, args, kwargs, leaves)
         except DataDependentOutputException as error:
             raise CaptureUnsupported(
@@ -260,7 +260,7 @@ class StepCapture:
         if [t.untyped_storage().nbytes() for t in written] != sizes_before:
             raise resize_error(str(func))
         first = len(self._operators)
-        self._record(func, leaves, args, kwargs, views, written, out, workspace, effects.drew)
+        self._record(func, leaves, args, kwargs, views, written, out, workspace)
         if events is not None and len(self._operators) > first:
             self._timed.append((range(first, len(self._operators)), events))
         return out
@@ -275,7 +275,6 @@ class StepCapture:
         written: list[torch.Tensor],
         out: Any,
         workspace: tuple[int, ...],
-        drew: bool,
     ) -> None:
         flat = tree_flatten(out)[0]
         name = str(func).removeprefix("aten.").removesuffix(".default")
@@ -290,7 +289,7 @@ class StepCapture:
         )
         refuse_unplaced(func)
         flops, group = count_flops(func, args, kwargs, out), group_of(func, args)
-        random = draws(func, args, kwargs, phase, drew)
+        random = draws(func, args, kwargs, phase, self._untracked.drew)
         parts = split_lists(func, views[0], views[1], len(results))
         for number, (part_args, part_kwargs) in enumerate(parts):
             part_results = [(0, results[number][1])] if results and len(parts) > 1 else results

@@ -7,7 +7,8 @@ caller owns the only handle to wait for. Sent bytes are the bytes that one rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any, Final
 
 import torch
@@ -95,16 +96,11 @@ def group_axes(rank: int, *meshes: Mesh) -> dict[frozenset[int], tuple[str, ...]
     """
     axes: dict[frozenset[int], tuple[str, ...]] = {}
     for mesh in meshes:
-        for ranks, names in _named_groups(mesh, rank):
-            axes.setdefault(ranks, names)
+        names = [name for name, degree in mesh.axes if degree > 1]
+        for count in range(1, len(names) + 1):
+            for spanned in combinations(names, count):
+                axes.setdefault(frozenset(mesh.group(rank, spanned)), spanned)
     return axes
-
-
-def _named_groups(mesh: Mesh, rank: int) -> Iterator[tuple[frozenset[int], tuple[str, ...]]]:
-    names = [name for name, degree in mesh.axes if degree > 1]
-    for mask in range(1, 1 << len(names)):
-        axes = tuple(name for i, name in enumerate(names) if mask >> i & 1)
-        yield frozenset(mesh.group(rank, axes)), axes
 
 
 _REDUCTIONS: Final = {

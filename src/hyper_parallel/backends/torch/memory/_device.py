@@ -108,14 +108,6 @@ class PlannedDevice:
         """Return a context in which the state tensors contain their values; see `ArenaState.materialize`."""
         return self.state.materialize(spill)
 
-    def read_state(self, name: str) -> torch.Tensor:
-        """Return a copy of a named state tensor, read from the tier that holds it between steps."""
-        return self.state.read(name)
-
-    def write_state(self, name: str, value: torch.Tensor) -> None:
-        """Overwrite a named state tensor between steps, for example to reset a KV cache or to load a checkpoint."""
-        self.state.write(name, value)
-
     def close(self) -> None:
         """Return the state to its tensors; see `ArenaState.close`."""
         self.state.close()

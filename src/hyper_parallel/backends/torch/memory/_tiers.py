@@ -105,8 +105,6 @@ class AllocatorGauge:
     `module` is the module of the device, such as `torch.cuda`.
     """
 
-    name = "device"
-
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module, self._device = module, device
         self._arena_bytes = self._other_bytes = 0
@@ -139,10 +137,6 @@ class AllocatorGauge:
         """Restart the measurement of the peak; call it while a plan uses no device memory except the arena."""
         self._other_bytes = self._allocated() - self._arena_bytes
         self._module.reset_peak_memory_stats(self._device)
-
-    def rounded(self, num_bytes: int) -> int:
-        """Return the bytes that the allocator reserves for `num_bytes`."""
-        return round_up(num_bytes, 512)
 
 
 class FileTier:

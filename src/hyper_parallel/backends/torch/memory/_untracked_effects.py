@@ -11,7 +11,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, Self
 
@@ -87,26 +86,19 @@ class RawAccessMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(slots=True)
-class _CallEffects:
-    """Observed effects of one operator call.
-
-    Attributes:
-        drew: True if the call has drawn random numbers although the operator's schema does not say so.
-    """
-
-    drew: bool = False
-
-
 class UntrackedEffects:
     """Context around a recorded step that detects its untracked effects; the recorder reports every operator to it.
 
     Args:
         storages: Storages of the recording.
+
+    Attributes:
+        drew: True if the last observed call has drawn random numbers although its operator's schema does not say so.
     """
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
+        self.drew = False
         self._python, self._raw_access = PythonValues(), RawAccessMode(self._on_raw_access)
         self._inside = False  # True inside of an operator, whose effects are recorded
         self._state: dict[int, tuple[int, ...]] = {}  # state storage -> digest at its first use
@@ -152,13 +144,13 @@ class UntrackedEffects:
     @contextmanager
     def observe(
         self, func: Any, tensors: Sequence[Tensor], written: Sequence[Tensor]
-    ) -> Iterator[_CallEffects]:
+    ) -> Iterator[None]:
         """Observe the call of an operator in this context; check custom operators against their schemas.
 
         Raises:
             CaptureUnsupported: HP511 when the operator writes an argument that its schema declares as read-only.
         """
-        call, declared = _CallEffects(), {id(tensor) for tensor in written}
+        declared = {id(tensor) for tensor in written}
         foreign = func.namespace not in TORCH and fake_mode() is None
         bases = [t.untyped_storage() for t in tensors if id(t) not in declared] if foreign else []
         states = generator_states(bases) if foreign else []
@@ -166,15 +158,14 @@ class UntrackedEffects:
         fake_communication = func.namespace in COMMUNICATION and fake_mode() is not None
         self._inside, random_state = True, random.getstate() if fake_communication else None
         try:
-            yield call
+            yield
         finally:
             self._inside = False
             if random_state is not None:  # undo torch's draws for ids of fake collectives
                 random.setstate(random_state)
-        if foreign:
-            call.drew = not all(map(torch.equal, states, generator_states(bases)))
-            if before != [digest(base) for base in bases]:
-                raise untracked_write_error(f"an argument of {func}")
+        self.drew = foreign and not all(map(torch.equal, states, generator_states(bases)))
+        if before != [digest(base) for base in bases]:
+            raise untracked_write_error(f"an argument of {func}")
 
     def after_operator(
         self, func: Any, reads: Sequence[int], writes: Sequence[int], allocated: Sequence[int]

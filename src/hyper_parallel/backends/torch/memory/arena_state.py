@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.backends.torch.memory._captured import Captured, as_view
-from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
+from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode, read_content
 from hyper_parallel.backends.torch.memory._owners import Owners
+from hyper_parallel.backends.torch.memory._tiers import FileTier
 from hyper_parallel.backends.torch.memory.action_binder import Act, ActionBinder
 from hyper_parallel.backends.torch.memory.hardware import Hardware, has_room
-from hyper_parallel.backends.torch.memory.operators import View
 from hyper_parallel.backends.torch.memory.prepared_plan import Addresses, StorageBytes
 from hyper_parallel.backends.torch.memory.tier_copies import finish
 from hyper_parallel.errors import (
@@ -88,8 +88,8 @@ class ArenaState:
     ) -> None:
         self.captured, self.plan = captured, plan
         self.hardware = hardware
-        self.hardware.reserve(plan)
-        self.files = self.hardware.file_tier(flash or Path())
+        hardware.pool.reserve(plan.replayed.host_buffers)
+        self.files = FileTier(flash or Path(), hardware.flash)
         self.storages: dict[str, StorageBytes] = {"device": {}, "dram": {}}
         self._device, self._inside = self.storages["device"], self.hardware.inside
         self._sizes = plan.program.sizes
@@ -158,9 +158,7 @@ class ArenaState:
                 base = tensor.untyped_storage()
                 content = base if spill is None else spill.pop_content(base)
                 if not (callable(content) and s in self.files):  # the file may be current
-                    self._move_to_home(
-                        s, content() if callable(content) else content, base, staged, staging
-                    )
+                    self._move_to_home(s, read_content(content), base, staged, staging)
                 if not self._is_input(s):
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
                     # Inputs keep their bytes: the caller may pass the same tensors in the next step.
@@ -367,23 +365,10 @@ class ArenaState:
                 return tensor.detach()
             return as_view(tensor, s).as_tensor(self._bytes(s))
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a copy of a named state tensor, read from its home tier."""
-        storage, view = self._state(name)
-        return view.as_tensor(self._bytes(storage)).clone()
-
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of the named state, with the bytes in the home tier; files are read one at a time."""
         for name, view in self.captured.named.items():
             yield name, view.as_tensor(self._bytes(view.storage))
-
-    def write(self, name: str, value: torch.Tensor) -> None:
-        """Overwrite a named state tensor in its home tier, between two steps."""
-        storage, view = self._state(name)
-        base = self._bytes(storage)
-        view.as_tensor(base).copy_(value)
-        if self.plan.homes[storage] == "flash":
-            self.files.write(storage, base)
 
     def _bytes(self, storage: int) -> torch.UntypedStorage:
         """Return the bytes of a storage in its home tier, between two steps; from the file tier, a copy."""
@@ -393,15 +378,6 @@ class ArenaState:
         base = torch.UntypedStorage(self.plan.program.storages[storage].num_bytes)
         finish(partial(self.files.read, storage, base))
         return base
-
-    def _state(self, name: str) -> tuple[int, View]:
-        for s, tensor in self.captured.state.items():
-            if self.plan.program.storages[s].name == name:
-                return s, as_view(tensor, s)
-        raise StepChanged(
-            f"the captured step has no state named `{name}`",
-            allowed=[self.plan.program.storages[s].name for s in self.captured.state][:20],
-        )
 
 
 def _copy(base: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:

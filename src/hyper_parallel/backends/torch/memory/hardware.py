@@ -6,18 +6,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, FileTier, Meter
+from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, Meter
 from hyper_parallel.backends.torch.memory.streams import DeviceApi, StreamLanes
 from hyper_parallel.backends.torch.memory.tier_copies import Copies, CopyLanes
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import TierFull
-from hyper_parallel.ir import MemoryPlan, slab_bytes, slabs
+from hyper_parallel.ir import slab_bytes, slabs
 from hyper_parallel.memory import MemoryMachine
 from hyper_parallel.units import round_up
 
@@ -49,10 +48,19 @@ class HostPool:
             TierFull: HP403 when the slabs exceed the capacity; nothing is allocated then.
         """
         missing = Counter(counts) - self.buffers
-        self._check_capacity(slab_bytes(missing))
+        wanted = self.reserved_bytes + slab_bytes(missing)
+        if self._capacity is not None and wanted > self._capacity:
+            raise TierFull(
+                "the DRAM buffers of the plan exceed the dram tier",
+                got=f"{wanted} bytes",
+                allowed=f"{self._capacity} bytes",
+                hint=f"offload.dram={wanted}",
+            )
         self.buffers |= Counter(counts)
+        self.reserved_bytes = wanted
         for slab_size, parts in slabs(missing):
-            slab, offset = self._slab(slab_size), 0
+            empty = torch.empty(slab_size, dtype=torch.uint8, pin_memory=self._pin)
+            slab, offset = empty.untyped_storage(), 0
             for size, count in parts.items():
                 ends = range(offset, offset + size * count, size)
                 self._free.setdefault(size, []).extend((slab, begin) for begin in ends)
@@ -79,20 +87,6 @@ class HostPool:
 
         self._watch[key] = weakref.ref(base, release)
         return base
-
-    def _check_capacity(self, more_bytes: int) -> None:
-        wanted = self.reserved_bytes + more_bytes
-        if self._capacity is not None and wanted > self._capacity:
-            raise TierFull(
-                "the DRAM buffers of the plan exceed the dram tier",
-                got=f"{wanted} bytes",
-                allowed=f"{self._capacity} bytes",
-                hint=f"offload.dram={wanted}",
-            )
-
-    def _slab(self, num_bytes: int) -> torch.UntypedStorage:
-        self.reserved_bytes += num_bytes
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin).untyped_storage()
 
 
 FILLED: Final = 0.8
@@ -167,18 +161,6 @@ class Hardware:
     def timed(self) -> StreamLanes | None:
         """Copies in flight that measure time by events; None if a virtual clock computes the time."""
         return self.lanes if isinstance(self.lanes, StreamLanes) else None
-
-    def reserve(self, plan: MemoryPlan) -> None:
-        """Allocate the DRAM buffers that a plan needs.
-
-        Raises:
-            TierFull: HP403 when the buffers exceed the capacity.
-        """
-        self.pool.reserve(plan.replayed.host_buffers)
-
-    def file_tier(self, folder: Path) -> FileTier:
-        """Return the file tier of a state, with its files in a folder."""
-        return FileTier(folder, self.flash)
 
     def arena(self, num_bytes: int) -> torch.UntypedStorage:
         """Allocate the arena, the device buffer with the addresses of a plan's storages."""

@@ -10,6 +10,7 @@ and is summed in the order of the rows, so columns that are computed separately 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -160,9 +161,7 @@ def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:
     width = max(map(len, pieces))
     table, grad = call.results[0][1], call.args[0]
     assert isinstance(grad, View)
-    rows = 1
-    for size in grad.size[:-1]:
-        rows *= size
+    rows = math.prod(grad.size[:-1])
     return width * table.size[0] * table.dtype.itemsize, width * rows * grad.dtype.itemsize
 
 

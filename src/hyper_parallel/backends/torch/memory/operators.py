@@ -491,9 +491,7 @@ def split_lists(
         return [(args, kwargs)]
 
     def part(value: Any, at: int) -> Any:
-        if _is_tensor_list(value):
-            return [value[at]]
-        # `_foreach_*` also takes one plain number per position.
+        # A list of tensors, or of one plain number per position, which `_foreach_*` also takes.
         if isinstance(value, (list, tuple)) and len(value) == length:
             return [value[at]]
         return value
