@@ -101,8 +101,7 @@ class AllocatorGauge:
     """Device bytes of a memory plan on an accelerator, as the allocator counts them.
 
     Allocations outside of the plan are excluded: permanent workspaces and buffers of libraries, the caller's tensors.
-    Their bytes may change between steps. They are measured at every reset, as all allocated bytes except the arena.
-    `module` is the module of the device, such as `torch.cuda`.
+    They are measured at every reset, as all allocated bytes except the arena. `module` is, for example, `torch.cuda`.
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
@@ -172,7 +171,7 @@ class FileTier:
                 "cannot write a storage to the flash tier",
                 where=str(path),
                 got=str(error),
-                hint="free space in `offload.flash_dir` and check its permissions, or plan without a flash tier",
+                hint=f"free space in {self._folder} and check its permissions, or plan without a flash tier",
             ) from error
 
     def read(self, storage: int, target: torch.UntypedStorage) -> None:
@@ -185,7 +184,7 @@ class FileTier:
                 "a storage could not be read from flash",
                 where=str(path),
                 got=str(error),
-                hint="check the disk of `offload.flash_dir`, and run the step again from the last checkpoint",
+                hint=f"check the disk of {self._folder}, and run the step again from the last checkpoint",
             ) from error
         if len(data) != target.nbytes():
             raise TransferFailed(
@@ -222,7 +221,7 @@ class FileTier:
                 "cannot delete a file of the flash tier",
                 where=str(path),
                 got=str(error),
-                hint="check the permissions of `offload.flash_dir`",
+                hint=f"check the permissions of {self._folder}",
             ) from error
         self._sums.pop(storage, None)
         self._meter.add(-self._sizes.pop(storage))
@@ -350,5 +349,5 @@ def _impossible(parent: Path, error: OSError) -> TransferFailed:
         "cannot create a folder for the files of a run",
         where=str(parent),
         got=str(error),
-        hint="check the permissions of `offload.flash_dir`, or set another folder",
+        hint=f"check the permissions of {parent}, or set another folder",
     )

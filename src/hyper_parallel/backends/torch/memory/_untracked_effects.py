@@ -43,10 +43,7 @@ _CODE: Final = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.opt
 
 
 def digest(base: torch.UntypedStorage) -> tuple[int, ...]:
-    """Return checksums of a storage's bytes, computed on the storage's device.
-
-    Different contents have equal checksums only by rare chance.
-    """
+    """Return checksums of a storage's bytes, computed on the storage's device."""
     with _disable_current_modes():
         words = base.nbytes() // 8
         empty = torch.empty(0, dtype=torch.int64, device=base.device)
@@ -67,11 +64,7 @@ def untracked_write_error(name: str) -> CaptureUnsupported:
 
 
 class RawAccessMode(TorchFunctionMode):
-    """Mode that reports tensors whose values or address Python code reads.
-
-    Args:
-        on_access: Function called with the tensor, and True for a read of values, False for a read of the address.
-    """
+    """Mode that calls `on_access` with a tensor whose values (True) or address (False) Python code reads."""
 
     def __init__(self, on_access: Callable[[Tensor, bool], None]) -> None:
         super().__init__()
@@ -88,9 +81,6 @@ class RawAccessMode(TorchFunctionMode):
 
 class UntrackedEffects:
     """Context around a recorded step that detects its untracked effects; the recorder reports every operator to it.
-
-    Args:
-        storages: Storages of the recording.
 
     Attributes:
         drew: True if the last observed call has drawn random numbers although its operator's schema does not say so.
@@ -192,10 +182,7 @@ class UntrackedEffects:
     ) -> None:
         """Refuse, after the step, state that changed without an operator.
 
-        Args:
-            operators: Recorded operators.
-            state: Tensors that existed before the step, by storage.
-            make_resident: Function that makes a tensor resident.
+        `state` maps a storage to a tensor that existed before the step; `make_resident` makes a tensor resident.
 
         Raises:
             CaptureUnsupported: HP511 with the name of the changed state.
@@ -266,9 +253,7 @@ class PythonValues:
     def refuse_changes(self, was_read: Callable[[Tensor], bool]) -> None:
         """Raise if the step has changed a Python attribute or drawn random numbers of Python or NumPy.
 
-        Args:
-            was_read: Function that tells whether an operator of the step has read a tensor. A replaced tensor is
-                refused only if it has been read.
+        `was_read` tells whether an operator of the step has read a tensor; a replaced tensor is refused only then.
 
         Raises:
             CaptureUnsupported: HP511 with the attribute.
@@ -310,11 +295,7 @@ def _random_state() -> tuple[Any, ...]:
 def python_attributes(owner: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of each attribute of a module or an optimizer that is not a tensor.
 
-    Values can be compared with `==`.
-
-    Args:
-        owner: The module or optimizer.
-        seen: Objects to skip, by id; the inspected objects are added.
+    Values can be compared with `==`. `seen` has objects to skip, by id; the inspected objects are added.
     """
     seen = {} if seen is None else seen
     for key, value in vars(owner).items():
