@@ -11,7 +11,7 @@ An item is one live range, or two ranges of a storage that must get the same add
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -135,19 +135,17 @@ def _pack(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]
         hot = int(live[first : max(last, first + 1)].max()) >= _HOT_FRACTION * floor
         return int(not hot), distance, -int(size[i] if distance else times[i])
 
-    order: list[int] = np.lexsort((-times, -size)).tolist()
-    best = np.zeros(len(items), np.int64), int(size.sum()) + 1
-    for count in range(_ROUNDS):
-        if count == 1:
-            order = sorted(range(len(items)), key=priority)
-        low = _first_fit(clashes, size, order)
-        best = min(best, (low, int((low + size).max(initial=0))), key=lambda fit: fit[1])
-        if best[1] <= _TIGHT * floor:
-            break
-        too_high = low + size > floor
-        rank = {i: n * _PROMOTION if too_high[i] else float(n) for n, i in enumerate(order)}
-        order = sorted(order, key=rank.__getitem__)
-    return best
+    def attempts() -> Iterator[np.ndarray]:
+        yield _first_fit(clashes, size, np.lexsort((-times, -size)).tolist())
+        order = sorted(range(len(items)), key=priority)
+        for _ in range(1, _ROUNDS):
+            low = _first_fit(clashes, size, order)
+            yield low
+            too_high = low + size > floor
+            rank = {i: n * _PROMOTION if too_high[i] else float(n) for n, i in enumerate(order)}
+            order.sort(key=rank.__getitem__)
+
+    return _tightest(attempts(), size, floor)
 
 
 def _pack_in_stacks(
@@ -168,9 +166,16 @@ def _pack_in_stacks(
         (np.lexsort((-size, -times)), 0.015),
         (np.argsort(-times * np.sqrt(size), kind="stable"), 0.03),
     )
-    best = np.zeros(len(items), np.int64), int(size.sum()) + 1
-    for order, preference in orders:
-        low = _stack(clashes, size, order, preference * floor)
+    attempts = (_stack(clashes, size, order, part * floor) for order, part in orders)
+    return _tightest(attempts, size, floor)
+
+
+def _tightest(
+    attempts: Iterator[np.ndarray], size: np.ndarray, floor: int
+) -> tuple[np.ndarray, int]:
+    """Return the first offsets that are close to the live peak `floor`, or the best ones, and the arena's bytes."""
+    best = np.zeros(len(size), np.int64), int(size.sum()) + 1
+    for low in attempts:
         best = min(best, (low, int((low + size).max(initial=0))), key=lambda fit: fit[1])
         if best[1] <= _TIGHT * floor:
             break

@@ -249,24 +249,17 @@ class Emitter:
                     self._join(index, position)
         if not self.copies.outgoing:
             return
-        late = set[MemoryTier]()
+        clock, late = self.ledger.clock, set[MemoryTier]()
         for item in list(self.copies.outgoing):
-            if (
-                self.ledger.clock.arrival_s(item.storage, item.destination)
-                <= self.ledger.clock.now_s
-            ):
-                if (
-                    item.detaches
-                    and item.destination == "dram"
-                    and item.storage in self.late_reloads
-                ):
-                    last = self.late_reloads[item.storage]
-                    item.detaches = self._earliest_fit(item.storage, position, last) is not None
-                self.copies.finish(item)
-            else:
+            if clock.arrival_s(item.storage, item.destination) > clock.now_s:
                 late.add(item.destination)
                 if len(late) == self.num_host_tiers:
                     return  # a lane completes its copies in order
+                continue
+            last = self.late_reloads.get(item.storage)
+            if item.detaches and item.destination == "dram" and last is not None:
+                item.detaches = self._earliest_fit(item.storage, position, last) is not None
+            self.copies.finish(item)
 
     def _reload(self, number: int, gap: Gap, kind: MemoryActionKind, position: int) -> None:
         """Issue a planned reload, or let it sleep in the queue if it lacks memory."""
@@ -349,29 +342,28 @@ class Emitter:
         """Wait for the copy of a storage to the device, then release host copies without a later use."""
         if (s, "device") not in self.copies.incoming:
             return
-        for tier in ("dram", "device"):
+        arrivals: tuple[MemoryTier, ...] = ("dram", "device")
+        for tier in arrivals:
             if (s, tier) in self.copies.incoming:
                 del self.copies.incoming[s, tier]
-                self.ledger.emit("wait", s, "dram" if tier == "dram" else "device")
+                self.ledger.emit("wait", s, tier)
         later = [p for p in self.evictions_of.get(s, ()) if p >= position]
         clean = later and not any(position <= w <= later[0] for w in self.writes[s])
-        home = self.copies.homes[s]
-        if "dram" in self.ledger.valid[s] and home != "dram" and not clean:
-            self.ledger.emit("detach", s, "dram")
-        if "flash" in self.ledger.valid[s] and home != "flash" and not clean:
-            self.ledger.emit("detach", s, "flash")
+        host_tiers: tuple[MemoryTier, ...] = () if clean else ("dram", "flash")
+        for tier in host_tiers:
+            if tier in self.ledger.valid[s] and tier != self.copies.homes[s]:
+                self.ledger.emit("detach", s, tier)
 
     def _make_room(self, need: int, keep: set[int], position: int) -> None:
         """Wait for stores and communication in flight until `need` more device bytes fit the budget."""
         assert self.budget is not None
+        clock = self.ledger.clock
         while self.ledger.live["device"] + need > self.budget:
             outgoing = (p for p in self.copies.outgoing if p.detaches and p.destination == "dram")
             item = next((p for p in outgoing if p.storage not in keep), None)
             collective = next(iter(self.comms.deferring()), None)
             if collective is not None and (
-                item is None
-                or self.ledger.clock.done_s(collective)
-                <= self.ledger.clock.arrival_s(item.storage, "dram")
+                item is None or clock.done_s(collective) <= clock.arrival_s(item.storage, "dram")
             ):
                 self._join(collective, position)
             elif item is None:
