@@ -41,11 +41,7 @@ def least_time(
 ) -> _PlannedProgram:
     """Return the fastest program whose arena and staging buffers fit the budget, with its plan.
 
-    Args:
-        search: Search for programs in one order of the operators.
-        budget: Device bytes.
-        finish: Function that assigns addresses to a program and returns its plan.
-        limit_s: Step time in seconds; slower programs are not returned.
+    `finish` assigns addresses to a program and returns its plan. Programs that take longer than `limit_s` are excluded.
 
     Raises:
         BudgetImpossible: HP402 when no program fits the budget and the time.
@@ -259,10 +255,10 @@ def _capacity_error(
 
 
 def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, int]:
-    """Return a dict from tier (`dram`, `flash`) to capacity in bytes with which planning succeeds.
+    """Return, per tier (`dram`, `flash`), a capacity in bytes that suffices if the other tier is unchanged.
 
-    Each capacity is sufficient with the other tier unchanged. A tier without a sufficient capacity is omitted. `plan`
-    plans on a machine with other capacities; it returns None if planning fails.
+    A tier without a sufficient capacity is omitted. `plan` plans on a machine with other capacities; it returns None if
+    planning fails.
     """
     result = dict[str, int]()
     if machine.dram_bytes is not None:
@@ -285,9 +281,7 @@ def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, in
 def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFull:
     """Return the error with a hint that lists recipe keys; setting any one of them is sufficient.
 
-    Args:
-        error: Error to change.
-        sufficient: Dict from tier (`dram`, `flash`, `device`) to sufficient bytes.
+    `sufficient` maps tiers (`dram`, `flash`, `device`) to sufficient bytes.
     """
     keys = {"dram": "dram", "flash": "flash", "device": "budget"}
     options = [

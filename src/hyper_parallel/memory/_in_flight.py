@@ -114,7 +114,9 @@ class InFlightCopies:
         if item.detaches:
             self._ledger.emit("detach", s, "device" if item.destination == "dram" else "dram")
         elif item.destination == "dram" and not (
-            s in self.stored_early or self.homes[s] == "dram" or self._is_leaving(s, "flash")
+            s in self.stored_early
+            or self.homes[s] == "dram"
+            or any(p.storage == s and p.destination == "flash" for p in self.outgoing)
         ):
             self._ledger.emit("detach", s, "dram")
 
@@ -123,9 +125,6 @@ class InFlightCopies:
         for item in [p for p in self.outgoing if p.storage == s]:
             item.detaches = False
             self.finish(item)
-
-    def _is_leaving(self, s: int, destination: str) -> bool:
-        return any(p.storage == s and p.destination == destination for p in self.outgoing)
 
     def evict(self, gap: Gap) -> None:
         """Evict a storage to `gap.tier`; copy nothing if the content is in that tier or in flight to it."""

@@ -71,10 +71,7 @@ def order_peak(program: MemoryProgram, order: Sequence[int]) -> int:
 
 
 def order_seconds(program: MemoryProgram, order: Sequence[int]) -> float:
-    """Return the simulated step time of an order in seconds, without offload and recomputation.
-
-    The time includes waits for other ranks.
-    """
+    """Return the simulated seconds of a step in an order, with waits for collectives, without offload and recompute."""
     return clocked(program, None, identity_actions(program, order)).now_s
 
 
@@ -196,8 +193,7 @@ def _hoist_collectives(
 ) -> tuple[int, ...]:
     """Return the order with each collective hoisted just early enough to end before its first use.
 
-    All communication is assumed to run in series. The operators that only prepare a collective's operands move with it.
-    See `overlapped` for `depth`.
+    The operators that only prepare a collective's operands move with it. See `overlapped` for `depth`.
     """
     operators = program.operators
     starts = list(accumulate((operators[i].seconds for i in order), initial=0.0))
@@ -233,10 +229,7 @@ def _hoist_collectives(
 def _first_uses(
     program: MemoryProgram, order: Sequence[int], collectives: Sequence[int]
 ) -> dict[int, int]:
-    """Return, per collective, the first position that needs its results or changes its operands.
-
-    If there is none, the value is the number of positions.
-    """
+    """Return, per collective, the first position that needs its results or changes its operands, or `len(order)`."""
     chains = use_definitions(program, order)
     place = {index: position for position, index in enumerate(order)}
     first_use = {}

@@ -26,7 +26,6 @@ class OffloadCandidate:
 
     Attributes:
         gaps: One gap; two for both ends of the step; one over the whole step if no operator uses the storage.
-        num_bytes: Device bytes of the storage.
         idle_s: Duration of the gaps in seconds.
     """
 
@@ -92,9 +91,9 @@ class OffloadCandidates:
         return bool(self.writes[s])
 
     def content_since(self, gap: Gap) -> int:
-        """Return the position of the last write before the eviction of a gap, or of the allocation.
+        """Return the position after which a storage has its content of a gap: of the last write, or of the allocation.
 
-        After this position, the content is final and may be copied. 0: the content exists from the start of the step.
+        0: the content exists from the start of the step.
         """
         s = gap.storage
         index = bisect_right(self.writes[s], gap.first)

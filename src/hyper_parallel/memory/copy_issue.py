@@ -26,7 +26,6 @@ class Gap:
     """Range of positions in the operator order during which a storage is off the device.
 
     Attributes:
-        storage: Storage index.
         first: Position after which the storage is evicted; -1: the storage is off the device at the start of the step.
         last: Position before which the storage is reloaded; the number of operators: it stays off until the end of the
             step.
@@ -44,7 +43,6 @@ class OutgoingCopy:
     """Copy in flight out of the device or out of DRAM.
 
     Attributes:
-        storage: Storage index.
         destination: Tier that the storage is copied to.
         detaches: Whether the source is released when the copy ends; False if an operator still needs the storage.
     """
@@ -116,10 +114,7 @@ class ReloadQueue:
     ) -> Iterator[tuple[int, Gap, MemoryActionKind]]:
         """Yield the reloads to try at a position, as (index of the event, gap, kind).
 
-        Args:
-            position: Position that is being emitted.
-            free_bytes: Function that returns the free device bytes.
-            has_dram_buffer: Function that returns whether DRAM has a free buffer of a size in bytes.
+        `free_bytes` returns the free device bytes, `has_dram_buffer` whether DRAM has a free buffer of a size in bytes.
         """
         ready = self._ready
         for number in self._alarms.pop(position, ()):

@@ -78,8 +78,7 @@ class CommsInFlight:
     def defer_release(self, storage: int, position: int) -> bool:
         """Defer the release of a storage until the last operator in flight that uses it is joined.
 
-        Returns:
-            True if the release is deferred; False if no operator in flight uses the storage.
+        Return False if no operator in flight uses the storage.
         """
         users = [i for i in self._running if storage in self._program.touched[i]]
         for index in users[-1:]:  # the last one to finish
@@ -96,10 +95,7 @@ class CommsInFlight:
         return bool(deferred)
 
     def deferring(self) -> list[int]:
-        """Return the collectives with deferred releases, in the order in which they began.
-
-        Messages are omitted, because their peer may be late.
-        """
+        """Return the collectives in flight that defer releases, oldest first; no messages, whose peers may be late."""
         return [i for i, h in self._running.items() if h and not self._program.operators[i].message]
 
     def join(self, index: int) -> list[tuple[int, int]]:

@@ -120,9 +120,6 @@ class Search:
     """Search for emitted programs in one order of the operators, with a cache.
 
     Attributes:
-        program: Operators and storages.
-        machine: Channels and capacities.
-        order: Order of the operators.
         rounding: Rounded linear program, which returns the choice for a target.
         identity: Program without offload and recomputation.
         best_seen: Program of least peak so far.
@@ -150,14 +147,10 @@ class Search:
     def programs(
         self, target: int, limit_s: float = float("inf"), lowers: bool = False
     ) -> list[EmittedProgram]:
-        """Return emitted programs for a target that respect the capacities of DRAM and flash.
+        """Return emitted programs for a target in device bytes that respect the capacities of DRAM and flash.
 
-        The programs may miss the target or the time limit; the caller checks.
-
-        Args:
-            target: Device bytes to reach.
-            limit_s: Seconds of a step; emission of a slower program stops.
-            lowers: Whether only the fastest program is wanted, so that each result lowers `limit_s`.
+        The programs may miss the target or the time limit; the caller checks. With `lowers`, only the fastest program
+        is wanted, so each result lowers `limit_s`.
         """
         result: list[EmittedProgram] = []
         emissions: list[tuple[ResidencyChoice, EmittedProgram]] = []

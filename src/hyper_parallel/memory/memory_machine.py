@@ -24,11 +24,6 @@ class Channel:
         """Return the duration of one copy in seconds."""
         return self.latency_s + num_bytes / self.bytes_s
 
-    @property
-    def latency_bytes(self) -> float:
-        """Bytes that the channel could carry during the latency of one copy."""
-        return self.latency_s * self.bytes_s
-
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
@@ -48,8 +43,7 @@ class Roofline:
     def annotate(self, program: MemoryProgram, link: Channel | None = None) -> MemoryProgram:
         """Return the program with the `seconds` of every operator from its FLOPs and access bytes.
 
-        `link` is the link between ranks, for the `comm_s` of collectives; None: collectives are timed like other
-        operators.
+        `link` connects the ranks and times collectives (`comm_s`); None: collectives are timed like other operators.
         """
 
         def timed(op: Operator) -> Operator:
@@ -61,9 +55,9 @@ class Roofline:
 
 
 def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> MemoryProgram:
-    """Return the program with measured seconds of its operators.
+    """Return the program with measured seconds of its operators; None: with its present seconds.
 
-    Collectives, and operators with 0 measured seconds, keep their present seconds. `None` changes nothing.
+    Collectives, and operators with 0 measured seconds, keep their present seconds.
     """
     if measured is None:
         return program

@@ -4,10 +4,9 @@ The goal is the least peak at a bounded slowdown, or the least time under a byte
 of operators, a linear program for offload and recomputation, rounding to whole storages, emission of actions, and
 address assignment. Each candidate plan is judged by exact replay and simulation of its actions, not by an estimate.
 
-With the cache, a step is planned once per machine and goal. A file is named by the fingerprint of all inputs of a plan
-(program, machine, goal, planner version) and holds only the decisions, as columns of numbers. Its content is checked:
-the actions are replayed on the caller's program and timed on the caller's machine, and the addresses are checked for
-overlap. If a check fails, the failure is logged and the step is planned again.
+A cache file is named by the fingerprint of all inputs of a plan (program, machine, goal, planner version) and holds the
+decisions, as columns of numbers. Reading it replays and times the actions and checks the addresses. If a check fails,
+the failure is logged and the step is planned again.
 """
 
 from __future__ import annotations
@@ -165,10 +164,7 @@ def _plan_best_order(
     orders: Sequence[tuple[int, ...]],
     statement: tuple[str, ...],
 ) -> MemoryPlan:
-    """Plan in the fastest order and in the order of least peak, and return the better plan.
-
-    Both orders are selected without offload and recomputation.
-    """
+    """Plan in the orders that are fastest and of least peak without offload, and return the better plan."""
     unmoved = {order: identity_program(program, order) for order in orders}
     fast = min(orders, key=lambda o: (unmoved[o].seconds, unmoved[o].peak))
     small = min(orders, key=lambda o: (unmoved[o].peak, unmoved[o].seconds))
@@ -209,11 +205,10 @@ def _plan_in_order(
     limit_s: float | None = None,
     best_s: float = float("inf"),
 ) -> MemoryPlan:
-    """Return the plan of one order.
+    """Return the plan of one order; `statement` has sentences about earlier passes.
 
-    The search assumes that the channels of `true_machine` are slower by `goal.margin`. `statement` has sentences about
-    earlier passes. When the peak is minimized, `limit_s` limits the seconds of the step; None: it follows from
-    `max_slowdown` and this order. With a budget and no margin, the search is limited to plans faster than `best_s`.
+    When the peak is minimized, `limit_s` limits the seconds of the step; None: it follows from `max_slowdown` and this
+    order. With a budget and no margin, the search is limited to plans that take at most `best_s`.
     """
     machine = true_machine.derated(goal.margin)
     budget_bytes, max_slowdown = goal.budget_bytes, goal.max_slowdown
@@ -324,8 +319,7 @@ def plan_memory_cached(
     """Return the result of `plan_memory`, read from the cache after an earlier call with equal arguments.
 
     `cache` is the directory of the cache; None: `plans` in the user's cache directory. `measured` has measured seconds
-    of the operators. They vary between runs, so they are not part of the fingerprint: a cached plan keeps the seconds
-    with which it was planned.
+    of the operators, which vary between runs: a cached plan keeps the seconds with which it was planned.
 
     Raises:
         HyperParallelError: See `plan_memory`. A failure to read or write the cache is logged, not raised.

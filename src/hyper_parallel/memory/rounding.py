@@ -62,8 +62,7 @@ class ResidencyChoice:
 class Rounding:
     """Residency linear program of one order of operators, with optima rounded to whole storages.
 
-    `movable_kinds` are the storage kinds that may be offloaded; None: all except inputs and outputs. `recompute` states
-    whether results may be recomputed.
+    `movable_kinds` are the storage kinds that may be offloaded; None: all except inputs and outputs.
     """
 
     def __init__(
@@ -123,10 +122,7 @@ class Rounding:
     ) -> ResidencyChoice | None:
         """Return the rounded optimum for a target; None if the target is infeasible or the step exceeds `limit_s`.
 
-        Args:
-            target_bytes: Device bytes.
-            reserve: Dict from position to bytes to keep free there.
-            limit_s: Limit of the step time in seconds.
+        `reserve` maps positions to bytes to keep free there.
         """
         optimum = self._solve(target_bytes, reserve)
         if optimum is None or optimum.seconds > limit_s * (1 + 1e-9):
@@ -160,10 +156,7 @@ class Rounding:
         return result
 
     def excess_by_position(self, choice: ResidencyChoice, target_bytes: int) -> dict[int, float]:
-        """Return a dict from sampled position to the largest excess of a rounded choice over the target, in bytes.
-
-        The excess is the largest one between the previous sample and this sample.
-        """
+        """Return, per sample that exceeds the target, the largest excess in bytes since the previous sample."""
         model = choice.builder.model
         excess = model.max_by_sample(choice.profile - target_bytes)
         return {
@@ -175,12 +168,9 @@ class Rounding:
     def unexpected_waits(self, choice: ResidencyChoice, waited_s: np.ndarray) -> dict[int, float]:
         """Return a dict from position to bytes to keep free, because an emitted program waits there unexpectedly.
 
-        A wait is unexpected if the optimum of the linear program does not include it. They are the bytes that the store
-        channel could copy during the wait. The sample before the wait gets at least as many bytes.
-
-        Args:
-            choice: Emitted choice.
-            waited_s: Seconds that the emitted program waits at every position, and at the end.
+        A wait is unexpected if the optimum of the linear program does not include it. The bytes are those that the
+        store channel could copy during the wait. The sample before the wait gets at least as many bytes. `waited_s` has
+        the seconds that the emitted program waits at every position, and at the end.
         """
         model = choice.builder.model
         excess_s = model.sum_by_sample(waited_s[:-1]) - self._expected_waits_s(choice)
@@ -200,10 +190,7 @@ class Rounding:
         return waits.clip(0.0)
 
     def most_fractional(self, choice: ResidencyChoice) -> list[int | OffloadCandidate]:
-        """Return the decisions whose fractions are closest to 0.5: storages to recompute and candidates to offload.
-
-        There are at most `_NUM_FRACTIONAL` decisions of each kind.
-        """
+        """Return the `_NUM_FRACTIONAL` storages to recompute, and candidates, whose fractions are closest to 0.5."""
         recomputed = {
             s: float(choice.optimum.fractions[fraction])
             for s, fraction in choice.builder.recomputed.items()

@@ -40,13 +40,10 @@ from hyper_parallel.backends.torch.tensor_trees import tensors_in
 
 
 class StorageResizes:
-    """Context that calls a function before every `UntypedStorage.resize_`, which FSDP uses for gathered parameters.
+    """Context that calls `announce` with the storage and its next size before every `UntypedStorage.resize_`.
 
-    No dispatch mode sees a resize. Comparing the sizes of all storages at every operator would take time that grows
-    with the number of storages.
-
-    Args:
-        announce: Function called with the storage and its next number of bytes.
+    FSDP resizes gathered parameters. No dispatch mode sees a resize, and comparing the sizes of all storages at every
+    operator would be slow.
     """
 
     def __init__(self, announce: Callable[[torch.UntypedStorage, int], None]) -> None:
@@ -87,10 +84,8 @@ class _Record:
     """State of a storage that an operator has used.
 
     Attributes:
-        ref: Weak reference to the storage.
         num_bytes: Bytes of the storage while it is resident.
         last_use: Clock of the last operator that used it.
-        resident: True while the storage is on the device.
         copy: Content in host memory; None: never evicted.
         current: True if the copy equals the content of the storage.
         fixed: True if the storage must not move: its owner resizes it, its address is known elsewhere, or a message
@@ -116,8 +111,7 @@ class LruSpillMode:
     """Context that evicts storages to keep resident bytes within a limit, if every single operator fits.
 
     Operators over lists with independent entries (`_fused_adamw_`, `_foreach_*`) are split when the lists do not fit.
-    Collectives are waited for immediately. The cost per operator depends on its own operands, not on the number of
-    storages: resident storages are queued by their last use, and `StorageResizes` reports resized ones.
+    Collectives are waited for immediately. The cost per operator depends only on its own operands.
 
     A CPU only simulates a device. There, eviction stops as soon as an operator does not fit the limit.
 
@@ -182,11 +176,7 @@ class LruSpillMode:
     def on_current_tier(self, tensor: torch.Tensor, *, write: bool = False) -> torch.Tensor:
         """Return `tensor` with its current bytes, on the device or in host memory.
 
-        Call this outside of the context only.
-
-        Args:
-            tensor: Tensor on a resident or evicted storage.
-            write: Whether the caller will write into the result.
+        Call this outside of the context only. With `write`, the caller may write into the result.
         """
         record = self._records.get(tensor.untyped_storage()._cdata)
         if record is None or record.resident:
@@ -531,15 +521,10 @@ def spill_mode(
     keep_offloaded: bool = False,
     owned: Callable[[], Iterable[torch.Tensor]] = tuple,
 ) -> LruSpillMode:
-    """Return an LRU spill mode whose limit is the budget.
+    """Return an LRU spill mode whose limit is the budget; see `LruSpillMode` for the other arguments.
 
-    On an accelerator the limit is the fraction `FILLED` of the smaller of budget and allocatable memory.
-
-    Args:
-        device: Device of the step.
-        budget_bytes: Device bytes; None: no limit on a CPU, all allocatable memory on an accelerator.
-        keep_offloaded: See `LruSpillMode`.
-        owned: See `LruSpillMode`.
+    On an accelerator the limit is the fraction `FILLED` of the smaller of budget and allocatable memory. A budget of
+    None is no limit on a CPU, and all allocatable memory on an accelerator.
     """
     if device.type != "cpu":
         free_bytes = allocatable_bytes(device)
@@ -556,10 +541,6 @@ def within_device(
 ) -> AbstractContextManager[Any]:
     """Return a context that evicts storages when a step without a plan exceeds an accelerator's free memory.
 
-    The context has no effect on a CPU.
-
-    Args:
-        device: Device of the step.
-        owned: See `LruSpillMode`.
+    The context has no effect on a CPU. See `LruSpillMode` for `owned`.
     """
     return nullcontext() if device.type == "cpu" else spill_mode(device, owned=owned)

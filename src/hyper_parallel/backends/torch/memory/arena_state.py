@@ -140,8 +140,7 @@ class ArenaState:
     def _acquire_from_owners(self) -> None:
         """Move the state's bytes into buffers of the tiers, and empty the owner tensors.
 
-        The owner tensors are emptied because a storage that a tensor still references would not be free when the plan
-        detaches it. When the bytes cannot be moved, they are restored and the planned device is closed.
+        When the bytes cannot be moved, they are restored and the planned device is closed.
         """
         staged: StorageBytes = {}
         spill, self._spill = self._spill, None
@@ -175,10 +174,7 @@ class ArenaState:
                 raise
 
     def _staging_device(self, spill: LruSpillMode | None = None) -> torch.device:
-        """Return the device for temporary copies of moved state: the accelerator if it has room, else the host.
-
-        With a spill mode it is always the host.
-        """
+        """Return the device for copies of moved state: an accelerator with room if `spill` is None, else the host."""
         device = self.hardware.device
         return device if spill is None and has_room(device, self.plan.arena_bytes) else _HOST
 
@@ -269,11 +265,7 @@ class ArenaState:
         """Give the tensors of model and optimizer their bytes while this context is active, between two steps.
 
         Code inside the context, such as an evaluation or a checkpoint, reads and writes these tensors. Memory that it
-        allocates is not counted.
-
-        Args:
-            spill: Mode that makes the state resident on use, from its home tier. None: all of the state becomes
-                resident.
+        allocates is not counted. `spill` makes the state resident on use; None: all of the state becomes resident.
 
         Raises:
             StepChanged: HP512 at the end when tensors were replaced instead of changed in place, or model or optimizer
@@ -294,7 +286,10 @@ class ArenaState:
             self._acquire()
 
     def materialize_on_use(self, spill: LruSpillMode) -> None:
-        """Hand the state to `spill`, which makes each tensor resident on use; the bytes stay in the home tier."""
+        """Hand the state to `spill`, which makes each tensor resident on use, and release the arena.
+
+        Bytes in DRAM and in files stay there; bytes in the arena move to host memory.
+        """
         self.owners.restore_tensors()
         for s, tensor in self.captured.state.items():
             if self.owners.kept_by_caller(s):
@@ -315,8 +310,6 @@ class ArenaState:
     @contextmanager
     def _failing_on_partial_move(self) -> Iterator[None]:
         """Mark the planned device as failed if an error in this context interrupts a move of the state.
-
-        A failed device can only be closed.
 
         Raises:
             TransferFailed: HP513 in place of an error without a code.

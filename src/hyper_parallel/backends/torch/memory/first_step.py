@@ -45,24 +45,14 @@ OUTPUTS: Final = ("loss", "gradient norm", "routing")
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Results of one run of a step, for comparison with another run of the same step.
-
-    Attributes:
-        digests: Checksum of every output and state tensor, by name.
-        samples: Sampled elements and dtype of each tensor, by name.
-    """
+    """Results of a step: a checksum, and samples with their dtype, of every output and state tensor by name."""
 
     digests: dict[str, int]
     samples: dict[str, tuple[Tensor, torch.dtype]]
 
     @classmethod
     def of(cls, outputs: Any, state: Mapping[str, Tensor]) -> StepOutcome:
-        """Return the results of a run as digests and samples on the host.
-
-        Args:
-            outputs: Result of the step; only its tensors are compared.
-            state: Parameters, buffers and optimizer state after the step.
-        """
+        """Return the results of a run: the tensors in `outputs`, and the state after the step."""
         flat = [value for value in tree_flatten(outputs)[0] if isinstance(value, Tensor)]
         names = [*OUTPUTS, *(f"output {position}" for position in range(len(OUTPUTS), len(flat)))]
         tensors = {**dict(zip(names, flat, strict=False)), **state}
@@ -120,11 +110,7 @@ class ReferenceStep:
         return cls(*runs)
 
     def check(self, got: StepOutcome) -> None:
-        """Raise if the results `got` of a planned step differ from those of the eager step.
-
-        Raises:
-            StepChanged: HP512 with the first tensor that differs.
-        """
+        """Raise StepChanged (HP512) for the first tensor of a planned step that differs from the eager step."""
         for name, digest in self._first.digests.items():
             expected, dtype = self._first.samples[name]
             actual = got.samples[name][0]
@@ -147,10 +133,7 @@ class ReferenceStep:
 class _RecordedDecisions(OperatorMode):
     """Context around an eager step that compares data-dependent sizes and values with the recorded ones.
 
-    A planned step would stop at the first difference, halfway, and lose the state.
-
-    Attributes:
-        error: Error of the first difference, or None.
+    A planned step would stop at the first difference, halfway, and lose the state. `error` is the first difference.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -261,8 +244,7 @@ def _flat(tensor: Tensor) -> Tensor:
 def _digest(tensor: Tensor) -> int:
     """Return a checksum of a tensor's bytes: the sum of word times an odd number for its position, modulo 2**64.
 
-    The checksum is computed on the tensor's device, because a copy of gigabytes to the host would take longer than the
-    step. All devices give the same result.
+    It is computed on the tensor's device, because copying gigabytes to the host would take longer than the step.
     """
     flat, digest = _flat(tensor), 0
     words = flat.view(_WORDS[flat.element_size()])

@@ -24,14 +24,11 @@ from hyper_parallel.units import round_up
 class HostPool:
     """Pool of DRAM buffers by size, cut from slabs.
 
-    Args:
-        alignment_bytes: Sizes are rounded up to a multiple of this.
-        pin: Pin the memory, so that a device copies it asynchronously.
-        capacity_bytes: Limit of the slabs' bytes; None: unlimited.
+    Sizes are rounded up to a multiple of `alignment_bytes`. Pinned memory (`pin`) can be copied asynchronously.
 
     Attributes:
         buffers: Number of buffers by size in bytes.
-        reserved_bytes: Total bytes of the slabs.
+        reserved_bytes: Total bytes of the slabs, at most `capacity_bytes` (None: unlimited).
     """
 
     def __init__(self, alignment_bytes: int, pin: bool, capacity_bytes: int | None = None) -> None:
@@ -93,15 +90,13 @@ FILLED: Final = 0.8
 """Share of a device that storages may fill; the rest is for workspaces and fragmentation. An estimate."""
 
 CopyMode = Copies | DeviceApi
-"""Streams and events of a device; or, for a simulated device, the moment at which copies move their bytes."""
+"""Streams and events of a device; or, for a simulated device, the moment at which copies move their bytes.
+
+With a correct plan, all of them give equal bits."""
 
 
 class _Watch(TorchDispatchMode):
-    """Mode that reports every operator of a planned step; no tensor of the step is a DTensor.
-
-    Args:
-        on_results: Function called with the outputs of each operator.
-    """
+    """Mode that passes the outputs of every operator to `on_results`; no tensor of a planned step is a DTensor."""
 
     def __init__(self, on_results: Callable[[Any], None]) -> None:
         super().__init__()
@@ -175,8 +170,7 @@ class Hardware:
     def watched(self, every: bool) -> Iterator[None]:
         """Count the operators of a step, and on a simulated device the storages that they allocate.
 
-        Args:
-            every: True: also count on an accelerator, where counting costs host time.
+        Nothing is counted on an accelerator, where counting costs host time, unless `every` is True.
         """
         self.counts = every or isinstance(self.gauge, Meter)
         with self._mode if self.counts else nullcontext():
@@ -217,7 +211,7 @@ class Hardware:
         return base
 
     def reset_peaks(self) -> None:
-        """Restart the measurement of all peaks."""
+        """Restart the measurement of the peaks of all tiers."""
         for meter in (self.gauge, self.inside, self.dram, self.flash):
             meter.reset_peak()
 

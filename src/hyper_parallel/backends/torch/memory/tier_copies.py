@@ -38,11 +38,7 @@ class _DeferredWork:
 
 
 class CopyLanes:
-    """Copies in flight of the simulated device.
-
-    Args:
-        when: See `Copies`.
-    """
+    """Copies in flight of the simulated device; see `Copies` for `when`."""
 
     def __init__(self, when: Copies) -> None:
         self.position: Any = None  # set by the executor; only `StreamLanes` reads it
