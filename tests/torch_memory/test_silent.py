@@ -108,6 +108,12 @@ def into_a_buffer(net, h):
     return h + net.filled
 
 
+def words_that_change_places(net, h):
+    words = (ctypes.c_int64 * 8).from_address(net.order.data_ptr())
+    words[0], words[3] = words[3], words[0]
+    return h + net.order
+
+
 def counted(net, h):
     net.steps["done"] += 1
     return h * (1 + net.steps["done"])
@@ -136,6 +142,9 @@ REFUSED = {  # what is between the layers, its state, the error, and words of it
     "kernel with a pointer": (by_pointer, {}, CaptureUnsupported, "does not see"),
     "kernel into a buffer": (
         into_a_buffer, {"filled": torch.zeros(16)}, CaptureUnsupported, "`filled` is written by code",
+    ),
+    "kernel that moves words of a buffer": (
+        words_that_change_places, {"order": torch.arange(16.0)}, CaptureUnsupported, "`order` is written by code",
     ),
     "operator that hides a write": (
         lambda net, h: scribble(h, net.n), {"n": torch.zeros(16)}, CaptureUnsupported, "silent.scribble",

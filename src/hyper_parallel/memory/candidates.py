@@ -91,7 +91,7 @@ class OffloadCandidates:
         return bool(self.writes[s])
 
     def content_since(self, gap: Gap) -> int:
-        """Return the position after which a storage has its content of a gap: of the last write, or of the allocation.
+        """Return the position of the last write before a gap, or of the allocation; then the content may be copied.
 
         0: the content exists from the start of the step.
         """

@@ -39,20 +39,34 @@ TORCH_ATTRIBUTES: Final = frozenset(vars(nn.Module())) | {
 }
 """Attributes of every module of torch, of an optimizer with a scheduler, and of a fused optimizer before its first
 step."""
+_CHUNK: Final = 1 << 20
+"""Words of a large tensor per chunk of its checksum; a chunk needs 24 MiB of workspace on the tensor's device."""
+_CACHED: Final = 1 << 16  # words per chunk on the host, small enough for its cache
 _CODE: Final = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.optim.Optimizer)
 
 
-def digest(base: torch.UntypedStorage) -> tuple[int, ...]:
-    """Return checksums of a storage's bytes, computed on the storage's device."""
+def checksum(words: Tensor) -> int:
+    """Return the sum of word times an odd number for its position, modulo 2**64, of a flat tensor of integers.
+
+    It is computed on the tensor's device, because copying gigabytes to the host would take longer than a step.
+    """
+    if words.numel() <= _CHUNK:
+        words = words.cpu()
+    step = min(words.numel(), _CACHED if words.device.type == "cpu" else _CHUNK)
+    odd = 2 * torch.arange(step, device=words.device) + 1
+    total = 0
+    for position, chunk in enumerate(words.split(step) if step else ()):
+        values = chunk.long()
+        total += int((values * odd[: len(chunk)]).sum()) + 2 * position * step * int(values.sum())
+    return total % 2**64
+
+
+def digest(base: torch.UntypedStorage) -> tuple[int, int]:
+    """Return checksums of a storage's bytes: of its whole words of 8 bytes, and of the other bytes."""
     with _disable_current_modes():
-        words = base.nbytes() // 8
-        empty = torch.empty(0, dtype=torch.int64, device=base.device)
-        flat = empty.set_(base, 0, (words,), (1,))  # type: ignore[call-overload]
-        sums = [flat.sum(), flat[::3].sum()]
-        if rest := base.nbytes() - words * 8:
-            tail = torch.empty(0, dtype=torch.uint8, device=base.device)
-            sums.append(tail.set_(base, words * 8, (rest,), (1,)).sum())  # type: ignore[call-overload]
-        return tuple(map(int, sums))
+        flat = torch.empty(0, dtype=torch.uint8, device=base.device).set_(base)  # type: ignore[call-overload]
+        whole = base.nbytes() // 8 * 8
+        return checksum(flat[:whole].view(torch.int64)), checksum(flat[whole:])
 
 
 def untracked_write_error(name: str) -> CaptureUnsupported:
@@ -91,8 +105,8 @@ class UntrackedEffects:
         self.drew = False
         self._python, self._raw_access = PythonValues(), RawAccessMode(self._on_raw_access)
         self._inside = False  # True inside of an operator, whose effects are recorded
-        self._state: dict[int, tuple[int, ...]] = {}  # state storage -> digest at its first use
-        self._exposed: dict[int, tuple[int, ...]] = {}  # storage whose pointer was read -> digest
+        self._state: dict[int, tuple[int, int]] = {}  # state storage -> digest at its first use
+        self._exposed: dict[int, tuple[int, int]] = {}  # storage whose pointer was read -> digest
         self._uninitialised: set[int] = set()  # storages that were allocated but not yet written
 
     def __enter__(self) -> Self:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._lru_spill import within_device
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
-from hyper_parallel.backends.torch.memory._untracked_effects import RawAccessMode
+from hyper_parallel.backends.torch.memory._untracked_effects import RawAccessMode, checksum
 from hyper_parallel.backends.torch.memory.hardware import has_room
 from hyper_parallel.backends.torch.memory.operators import numbers_read
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
@@ -29,9 +29,6 @@ from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
 """Number of sampled elements of a tensor, to distinguish rounding from another value; an estimate."""
-_CHUNK: Final = 1 << 20
-"""Words of a large tensor per chunk of its digest; a chunk needs 24 MiB of workspace on the tensor's device."""
-_CACHED: Final = 1 << 16  # words per chunk on the host, small enough for its cache
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ULPS: Final = 4
 """Tolerance in units in the last place of a tensor's largest value, when two eager runs differ."""
@@ -242,20 +239,8 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> int:
-    """Return a checksum of a tensor's bytes: the sum of word times an odd number for its position, modulo 2**64.
-
-    It is computed on the tensor's device, because copying gigabytes to the host would take longer than the step.
-    """
-    flat, digest = _flat(tensor), 0
-    words = flat.view(_WORDS[flat.element_size()])
-    if words.numel() <= _CHUNK:
-        words = words.cpu()
-    step = min(words.numel(), _CACHED if words.device.type == "cpu" else _CHUNK)
-    odd = 2 * torch.arange(step, device=words.device) + 1
-    for position, chunk in enumerate(words.split(step) if step else ()):
-        values = chunk.long()
-        digest += int((values * odd[: len(chunk)]).sum()) + 2 * position * step * int(values.sum())
-    return digest % 2**64
+    flat = _flat(tensor)
+    return checksum(flat.view(_WORDS[flat.element_size()]))
 
 
 def sample(tensor: Tensor) -> Tensor:
