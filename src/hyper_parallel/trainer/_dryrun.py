@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from hyper_parallel.backends.torch import FusedAttention, allocate, local
 from hyper_parallel.backends.torch.memory import (
-    FakeKernels,
     Peak,
     Recorder,
     Workspace,
     collectives_of,
     cpu_workspace,
     device_workspace,
+    fake_kernels,
     peak_of,
 )
 from hyper_parallel.config import LoadedRecipe, Training
@@ -128,7 +128,7 @@ def trace_rank(
     """
     start = time.perf_counter()
     strategy = plan.strategy
-    recorder = Recorder(alignment_bytes, FakeKernels(workspace))
+    recorder = Recorder(alignment_bytes, fake_kernels(workspace))
     with World.fake(rank, strategy.world_size) as world:
         # Meshes and FSDP groups read tensor values, so `parallelize` runs outside the fake-tensor mode.
         model = parallelize(build(), plan, world)
