@@ -24,7 +24,7 @@ from hyper_parallel.ir import Strategy
 _FLOAT32: Final = torch.float32
 
 
-class _KeepFloat64(TorchFunctionMode):
+class KeepFloat64(TorchFunctionMode):
     """Mode that turns conversions of float64 and integer tensors to float32 into conversions to float64.
 
     Model code converts tensors to float32 to compute norms, rotary angles and softmax in at least float32. In a float64
@@ -61,16 +61,11 @@ class _KeepFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def float64_kept() -> TorchFunctionMode:
-    """Return a context in which no operation converts float64 to float32."""
-    return _KeepFloat64()
-
-
 def keep_float64(model: nn.Module) -> None:
     """Make the forward of a model compute in float64 throughout; its signature does not change."""
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _KeepFloat64():
+        with KeepFloat64():
             return inner(*args, **kwargs)
 
     wrap(model, forward)
@@ -135,23 +130,20 @@ def recompute_layers(
     return halves
 
 
-def recompute(
-    layer: nn.Module, tp: TpState | None, exact: bool, running: RunningPass | None = None
-) -> None:
+def recompute(layer: nn.Module, tp: TpState | None, exact: bool, running: RunningPass) -> None:
     """Enable recomputation for one layer; see `recompute_layers`."""
-    current = RunningPass() if running is None else running
     precision = _precision(exact)
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        context = current.recomputed()
+        context = running.recomputed()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            now, current.context = current.context, context  # another batch may have run in between
+            now, running.context = running.context, context  # another batch may have run in between
             try:
                 with precision:
                     return inner(*args, **kwargs)
             finally:
-                current.context = now
+                running.context = now
                 if tp is not None and tp.streams is not None:
                     tp.streams.join()  # recomputation may end between two projections
 
@@ -165,7 +157,7 @@ def recompute(
 
 
 def _precision(exact: bool) -> AbstractContextManager[Any]:
-    return _KeepFloat64() if exact else nullcontext()
+    return KeepFloat64() if exact else nullcontext()
 
 
 def cache_argument(call: Callable[..., Any]) -> str:

@@ -15,7 +15,6 @@ halves runs as a whole.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -30,6 +29,7 @@ from hyper_parallel.backends.torch.in_flight import Turns
 from hyper_parallel.backends.torch.recomputed_halves import RecomputedHalves
 from hyper_parallel.backends.torch.stand_in import StandIn
 from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Overlap, Strategy
 
@@ -160,8 +160,7 @@ class HalfBatch:
         self._layers += layers
         self._recomputed.update(recomputed)
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            run = partial(self._forward, layer, following, layer.forward)
-            layer.forward = functools.wraps(layer.forward)(run)
+            wrap(layer, partial(self._forward, layer, following))
 
     def replace_unit_hooks(self, modules: Sequence[nn.Module]) -> None:
         """Replace FSDP's hooks on the layers among `modules`, unless every layer completes both half-batches."""

@@ -12,7 +12,6 @@ and the fastest result counts, to exclude the load of other programs.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
+from hyper_parallel.backends.torch.collectives import all_gather_single
 from hyper_parallel.backends.torch.driver import driver_untouched
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.model_structure import text_config, view_of
@@ -203,20 +203,15 @@ class _Run:
             self.counts.leave()
             self._outputs[index] = output
 
-        self._handles.append(
-            layer.register_forward_pre_hook(lambda *_: self.counts.enter((index, "")))
-        )
-        self._handles.append(layer.register_forward_hook(leave_layer))
-        named = [*layer.named_children()]
+        named = [("", layer), *layer.named_children()]
         named += [(_EXPERTS, m) for n, m in layer.named_modules() if n.endswith(f".{_EXPERTS}")]
         for name, module in named:
-            key = (index, name)
-            self._handles.append(
-                module.register_forward_pre_hook(lambda m, args, key=key: self._enter(key, args))
-            )
-            self._handles.append(module.register_forward_hook(lambda *_: self.counts.leave()))
+            enter = partial(self._enter, (index, name))
+            leave = leave_layer if module is layer else self.counts.leave
+            self._handles.append(module.register_forward_pre_hook(enter))
+            self._handles.append(module.register_forward_hook(leave))
 
-    def _enter(self, key: tuple[int, str], args: tuple[Any, ...]) -> None:
+    def _enter(self, key: tuple[int, str], _: nn.Module, args: tuple[Any, ...]) -> None:
         self.counts.enter(key)
         if key[1] == _EXPERTS and args and isinstance(args[0], Tensor):
             self.rows = max(self.rows, args[0].numel() / args[0].shape[-1])
@@ -255,7 +250,7 @@ class _Counts:
     def enter(self, key: tuple[int, str]) -> None:
         self._inside.append(key)
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         self._inside.pop()
 
     def save(self, tensor: Tensor) -> Tensor:
@@ -301,12 +296,11 @@ class FusedAttention(torch.autograd.Function):
 
 
 _TURNS = 3
-"""Repetitions of each benchmark; the fastest one counts, to exclude pauses of the machine."""
+"""Repetitions of each benchmark; the fastest one counts."""
 _SLOW_WINDOWS = 4
 """Number of time windows; a warm-up call on a CPU that takes longer is itself the measurement.
 
-This saves time for slow calls, such as emulated bfloat16 matmuls, for which the extra milliseconds of a first call are
-negligible. On an accelerator they are not, because the first call loads code.
+On an accelerator it is not, because the first call loads code.
 """
 Action = Callable[..., Callable[[], object]]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -486,8 +480,7 @@ def _rings(device: torch.device, small: bool) -> tuple[tuple[float, float], ...]
     for size in (256, 2**18, 2**22) if small else (1024, 2**22, 2**27):
         part = torch.zeros(size // 4 // ranks + 1, device=device)
         whole = torch.empty(part.numel() * ranks, device=device)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         # All ranks must issue the same number of calls, so it is fixed.
-        seconds = _mean(device, functools.partial(gather, whole, part), 0.0, min_calls=10)
+        seconds = _mean(device, partial(all_gather_single, whole, part), 0.0, min_calls=10)
         measured.append((4.0 * whole.numel(), seconds))
     return tuple(measured)

@@ -39,7 +39,11 @@ from hyper_parallel.backends.torch.experts.routing import (
     count_rows,
     is_first_forward,
 )
-from hyper_parallel.backends.torch.in_flight import CollectiveLauncher, collective, start
+from hyper_parallel.backends.torch.in_flight import (
+    CollectiveLauncher,
+    PendingCollective,
+    collective,
+)
 from hyper_parallel.ir import Purpose
 
 
@@ -345,7 +349,7 @@ def _exchange_and_work(
     assert group is not None
     # Send all rows before any results, so that a link that is the bottleneck is never idle before the last results.
     arriving = [
-        start(*_exchange_pair(a.send, a.receive, group), send())
+        PendingCollective(*_exchange_pair(a.send, a.receive, group), send())
         for send, a in zip(sends, assigned, strict=True)
     ]
     deferred = DeferredWeights(work.weights())
@@ -354,5 +358,6 @@ def _exchange_and_work(
         rows = pending.finish()
         with nullcontext() if index else deferred:
             results = work.compute(rows, a.local_expert)
-        returning.append(start(*_exchange_pair(a.receive, a.send, group), results))
+        back = _exchange_pair(a.receive, a.send, group)
+        returning.append(PendingCollective(*back, results))
     return [pending.finish() for pending in returning]

@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.forward_variants import float64_kept
+from hyper_parallel.backends.torch.forward_variants import KeepFloat64
 from hyper_parallel.backends.torch.model_structure import text_config, view_of
 
 FLAG: Final = "output_router_logits"
@@ -196,7 +196,7 @@ def _run(stubbed: nn.Module, logits: tuple[Tensor, ...], **flag: bool) -> tuple[
         if child is not None and child.__dict__.get("is_decoder_stub"):
             child.__dict__["value"] = _DecoderOutput(logits)
     ids = torch.zeros(1, _TOKENS, dtype=torch.long)
-    with torch.enable_grad(), float64_kept():
+    with torch.enable_grad(), KeepFloat64():
         out = type(stubbed).forward(stubbed, input_ids=ids, labels=ids, **flag)  # type: ignore[attr-defined]
     return out.loss, getattr(out, "aux_loss", None)
 
