@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -275,15 +275,9 @@ def _stacked_or_concatenated_parts(
     return result
 
 
-def is_ignored(reference: nn.Module | None, key: str) -> bool:
-    """Return whether the model class declares that it ignores a stored tensor."""
-    patterns = getattr(reference, "_keys_to_ignore_on_load_unexpected", None) or []
-    return any(re.search(p, key) for p in patterns)
-
-
-def may_be_missing(reference: nn.Module | None, name: str) -> bool:
-    """Return whether the model class declares this parameter or buffer as optional in files."""
-    patterns = getattr(reference, "_keys_to_ignore_on_load_missing", None) or []
+def is_ignored_when(kind: Literal["unexpected", "missing"], model: Any, name: str) -> bool:
+    """Return whether the model's class ignores a name that is unexpected in files, or missing in them."""
+    patterns = getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or []
     return any(re.search(p, name) for p in patterns)
 
 
