@@ -199,13 +199,13 @@ def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that support an adapter, by name: linear modules except the head and those peft refuses."""
     head, config = head_of(model), getattr(model, "config", None)
     excluded = {*_REFUSED_BY_PEFT.get(getattr(config, "model_type", ""), ())}
-    if any(".experts." in name and p.dim() == 3 for name, p in model.named_parameters()):
+    if _has_fused_experts(model):
         # In peft these names select the fused experts of a layer, which are one parameter.
         excluded |= {*NAMES_OF_EXPERTS}
     return {
         name: module
         for name, module in linear_maps(model).items()
-        if module is not head and _last(name) not in excluded
+        if module is not head and name.rpartition(".")[2] not in excluded
     }
 
 
@@ -225,14 +225,11 @@ def all_linear(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> str | li
         )
     head = head_of(model)
     modules = dict(model.named_modules())
-    fused = any(".experts." in name and p.dim() == 3 for name, p in model.named_parameters())
     chosen_by_peft = {n for n, m in modules.items() if is_linear_class(m) and m is not head}
-    if chosen_by_peft == adaptable.keys() and not fused:
+    if chosen_by_peft == adaptable.keys() and not _has_fused_experts(model):
         return "all-linear"
     ends = last_names(adaptable)
-    known = {*ends}
-    fits = {name for name in modules if not known.isdisjoint(name_suffixes(name))}
-    return ends if fits == adaptable.keys() else sorted(adaptable)
+    return ends if _with_ends(ends, modules) == adaptable.keys() else sorted(adaptable)
 
 
 def check_names(
@@ -279,7 +276,8 @@ def check_names(
             allowed=ends,
             hint=target_hint(_nearest(listed, missing, ends) or ["all-linear"], adaptable),
         )
-    inside_saved = {n for n in chosen if _inside(n, saved)}
+    # Modules trained in full need no adapters, and neither do the modules in them.
+    inside_saved = {n for n in chosen if any(f".{s}." in f".{n}." for s in saved)}
     if config.exclude_modules or config.layers_to_transform is not None:
         return chosen - inside_saved  # `absorb_adapters` checks the modules that peft selects
     if refused := sorted(chosen - adaptable.keys() - inside_saved):
@@ -296,7 +294,7 @@ def check_names(
 
 def last_names(names: Iterable[str]) -> list[str]:
     """Return the distinct last components of dotted module names, sorted."""
-    return sorted({_last(name) for name in names})
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def target_hint(names: list[str], adaptable: Mapping[str, nn.Module] | None = None) -> str:
@@ -308,9 +306,8 @@ def target_hint(names: list[str], adaptable: Mapping[str, nn.Module] | None = No
     return f"'lora.target_modules=[{', '.join(names)}]'"
 
 
-def _inside(name: str, saved: Iterable[str]) -> bool:
-    """Return whether a module, or a module that contains it, is in `saved`, the names of modules trained in full."""
-    return any(f".{s}." in f".{name}." for s in saved)
+def _has_fused_experts(model: nn.Module) -> bool:
+    return any(".experts." in name and p.dim() == 3 for name, p in model.named_parameters())
 
 
 def _shown(names: Iterable[str]) -> str:
@@ -324,7 +321,3 @@ def _nearest(listed: Iterable[str], missing: Iterable[str], names: list[str]) ->
     for name in missing[:_SHOWN]:
         suggestions += difflib.get_close_matches(name[:120], names, n=1)
     return [*dict.fromkeys(suggestions)]
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]

@@ -358,7 +358,7 @@ def _split(
                     empty = None if p is None else torch.empty(0, dtype=p.dtype)
                     placeholder.__dict__[key] = empty
             model.set_submodule(name, placeholder)
-    _keep_properties(model)
+    keep_properties(model)
     by_stage = {
         stage: [running._modules[str(i)] for i in ranges[stage]]
         for stage in strategy.stages_of(pp_rank)
@@ -367,7 +367,7 @@ def _split(
     return StageModules(running, rank_of, holders, shared, by_stage, *activations, group, ends)
 
 
-def _keep_properties(model: nn.Module) -> None:
+def keep_properties(model: nn.Module) -> None:
     """Make modules without parameters on this rank report device and dtype of the model's first parameter.
 
     The properties `device` and `dtype` of transformers read a parameter, and model code reads them of encoders.
@@ -460,10 +460,7 @@ def _holders(
 
 
 def _run_on_stages(
-    module: nn.Module,
-    stages: frozenset[int],
-    running: StageLayers,
-    replacement: Callable[..., Any],
+    module: nn.Module, stages: frozenset[int], running: StageLayers, replacement: Callable[..., Any]
 ) -> None:
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return (inner if running.stage in stages else replacement)(*args, **kwargs)

@@ -56,9 +56,9 @@ Source = tuple[int, int] | None
 class JointSteps:
     """Joint schedules of a tower and the pipeline of the language part, for one rank.
 
-    A share is a data-parallel rank of the language part. All shares run the same schedule, each with its own
-    microbatches. A schedule of a sharded tower covers whole rounds: one microbatch per tower rank. If a step has fewer
-    microbatches, the tower passes of missing ones are empty and their other actions are omitted.
+    All shares run the same schedule, each with its own microbatches. A schedule of a sharded tower covers whole rounds:
+    one microbatch per tower rank. If a step has fewer microbatches, the tower passes of missing ones are empty, and
+    their other actions are omitted.
 
     Attributes:
         layout: Lanes of the schedule, and the tower's ranks of each share.
@@ -147,9 +147,6 @@ Pass = Literal["forward", "language", "backward"]
 class Border:
     """Ranks on both sides of the border between a tower and the language part, and the order of their passes.
 
-    A share is a data-parallel rank of the language part. In a round, each tower rank computes the features of one
-    microbatch.
-
     Attributes:
         tower: World rank of each data-parallel rank of the tower.
         readers: For each share, the world ranks of each pipeline stage that reads features. The first rank of a stage
@@ -225,15 +222,9 @@ class Tower:
     from them.
     """
 
-    def __init__(
-        self,
-        border: Border,
-        rank: int,
-        features: Channel,
-        gradients: Channel,
-    ) -> None:
-        self.border = border
-        self.rank, self._features, self._gradients = rank, features, gradients
+    def __init__(self, border: Border, rank: int, features: Channel, gradients: Channel) -> None:
+        self.border, self.rank = border, rank
+        self._features, self._gradients = features, gradients
         self._running: dict[int, tuple[Source, list[Tensor], Tensor]] = {}
 
     def serve(
@@ -286,8 +277,8 @@ class Tower:
         `share` is the data-parallel rank of the microbatches. Actions after the last microbatch, and for microbatches
         of other ranks, are empty.
         """
-        assert action.microbatch is not None
         i = action.microbatch
+        assert i is not None
         if action.kind == "F":
             batch = microbatches[i] if i < len(microbatches) else None
             source = None if batch is None else (share, i)
@@ -374,16 +365,12 @@ class Reader:
         # Messages of the running forward pass, and the tensors in them that need gradients, by number of the tower.
         self._received: dict[int, deque[tuple[str, Any]]] = {}
         self._leaves: dict[int, list[Tensor]] = {}
-        self._counts: dict[
-            int, list[int]
-        ] = {}  # index of a microbatch -> number of gradients per tower
+        # Number of gradients per tower, by index of the microbatch.
+        self._counts: dict[int, list[int]] = {}
         self._stages: StageLayers | None = None
 
     def watch(
-        self,
-        model: nn.Module,
-        summed_over: dist.ProcessGroup | None,
-        stages: StageLayers | None = None,
+        self, model: nn.Module, summed_over: dist.ProcessGroup | None, stages: StageLayers | None
     ) -> None:
         """Make the forward passes of a model use received features; no effect on stages that read no features.
 
@@ -468,11 +455,12 @@ class Reader:
             return
         if not leaves:
             return
-        queued: list[bool] = []
+        queued = False
 
         def begin_backward(_: Tensor) -> None:
+            nonlocal queued
             if not queued:
-                queued.append(True)
+                queued = True
                 Variable._execution_engine.queue_callback(end_backward)
 
         def end_backward() -> None:
@@ -559,11 +547,9 @@ class Submodels:
         own: list[Source] = []
         if self.language is not None:
             own = [(self.language[1].share, index) for index in range(count)]
-        if self.joint is not None:
-            served = [self.joint.sources(tower.rank, count) for _, tower in self.towers]
-        else:
-            served = [tower.border.sources(tower.rank, count) for _, tower in self.towers]
-        return [*own, *(source for sources in served for source in sources)]
+        for _, tower in self.towers:
+            own += (self.joint or tower.border).sources(tower.rank, count)
+        return own
 
     def owners(self, count: int) -> tuple[tuple[int, ...], ...]:
         """Return, for each rank of the only tower, the numbers of the microbatches that it encodes, in order.
@@ -589,13 +575,13 @@ class Submodels:
         count = next((c for c in range(most + 1) if len(self.sources(c)) == given), None)
         if count is None:
             raise mismatch(f"{given} microbatches")
-        start = 0 if self.language is None else count
+        own = start = 0 if self.language is None else count
         served = []
         for _, tower in self.towers:
             end = start + len(tower.border.sources(tower.rank, count))
             served.append(microbatches[start:end])
             start = end
-        return microbatches[: 0 if self.language is None else count], served
+        return microbatches[:own], served
 
     def sum_over_parts(self, values: Sequence[Tensor]) -> Tensor:
         """Return the sum of a value over all parts of the model, equal on all ranks.

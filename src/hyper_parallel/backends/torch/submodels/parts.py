@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import view_of
-from hyper_parallel.backends.torch.pipeline.stages import layers_with_media
+from hyper_parallel.backends.torch.pipeline.stages import keep_properties, layers_with_media
 from hyper_parallel.backends.torch.submodels.channel import pack
 from hyper_parallel.backends.torch.submodels.exchange import Reader
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
@@ -43,12 +43,7 @@ _RECORDINGS: Final = ("hidden_states", "attentions")
 """Fields of a feature method's result with the values of every layer, which the language part does not read."""
 
 _MODEL_ERRORS: Final = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
 """Errors of model code that reads values of meta tensors."""
 _CAUSE_CHARS: Final = 120
@@ -275,20 +270,9 @@ def _receive(reader: Reader, number: int, label: str) -> Callable[..., Any]:
 
 def _empty_modules(model: nn.Module, names: Sequence[str]) -> None:
     """Remove parameters, buffers and children of modules; their methods and plain attributes stay."""
-    for name in names:
-        module = model.get_submodule(name)
+    for module in map(model.get_submodule, names):
         module._modules, module._parameters, module._buffers = {}, {}, {}
-        _answer_for(module, model)
-
-
-def _answer_for(module: nn.Module, model: nn.Module) -> None:
-    """Make `device` and `dtype` of a module without parameters return those of the model."""
-    answers = {
-        name: property(lambda _, name=name: getattr(next(model.parameters()), name))
-        for name in ("device", "dtype")
-        if hasattr(type(module), name)
-    }
-    module.__class__ = type(type(module).__name__, (type(module),), answers)
+    keep_properties(model)
 
 
 def twin_of(model: nn.Module) -> nn.Module:
@@ -437,7 +421,7 @@ def _features(output: Any) -> Any:
 
 
 class TowerNotTraced(Exception):
-    """Error for a tower whose forward does not run on meta tensors; the message names the cause."""
+    """Error for a tower whose forward does not run on meta tensors."""
 
 
 def tower_flops(

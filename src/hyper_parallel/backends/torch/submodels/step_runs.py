@@ -34,12 +34,9 @@ class Rounds:
         span: See `forward_backward`.
         train: Whether to run backward.
         deferred: Function from a tower to a context for all of its backward passes except the last one.
-
-    Attributes:
-        actions: Always None, because there is no joint schedule: the language part follows its own schedule.
-        owner: Always None: `Border.owner` selects the rank that computes the features of a microbatch.
     """
 
+    # There is no joint schedule: the language part follows its own, and `Border.owner` selects the tower's ranks.
     actions: Sequence[Action] | None = None
     owner: Callable[[int, int], int] | None = None
 
