@@ -632,21 +632,6 @@ def after(x, previous):
     return ops.Depend()(x, previous)
 
 
-# --- copies of memory plans -----------------------------------------------------------------------------------------
-# The memory of a CPU is the host's, so copies are simulated there. The Ascend branch is untested.
-
-SIMULATES_COPIES = ms.get_context("device_target") == "CPU"
-
-
-def to_host(x):
-    return x if SIMULATES_COPIES else ops.move_to(x, "CPU", False)
-
-
-def to_device(x, previous):
-    waiting = ops.Depend()(x, previous)
-    return waiting if SIMULATES_COPIES else ops.move_to(waiting, "Ascend", False)
-
-
 def _of_members(x, group):
     """Gather `x` from all ranks, and return the tensors of the ranks of a group, stacked."""
     rows = ops.AllGather(group[0])(ops.reshape(x, (-1,)))
@@ -678,6 +663,21 @@ def all_to_all(x, receive, send, group):
     ranks = len(send)  # parts are equal; the CPU has no kernel for all-to-all
     parts = ops.reshape(all_gather(x, ranks, group), (ranks, ranks, -1, *x.shape[1:]))
     return ops.reshape(select(parts, 1, group[1]), x.shape)
+
+
+# --- copies of memory plans -----------------------------------------------------------------------------------------
+# The memory of a CPU is the host's, so copies are simulated there. The Ascend branch is untested.
+
+SIMULATES_COPIES = ms.get_context("device_target") == "CPU"
+
+
+def to_host(x):
+    return x if SIMULATES_COPIES else ops.move_to(x, "CPU", False)
+
+
+def to_device(x, previous):
+    waiting = ops.Depend()(x, previous)
+    return waiting if SIMULATES_COPIES else ops.move_to(waiting, "Ascend", False)
 
 
 def dtype(name: str) -> Any:

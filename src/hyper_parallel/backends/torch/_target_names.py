@@ -12,7 +12,7 @@ import difflib
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from hyper_parallel.config import NAMES_OF_EXPERTS
 from hyper_parallel.errors import BadValue, UnsupportedSharding
 
 _PLAIN: Final = re.compile(r"[\w.-]+")
+"""Pattern of plain name suffixes, which `re` matches in linear time."""
 _LONGEST: Final = 10_000
 """Maximum characters of a pattern; a pattern that lists all modules of a layer has a few hundred."""
 _MOST_S: Final = 0.5
@@ -33,20 +34,13 @@ _MOST_NAMES: Final = 2000
 """Maximum names that a key of `rank_pattern` or `alpha_pattern` may match: peft compares each module with each name."""
 
 
-def is_plain(pattern: str) -> bool:
-    """Return whether a pattern is a plain name suffix, which `re` matches in linear time."""
-    return _PLAIN.fullmatch(pattern) is not None
+def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
+    """Return the names that match a Python regular expression in full.
 
-
-def matcher(pattern: str, where: str) -> Callable[[str], bool]:
-    """Return a predicate that tells whether a full module name matches a pattern.
-
-    Args:
-        pattern: A Python regular expression.
-        where: Recipe key or file that contains the pattern, for errors.
+    `where` is the recipe key or file that contains the pattern.
 
     Raises:
-        BadValue: HP102 for an invalid regular expression. The predicate raises HP102 when matching takes too long.
+        BadValue: HP102 for an invalid expression, and when matching all names takes too long.
     """
     shown = f"{pattern:.120}"
     try:
@@ -61,13 +55,12 @@ def matcher(pattern: str, where: str) -> Callable[[str], bool]:
             got=shown,
             hint="lora.target_modules=all-linear",
         ) from None
-    remaining_s = _MOST_S
-
-    def fits(name: str) -> bool:
-        nonlocal remaining_s
-        start_s = time.perf_counter()
+    end_s, matching = time.perf_counter() + _MOST_S, set()
+    for name in names:
         try:
-            match = compiled.fullmatch(name, timeout=max(remaining_s, 1e-3))
+            remaining_s = max(end_s - time.perf_counter(), 1e-3)
+            if compiled.fullmatch(name, timeout=remaining_s) is not None:
+                matching.add(name)
         except TimeoutError:
             raise BadValue(
                 f"the regular expression takes more than {_MOST_S:g} s to match the module names",
@@ -76,28 +69,14 @@ def matcher(pattern: str, where: str) -> Callable[[str], bool]:
                 allowed="name suffixes, or an expression without nested repetitions",
                 hint="lora.target_modules=all-linear",
             ) from None
-        remaining_s -= time.perf_counter() - start_s
-        return match is not None
-
-    return fits
-
-
-def fitting(pattern: str, names: Iterable[str], where: str) -> set[str]:
-    """Return the names that match a pattern; see `matcher` for arguments and errors."""
-    fits = matcher(pattern, where)
-    return {name for name in names if fits(name)}
+    return matching
 
 
 def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
-    """Return a copy of a `peft.LoraConfig` with the names of matching modules in place of its patterns.
-
-    Args:
-        config: The configuration; not changed.
-        chosen: Names of the modules that get an adapter.
-        where: Recipe key or file of the configuration, for errors.
+    """Return a copy of a `peft.LoraConfig` with names of the `chosen` modules in place of its patterns.
 
     Raises:
-        BadValue: HP102 from `matcher`, and for patterns that match too many names.
+        BadValue: HP102 for an invalid or slow pattern, and for patterns that match too many names.
     """
     config, names = copy.copy(config), sorted(chosen)
     pattern = isinstance(config.target_modules, str) and config.target_modules != "all-linear"
@@ -110,26 +89,23 @@ def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
 
 
 def chosen_names(config: Any, names: Iterable[str], where: str) -> set[str]:
-    """Return the names of the modules that a `peft.LoraConfig` selects, by peft's rules.
+    """Return the names, among those of all modules, that a `peft.LoraConfig` selects by peft's rules.
 
-    Args:
-        config: Configuration with names or a regular expression as `target_modules`.
-        names: Names of all modules.
-        where: Recipe key or file of the configuration, for errors.
+    Its `target_modules` must be names or a regular expression.
 
     Raises:
-        BadValue: HP102 from `matcher`, and for a `layers_pattern` that is not a name.
+        BadValue: HP102 for an invalid or slow pattern, and for a `layers_pattern` that is not a name.
     """
     targets, excluded = config.target_modules, config.exclude_modules or ()
     if isinstance(targets, str):
-        chosen = fitting(targets, names, where)
+        chosen = _matching(targets, names, where)
     else:
         chosen = _with_ends(targets, names)
         if config.layers_to_transform is not None:
             listed = _in_layers(config, chosen - {*targets}, where)
             chosen = listed | (chosen & {*targets})
     if isinstance(excluded, str):
-        return chosen - fitting(excluded, chosen, f"{where}: exclude_modules")
+        return chosen - _matching(excluded, chosen, f"{where}: exclude_modules")
     return chosen - _with_ends(excluded, chosen)
 
 
@@ -149,7 +125,7 @@ def _in_layers(config: Any, names: Iterable[str], where: str) -> set[str]:
     wanted, patterns = config.layers_to_transform, config.layers_pattern or ()
     wanted = {wanted} if isinstance(wanted, int) else {*wanted}
     patterns = {patterns} if isinstance(patterns, str) else {*patterns}
-    if odd := [p for p in patterns if not is_plain(p)]:
+    if odd := [p for p in patterns if not _PLAIN.fullmatch(p)]:
         raise BadValue(
             "`layers_pattern` must contain names, not regular expressions",
             where=f"{where}: layers_pattern",
@@ -174,10 +150,10 @@ def _plain_keys(patterns: Mapping[str, Any], names: list[str], where: str) -> di
     """Return `patterns` with each key that is not a plain suffix replaced by the full names that it matches."""
     plain: dict[str, Any] = {}
     for pattern, value in patterns.items():
-        if is_plain(pattern):
+        if _PLAIN.fullmatch(pattern):
             plain[pattern] = value
             continue
-        fits = sorted(fitting(rf"(?:.*\.)?(?:{pattern})", names, where), key=len, reverse=True)
+        fits = sorted(_matching(rf"(?:.*\.)?(?:{pattern})", names, where), key=len, reverse=True)
         if len(fits) > _MOST_NAMES:
             raise BadValue(
                 f"the pattern matches {len(fits)} modules, more than {_MOST_NAMES}",
@@ -235,13 +211,7 @@ def all_linear(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> str | li
 def check_names(
     model: nn.Module, config: Any, adaptable: Mapping[str, nn.Module], where: str
 ) -> AbstractSet[str]:
-    """Return the names of the modules that get an adapter.
-
-    Args:
-        model: The model, before peft.
-        config: A `peft.LoraConfig`.
-        adaptable: Modules that support an adapter, by name.
-        where: Recipe key or file that contains the names, for errors.
+    """Return the names of the modules that get an adapter; `where` is the recipe key or file with the names.
 
     Raises:
         BadValue: HP102 for names that match no module.

@@ -6,8 +6,7 @@
     LoRA adapters                          set the dropout rate to 0
     modules that sample in training mode   keep them in evaluation mode
 
-Rates are recognised by their names. `tools/sweeps/dropout.py` measures for every model type that two passes with
-different seeds are equal afterwards, and equal to a pass in evaluation mode.
+Rates are recognised by their names; `tools/sweeps/dropout.py` measures the effect for every model type.
 """
 
 from __future__ import annotations

@@ -47,13 +47,9 @@ class HalvedTensor(StandIn):
     def stand_in(
         first: Tensor, second: Callable[[], Tensor], dim: int, finish: Callable[[], None]
     ) -> HalvedTensor:
-        """Return a placeholder for the output of both half-batches, joined along `dim`.
+        """Return a placeholder for the outputs `first` and `second()` of both half-batches, joined along `dim`.
 
-        Args:
-            first: Output of the first half-batch.
-            second: Function that returns the output of the second half-batch after it is complete.
-            dim: Dim along which the outputs are joined.
-            finish: Function that completes the second half-batch.
+        `finish` completes the second half-batch, after which `second` returns its output.
         """
         shape = list(first.shape)
         shape[dim] *= 2
@@ -83,16 +79,7 @@ _PACKED_ARGUMENTS: Final = ("cu_seq", "max_length", "seq_idx")
 
 
 def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: bool) -> None:
-    """Refuse a model whose results on two half-batches may differ from those on the whole batch.
-
-    Args:
-        model: The model.
-        strategy: The strategy.
-        has_balance_loss: Whether training adds the load-balancing loss of experts.
-
-    Raises:
-        UnsupportedSharding: HP205 naming the reason.
-    """
+    """Raise HP205 for half-batches of a model whose results may differ from those on the whole batch."""
     if not strategy.overlap.half_batch:
         return
     # Ranks that skip different layers would run collectives in different orders.
@@ -107,14 +94,12 @@ def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: b
     }
     for reason, got in reasons.items():
         if got:
-            ep = strategy.ep > 1
+            chunks = {"overlap.ep": "chunks", "overlap.tp": "none"}
             raise UnsupportedSharding(
                 f"half-batches do not work with {reason}",
                 where="overlap",
                 got=got,
-                changes={"overlap.ep": "chunks", "overlap.tp": "none"}
-                if ep
-                else {"overlap": "none"},
+                changes=chunks if strategy.ep > 1 else {"overlap": "none"},
             )
 
 
@@ -127,13 +112,7 @@ class HalfBatch:
     """
 
     def __init__(self, overlap: Overlap, tp: TpState | None, joins_layers: bool) -> None:
-        """Create an executor.
-
-        Args:
-            overlap: Overlap options of the strategy; they decide which batches are halved.
-            tp: State of tensor parallelism; None without it.
-            joins_layers: Whether both half-batches are completed at the end of every layer.
-        """
+        """Create an executor; with `joins_layers`, both half-batches are completed at the end of every layer."""
         self._overlap, self._joins_layers = overlap, joins_layers
         self._tp = None if tp is None or tp.replicated_activations else tp
         if self._tp is not None:
@@ -152,10 +131,7 @@ class HalfBatch:
     ) -> None:
         """Wrap the forwards of decoder layers, so that they run on half-batches.
 
-        Args:
-            layers: Decoder layers; changed in place.
-            recomputed: Dict whose keys are the layers that backward recomputes. Its values are functions that create
-                the `RecomputedHalves` of one pass through the layer.
+        `recomputed` has the layers that backward recomputes, with functions that create their `RecomputedHalves`.
         """
         self._layers += layers
         self._recomputed.update(recomputed)

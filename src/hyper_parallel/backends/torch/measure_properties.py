@@ -6,6 +6,7 @@ property. A difference above `TOLERANCE`, relative to the largest output, means 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -69,11 +70,7 @@ class StableTopK(TorchFunctionMode):
 
 
 def prepare_model(model: nn.Module) -> None:
-    """Prepare a model for measurements: evaluation mode, float64 in the whole forward, noise on every parameter.
-
-    Args:
-        model: A language model of transformers on the CPU in float64, small, with random weights, which are changed.
-    """
+    """Prepare a small float64 model on the CPU: evaluation mode, float64 in the whole forward, noise on parameters."""
     from hyper_parallel.backends.torch.context.apply import mask_documents
 
     model.eval()
@@ -84,15 +81,10 @@ def prepare_model(model: nn.Module) -> None:
 
 
 def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
-    """Measure the properties of a model.
+    """Return the measured properties of a model after `prepare_model`.
 
-    Args:
-        model: A model after `prepare_model`.
-        positions: Maximum sequence length of the model's config, in tokens. The effect of earlier passes is measured
-            with longer sequences if the model can read them.
-
-    Returns:
-        All properties. A property whose measurement raises has `holds` None and the exception as its reason.
+    A property whose measurement raises has `holds` None and the exception as its reason. The effect of earlier passes
+    is measured with sequences beyond `positions`, the maximum length of the model's config, if the model can read them.
     """
     with torch.no_grad(), StableTopK():
         texts = _Texts(model)
@@ -156,7 +148,6 @@ class _Texts:
         self._drawn = drawn
         self.document = drawn[0, :_DOCUMENT]
         self.other = drawn[1, :_DOCUMENT]
-        self._alone: Tensor | None = None
 
     def run(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return logits [B, S, V] for token ids [B, S] from a pass without a KV cache."""
@@ -166,12 +157,10 @@ class _Texts:
             raise ValueError(f"logits of {logits.shape[1]} positions for {ids.shape[1]} tokens")
         return logits
 
-    @property
+    @functools.cached_property
     def alone(self) -> Tensor:
         """Logits [S, V] of the compared document, computed as a batch of one sequence."""
-        if self._alone is None:
-            self._alone = self.run(self.document[None])[0]
-        return self._alone
+        return self.run(self.document[None])[0]
 
     def causal(self) -> float:
         """Replace the last tokens; return the change of the logits before them."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 
 from hyper_parallel.backends.torch.layer_flow import count_norm_calls
 from hyper_parallel.backends.torch.model_structure import text_config, view_of
@@ -299,16 +299,12 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_leng
 
 
 def read_model(model: nn.Module, name: str) -> ModelSpec:
-    """Return the description of any module for planning, with its parameter names.
-
-    Args:
-        model: Any module; parameter values are not read.
-        name: Name of the model in reports.
-    """
+    """Return the description of any module for planning, under the `name` for reports; no parameter values are read."""
     config = text_config(model)
     hidden = _number(config, "hidden_size", "n_embd", "d_model") or _embedding_width(model)
     view = view_of(model)
     path, layers = view.path, view.layers
+    dtypes = (str(p.dtype).removeprefix("torch.") for p in model.parameters())
     ends = _ends(model)
     inside: list[list[ParamSpec]] = [[] for _ in layers]
     outside: dict[str, list[ParamSpec]] = {"embedding": [], "final_norm": [], "head": []}
@@ -327,6 +323,7 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
             if end != "final_norm" and len(shape) == 2:
                 dims = ("vocab", "embed")
             outside[end].append(ParamSpec(full, shape, dims, tied))
+    rows = (p.shape[0] for p in (*outside["embedding"], *outside["head"]))
     decoder = tuple(_decoder(model, inside, list(layers), hidden))
     if not layers:  # the cost model treats the module as one layer
         decoder = (Block("decoder", (0,), tuple(outside.pop("final_norm"))),)
@@ -338,10 +335,10 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
     return ModelSpec(
         name=name,
         family=getattr(config, "model_type", None) or type(model).__name__,
-        dtype=_dtype(model),
+        dtype=next(dtypes, "float32"),
         hidden_size=hidden,
         num_layers=max(1, len(layers)),
-        vocab_size=_number(config, "vocab_size") or _rows(outside),
+        vocab_size=_number(config, "vocab_size") or next(rows, 1),
         tied_embeddings=any(p.tied_to for p in outside["head"]),
         blocks=blocks,
         notes=tuple(_notes(model, blocks)),
@@ -382,10 +379,6 @@ def _ends(model: nn.Module) -> dict[str, str]:
     for style, module in _declared_ends(model).items():
         ends[names[module]] = "embedding" if style == "vocab" else "head"
     return ends
-
-
-def _rows(outside: dict[str, list[ParamSpec]]) -> int:
-    return next((p.shape[0] for p in (*outside["embedding"], *outside["head"])), 1)
 
 
 def _embedding_width(model: nn.Module) -> int:
@@ -456,8 +449,3 @@ def _number(config: Any, *keys: str) -> int:
     """Return the first positive integer among the values of `keys` in a config; 0 if there is none."""
     values: Iterator[Any] = (getattr(config, key, None) for key in keys)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
-
-
-def _dtype(model: nn.Module) -> str:
-    parameter: Tensor | None = next(iter(model.parameters()), None)
-    return "float32" if parameter is None else str(parameter.dtype).removeprefix("torch.")

@@ -100,13 +100,9 @@ class Inventory:
 
 
 def take_inventory(model: nn.Module, files: WeightFiles) -> Inventory:
-    """Return the inventory of a model and its files.
+    """Return the inventory of a model, which may be the part on a pipeline rank, and of the files of a directory.
 
     Values are read only if a parameter is stored under several names; otherwise only headers.
-
-    Args:
-        model: Module of plain tensors or DTensors, on any device including meta; a part of a model on a pipeline rank.
-        files: Files of the directory.
 
     Raises:
         WeightsUnreadable: HP703 naming file and parameter: missing, unknown, or of another shape.
@@ -115,12 +111,10 @@ def take_inventory(model: nn.Module, files: WeightFiles) -> Inventory:
 
 
 class _InventoryBuilder:
-    """Builder of the inventory of one model and its files."""
-
     def __init__(self, model: nn.Module, files: WeightFiles) -> None:
         self._model, self._files = model, files
         self._reference = hf_reference_model(model)
-        self._targets = stored_tensors(model)
+        self._targets = loadable_tensors(model)
         self._inventory = Inventory(shapes={n: t.shape for n, t in files.tensors.items()})
         self._stored: dict[str, Source] = {}
 
@@ -145,9 +139,8 @@ class _InventoryBuilder:
         """Record the source of each parameter in the name map, and the fates of the stored names that it uses."""
         for name, parts in names.parts.items():
             first = self._files.tensors[parts[0].key]
-            if len(parts) > 1 and all(
-                not p.stacked and not any(start for start, _ in p.ranges) for p in parts
-            ):
+            is_whole = all(not p.stacked and not any(a for a, _ in p.ranges) for p in parts)
+            if len(parts) > 1 and is_whole:
                 for part in parts[1:]:
                     if not same_values(first, self._files.tensors[part.key]):
                         raise WeightsUnreadable(
@@ -199,9 +192,7 @@ class _InventoryBuilder:
         if unclassified and self._reference is not None:
             other_class = names_of_other_classes(self._reference, unclassified)
             fates |= dict.fromkeys(other_class, Fate.OTHER_CLASS)
-            unclassified = {
-                key: shape for key, shape in unclassified.items() if key not in other_class
-            }
+            unclassified = {k: s for k, s in unclassified.items() if k not in other_class}
         fates |= dict.fromkeys(unclassified, Fate.UNKNOWN)
         for key in unclassified:
             raise WeightsUnreadable(
@@ -313,8 +304,8 @@ class _InventoryBuilder:
         return all(same_values(stored[a], stored[b], dtype) for a, b in zip(*keys, strict=True))
 
 
-def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that files contain: parameters and persistent buffers, without adapters.
+def loadable_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a model reads from weight files: parameters and persistent buffers, without adapters.
 
     Their names are those without compile and recompute wrappers.
     """

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.backends.torch.weights.checksums import PartChecksum
-from hyper_parallel.backends.torch.weights.huggingface import StoredPart, untied_config
+from hyper_parallel.backends.torch.weights.huggingface import StoredPart, with_tied_embeddings
 from hyper_parallel.backends.torch.weights.initialization import materialize, named_tensors
 from hyper_parallel.backends.torch.weights.inventory import (
     CARRIED,
     Fate,
     Inventory,
-    stored_tensors,
+    loadable_tensors,
     take_inventory,
 )
 from hyper_parallel.backends.torch.weights.shard_ranges import (
@@ -115,10 +115,10 @@ def load_pretrained(
         _untie(model, inventory)
         inventory = take_inventory(model, files)
         inventory.fates |= {n: f for n, f in fates.items() if f is Fate.TIED_DIFFERENT}
-    sources, targets = inventory.sources, stored_tensors(model)
+    sources, targets = inventory.sources, loadable_tensors(model)
     own = {name: local_boxes(targets[name], name) for name in sources}
     materialize(model, seed=seed, device=device, names=inventory.fresh)
-    targets = stored_tensors(model)
+    targets = loadable_tensors(model)
     files.checksums = [] if checksums else None
     with torch.no_grad():
         for name, parts in sources.items():
@@ -183,7 +183,7 @@ def _untie(model: nn.Module, inventory: Inventory) -> None:
                 del tied[pair[0]]
     config: Any = getattr(model, "config", None)
     if config is not None:
-        model.config = untied_config(config)
+        model.config = with_tied_embeddings(config, False)
 
 
 def _read(files: WeightFiles, part: StoredPart, box: Box) -> Tensor:
