@@ -200,8 +200,7 @@ class _Texts:
     def documents(self) -> float:
         """Pack two documents into one row; return the largest change of their logits.
 
-        The logits of each document are compared with those of the document alone. For the second document, they are
-        also compared with the logits after a different first document.
+        The changes are those from each document alone, and of the second document after a different first one.
         """
         positions = torch.cat((torch.arange(_BEFORE), torch.arange(_DOCUMENT)))[None]
         packed = [
@@ -219,7 +218,7 @@ class _Texts:
     def history(self, positions: int) -> float:
         """Run two sequences, then a longer one, then the two again; return the change of the logits of the two.
 
-        One of the two sequences is short. The other is longer than `positions`.
+        The second of the two sequences is longer than `positions`, if the model can read such sequences.
         """
         middle, longest = positions + positions // 4, positions + positions // 2
         try:
