@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def installed(self) -> Iterator[None]:
         owners = [
-            (collectives, "_all_gather"),
+            (collectives, "all_gather_single"),
             (collectives, "_reduce_scatter"),
             (dist, "all_to_all_single"),
         ]

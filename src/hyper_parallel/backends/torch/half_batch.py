@@ -15,7 +15,6 @@ halves runs as a whole.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -32,6 +31,7 @@ from hyper_parallel.backends.torch.in_flight import Turns
 from hyper_parallel.backends.torch.recomputed_halves import RecomputedHalves
 from hyper_parallel.backends.torch.stand_in import StandIn
 from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Overlap, Purpose, Strategy
 
@@ -49,13 +49,9 @@ class HalvedTensor(StandIn):
     def stand_in(
         first: Tensor, second: Callable[[], Tensor], dim: int, finish: Callable[[], None]
     ) -> HalvedTensor:
-        """Return a placeholder for the output of both half-batches, joined along `dim`.
+        """Return a placeholder for the outputs `first` and `second()` of both half-batches, joined along `dim`.
 
-        Args:
-            first: Output of the first half-batch.
-            second: Function that returns the output of the second half-batch after it is complete.
-            dim: Dim along which the outputs are joined.
-            finish: Function that completes the second half-batch.
+        `finish` completes the second half-batch, after which `second` returns its output.
         """
         shape = list(first.shape)
         shape[dim] *= 2
@@ -85,16 +81,7 @@ _PACKED_ARGUMENTS: Final = ("cu_seq", "max_length", "seq_idx")
 
 
 def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: bool) -> None:
-    """Refuse a model whose results on two half-batches may differ from those on the whole batch.
-
-    Args:
-        model: The model.
-        strategy: The strategy.
-        has_balance_loss: Whether training adds the load-balancing loss of experts.
-
-    Raises:
-        UnsupportedSharding: HP205 naming the reason.
-    """
+    """Raise HP205 for half-batches of a model whose results may differ from those on the whole batch."""
     if not strategy.overlap.half_batch:
         return
     # Ranks that skip different layers would run collectives in different orders.
@@ -109,14 +96,12 @@ def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: b
     }
     for reason, got in reasons.items():
         if got:
-            ep = strategy.ep > 1
+            chunks = {"overlap.ep": "chunks", "overlap.tp": "none"}
             raise UnsupportedSharding(
                 f"half-batches do not work with {reason}",
                 where="overlap",
                 got=got,
-                changes={"overlap.ep": "chunks", "overlap.tp": "none"}
-                if ep
-                else {"overlap": "none"},
+                changes=chunks if strategy.ep > 1 else {"overlap": "none"},
             )
 
 
@@ -163,16 +148,12 @@ class HalfBatch:
     ) -> None:
         """Wrap the forwards of decoder layers, so that they run on half-batches.
 
-        Args:
-            layers: Decoder layers; changed in place.
-            recomputed: Dict whose keys are the layers that backward recomputes. Its values are functions that create
-                the `RecomputedHalves` of one pass through the layer.
+        `recomputed` has the layers that backward recomputes, with functions that create their `RecomputedHalves`.
         """
         self._layers += layers
         self._recomputed.update(recomputed)
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            run = partial(self._forward, layer, following, layer.forward)
-            layer.forward = functools.wraps(layer.forward)(run)
+            wrap(layer, partial(self._forward, layer, following))
 
     def replace_unit_hooks(self, modules: Sequence[nn.Module]) -> None:
         """Replace FSDP's hooks on the layers among `modules`, unless every layer completes both half-batches."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch.dropout import original_config
 from hyper_parallel.backends.torch.token_scores import SCORE
-from hyper_parallel.backends.torch.weights.initialization import allocate_and_fill_buffers
+from hyper_parallel.backends.torch.weights.initialization import materialize
 from hyper_parallel.backends.torch.weights.lora import merge_adapters
 from hyper_parallel.backends.torch.weights.pretrained import CarriedWeights, carried_of
 from hyper_parallel.config import Lora, Model, Recipe
@@ -96,7 +96,7 @@ def _load(
     elif lora:
         allocate_trained(model)
     else:
-        allocate_and_fill_buffers(model)
+        materialize(model, seed=0, names=())
     _, extra = loader.load(model, None, step)
     if base is not None:
         inputs = RunInputs()

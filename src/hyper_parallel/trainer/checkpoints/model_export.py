@@ -29,7 +29,7 @@ from hyper_parallel.backends.torch.weights.huggingface import (
     model_of_part,
     original_class,
     published_dtypes,
-    untied_config,
+    with_tied_embeddings,
 )
 from hyper_parallel.backends.torch.weights.initialization import canonical_name
 from hyper_parallel.backends.torch.weights.pretrained import (
@@ -264,7 +264,7 @@ def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> A
         getattr(c, "tie_word_embeddings", False) for c in (config, reference.config)
     )
     tied = actual or not configured
-    config = copy.deepcopy(config) if tied else untied_config(config)
+    config = copy.deepcopy(config) if tied else with_tied_embeddings(config, False)
     config.architectures = [type(reference).__name__]
     config.dtype = dtype_name(dtype)
     return config
