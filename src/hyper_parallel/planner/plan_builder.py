@@ -1,18 +1,16 @@
-"""Construction of plans from one strategy, from the result of a search, and from a loaded plan."""
+"""Construction of plans from one strategy, and from the result of a search."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from hyper_parallel.cost import step_collectives
-from hyper_parallel.errors import HyperParallelError, PlanMismatch, UnsupportedSharding, overrides
+from hyper_parallel.errors import HyperParallelError, UnsupportedSharding, overrides
 from hyper_parallel.ir import Alternative, Certificate, Layout, Plan, Rejected, Strategy, Workload
-from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import step_schedule
 from hyper_parallel.planner._explain import (
     offload_note,
@@ -31,11 +29,10 @@ from hyper_parallel.planner.refusals import (
     follow_changes,
     no_legal_strategy_error,
 )
-from hyper_parallel.planner.request import LOCAL, PlanRequest, resolve, unimplemented
+from hyper_parallel.planner.request import LOCAL, PlanRequest, unimplemented
 from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Columns
 from hyper_parallel.shard import check_overlap
-from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
 
 MAX_OVERSIZED: Final = 2
@@ -352,45 +349,3 @@ def _check_symmetric_memory(request: PlanRequest, strategy: Strategy, workload: 
         got=f"topology {request.supernode.name}, devices of kind {device.kind}",
         changes={"overlap.tp": other},
     )
-
-
-def recheck(
-    plan: Plan, model: str | Path | ModelSpec, topology: str | Supernode | None = None
-) -> Plan:
-    """Return a loaded plan with layouts, cost and memory computed again, because its file may have been edited.
-
-    Degrees, `recompute` and the batch numbers may be edited.
-
-    Args:
-        plan: The loaded plan.
-        model: The model of the run.
-        topology: The machine; None: the machine of the plan.
-
-    Raises:
-        PlanMismatch: HP307 when the plan was made for another model or another machine.
-        HyperParallelError: As raised by `plan` for an illegal strategy.
-    """
-    strategy = plan.strategy
-    # `accumulation_steps` is derived again, because its old value may contradict an edited degree.
-    workload = replace(plan.workload, accumulation_steps=None)
-    machine = topology if topology is not None else plan.topology
-    rechecked = evaluate(resolve(model, machine, workload, strategy.world_size), strategy)
-    if rechecked.model.fingerprint != plan.model.fingerprint:
-        raise PlanMismatch(
-            "the plan was made for another model",
-            got=f"plan for {plan.model.name} ({plan.model.fingerprint})",
-            allowed=f"{rechecked.model.name} ({rechecked.model.fingerprint})",
-            hint=f"hyper-parallel plan {rechecked.model.name} -o plan.json",
-        )
-    if rechecked.topology != plan.topology:
-        raise PlanMismatch(
-            "the plan was made for another machine",
-            got=plan.topology,
-            allowed=rechecked.topology,
-            hint=f"hyper-parallel plan {rechecked.model.name} --topology {rechecked.topology} -o plan.json",
-        )
-    merged = {**dict.fromkeys(plan.notes), **dict.fromkeys(rechecked.notes)}
-    notes = tuple(merged)
-    if rechecked.layouts != plan.layouts:
-        notes += ("layouts were rebuilt for the degrees in the file",)
-    return replace(rechecked, rejected=plan.rejected, notes=notes)
