@@ -13,11 +13,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hyper_parallel.cost import Candidates, PricingCase
+from hyper_parallel.cost import Candidates, PricingCase, partition
 from hyper_parallel.cost.generation_passes import cache_bytes, pass_bytes, pass_seconds
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import GenerateWorkload, Strategy
-from hyper_parallel.planner.pricing import partition
 from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.units import DTYPE_BYTES, divisors
 

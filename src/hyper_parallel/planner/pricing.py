@@ -5,7 +5,6 @@ The closed form is the step time by formulas, without the simulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
@@ -25,6 +24,7 @@ from hyper_parallel.cost import (
     kept_bytes,
     memory_terms,
     move_to_host,
+    partition,
     rank_model,
     score,
 )
@@ -272,49 +272,3 @@ def _stages(
             )
         )
     return tuple(stages)
-
-
-def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple[int, ...]:
-    """Partition a sequence of costs into contiguous nonempty parts such that the greatest sum of a part is least.
-
-    Args:
-        costs: Cost of every element, in order.
-        parts: Number of parts, at most the number of elements.
-        last: Extra cost of the last part.
-
-    Returns:
-        Number of elements of every part. Among optimal partitions, later parts get as many elements as possible,
-        because the first stages hold the most activations.
-
-    Cost: O(n^2 log n). The greatest sum is one of the n (n + 1) / 2 sums of contiguous elements. A binary search over
-    the sorted sums finds the least one that a greedy partition satisfies. The result is exact.
-    """
-    n = len(costs)
-    prefix = np.array([0.0, *accumulate(costs)])
-    sums = prefix[None, :] - prefix[:, None]
-    upper = np.triu_indices(n + 1, 1)
-    values = np.sort(np.concatenate([sums[upper], prefix[n] - prefix[:n] + last]))
-
-    def cut(limit: float) -> list[int] | None:
-        sizes, end = [], n
-        for part in range(parts, 0, -1):
-            room = limit - (last if part == parts else 0.0)
-            start = end - 1
-            while start > part - 1 and prefix[end] - prefix[start - 1] <= room * (1 + 1e-12):
-                start -= 1
-            if start < part - 1 or prefix[end] - prefix[start] > room * (1 + 1e-12):
-                return None
-            sizes.append(end - start)
-            end = start
-        return sizes[::-1] if end == 0 else None
-
-    low, high = 0, len(values) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if cut(float(values[middle])) is None:
-            low = middle + 1
-        else:
-            high = middle
-    best = cut(float(values[low]))
-    assert best is not None, "the greatest candidate admits every partition"
-    return tuple(best)
