@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import fnmatch
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from hyper_parallel.cost import (
     card_names,
     device_card,
     load_card,
+    matching_card,
     read_card,
     score,
     stack_card,
@@ -56,10 +56,7 @@ class Cards:
 
     def device_for(self, name: str, kind: str) -> DeviceCard:
         """Return the card of a device; without a matching card, the shipped card for the device or its kind."""
-        for card in self.device.values():
-            if any(fnmatch.fnmatchcase(name.lower(), g.lower()) for g in card.devices):
-                return card
-        return device_card(name, kind)
+        return matching_card(self.device.values(), name) or device_card(name, kind)
 
     def stack_for(self, name: str) -> StackCard:
         """Return the stack card `name`, of this object or else a shipped one; raise CardUnreadable if there is none."""

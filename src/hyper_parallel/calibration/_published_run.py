@@ -67,9 +67,7 @@ class PublishedRun:
 
     row: RunRow  # the row as read
     model: ModelSpec
-    supernode: (
-        Supernode  # topology of the device, or of the known device with the nearest peak FLOP/s
-    )
+    supernode: Supernode  # of the device, or of the known device with the nearest peak FLOP/s
     stack: str  # name of the stack card
     known_stack: bool  # whether the card is for this stack, not for a similar one
     seq_len: int  # tokens per sequence

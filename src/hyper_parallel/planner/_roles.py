@@ -185,14 +185,14 @@ def _plan_without_split(
     """
     if prices.oversized:
         raise _memory_error(roles, min(prices.oversized, key=lambda s: s.memory_bytes), where)
-    devices = roles.devices - splits[0][0] if splits else roles.devices
+    grpo, devices = roles.grpo, roles.devices - splits[0][0] if splits else roles.devices
     request = replace(roles.request, num_devices=devices)
     if len(splits) != 1:
         require_fit(request, find_best(request))
         raise UnsupportedSharding(
             f"the devices cannot be split among the roles: {prices.reason}",
             where=where("grpo.rollout_ranks"),
-            got="rollout_ranks=auto",
+            got=f"rollout_ranks={grpo.rollout_ranks}, rollout_tp={grpo.rollout_tp}",
             hint="grpo.rollout_ranks=0 grpo.rollout_tp=1",
         )
     plan = search(request)

@@ -59,11 +59,9 @@ def faster_oversized_strategies(
             faster.append((priced, int(misses["memory_bytes"][position])))
     rejected: list[Rejected] = []
     for priced, least_bytes in sorted(faster, key=lambda pair: pair[0].per_token_s):
-        reason = (
-            _oversize_reason(request, priced, least_bytes)
-            if len(rejected) < MAX_OVERSIZED
-            else None
-        )
+        if len(rejected) == MAX_OVERSIZED:
+            break
+        reason = _oversize_reason(request, priced, least_bytes)
         if reason is not None:
             rejected.append(Rejected(priced.strategy, reason, priced.step_s, priced.memory_bytes))
     return tuple(rejected)
@@ -75,9 +73,8 @@ def barred_note(
     """Return the note about the fastest strategy that fits but that this version cannot run; () if none is faster."""
     fastest: PricedStrategy | None = None
     for position in _fastest(result.barred, best.per_token_s, set()):
-        priced = price(
-            request, *strategy_at(result.barred, position, request.base, request.workload)
-        )
+        row = strategy_at(result.barred, position, request.base, request.workload)
+        priced = price(request, *row)
         if priced.per_token_s < (fastest or best).per_token_s:
             fastest = priced
     if fastest is None:
@@ -107,10 +104,7 @@ def _without_limit(
 ) -> PricedStrategy:
     """Return the strategy of one row, priced with its fastest choices, as if memory were unlimited."""
     pricer, row = result.pricer, select(rows, np.array([position]))
-    allowed = (
-        c for c, selectable in zip(pricer.choices, pricer.selectable, strict=True) if selectable
-    )
-    chosen = dict(zip(FREED, next(allowed), strict=True))
+    chosen = dict(zip(FREED, pricer.choices[int(np.argmax(pricer.selectable))], strict=True))
     strategies = []
     for zero in result.space.zeros_of(int(row["pp"][0])):
         columns = {name: np.full(1, float(v)) for name, v in {**chosen, "zero": zero}.items()}

@@ -95,10 +95,9 @@ def with_stage_memory(request: PlanRequest, priced: PricedStrategy) -> PricedStr
         for rank in range(s.pp)
     ]
     candidate = Candidates.of(replace(s, recompute_layers=None), w)
+    case = PricingCase(request.numbers, request.machine, w, candidate)
     recomputed_layers = s.recompute_layers if s.recompute != "none" else None
-    terms = memory_terms(
-        PricingCase(request.numbers, request.machine, w, candidate), recomputed_layers, ranks
-    )
+    terms = memory_terms(case, recomputed_layers, ranks)
     return replace(priced, memory=tuple(t.term_of(0) for t in terms if t.bytes[0] > 0.0))
 
 
@@ -127,10 +126,9 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
         terms = memory_terms(recomputed_case, recomputed_layers)
         memory = move_to_host(tuple(t.term_of(0) for t in terms if t.bytes[0] > 0.0), cost)
     sends = next(t for t in scores.time if t.name == "pipeline sends")
+    send_s = _scalar(sends.inputs["send_s"])
     costs = _layer_seconds(request, recomputed_case, plain, share)
-    stages = _stages(
-        strategy, workload, cost, costs, _scalar(sends.inputs["send_s"]), layers * kept_per_layer
-    )
+    stages = _stages(strategy, workload, cost, costs, send_s, layers * kept_per_layer)
     priced = PricedStrategy(strategy, workload, cost, memory, stages)
     closed = sum(t.seconds for t in cost if t.name not in ("data-parallel reduction", *STEP_TAIL))
     if strategy.pp == 1 or closed > MAX_SIMULATED_S:
@@ -139,9 +137,8 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
     if longer <= max(0.0, MIN_SCHEDULE_SHARE * priced.step_s):
         return priced
     formula = "simulated schedule - its closed form: uneven layers, full links"
-    schedule_term = CostTerm(
-        "schedule", longer, formula, {"stages": float(len(stages))}, "event simulation"
-    )
+    inputs = {"stages": float(len(stages))}
+    schedule_term = CostTerm("schedule", longer, formula, inputs, "event simulation")
     return replace(priced, cost=(*cost, schedule_term))
 
 
@@ -240,11 +237,10 @@ def _stages(
     ranges = [range(end - size, end) for end, size in zip(accumulate(cut), cut, strict=True)]
     recomputed_layers: set[int] = set()
     if strategy.recompute != "none":  # full or selective
+        full = replace(strategy, recompute="full")
         for rank in range(strategy.pp):
             own = strategy.stages_of(rank) if strategy.pp > 1 else (0,)
-            recomputed_layers |= replace(strategy, recompute="full").recomputed(
-                [ranges[s] for s in own]
-            )
+            recomputed_layers |= full.recomputed([ranges[s] for s in own])
     stages = []
     for index, layer_range in enumerate(ranges):
         columns = zip(*(layers[layer] for layer in layer_range), strict=True)
@@ -263,12 +259,6 @@ def _stages(
             reduce_grad_s=reduce_s * share,
             update_s=update_s * share,
         )
-        stages.append(
-            Stage(
-                layer_range.start,
-                len(layer_range),
-                len(recomputed_layers.intersection(layer_range)),
-                times,
-            )
-        )
+        num_recomputed = len(recomputed_layers.intersection(layer_range))
+        stages.append(Stage(layer_range.start, len(layer_range), num_recomputed, times))
     return tuple(stages)

@@ -14,7 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise, product
 from typing import Any, Final
@@ -64,7 +64,7 @@ class TowerPrice:
 
     Attributes:
         cost: Cost of one microbatch. Backward takes twice as long as forward, and is all in `weight_grad_s`.
-        memory: Terms of parameters, gradients, optimizer states, and the activations of one microbatch.
+        memory: Memory terms, those of `ir.RESERVED` excluded; with the activations of one microbatch.
     """
 
     cost: StageCost
@@ -141,10 +141,11 @@ class DividedStep:
     frozen: bool = False
     language_memory: tuple[MemoryTerm, ...] = ()
     inline: bool = False
-    count: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "count", self.plan.workload.accumulation_steps or 1)
+    @property
+    def count(self) -> int:
+        """Number of microbatches per step."""
+        return self.plan.workload.accumulation_steps or 1
 
     @cached_property
     def costs(self) -> list[StageCost]:
@@ -163,10 +164,8 @@ class DividedStep:
     @cached_property
     def _alone_s(self) -> float:
         """Seconds of all forwards and backwards of the language part alone, under 1F1B."""
-        lanes, costs = (
-            TowerLanes(self.lanes.stages, (0,)),
-            [StageCost(0.0, 0.0, 0.0), *self.costs[1:]],
-        )
+        lanes = TowerLanes(self.lanes.stages, (0,))
+        costs = [StageCost(0.0, 0.0, 0.0), *self.costs[1:]]
         return simulate(schedule_tasks(rounds_schedule(lanes, self.count, costs), costs)).end_s
 
     @cached_property
@@ -280,8 +279,6 @@ def _bytes(terms: Sequence[MemoryTerm]) -> int:
 def _sum(costs: Sequence[StageCost], sends_back: bool) -> StageCost:
     """Return the cost of all stages of a pipeline rank; without `sends_back`, the rank sends no gradients."""
     last = costs[-1]
-    if len(costs) == 1:
-        return replace(last, send_backward_s=last.send_backward_s * sends_back)
     names = (
         "forward_s",
         "input_grad_s",
@@ -542,9 +539,7 @@ def _fitting_step(
     """
     capacity = limit = int(request.machine.memory_bytes)
     pins, notes, needed = dict(request.pins), list[str](), 0
-    first_limit = (
-        0  # memory limit with which the first plan would leave enough memory for the towers
-    )
+    first_limit = 0  # with which the first plan would leave enough memory for the towers
     while limit > 0:
         try:
             plan = find(replace(request, capacity_bytes=limit, headroom=0.0, pins=pins))
