@@ -122,9 +122,8 @@ def machine_of(run: PublishedRun, cards: Cards) -> Machine:
     months = max(0.0, stack.moe_release - release) if release is not None else 0.0
     older = stack.moe_month * card.maturing * math.sqrt(months)
     card = replace(card, context_bytes=card.context_bytes + stack.reserve_bytes)
-    stack = replace(
-        stack, moe_copy_s=stack.moe_copy_s * older, moe_host_s=stack.moe_host_s * (1.0 + older)
-    )
+    copy_s, host_s = stack.moe_copy_s * older, stack.moe_host_s * (1.0 + older)
+    stack = replace(stack, moe_copy_s=copy_s, moe_host_s=host_s)
     if "sp" in re.split(r"\W", run.row.recompute.lower()):
         stack = replace(stack, sequence_parallel=1.0)
     elif "no sequence parallel" in run.row.notes.lower():

@@ -49,7 +49,7 @@ from hyper_parallel.cost._offload_copies import (
     interpolate_copies,
     move_to_host,
 )
-from hyper_parallel.cost._pricing_case import Machine, Places, PricingCase, Ring
+from hyper_parallel.cost._pricing_case import Machine, Places, PricingCase
 from hyper_parallel.cost._time import BlockPrices, LayerPrices, Scores, score, step_seconds
 from hyper_parallel.cost.candidates import (
     ORDERS,
@@ -79,7 +79,6 @@ __all__ = [
     "Places",
     "PricingCase",
     "RankStages",
-    "Ring",
     "Rows",
     "Scores",
     "StackCard",

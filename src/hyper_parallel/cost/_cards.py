@@ -324,13 +324,14 @@ def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
     """
     file = _parsed(path)
     numbers = file.numbers()
-    parts: dict[str, object] = {"device": numbers[0], "stack": numbers[1], "ranks": file.ranks}
-    if missing := [key for key, value in parts.items() if not value]:
+    parts = (("device", numbers[0]), ("stack", numbers[1]), ("ranks", file.ranks))
+    if missing := [key for key, value in parts if not value]:
         raise CardUnreadable(
             f"the calibration file of this machine lacks the keys {', '.join(missing)}",
             where=str(path),
             hint="hyper-parallel calibrate",
         )
+    assert file.ranks is not None, "the file has a number of ranks"
     cards = {}
     for ranks, fewer in sorted({**file.fewer, file.ranks: _Part()}.items()):
         device, stack = file.cards(fewer.over(numbers), path)

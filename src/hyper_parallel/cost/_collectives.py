@@ -215,7 +215,10 @@ LINEAR_ENTRY = (
     "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "llama", "mistral", "mixtral", "olmo2",
     "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
-"""Families whose code only scales the embedding before the first layer: the embedding's all-reduce can wait for it."""
+"""Families whose code only scales embeddings before the first layer.
+
+The reduce-scatter before this layer can therefore also sum the partial embeddings of a sharded vocabulary.
+"""
 
 _LAST_NORMS = ("post_feedforward", "post_mlp")
 """Substrings in the names of norms that end a layer."""

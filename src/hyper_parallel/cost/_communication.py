@@ -48,7 +48,7 @@ class BlockCommunication:
 class Communication(BlockCommunication):
     """Seconds of all collectives of one layer and microbatch on one rank.
 
-    With pipeline parallelism, gradients are accumulated unsharded and reduced once per step (`step_tail`). Then
+    With pipeline parallelism, and with ZeRO 0 and 1, gradients are reduced once per step (`step_tail`). Then
     `fsdp_scatter` and `outside` are 0, and so is `fsdp_gather` unless parameters are freed after forward.
     """
 

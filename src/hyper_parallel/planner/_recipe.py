@@ -152,26 +152,29 @@ def _request(
         optimizer=t.optimizer,
     )
     request = resolve(model or recipe.model.path, recipe.topology, workload, num_devices)
+    notes = list(request.notes)
     share = trained_share(request.model, recipe) if trained is None else trained
     if share != 1.0:
-        workload = replace(request.workload, trained=share)
-        note = f"{share:.3%} of the parameters are trained; passes are timed as if all were"
-        request = replace(request, workload=workload, notes=(*request.notes, note))
-    drops_inputs = (
-        recipe.lora is not None and recipe.lora.lora_dropout > 0 and not t.disable_dropout
-    )
-    request = replace(request, token_chunks=not (t.compile or drops_inputs))
-    if recipe.stage == "grpo":
-        request = replace(request, group_sequences=recipe.grpo.num_generations)
+        workload = replace(workload, trained=share)
+        notes.append(f"{share:.3%} of the parameters are trained; passes are timed as if all were")
+    group = recipe.grpo.num_generations if recipe.stage == "grpo" else 1
     if not has_batch and recipe.parallel.auto:
-        tokens = workload.seq_len * request.num_devices * request.group_sequences
+        tokens = workload.seq_len * request.num_devices * group
         workload = replace(workload, tokens_per_step=tokens, microbatch=None)
-        unit = "one sequence" if request.group_sequences == 1 else "one group of completions"
-        note = f"tokens per step assumed: {unit} per rank, {tokens}"
-        request = replace(request, workload=workload, notes=(*request.notes, note))
+        unit = "one sequence" if group == 1 else "one group of completions"
+        notes.append(f"tokens per step assumed: {unit} per rank, {tokens}")
     if t.optimizer not in ("adamw", "adam"):
-        note = f"optimizer states and time of {t.optimizer} are predicted as for adamw: two states per parameter"
-        request = replace(request, notes=(*request.notes, note))
+        notes.append(
+            f"optimizer states and time of {t.optimizer} are predicted as for adamw: two states per parameter"
+        )
+    drops_inputs = recipe.lora and recipe.lora.lora_dropout > 0 and not t.disable_dropout
+    request = replace(
+        request,
+        workload=workload,
+        notes=tuple(notes),
+        token_chunks=not (t.compile or drops_inputs),
+        group_sequences=group,
+    )
     if not offload.on:
         return request
     budget = offload.budget if isinstance(offload.budget, int) else None

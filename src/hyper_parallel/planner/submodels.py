@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -184,21 +185,17 @@ class DividedStep:
         if not self.language_memory:
             return 0
         parts = [_bytes(self.language_memory), *(_bytes(t) for t in self._tower_memory.values())]
+        loads = Counter[int]()
+        for num_bytes, ranks in zip(parts, self.members.values(), strict=True):
+            loads.update(dict.fromkeys(ranks, num_bytes))
         reserved = _bytes([t for t in self.language_memory if t.name in RESERVED])
-        ranks = {rank for ranks in self.members.values() for rank in ranks}
-        loads = {
-            rank: sum(
-                n for n, ranks in zip(parts, self.members.values(), strict=True) if rank in ranks
-            )
-            + (0 if rank in self.members[LANGUAGE] else reserved)
-            for rank in ranks
-        }
+        loads.update(dict.fromkeys({*loads}.difference(self.members[LANGUAGE]), reserved))
         return max(loads.values())
 
     @cached_property
     def _tower_memory(self) -> dict[str, tuple[MemoryTerm, ...]]:
         """Dict from tower to its memory terms, with the activations of all microbatches in flight."""
-        limits = self.lanes.limits() if self.joint else self.lanes.limits(0 if self.inline else 1)
+        limits = self.lanes.limits() if self.joint else self.lanes.limits(int(not self.inline))
         flight = max(limits[lane] for lane in self.lanes.towers)
         # Interleaved schedules start up to p microbatches more on the first stage.
         flight += self.lanes.stages * (self.plan.strategy.virtual_stages > 1)
@@ -310,9 +307,8 @@ def choose_step(
         steps: Predicted steps, one per assignment of ranks to parts.
         capacity_bytes: Memory of a device; None: no limit.
     """
-    fitting = [
-        k for k, s in enumerate(steps) if capacity_bytes is None or s.max_bytes <= capacity_bytes
-    ]
+    limit = math.inf if capacity_bytes is None else capacity_bytes
+    fitting = [k for k, step in enumerate(steps) if step.max_bytes <= limit]
     plans: dict[int, Plan] = {}
 
     def tokens(k: int) -> int:
@@ -649,9 +645,8 @@ def _step_apart(
     strategies = {LANGUAGE: plan.strategy, tower.name: own}
     members = {LANGUAGE: tuple(range(size)), tower.name: ranks}
     lanes, joint = submodel_lanes(strategies, members)
-    items = (
-        media * (plan.workload.microbatch or 1) * (1.0 if joint else plan.strategy.dp / len(ranks))
-    )
+    share = 1.0 if joint else plan.strategy.dp / len(ranks)
+    items = media * (plan.workload.microbatch or 1) * share
     count = plan.workload.accumulation_steps or 1
     price = price_tower(request, tower, own, items, microbatches=count)
     return DividedStep(
