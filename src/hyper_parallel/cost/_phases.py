@@ -309,7 +309,8 @@ def _end_buffers(stage: _Stage) -> Array:
     trained_width = s.machine.width * s.workload.trained
     single = np.where(s.copies, np.where(s.sharded, stage.reduction_width, 3.0 * wide), 0.0)
     reduced = np.where(s.sharded & s.copies, wide * vocabulary + stage.outer_gradients, 0.0)
-    reduced = reduced + trained_width * np.minimum(vocabulary, s.ends(s.largest_end))
+    larger = float(max(s.n.embedding_weights, s.n.head_params))
+    reduced = reduced + trained_width * np.minimum(vocabulary, s.ends(larger))
     single = single * vocabulary
     return np.where(s.sharded & s.copies, np.maximum(single, reduced), single)
 

@@ -494,11 +494,6 @@ class PricingCase:
         largest = max(n.embedding_weights, n.head_weights)
         return np.where(self.c.pp > 1, largest, n.embedding_weights + n.head_params) * 1.0
 
-    @property
-    def largest_end(self) -> float:
-        """Number of parameters of the larger of embedding and head."""
-        return float(max(self.n.embedding_weights, self.n.head_params))
-
     @cached_property
     def vocabulary_ranks(self) -> Array:
         """Number of ranks that shard the rows of embedding and head: 1 if tensor parallelism cannot shard them.

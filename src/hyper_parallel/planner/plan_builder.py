@@ -12,12 +12,7 @@ from hyper_parallel.cost import step_collectives
 from hyper_parallel.errors import HyperParallelError, UnsupportedSharding, overrides
 from hyper_parallel.ir import Alternative, Certificate, Layout, Plan, Rejected, Strategy, Workload
 from hyper_parallel.mpmd import step_schedule
-from hyper_parallel.planner._explain import (
-    offload_note,
-    search_note,
-    sensitivity,
-    slower_reason,
-)
+from hyper_parallel.planner._explain import offload_note, search_note, sensitivity, slower_reason
 from hyper_parallel.planner.bounds import FREED, join, ranked, select, strategy_at, tuples
 from hyper_parallel.planner.pricing import PricedStrategy, price, with_stage_memory
 from hyper_parallel.planner.refinement import Outcome, find_best

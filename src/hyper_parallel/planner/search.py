@@ -159,12 +159,6 @@ class Completer:
         self.cut["slower by its bound"] += int((~fast).sum())
         return fast
 
-    def promising(self, columns: Columns) -> Columns:
-        """Return the rows whose lower bound under the fastest choice is within the threshold."""
-        pricer = self.pricer
-        per_token_s = pricer.seconds(columns, pricer.fastest_choice) / pricer.tokens(columns)
-        return select(columns, self.faster(per_token_s))
-
     def fit(self, columns: Columns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
         """Return the kind of every row (see `PeakBytes`), and the mask of rows that fit in memory under any choice."""
         kinds = self.peaks.kinds(columns)
@@ -473,7 +467,9 @@ class BranchAndBound:
             self._complete(expanded | dict.fromkeys(OVERLAP_COLUMNS, np.ones(count(expanded))))
         if self.space.overlaps != (Overlap(),):
             # Rows without overlap were priced first, which lowered the threshold: most rows are now pruned.
-            fast = self.completer.promising(expanded)
+            seconds = self.pricer.seconds(expanded, self.pricer.fastest_choice)
+            per_token_s = seconds / self.pricer.tokens(expanded)
+            fast = select(expanded, self.completer.faster(per_token_s))
             key = [fast[n] for n in OVERLAP_KEY]
             self._complete(self._expand(fast, OVERLAP_COLUMNS, self._overlaps_of, *key))
         return columns, bound
