@@ -48,6 +48,16 @@ class Compute:
         products = 2.0 * self.matmul + self.attention_backward
         return products + self.elementwise_backward + self.quantize_backward
 
+    @property
+    def launched_forward(self) -> Array:
+        """Seconds of the forward and its kernel launches."""
+        return self.forward + self.launch / 3.0
+
+    @property
+    def launched_backward(self) -> Array:
+        """Seconds of the backward and of recomputation, and their kernel launches."""
+        return self.backward + self.recompute + self.launch / 1.5
+
 
 def matmul_seconds(
     machine: Machine, rows: Array, outputs: Array | float, inputs: Array | float
@@ -154,7 +164,6 @@ def matmuls(
         row: True: only row-parallel projections; False: only column-parallel projections; None: all.
     """
     n, machine, c, tokens = s.n, s.machine, s.c, s.tokens
-    visited = n.experts_per_token / max(n.moe_share, 1e-9)
     total: Array = np.zeros(1)
     flat = c.tp_y <= 1
     x = {"attention": c.attention_shape, "mlp": c.mlp_shape}
@@ -164,17 +173,15 @@ def matmuls(
             continue
         if m.part == "expert":
             # Routing is uniform over the experts of the ranks that share them.
-            copies = tokens * s.over_tp(s.uncut.stream)
-            copies = copies * n.experts_per_token / max(n.moe_share, 1e-9)
+            copies = tokens * s.over_tp(s.uncut.stream) * n.routed_experts_per_token
             rows = copies * c.ep * s.etp / n.experts
             experts = n.experts / c.ep
             if visited_experts is not None:
                 rows, experts = rows * experts / visited_experts, visited_experts
-            cut_in = np.where(m.row, s.etp, 1.0)
-            cut_out = np.where(m.row, 1.0, s.etp)
+            cut_in, cut_out = (s.etp, 1.0) if m.row else (1.0, s.etp)
             seconds = matmul_seconds(machine, rows, m.outputs / cut_out, m.inputs / cut_in)
             # One matmul per expert of the rank; `m.count` is the number per token.
-            share = experts * m.count / visited
+            share = experts * m.count / n.routed_experts_per_token
             stretch = machine.stack.imbalance * (1.0 + machine.stack.expert_rows / rows)
             total = total + seconds * share * stretch
             continue

@@ -63,31 +63,37 @@ def plan_recipe(
         DegreesMismatch: HP301 when explicit degrees, or `parallel.world_size`, do not match the number of ranks.
         HyperParallelError: As raised by `plan`.
     """
-    chosen = _plan_auto if recipe.parallel.auto else _plan_explicit
-    return chosen(recipe, world_size, where, model, trained, half_batches)
+    auto, in_recipe, strategy = recipe.parallel.auto, recipe.parallel.world_size, _strategy(recipe)
+    if not auto:
+        check_degrees(strategy, in_recipe, where("parallel.world_size"))
+        check_degrees(strategy, world_size, where(_culprit(strategy)))
+    elif None not in (world_size, in_recipe) and world_size != in_recipe:
+        raise DegreesMismatch(
+            f"`parallel.world_size` is {in_recipe}, but {world_size} ranks were started",
+            where=where("parallel.world_size"),
+            got=in_recipe,
+            allowed=world_size,
+            changes={"parallel.world_size": world_size},
+        )
+    stated = world_size or in_recipe
+    request = _request(recipe, model, stated if auto else strategy.world_size, trained)
+    request = replace(request, half_batches=half_batches)
+    if auto:
+        return _plan_auto(recipe, request, strategy, where)
+    return _plan_explicit(recipe, request, strategy, where, stated)
 
 
 def _plan_explicit(
     recipe: Recipe,
-    world_size: int | None,
+    request: PlanRequest,
+    strategy: Strategy,
     where: Callable[[str], str],
-    model: ModelSpec | None,
-    trained: float | None,
-    half_batches: bool,
+    num_devices: int | None,
 ) -> Plan:
-    parallel, strategy = recipe.parallel, _strategy(recipe)
-    culprit = where(_culprit(strategy))
-    check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
-    check_degrees(strategy, world_size, culprit)
-    request = _request(recipe, model, strategy.world_size, trained)
-    others = recipe.grpo.sampling_ranks if recipe.stage == "grpo" else parallel.tower_ranks
+    others = recipe.grpo.sampling_ranks if recipe.stage == "grpo" else recipe.parallel.tower_ranks
     request = request.sharing_cores_with(strategy.world_size + others)
-    request = replace(request, half_batches=half_batches)
-    num_devices = world_size or parallel.world_size
-    if _searches_overlap(recipe):
-        plan = _evaluate_overlaps(request, strategy, culprit, num_devices)
-    else:
-        plan = evaluate(request, strategy, culprit, num_devices)
+    price = _evaluate_overlaps if _searches_overlap(recipe) else evaluate
+    plan = price(request, strategy, where(_culprit(strategy)), num_devices)
     if recipe.stage == "grpo":
         from hyper_parallel.planner._roles import with_roles
 
@@ -110,29 +116,13 @@ def _evaluate_overlaps(
 
 
 def _plan_auto(
-    recipe: Recipe,
-    world_size: int | None,
-    where: Callable[[str], str],
-    model: ModelSpec | None,
-    trained: float | None,
-    half_batches: bool,
+    recipe: Recipe, request: PlanRequest, strategy: Strategy, where: Callable[[str], str]
 ) -> Plan:
-    parallel, strategy = recipe.parallel, _strategy(recipe)
-    if None not in (world_size, parallel.world_size) and world_size != parallel.world_size:
-        raise DegreesMismatch(
-            f"`parallel.world_size` is {parallel.world_size}, but {world_size} ranks were started",
-            where=where("parallel.world_size"),
-            got=parallel.world_size,
-            allowed=world_size,
-            changes={"parallel.world_size": world_size},
-        )
     # The search has no columns for these choices.
     names = ("rules", "schedule_file", "stage_layers", "overlap")
     base = Strategy(**{name: getattr(strategy, name) for name in names})
-    request = _request(recipe, model, world_size or parallel.world_size, trained)
     pins = _pins(recipe, strategy, where)
     request = replace(request, from_recipe=True, executable=True, pins=pins, base=base)
-    request = replace(request, half_batches=half_batches)
     if recipe.stage == "grpo":
         from hyper_parallel.planner._roles import split_devices
 
@@ -163,26 +153,29 @@ def _request(
         optimizer=t.optimizer,
     )
     request = resolve(model or recipe.model.path, recipe.topology, workload, num_devices)
+    notes = list(request.notes)
     share = trained_share(request.model, recipe) if trained is None else trained
     if share != 1.0:
-        workload = replace(request.workload, trained=share)
-        note = f"{share:.3%} of the parameters are trained; passes are timed as if all were"
-        request = replace(request, workload=workload, notes=(*request.notes, note))
-    drops_inputs = (
-        recipe.lora is not None and recipe.lora.lora_dropout > 0 and not t.disable_dropout
-    )
-    request = replace(request, token_chunks=not (t.compile or drops_inputs))
-    if recipe.stage == "grpo":
-        request = replace(request, group_sequences=recipe.grpo.num_generations)
+        workload = replace(workload, trained=share)
+        notes.append(f"{share:.3%} of the parameters are trained; passes are timed as if all were")
+    group = recipe.grpo.num_generations if recipe.stage == "grpo" else 1
     if not has_batch and recipe.parallel.auto:
-        tokens = workload.seq_len * request.num_devices * request.group_sequences
+        tokens = workload.seq_len * request.num_devices * group
         workload = replace(workload, tokens_per_step=tokens, microbatch=None)
-        unit = "one sequence" if request.group_sequences == 1 else "one group of completions"
-        note = f"tokens per step assumed: {unit} per rank, {tokens}"
-        request = replace(request, workload=workload, notes=(*request.notes, note))
+        unit = "one sequence" if group == 1 else "one group of completions"
+        notes.append(f"tokens per step assumed: {unit} per rank, {tokens}")
     if t.optimizer not in ("adamw", "adam"):
-        note = f"optimizer states and time of {t.optimizer} are predicted as for adamw: two states per parameter"
-        request = replace(request, notes=(*request.notes, note))
+        notes.append(
+            f"optimizer states and time of {t.optimizer} are predicted as for adamw: two states per parameter"
+        )
+    drops_inputs = recipe.lora and recipe.lora.lora_dropout > 0 and not t.disable_dropout
+    request = replace(
+        request,
+        workload=workload,
+        notes=tuple(notes),
+        token_chunks=not (t.compile or drops_inputs),
+        group_sequences=group,
+    )
     if not offload.on:
         return request
     budget = offload.budget if isinstance(offload.budget, int) else None
