@@ -316,11 +316,9 @@ class Calibrated:
 
 def end_s(schedule: Schedule, costs: Costs, message_s: float = 0.0) -> float:
     """Return the simulated seconds of a schedule, without gradient reduction."""
-    sent = [
-        [replace(c, send_forward_s=message_s, send_backward_s=message_s) for c in row]
-        for row in costs
-    ]
-    return simulate(schedule_tasks(schedule, sent)).end_s
+    edges = {} if schedule.graph is None else dict.fromkeys(schedule.graph.edges, message_s)
+    transfer_s = {edge: [s] * schedule.microbatches for edge, s in edges.items()}
+    return simulate(schedule_tasks(schedule, costs, transfer_s=transfer_s)).end_s
 
 
 def calibrated(rounds: int) -> Calibrated:

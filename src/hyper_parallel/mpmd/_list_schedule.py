@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph
-from hyper_parallel.mpmd._tasks import StageCosts, cost_rows, nanoseconds
+from hyper_parallel.mpmd._tasks import StageCosts, Transfers, nanoseconds
 
 _F, _B, _W = range(3)
 _NEVER: Final = 1 << 62
@@ -34,6 +35,7 @@ def list_schedule(
     homes: Sequence[Sequence[int]],
     costs: StageCosts,
     *,
+    transfer_s: Transfers = MappingProxyType({}),
     max_bytes: Sequence[int] | None = None,
     split: bool = True,
     order: Sequence[int] | None = None,
@@ -44,6 +46,7 @@ def list_schedule(
         graph: Stages; a stage whose microbatches run on several ranks must be in `graph.copied`.
         homes: Rank of each microbatch, per stage.
         costs: Costs as for `schedule_tasks`.
+        transfer_s: Seconds per edge as for `schedule_tasks`.
         max_bytes: Limit per rank of `held_bytes` (activations and gathered parameters); None: no limit.
         split: Whether backwards are split into I and W.
         order: Microbatches, most urgent first; None: 0, 1, 2, ...
@@ -51,7 +54,7 @@ def list_schedule(
     Raises:
         ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
     """
-    problem = ListProblem(graph, homes, costs, split)
+    problem = ListProblem(graph, homes, costs, transfer_s, split)
     result = problem.arrange(order or range(len(homes[0])), max_bytes)
     assert result is not None, "without a limit of time, every schedule is finished"
     return problem.schedule(result[0])
@@ -63,11 +66,16 @@ class ListProblem:
     Attributes:
         duration: Nanoseconds per kind, stage and microbatch; 0 for actions that do not exist.
         held: Per stage and microbatch: (bytes held from F to the end of B or I, bytes of these held until W ends).
-        send: Nanoseconds to send a result, per kind (F, B or I), stage and microbatch.
+        transfer: Nanoseconds per pair of stages and microbatch.
     """
 
     def __init__(
-        self, graph: StageGraph, homes: Sequence[Sequence[int]], costs: StageCosts, split: bool
+        self,
+        graph: StageGraph,
+        homes: Sequence[Sequence[int]],
+        costs: StageCosts,
+        transfer_s: Transfers,
+        split: bool,
     ) -> None:
         stages, m = range(len(homes)), len(homes[0])
         form = self._form = Schedule("list", len(homes), m, (), graph)
@@ -75,7 +83,7 @@ class ListProblem:
         self.trained = [form.is_trained(s) for s in stages]
         self.before, self.after = [form.before(s) for s in stages], [form.after(s) for s in stages]
         self.producers = [[q for q in self.before[s] if self.trained[q]] for s in stages]
-        rows = cost_rows(costs, m)
+        rows = [[c] * m if isinstance(c, StageCost) else c for c in costs]
         self.duration = [
             [[self._duration(kind, s, c) for c in rows[s]] for s in stages] for kind in range(3)
         ]
@@ -83,10 +91,11 @@ class ListProblem:
             [(c.activation_bytes, c.weight_grad_input_bytes if split else 0) for c in row]
             for row in rows
         ]
-        self.send = [
-            [[nanoseconds(c.send_forward_s) for c in row] for row in rows],
-            [[nanoseconds(c.send_backward_s) for c in row] for row in rows],
-        ]
+        self.transfer: dict[tuple[int, int], list[int]] = {}
+        for s, t in graph.edges:
+            ways = ([c.send_forward_s for c in rows[s]], [c.send_backward_s for c in rows[t]])
+            both = (transfer_s[s, t],) * 2 if (s, t) in transfer_s else ways
+            self.transfer[s, t], self.transfer[t, s] = (list(map(nanoseconds, w)) for w in both)
 
     def _duration(self, kind: int, stage: int, c: StageCost) -> int:
         if kind == _F:
@@ -272,7 +281,7 @@ class _Arrangement:
         others = p.after[stage] if kind == _F else p.producers[stage] if kind == _B else ()
         for other in others:
             home, time = p.homes[other][i], end
-            if home != r and (transfer := p.send[kind][stage][i]):
+            if home != r and (transfer := p.transfer[stage, other][i]):
                 time = self._links[r, home] = max(self._links.get((r, home), 0), end) + transfer
             yield self._arrive(kind, other, i, time)
         if kind == _F and p.trained[stage]:

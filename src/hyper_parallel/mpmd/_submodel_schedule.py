@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Literal
 
 from hyper_parallel.errors import ScheduleError
@@ -22,9 +23,8 @@ from hyper_parallel.mpmd._list_schedule import ListProblem, list_schedule
 from hyper_parallel.mpmd._lower import lower
 from hyper_parallel.mpmd._tasks import (
     StageCosts,
+    Transfers,
     action_times,
-    check_num_costs,
-    cost_rows,
     nanoseconds,
     schedule_tasks,
 )
@@ -139,6 +139,7 @@ def submodel_schedule(
     costs: StageCosts = (),
     *,
     frozen: bool = False,
+    transfer_s: Transfers = MappingProxyType({}),
     ahead: int = AHEAD,
 ) -> Schedule:
     """Return the fastest verified schedule of a step, with sends and receives.
@@ -152,6 +153,7 @@ def submodel_schedule(
         costs: Cost of the tower and of each language stage as for `schedule_tasks`; (): equal costs. The tower has no
             input gradient: its whole backward is W.
         frozen: Whether the tower is frozen.
+        transfer_s: Seconds per edge as for `schedule_tasks`.
         ahead: Extra microbatches in flight on lanes with the tower, beyond 1F1B.
 
     Raises:
@@ -164,18 +166,23 @@ def submodel_schedule(
             allowed=f"a multiple of {lanes.width}",
         )
     costs = costs or [StageCost(1.0, 0.0, 2.0), *[StageCost(1.0, 1.0, 1.0)] * lanes.stages]
-    check_num_costs(costs, lanes.stages + 1)
-    rows = cost_rows(costs, microbatches)
+    if len(costs) != lanes.stages + 1:
+        raise ScheduleError(
+            "the number of costs differs from the number of stages",
+            got=f"{len(costs)} costs",
+            allowed=lanes.stages + 1,
+        )
+    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
     # One byte per microbatch in flight.
     counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=1) for c in r] for r in rows]
     limits = lanes.limits(ahead)
-    schedule = _fastest_order(lanes, counted, limits, frozen)
+    schedule = _fastest_order(lanes, counted, limits, frozen, transfer_s)
     if lanes.sharded:
         bases = (schedule, inline_schedule(lanes, microbatches, frozen=frozen))
-        schedule = _fastest_rounds(lanes, bases, counted, limits)
+        schedule = _fastest_rounds(lanes, bases, counted, limits, transfer_s)
     idle = ((),) * (lanes.count - len(schedule.ranks))  # ranks of the tower without a microbatch
     schedule = replace(schedule, ranks=(*schedule.ranks, *idle))
-    lowered = lower(schedule, reduce_grad=False, costs=rows)
+    lowered = lower(schedule, reduce_grad=False, costs=rows, transfer_s=transfer_s)
     verify(lowered, costs=counted, max_bytes=limits)
     return lowered
 
@@ -185,6 +192,7 @@ def _fastest_order(
     rows: Sequence[Sequence[StageCost]],
     limits: Sequence[int],
     frozen: bool,
+    transfer_s: Transfers,
 ) -> Schedule:
     """Return the fastest compute-only schedule over all tried placements and orders of microbatches.
 
@@ -193,6 +201,7 @@ def _fastest_order(
         rows: Cost of each stage and microbatch. Activations count one byte each, so bytes count microbatches in flight.
         limits: Maximum number of microbatches in flight per lane.
         frozen: As for `submodel_schedule`.
+        transfer_s: As for `submodel_schedule`.
     """
     count, graph = len(rows[0]), lanes.graph(frozen)
     in_turn = list(range(count))
@@ -203,7 +212,7 @@ def _fastest_order(
 
     def end(k: int, stop: int | None) -> int | None:
         homes, order = variants[k]
-        problem = ListProblem(graph, [homes, *stages], rows, split=True)
+        problem = ListProblem(graph, [homes, *stages], rows, transfer_s, split=True)
         options = {} if stop is None else {"stop": stop}
         result = problem.arrange(order, limits, **options)
         if result is None:
@@ -223,6 +232,7 @@ def _fastest_rounds(
     bases: Sequence[Schedule],
     rows: Sequence[Sequence[StageCost]],
     limits: Sequence[int],
+    transfer_s: Transfers,
 ) -> Schedule:
     """Return the fastest compute-only schedule of a sharded tower that computes in rounds within the limits.
 
@@ -233,14 +243,15 @@ def _fastest_rounds(
         bases: Schedules, including 1F1B, from which the order of the language stages is taken.
         rows: As for `_fastest_order`.
         limits: As for `_fastest_order`.
+        transfer_s: As for `_fastest_order`.
     """
     best: tuple[float, Schedule] | None = None
     for base, lead, lag in product(bases, (1, 0), (1, 0)):
-        schedule = _in_rounds(lanes, base, rows, lead, lag)
+        schedule = _in_rounds(lanes, base, rows, transfer_s, lead, lag)
         held = held_bytes(schedule, rows)
         if any(n > limit for n, limit in zip(held, limits, strict=True)):
             continue
-        end_s = simulate(schedule_tasks(schedule, rows)).end_s
+        end_s = simulate(schedule_tasks(schedule, rows, transfer_s=transfer_s)).end_s
         if best is None or end_s < best[0]:
             best = end_s, schedule
     assert best is not None, "1F1B stays within the limits"
@@ -251,6 +262,7 @@ def _in_rounds(
     lanes: TowerLanes,
     base: Schedule,
     rows: Sequence[Sequence[StageCost]],
+    transfer_s: Transfers,
     lead: int,
     lag: int,
 ) -> Schedule:
@@ -263,13 +275,14 @@ def _in_rounds(
         lanes: Lanes of tower and language part.
         base: Compute-only schedule.
         rows: Cost of each stage and microbatch.
+        transfer_s: As for `submodel_schedule`.
         lead: Number of rounds by which a forward precedes the first use of its features.
         lag: Number of rounds by which a backward follows the arrival of its last gradient.
     """
     base = replace(base, graph=replace(lanes.graph(not base.is_trained(0)), sharded=frozenset()))
     order: list[tuple[tuple[int, int, int, int], int, Action]] = []
     begins, ends = dict[int, int](), dict[int, int]()
-    for lane, times in enumerate(action_times(base, rows)):
+    for lane, times in enumerate(action_times(base, rows, transfer_s)):
         for action, (start, end) in zip(base.ranks[lane], times, strict=True):
             if action.stage:
                 order.append(((start, 1, 0, 0), lane, action))
@@ -384,7 +397,7 @@ def rounds_schedule(
         frozen: Whether the tower is frozen.
     """
     homes = [[lane] * microbatches for lane in (*lanes.towers, *range(lanes.stages))]
-    rows = cost_rows(costs, microbatches)
+    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
     counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=0) for c in r] for r in rows]
     limits = lanes.limits(1)
     return list_schedule(
@@ -425,7 +438,7 @@ def submodel_bound_s(lanes: TowerLanes, microbatches: int, costs: StageCosts) ->
         microbatches: Microbatches of the step.
         costs: As for `submodel_schedule`; a frozen tower has no weight gradient.
     """
-    rows = cost_rows(costs, microbatches)
+    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
     loads = dict.fromkeys(range(lanes.count), 0.0)
     for lane, row in enumerate(rows[1:]):
         loads[lane] = sum(map(_seconds, row))
