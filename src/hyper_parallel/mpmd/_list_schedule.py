@@ -4,7 +4,8 @@ Whenever a rank is free, it starts its most urgent action that is ready and fits
 
 1. B or I whose gradient another stage needs;
 2. F, if memory then still suffices for the remaining forwards of all earlier microbatches;
-3. W, and B or I of stages whose gradient no other stage needs: these fill bubbles.
+3. W, and B or I of stages whose gradient no other stage needs: these fill bubbles. With `reduce_first`, stages with a
+   gradient reduction come first, so that other actions overlap the reduction.
 
 Ties go to the earlier microbatch, then to the later stage. A rank that can start an action never waits for a more
 urgent one. By rule 2, the earliest unfinished microbatch can always finish, so memory limits cannot cause a deadlock.
@@ -24,8 +25,6 @@ from hyper_parallel.mpmd._tasks import StageCosts, Transfers, nanoseconds
 
 _F, _B, _W = range(3)
 _NEVER: Final = 1 << 62
-_FORWARD_RULE: Final = 1
-"""Index of rule 2 in `_Rank.ready`."""
 _Row: TypeAlias = list[tuple[int, int, int]]
 """Actions of a rank as (kind, stage, microbatch); the kinds are F, B or I, and W."""
 
@@ -39,6 +38,7 @@ def list_schedule(
     max_bytes: Sequence[int] | None = None,
     split: bool = True,
     order: Sequence[int] | None = None,
+    reduce_first: bool = False,
 ) -> Schedule:
     """Return the compute-only schedule that list scheduling produces.
 
@@ -50,12 +50,13 @@ def list_schedule(
         max_bytes: Limit per rank of `held_bytes` (activations and gathered parameters); None: no limit.
         split: Whether backwards are split into I and W.
         order: Microbatches, most urgent first; None: 0, 1, 2, ...
+        reduce_first: Whether stages with a gradient reduction come first among the actions that fill bubbles.
 
     Raises:
         ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
     """
     problem = ListProblem(graph, homes, costs, transfer_s, split)
-    result = problem.arrange(order or range(len(homes[0])), max_bytes)
+    result = problem.arrange(order or range(len(homes[0])), max_bytes, reduce_first)
     assert result is not None, "without a limit of time, every schedule is finished"
     return problem.schedule(result[0])
 
@@ -67,6 +68,7 @@ class ListProblem:
         duration: Nanoseconds per kind, stage and microbatch; 0 for actions that do not exist.
         held: Per stage and microbatch: (bytes held from F to the end of B or I, bytes of these held until W ends).
         transfer: Nanoseconds per pair of stages and microbatch.
+        reduce: Nanoseconds to reduce the gradients of each stage.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class ListProblem:
             ways = ([c.send_forward_s for c in rows[s]], [c.send_backward_s for c in rows[t]])
             both = (transfer_s[s, t],) * 2 if (s, t) in transfer_s else ways
             self.transfer[s, t], self.transfer[t, s] = (list(map(nanoseconds, w)) for w in both)
+        self.reduce = [nanoseconds(rows[s][0].reduce_grad_s) * self.trained[s] for s in stages]
 
     def _duration(self, kind: int, stage: int, c: StageCost) -> int:
         if kind == _F:
@@ -111,19 +114,23 @@ class ListProblem:
         self,
         order: Sequence[int],
         max_bytes: Sequence[int] | None,
+        reduce_first: bool,
         stop: int = _NEVER,
     ) -> tuple[list[_Row], int] | None:
         """Return the actions of every rank in order, and the end of the step in nanoseconds.
 
+        The end includes gradient reductions.
+
         Args:
             order: Microbatches, most urgent first.
             max_bytes: Limit of held bytes per rank; None: no limit.
+            reduce_first: As for `list_schedule`.
             stop: Nanoseconds; the result is None if the step cannot end earlier.
 
         Raises:
             ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
         """
-        return _Arrangement(self, order, max_bytes).run(stop)
+        return _Arrangement(self, order, max_bytes, reduce_first).run(stop)
 
     def schedule(self, rows: Sequence[_Row]) -> Schedule:
         """Return the result of `arrange` as a compute-only schedule."""
@@ -143,7 +150,7 @@ class _Rank:
         held_by: Bytes held by each microbatch.
         needed: Bytes that the remaining forwards of each microbatch will allocate.
         coming: Heap of (arrival of the last input, index into `ready`, action), for inputs that are in transfer.
-        ready: Heaps of actions whose inputs have arrived, one per rule.
+        ready: Heaps of actions whose inputs have arrived: rule 1, rule 2, reductions of rule 3, rest of rule 3.
     """
 
     left: int
@@ -159,15 +166,19 @@ class _Arrangement:
     """Run of list scheduling, by the rules in the module docstring."""
 
     def __init__(
-        self, problem: ListProblem, order: Sequence[int], max_bytes: Sequence[int] | None
+        self,
+        problem: ListProblem,
+        order: Sequence[int],
+        max_bytes: Sequence[int] | None,
+        reduce_first: bool,
     ) -> None:
         p = self._p = problem
         count, m = 1 + max(map(max, p.homes)), p.m
         self._order, self._position = order, [0] * m
         for position, i in enumerate(order):
             self._position[i] = position
-        self._ranks = [_Rank(0, 0, 0, [0] * m, [0] * m, [], ([], [], [])) for _ in range(count)]
-        self._limits = max_bytes
+        self._ranks = [_Rank(0, 0, 0, [0] * m, [0] * m, [], ([], [], [], [])) for _ in range(count)]
+        self._limits, self._reduce_first = max_bytes, reduce_first
         self._links: dict[tuple[int, int], int] = {}
         # Indexed by [F or backward][stage][microbatch]: number of missing inputs, arrival of the latest input so far.
         self._missing = [
@@ -176,6 +187,7 @@ class _Arrangement:
         ]
         self._arrived = [[[0] * m for _ in p.stages] for _ in range(2)]
         self._rows: list[_Row] = [[] for _ in range(count)]
+        self._last_backward = [0] * len(p.stages)
         for s in p.stages:
             for i, home in enumerate(p.homes[s]):
                 rank = self._ranks[home]
@@ -202,16 +214,20 @@ class _Arrangement:
                 starts[touched] = self._start(touched)
             if self._ranks[r].free + self._ranks[r].left >= stop:
                 return None
-        end = max(rank.free for rank in self._ranks)
+        end = max([rank.free for rank in self._ranks])
+        lanes = [0] * len(self._ranks)
+        for ready, s in sorted((self._last_backward[s], s) for s in p.stages if p.reduce[s]):
+            for r in set(p.homes[s]):
+                lanes[r] = max(lanes[r], ready) + p.reduce[s]
+        end = max(end, *lanes)
         return None if end >= stop else (self._rows, end)
 
     def _queue(self, kind: int, stage: int, microbatch: int, time: int) -> None:
         p = self._p
-        rule = 2
-        if kind == _F:
-            rule = _FORWARD_RULE
-        elif kind == _B and p.producers[stage]:
+        if kind == _B and p.producers[stage]:
             rule = 0
+        else:
+            rule = 1 if kind == _F else 2 if self._reduce_first and p.reduce[stage] else 3
         action = (self._position[microbatch], -stage, kind)
         heappush(self._ranks[p.homes[stage][microbatch]].coming, (time, rule, action))
 
@@ -231,12 +247,12 @@ class _Arrangement:
         while rank.coming and rank.coming[0][0] <= rank.free:
             _, rule, action = heappop(rank.coming)
             heappush(rank.ready[rule], action)
-        backward, forward, filler = rank.ready
-        if backward or filler or (forward and self._fits(r, forward[0])):
+        backward, forward, early, late = rank.ready
+        if backward or early or late or (forward and self._fits(r, forward[0])):
             return rank.free
         first = forward[0] if forward else None
         for time, rule, action in sorted(rank.coming):
-            if rule != _FORWARD_RULE:
+            if rule != 1:
                 return time
             if first is None or action < first:
                 if self._fits(r, action):
@@ -269,9 +285,9 @@ class _Arrangement:
         while rank.coming and rank.coming[0][0] <= start:
             _, rule, action = heappop(rank.coming)
             heappush(rank.ready[rule], action)
-        backward, forward, filler = rank.ready
+        backward, forward, early, late = rank.ready
         fits = not backward and forward and self._fits(r, forward[0])
-        position, stage, kind = heappop(backward or (forward if fits else filler))
+        position, stage, kind = heappop(backward or (forward if fits else early or late))
         stage, i = -stage, self._order[position]
         duration = p.duration[kind][stage][i]
         end = rank.free = start + duration
@@ -288,6 +304,8 @@ class _Arrangement:
             self._arrive(_B, stage, i, end)
         elif kind == _B and p.split:
             self._queue(_W, stage, i, end)
+        if kind != _F:
+            self._last_backward[stage] = max(self._last_backward[stage], end)
         yield r
 
     def _hold(self, rank: _Rank, kind: int, stage: int, i: int) -> None:

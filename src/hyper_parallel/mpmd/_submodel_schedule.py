@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Action, ActionKind, Schedule, StageCost, StageGraph, Timeline
-from hyper_parallel.mpmd._bounded_search import search_by_bound
+from hyper_parallel.ir import Action, ActionKind, Schedule, StageCost, StageGraph
+from hyper_parallel.mpmd._assignment import search_by_bound
 from hyper_parallel.mpmd._list_schedule import ListProblem, list_schedule
 from hyper_parallel.mpmd._lower import lower
 from hyper_parallel.mpmd._tasks import (
@@ -214,7 +214,7 @@ def _fastest_order(
         homes, order = variants[k]
         problem = ListProblem(graph, [homes, *stages], rows, transfer_s, split=True)
         options = {} if stop is None else {"stop": stop}
-        result = problem.arrange(order, limits, **options)
+        result = problem.arrange(order, limits, False, **options)
         if result is None:
             return None
         schedules[k] = problem.schedule(result[0])
@@ -455,28 +455,3 @@ def submodel_bound_s(lanes: TowerLanes, microbatches: int, costs: StageCosts) ->
         sum(row[i].forward_s + row[i].input_grad_s for row in rows) for i in range(microbatches)
     )
     return max(level, *loads.values(), *chains)
-
-
-def lanes_text(
-    timeline: Timeline, parts: Sequence[str], ranks: Sequence[str], columns: int
-) -> list[str]:
-    """Return a simulated step as text: one line per rank and sub-model, with the kind of action in each column.
-
-    Args:
-        timeline: Simulation of a schedule.
-        parts: Name of the sub-model of each stage.
-        ranks: Name of each rank of the schedule.
-        columns: Characters per line for the whole step; an action shorter than one character may be invisible.
-    """
-    rows: dict[tuple[int, str], list[str]] = {}
-    for span in timeline.spans:
-        if not span.lane.endswith("/compute"):
-            continue
-        rank, action = int(span.lane[5:].removesuffix("/compute")), Action.parse(span.name)
-        row = rows.setdefault((rank, parts[action.stage]), ["."] * columns)
-        first = int(span.start_s / timeline.end_s * columns)
-        last = int(span.end_s / timeline.end_s * columns)
-        row[first:last] = action.kind * (last - first)
-    names = {key: f"{ranks[key[0]]}  {key[1]}" for key in rows}
-    width = max(map(len, names.values()))
-    return [f"{names[key]:<{width}}  {''.join(rows[key])}" for key in sorted(rows)]
