@@ -77,7 +77,7 @@ class _Renderer:
 
     def shaped(self, shape: Placeholders) -> str:
         """Return the text of all turns with placeholders instead of words; cached, as many conversations share it."""
-        messages = shape.of(self._conversation.messages)
+        messages = shape.replace_words(self._conversation.messages)
         key, known = self._shape_key(messages), self.template.shaped_texts
         text = known.get(key)
         if text is None:
@@ -103,7 +103,7 @@ class _Renderer:
         turns = self._turns[:count]
         try:
             if shape is not None:
-                turns = self._forms(shape.of(self._conversation.messages[:count]))
+                turns = self._forms(shape.replace_words(self._conversation.messages[:count]))
             return self._render(turns, prompt=True)[0]
         except BadValue:
             return None

@@ -329,7 +329,7 @@ def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values
 
     A null answer becomes "", except with `stage: pt` and `stage: grpo`.
     """
-    values = rules.named(record, rules.columns, where)
+    values = rules.canonical_values(record, rules.columns, where)
     for key in TURNS:
         text = values.get(key)
         if isinstance(text, str) and text.lstrip().startswith(("[", "{")):

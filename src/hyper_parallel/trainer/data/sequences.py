@@ -212,9 +212,6 @@ class PackedSequences:
             return len(self._tokens)
         return max(0, (len(self._tokens) - 1) // self.seq_len)
 
-    def __repr__(self) -> str:
-        return f"PackedSequences({self.split}, {len(self)} x {self.seq_len})"
-
     def num_valid(self, indices: Int64) -> int:
         """Return the number of labels with loss in the sequences `indices`; index -1 is a dummy row."""
         real = indices[indices >= 0]
@@ -350,7 +347,7 @@ class JoinedSequences:
         return gathered
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the number of tokens before the padding of each row; None if no source stores these numbers."""
+        """Return the number of tokens before the padding of each row, 0 for a dummy row; None if no row is padded."""
         gathered = np.full(len(indices), self.parts[0].seq_len, np.int64)
         padded = False
         for part, local, rows in self._split(indices):

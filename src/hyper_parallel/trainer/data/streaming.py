@@ -159,7 +159,8 @@ class Stream:
         problem = "the stream has no sequence to learn from"
         if self._stage != "pt" and self.counts.dropped:
             return no_target(problem, self.counts, self.data)
-        return NoData(problem, where=f"data.source: {self._source.name}")
+        got = f"{self.counts.read} records read"
+        return NoData(problem, where=f"data.source: {self._source.name}", got=got)
 
     def _pieces_of_text(self, start: Place) -> Iterator[tuple[Place, Row]]:
         """Yield sequences of the concatenated tokens of all documents; see plain text in `PackedSequences`."""

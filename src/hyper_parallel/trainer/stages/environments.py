@@ -69,7 +69,7 @@ class Environments:
         )
         match outcome:
             case (str() | None as reply, int() | float() as reward) if math.isfinite(reward):
-                pass
+                self.rewards[row] += float(reward)
             case _:
                 raise BadValue(
                     "an environment's `step` must return a reply (None at the end) and a finite reward",
@@ -78,7 +78,6 @@ class Environments:
                     allowed="(text or None, number)",
                     hint="return None, 1.0",
                 )
-        self.rewards[row] += float(reward)
         if reply is None:
             return []
         # The sequence already has the token that ended the turn.
