@@ -141,8 +141,14 @@ class _Renderer:
 
     def _check_values(self) -> None:
         """Raise if the record sets a template variable that the template does not read."""
-        readable = self.template.variables - {"messages", "tools", "add_generation_prompt"}
-        for name in self._conversation.template_values:
+        names = self._conversation.template_values
+        if not names:
+            return
+        try:
+            readable = self.template.variables - {"messages", "tools", "add_generation_prompt"}
+        except Exception as error:  # a damaged template may raise any error
+            raise self._template_error(error) from error
+        for name in names:
             if name not in readable:
                 raise self.error(
                     f"the chat template does not read the variable `{name}` of the record",
