@@ -23,6 +23,7 @@ from hyper_parallel.ir.boxes import (
 )
 from hyper_parallel.ir.layout import (
     AXES,
+    CollectiveStep,
     Layout,
     Mesh,
     Partial,
@@ -31,6 +32,7 @@ from hyper_parallel.ir.layout import (
     Shard,
     StridedShard,
     placements,
+    redistribute,
 )
 from hyper_parallel.ir.memory import (
     COPIES,
@@ -116,6 +118,7 @@ __all__ = [
     "Certificate",
     "Choice",
     "Collective",
+    "CollectiveStep",
     "Cores",
     "CostTerm",
     "Counter",
@@ -181,6 +184,7 @@ __all__ = [
     "overlap",
     "placements",
     "qkv_parts",
+    "redistribute",
     "replay",
     "role_tasks",
     "runs_of_splits",
