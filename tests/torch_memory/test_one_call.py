@@ -177,7 +177,7 @@ def test_what_cannot_be_is_refused_with_what_to_write() -> None:
     model, optimizer, step = make(fused=True)
     with pytest.raises(CaptureUnsupported, match="neither a tensor nor a plain value"):
         hp.offload(step, budget="1MiB")(batch(0), scale=object())
-    with pytest.raises(BadValue, match="either `budget` or `max_slowdown`"):
+    with pytest.raises(BadValue, match="exactly one of `budget` and `max_slowdown`"):
         hp.offload(step)
     with pytest.raises(BadValue, match="no optimizer was found") as refused:
         hp.offload(lambda rows: model(rows), budget="1MiB")
