@@ -32,7 +32,7 @@ _ALLOWED: Final = "HYPER_PARALLEL_DOWNLOADS"
 """Environment variable that is set in this process and its children if the user permits downloads."""
 _OFFLINE: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE: Final = ("1", "ON", "YES", "TRUE")
-_NAME: Final = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?")
+_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*(?:@[\w.][\w./-]*)?")
 _FILE: Final = re.compile(
     r".*\.(json|jsonl|ya?ml|txt|csv|parquet|gz|zst|bin|pt|pth|safetensors|gguf|py)"
 )
@@ -67,13 +67,10 @@ def parse_name(text: str) -> HubName | None:
 
     A text is a path if its first component exists or is a usual folder name, or if it ends like a file name.
     """
-    match = _NAME.fullmatch(text)
-    if match is None or _FILE.fullmatch(text):
+    if not is_name(text) or _FILE.fullmatch(text) or os.path.lexists(text.partition("/")[0]):
         return None
-    first = text.partition("/")[0]
-    if first.lower() in _FOLDERS or os.path.lexists(first):
-        return None
-    return HubName(match["repository"], match["revision"])
+    repository, _, revision = text.partition("@")
+    return HubName(repository, revision or None)
 
 
 def parse_dataset(text: str) -> str | None:

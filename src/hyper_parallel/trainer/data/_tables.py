@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import shlex
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ import yaml
 
 from hyper_parallel.config import Data, parse_yaml
 from hyper_parallel.errors import HyperParallelError, MissingDependency, NoData, abbreviated
+from hyper_parallel.hub import parse_dataset
 from hyper_parallel.received import Limits, bounded_heap, names_outside, outside_target, read_json
 from hyper_parallel.trainer.data.data_files import is_file_name
 from hyper_parallel.trainer.data.record_keys import Record
@@ -113,7 +113,6 @@ _SAVED = ("dataset_dict.json", "state.json")
 _CARDS = ("README.md", ".huggingface.yaml")
 _CARD_LIMITS = Limits(num_bytes=4 * 1024**2, num_elements=500_000, depth=30)
 """Limits of a dataset card or a JSON list of files; the longest cards describe a few hundred configurations."""
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +210,7 @@ def is_table(data: Data, path: Path) -> bool:
     `data.name` or `data.split` select `datasets` for any folder.
     """
     if not path.exists():
-        # If the first part of the name is an existing folder, the name is a mistyped path, not a Hub name.
-        is_name = bool(_HUB_NAME.fullmatch(data.source)) and not is_file_name(data.source)
-        return is_name and not path.parent.exists()
+        return parse_dataset(data.source) is not None and not is_file_name(data.source)
     if not path.is_dir():
         return False
     described = _card_text(path / _CARDS[0])[:3] == "---"

@@ -174,6 +174,11 @@ class TemplateProperties:
         return self.form({"role": "user", "content": _QUESTION})
 
     @cached_property
+    def _answer(self) -> Message:
+        """Assistant turn of probes, in the template's form."""
+        return self.form({"role": "assistant", "content": _ANSWER})
+
+    @cached_property
     def written_media(self) -> frozenset[str]:
         """Names of the media kinds for whose content parts the template writes text."""
         text = {"type": "text", "text": _QUESTION}
@@ -185,11 +190,7 @@ class TemplateProperties:
         """Return whether the template requires a list of parts, not a text, as content of turns with this role."""
         if role not in self._parts:
             parts = [{"type": "text", "text": _ANSWER}]
-            before: list[Message] = []
-            if role not in ("system", "user", "developer"):
-                before = [{"role": "user", "content": _QUESTION}]
-                if self._takes_parts("user"):
-                    before = [{"role": "user", "content": [{"type": "text", "text": _QUESTION}]}]
+            before = [] if role in ("system", "user", "developer") else [self._question]
             after: list[Message] = []
             if role in ("system", "developer"):
                 after = [{"role": "user", "content": _FOLLOW_UP}]
@@ -221,7 +222,7 @@ class TemplateProperties:
 
         If the template reads no reasoning, this is the first of `_REASONING_KEYS`.
         """
-        answer = self.form({"role": "assistant", "content": _ANSWER})
+        answer = self._answer
         for key in (*_REASONING_KEYS, ""):
             text = self._probe(
                 self._question, {**answer, **self._reasoning(_FOLLOW_UP, answer["content"], key)}
@@ -282,10 +283,9 @@ class TemplateProperties:
     @cached_property
     def keeps_space(self) -> bool:
         """True if the template keeps white space before the words of an answer."""
-        plain, spaced = (
-            self._probe(self._question, self.form({"role": "assistant", "content": words}))
-            for words in (_ANSWER, f" {_ANSWER}")
-        )
+        plain = self._probe(self._question, self._answer)
+        answer = self.form({"role": "assistant", "content": f" {_ANSWER}"})
+        spaced = self._probe(self._question, answer)
         return spaced == plain.replace(_ANSWER, f" {_ANSWER}")
 
     # Markers that end an answer
@@ -297,10 +297,9 @@ class TemplateProperties:
     @cached_property
     def _text_after_words(self) -> tuple[str, str]:
         """Pair: text after an answer that is the last turn, and text between an answer and the next user turn."""
-        answer = self.form({"role": "assistant", "content": _ANSWER})
         follow_up = self.form({"role": "user", "content": _FOLLOW_UP})
-        last = self._probe(self._question, answer).rpartition(_ANSWER)[2]
-        later = self._probe(self._question, answer, follow_up).partition(_ANSWER)[2]
+        last = self._probe(self._question, self._answer).rpartition(_ANSWER)[2]
+        later = self._probe(self._question, self._answer, follow_up).partition(_ANSWER)[2]
         return last, later.partition(_FOLLOW_UP)[0]
 
     @cached_property
