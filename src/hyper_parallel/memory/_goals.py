@@ -126,7 +126,7 @@ def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _Pl
     arena_budget = budget - search.program.staging_bytes
     floor = working_set_bytes(search.program)
     fresh = search.for_machine(search.machine)
-    last = _descending_peaks(fresh, fresh.identity, float("inf"), refused=True)[-1]
+    last = _descending_peaks(fresh, float("inf"), refused=True)[-1]
     lowest = {id(e): e for e in (last, fresh.best_seen)}
     plans = {key: finish(e) for key, e in lowest.items()}
     programs = (*lowest.values(), *fresh.programs((floor + arena_budget) // 2, lowers=True))
@@ -152,17 +152,16 @@ def _quality(result: _PlannedProgram) -> tuple[float, float]:
     return result[0].seconds, result[1].arena_bytes / max(result[0].peak, 1)
 
 
-def least_peak(
-    search: Search, identity: EmittedProgram, limit_s: float, finish: _Finish
-) -> _PlannedProgram:
+def least_peak(search: Search, limit_s: float, finish: _Finish) -> _PlannedProgram:
     """Return the program of least peak that takes at most `limit_s` seconds, with its plan.
 
-    The result is `identity`, without offload and recomputation, if no program has a lower peak. `finish` assigns
+    The result is `search.identity`, without offload and recomputation, if no program has a lower peak. `finish` assigns
     addresses to a program and returns its plan.
     """
+    identity = search.identity
     programs = {identity.actions: identity}
     if identity.seconds <= limit_s:
-        programs |= {e.actions: e for e in _descending_peaks(search, identity, limit_s)}
+        programs |= {e.actions: e for e in _descending_peaks(search, limit_s)}
     best = min(programs.values(), key=lambda e: (e.peak, e.seconds))
     plans = [(best, finish(best))]
     if plans[0][1].arena_bytes > _PACKING_SLACK_OK * best.peak:
@@ -176,14 +175,15 @@ def least_peak(
 
 
 def _descending_peaks(
-    search: Search, best: EmittedProgram, limit_s: float, *, refused: bool = False
+    search: Search, limit_s: float, *, refused: bool = False
 ) -> list[EmittedProgram]:
-    """Return programs with descending peaks that take at most `limit_s` seconds, `best` first.
+    """Return programs with descending peaks that take at most `limit_s` seconds, `search.identity` first.
 
     The target is bisected twice: first with the linear program alone, which is quick and almost exact, then with
     emitted programs. An emitted program counts with its own peak, which may differ from the target. With `refused`, the
     result only serves an error message, so fewer infeasible targets are tried, because these take longest.
     """
+    best = search.identity
     low, high = working_set_bytes(search.program), best.peak
     start = high
     result = [best]

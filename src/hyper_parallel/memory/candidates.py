@@ -86,10 +86,6 @@ class OffloadCandidates:
         s = gap.storage
         return self.program.storages[s].at_start and gap.first < min(self.writes[s], default=self.n)
 
-    def is_written(self, s: int) -> bool:
-        """Return whether an operator writes the storage on the device."""
-        return bool(self.writes[s])
-
     def content_since(self, gap: Gap) -> int:
         """Return the position of the last write before a gap, or of the allocation; then the content may be copied.
 

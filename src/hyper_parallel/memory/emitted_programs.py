@@ -137,6 +137,10 @@ class Search:
 
     def __post_init__(self) -> None:
         self.best_seen = self.identity
+        fast = len(self.program.operators) <= _FAST_PROGRAM
+        shared = self.program.communicates and not fast
+        self._num_rounds = _SHARED_ROUNDS if shared else _ROUNDS
+        self._headrooms = _SHARED_HEADROOMS if shared else _FINER_HEADROOMS if fast else _HEADROOMS
 
     def for_machine(self, machine: MemoryMachine) -> Search:
         """Return the search on a machine, with an empty cache."""
@@ -174,17 +178,6 @@ class Search:
             if not polished.excess_bytes(self.machine):
                 result.append(polished)
         return result
-
-    @property
-    def _is_fast(self) -> bool:
-        return len(self.program.operators) <= _FAST_PROGRAM
-
-    @property
-    def _headrooms(self) -> tuple[int, ...]:
-        """Reductions of the linear program's target, in multiples of the mean size of an offloaded storage."""
-        if self._is_fast:
-            return _FINER_HEADROOMS
-        return _SHARED_HEADROOMS if self.program.communicates else _HEADROOMS
 
     def _shortfall(self, emitted: EmittedProgram, target: int) -> tuple[int, int, float]:
         """Return the sort key of a program: (bytes over the capacities, bytes over the target, seconds)."""
@@ -229,8 +222,7 @@ class Search:
         Each round reserves more bytes where the previous choice exceeded `target` or its program waited unexpectedly.
         """
         reserve: dict[int, float] = {}
-        shared = self.program.communicates and not self._is_fast
-        for _ in range(_SHARED_ROUNDS if shared else _ROUNDS):
+        for _ in range(self._num_rounds):
             choice = self.rounding.choice(aim, reserve, limit_s)
             if choice is None:
                 return

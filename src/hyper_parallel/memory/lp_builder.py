@@ -135,7 +135,7 @@ class LPBuilder:
         if inside:
             tail = c.gaps[1]
             model.add_offload(fraction, *inside[0], c.num_bytes)
-            if self.candidates.is_written(c.storage):
+            if self.candidates.writes[c.storage]:
                 stored = self.add_store(
                     c.storage, self.candidates.content_since(tail), tail.first + 1
                 )

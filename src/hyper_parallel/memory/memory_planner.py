@@ -233,7 +233,7 @@ def _plan_in_order(
         best, plan = least_time(search, budget_bytes, finish, useless_s)
     else:
         assert limit_s is not None
-        best, plan = least_peak(search, identity, limit_s, finish)
+        best, plan = least_peak(search, limit_s, finish)
     if best is identity:
         reason = (
             f"identity: no plan lowers the peak of {identity.peak} bytes within {max_slowdown:.1%} more time; "

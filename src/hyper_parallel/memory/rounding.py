@@ -93,8 +93,10 @@ class Rounding:
     def _builder(self) -> LPBuilder:
         return LPBuilder.sampled(self._candidates_for(()), self._lp_finder)
 
-    def _solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
-        """Return the optimum for a target in device bytes; None if the target is infeasible.
+    def _solve(
+        self, target_bytes: int, reserve: Mapping[int, float], limit_s: float
+    ) -> LPOptimum | None:
+        """Return the optimum for a target in device bytes; None if it is infeasible or the step exceeds `limit_s`.
 
         The program is solved for sampled positions, then again with the positions where the optimum exceeds the target.
         """
@@ -108,7 +110,8 @@ class Rounding:
                 break
             positions = np.union1d(self._builder.model.positions, violated)
             self._builder = LPBuilder(self._candidates_for(()), self._lp_finder, positions)
-        return optimum
+        assert optimum is not None
+        return optimum if optimum.seconds <= limit_s * (1 + 1e-9) else None
 
     def for_machine(self, machine: MemoryMachine) -> Rounding:
         """Return a copy for a machine, without solver state: results may depend on a solver's first solution."""
@@ -124,8 +127,8 @@ class Rounding:
 
         `reserve` maps positions to bytes to keep free there.
         """
-        optimum = self._solve(target_bytes, reserve)
-        if optimum is None or optimum.seconds > limit_s * (1 + 1e-9):
+        optimum = self._solve(target_bytes, reserve, limit_s)
+        if optimum is None:
             return None
         recomputed = self._round_recompute(optimum)
         return self._residency_choice(self._builder, optimum, target_bytes, recomputed)
@@ -146,8 +149,7 @@ class Rounding:
 
     def feasible(self, target_bytes: int, limit_s: float) -> bool:
         """Return whether the linear program meets a target in device bytes within `limit_s`."""
-        optimum = self._solve(target_bytes, {})
-        return optimum is not None and optimum.seconds <= limit_s * (1 + 1e-9)
+        return self._solve(target_bytes, {}, limit_s) is not None
 
     def expected_waits_s(self, choice: ResidencyChoice) -> np.ndarray:
         """Return the seconds that the device waits at every position according to the linear program."""
@@ -195,8 +197,7 @@ class Rounding:
             s: float(choice.optimum.fractions[fraction])
             for s, fraction in choice.builder.recomputed.items()
         }
-        values = choice.optimum.fractions.tolist()
-        offloaded = {c: _fraction(choice.builder, values, c) for c in choice.candidates.all}
+        offloaded = _fractions(choice.builder, choice.optimum, choice.candidates)
         return [
             *sorted(recomputed, key=lambda s: abs(recomputed[s] - 0.5))[:_NUM_FRACTIONAL],
             *sorted(offloaded, key=lambda c: abs(offloaded[c] - 0.5))[:_NUM_FRACTIONAL],
@@ -226,8 +227,7 @@ class Rounding:
     ) -> ResidencyChoice:
         """Round the offloaded fractions of an optimum, given the storages to recompute."""
         candidates = self._candidates_for(recomputed)
-        values = optimum.fractions.tolist()
-        fractions = {c: _fraction(builder, values, c) for c in candidates.all}
+        fractions = _fractions(builder, optimum, candidates)
         chosen = tuple(_error_diffusion_round(fractions))
         choice = ResidencyChoice(
             candidates, chosen, candidates.profile, recomputed, optimum, builder
@@ -270,6 +270,14 @@ class Rounding:
                 self._program, self._machine, self._order, recomputes, self._movable
             )
         return self._candidates[recomputed]
+
+
+def _fractions(
+    builder: LPBuilder, optimum: LPOptimum, candidates: OffloadCandidates
+) -> dict[OffloadCandidate, float]:
+    """Return the offloaded fraction of every candidate."""
+    values = optimum.fractions.tolist()
+    return {c: _fraction(builder, values, c) for c in candidates.all}
 
 
 def _fraction(builder: LPBuilder, fractions: Sequence[float], c: OffloadCandidate) -> float:
