@@ -281,6 +281,17 @@ def test_what_does_not_generate_is_refused_by_name(error, match, more):
     assert caught.value.hint
 
 
+def test_hints_keep_no_option_that_contradicts_them():
+    with pytest.raises(NoLegalStrategy, match="more data-parallel ranks") as caught:
+        plan_generation(small_model(), machine(), GenerateWorkload(1), strategy="dp_shard=4")
+    assert caught.value.hint == "--devices 4, without --parallel"
+    context = small_model().max_position_embeddings
+    too_long = GenerateWorkload(prompt_len=8, new_tokens=context)
+    with pytest.raises(BadValue, match="context") as caught:
+        plan_generation(small_model(), machine(), too_long)
+    assert caught.value.hint == f"--prompt-len 1 --new-tokens {context - 1}"
+
+
 def test_other_families_and_quantised_weights_are_refused_by_name():
     config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
     config |= {"intermediate_size": 64, "model_type": "llama", "dtype": "bfloat16"}

@@ -187,7 +187,7 @@ class StackCard:
 
     @property
     def is_own_runtime(self) -> bool:
-        """Whether the card describes HyperParallel's own runtime, by the key `phased`."""
+        """True if the card describes HyperParallel's own runtime, by the key `phased`."""
         return self.phased > 0.0
 
     def half_width(self, kind: str) -> float:

@@ -94,14 +94,11 @@ def plan(
     if strategy is not None:
         request = resolve(model, topology, workload, strategy.world_size)
         return evaluate(request, strategy, num_devices=num_devices)
-    request = resolve(model, topology, workload, num_devices)
+    request = resolve(model, topology, workload, num_devices).with_headroom(memory_headroom)
     local = request.supernode.name == LOCAL
-    request = replace(
-        request,
-        pins={**check_pins(pins), **check_exclusions(exclude, pins or {})},
-        executable=local or not all_layouts,
-        offload=HostMemory() if offload else None,
-    ).with_headroom(memory_headroom)
+    host = HostMemory() if offload else None
+    fixed = {**check_pins(pins), **check_exclusions(exclude, pins or {})}
+    request = replace(request, pins=fixed, executable=local or not all_layouts, offload=host)
     find = partial(_best_for, objective=objective, deadline_s=deadline_s, top=top)
     if towers:
         find = partial(plan_with_towers, towers=towers, media=media, find=find)
