@@ -18,7 +18,7 @@ from typing import Literal
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, ActionKind, Schedule, StageCost, StageGraph, Timeline
 from hyper_parallel.mpmd._bounded_search import search_by_bound
-from hyper_parallel.mpmd._list_schedule import ListProblem, list_schedule
+from hyper_parallel.mpmd._list_schedule import ListScheduler, list_schedule
 from hyper_parallel.mpmd._lower import lower
 from hyper_parallel.mpmd._tasks import (
     StageCosts,
@@ -203,13 +203,14 @@ def _fastest_order(
 
     def end(k: int, stop: int | None) -> int | None:
         homes, order = variants[k]
-        problem = ListProblem(graph, [homes, *stages], rows, split=True)
-        options = {} if stop is None else {"stop": stop}
-        result = problem.arrange(order, limits, **options)
+        scheduler = ListScheduler(
+            graph, [homes, *stages], rows, order, max_bytes=limits, split=True
+        )
+        result = scheduler.run(stop)
         if result is None:
             return None
-        schedules[k] = problem.schedule(result[0])
-        return result[1]
+        schedules[k], end_ns = result
+        return end_ns
 
     done = [replace(c, input_grad_s=0.0, weight_grad_s=0.0) for c in rows[0]] if frozen else rows[0]
     bound = nanoseconds(submodel_bound_s(lanes, count, [done, *rows[1:]]) * (1 - 1e-6))
