@@ -25,9 +25,8 @@ _OMP_PAUSE_SOFT: Final = 1  # the runtime keeps its settings
 _TOKENIZERS: Final = "TOKENIZERS_PARALLELISM"
 _LONGEST_WAIT_S: Final = 2.0  # idle BLAS workers spin for about 30 ms before they sleep
 _BETWEEN_LOOKS_S: Final = 0.002
-_QUIET_LOOKS: Final = (
-    5  # consecutive polls that must find all threads asleep, because a computing thread may pause
-)
+_QUIET_LOOKS: Final = 5
+"""Number of consecutive polls that must find all threads asleep, because a computing thread may pause."""
 
 
 def start_rank(process: ForkProcess, rank: int, world_size: int) -> None:
