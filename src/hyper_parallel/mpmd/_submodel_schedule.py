@@ -316,12 +316,7 @@ def _seconds(cost: StageCost) -> float:
 
 
 def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool) -> Schedule:
-    """Verify the schedule of a step, and return it with sends and receives.
-
-    Args:
-        schedule: Schedule with or without sends and receives.
-        lanes: Lanes that execute the schedule.
-        frozen: Whether the tower is frozen.
+    """Verify the schedule of a step, which may lack sends and receives, and return it with them.
 
     Raises:
         ScheduleError: HP320 for a schedule that does not fit the lanes, or that cannot run.
@@ -394,13 +389,7 @@ def rounds_schedule(
 
 
 def inline_schedule(lanes: TowerLanes, microbatches: int, *, frozen: bool = False) -> Schedule:
-    """Return 1F1B of the language part, with the tower before each forward and after each backward of lane 0.
-
-    Args:
-        lanes: Lanes, with the tower on lane 0.
-        microbatches: Microbatches of the step.
-        frozen: Whether the tower is frozen.
-    """
+    """Return 1F1B of the language part, with the tower before each forward and after each backward of lane 0."""
 
     def passes(lane: int, kind: Literal["F", "B"], i: int) -> list[Action]:
         tower = [Action(0, kind, i)] if lane == 0 and (kind == "F" or not frozen) else []

@@ -75,12 +75,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def held_bytes(schedule: Schedule, costs: StageCosts) -> tuple[int, ...]:
-    """Return the maximum bytes of activations and gathered parameters on each rank, as the simulation counts them.
-
-    Args:
-        schedule: Schedule of any form.
-        costs: Costs as for `schedule_tasks`.
-    """
+    """Return the maximum bytes of activations and gathered parameters on each rank, as the simulation counts them."""
     return _maxima(schedule, byte_changes(schedule, costs))
 
 

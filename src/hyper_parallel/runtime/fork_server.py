@@ -142,10 +142,6 @@ def _end_openmp_threads() -> None:
 def device_of_rank(kind: str, local_rank: int) -> torch.device:
     """Set the current device of torch to the device of a rank, and return this device.
 
-    Args:
-        kind: Device type, such as `cpu` or `cuda`.
-        local_rank: Index of the device.
-
     Raises:
         DeviceUnavailable: HP502 when there are fewer devices than local ranks.
         ForkUnsafe: HP605 when the process that forked this rank has initialized the device driver.
