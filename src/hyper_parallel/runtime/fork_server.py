@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -29,12 +29,15 @@ _QUIET_LOOKS: Final = 5
 """Number of consecutive polls that must find all threads asleep, because a computing thread may pause."""
 
 
-def start_rank(process: ForkProcess, rank: int, world_size: int) -> None:
-    """Start the process of a rank by a fork.
+def fork_rank(
+    target: Callable[..., None], arguments: tuple[Any, ...], rank: int, world_size: int
+) -> ForkProcess:
+    """Fork a rank that runs `target(*arguments)`, and return its process.
 
     Raises:
         RankFailed: HP601 when the limit of processes or memory is reached.
     """
+    process = ForkProcess(target=target, args=arguments)
     try:
         process.start()
     except OSError as error:
@@ -43,6 +46,7 @@ def start_rank(process: ForkProcess, rank: int, world_size: int) -> None:
             got=error.strerror,
             hint="start fewer ranks, or raise the limits of processes and memory (ulimit -u, ulimit -v)",
         ) from error
+    return process
 
 
 def prepare_fork() -> None:
