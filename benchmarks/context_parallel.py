@@ -60,7 +60,8 @@ def kinds(size: Size) -> dict[str, Strategy]:
 def build(size: Size, strategy: Strategy, world: World) -> Callable[[], float]:
     """Return a function that runs attention forward and backward, and returns this rank's part of a checksum."""
     group = world.mesh(strategy)["cp"].get_group()
-    context = ContextState.from_strategy(strategy, group, RunningPass())
+    gather_keys = strategy.cp_kind == "all_gather"
+    context = ContextState(group, gather_keys, strategy.ulysses, RunningPass())
     cut = SequenceCut.of(size.seq_len, strategy.cp, strategy.cp_kind, strategy.cp_ulysses)
     mine = torch.tensor(cut.positions(context.group.rank()))
     generator = torch.Generator().manual_seed(0)

@@ -182,10 +182,11 @@ class Meter:
     @contextmanager
     def install(self) -> Iterator[None]:
         """Measure the collectives that layers issue inside the context."""
-        names = ("_all_gather", "_reduce_scatter")
+        names = ("all_gather_single", "_reduce_scatter")
         originals = {name: getattr(collectives, name) for name in names}
         exchange = dist.all_to_all_single
-        collectives._all_gather = self._measured(originals["_all_gather"], _bytes_to_gather)
+        gather = originals["all_gather_single"]
+        collectives.all_gather_single = self._measured(gather, _bytes_to_gather)
         collectives._reduce_scatter = _exchange_and_add
         dist.all_to_all_single = self._measured(exchange, _bytes_to_exchange)
         try:

@@ -217,7 +217,7 @@ def operators_page() -> str:
         lines += ["", f"## backend: {backend}", ""]
         lines += [f"{len(table.OPERATORS)} operators. Complex numbers are not supported.", ""]
         lines += ["| operator | function of `kernels.py` | only |", "|---|---|---|"]
-        for name, function in table.OPERATORS.items():
+        for name, function in sorted(table.OPERATORS.items()):
             limit = table.LIMITS[name][0] if name in table.LIMITS else ""
             lines.append(_row((f"`{name}`", f"`{function}`", limit)))
     return _page([*lines, _MINDSPORE.rstrip()])

@@ -23,7 +23,7 @@ from sweeps.interface import names_of, number_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.backends.torch.forward_variants import float64_kept
+from hyper_parallel.backends.torch.forward_variants import KeepFloat64
 
 TEXT_TOKENS = 12
 MOST_TOKENS = 600
@@ -181,7 +181,7 @@ def _counts(model: Any, kind: str, inputs: Batch) -> list[tuple[int, int]]:
         latents = number_of(model.config, ("latent_query_num",), 2)
         return [(count, TEXT_TOKENS) for count in (0, 16, 4, 1, latents)]
     function = max(functions, key=lambda f: len(names_of(f)))  # others pass all arguments on
-    with torch.no_grad(), float64_kept():
+    with torch.no_grad(), KeepFloat64():
         output = function(**{k: v for k, v in inputs.items() if k in names_of(function)})
     width = model.get_input_embeddings().weight.shape[1]
     pooled = getattr(output, "pooler_output", None)

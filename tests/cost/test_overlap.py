@@ -109,18 +109,21 @@ def test_a_scatter_hides_behind_the_column_products_of_the_other_half_alone():
         ("01259a", 2),
         ("02345689a", 2),
         ("025bc", 2),
+        ("0125de", 1),
+        ("01259ade", 2),
+        ("025bcde", 2),
     ],
 )
 def test_turns_of_halves_are_those_of_the_runtime(used, chunks):
-    used = tuple(f"{row:x}" in used for row in range(13))
+    used = tuple(f"{row:x}" in used for row in range(15))
     half = layer_program(3, 1, chunks, used).rows
     turns, order = Turns(), []
 
     def call(index):
         before = None
         for row in half:
-            # This task waits for a collective. Backward computes deferred weight gradients (12) before it waits.
-            if before in (3, 4, 5, 12) and row not in (3, 4, 5, 12):
+            # This task waits for a collective, unlike deferred weight gradients (12) and copies of rows to send (13).
+            if before in (3, 4, 5, 12) and row not in (3, 4, 5, 12, 13):
                 turns.suspend(index, leads_to_start=before in (3, 4) and row == 8)
             elif before in (6, 7):
                 turns.offer(index)
@@ -140,6 +143,15 @@ def test_deferred_weight_gradients_hide_the_last_exchange_of_backward():
     # Of a short task, only its own time is hidden.
     deferred = dataclasses.replace(chunked, expert_weights=np.array([0.5]))
     assert pass_span(deferred, 1, 4, np.ones(1), 0.0)[0] == 0.5 + 4 * 4.0 + 1.0
+
+
+def test_copies_of_rows_overlap_with_exchanges_of_other_chunks():
+    chunked = seconds(experts=1.0, exchange=4.0, copy=0.5)
+    # The link is idle during the first copy to a buffer and the last copy from it.
+    assert pass_span(chunked, 1, 2, np.ones(1), 0.0)[0] == 0.5 + 4 * 4.0 + 0.5
+    # With less traffic, only the first dispatch and the last combine are exposed.
+    chunked = seconds(experts=3.0, exchange=1.0, copy=0.5)
+    assert pass_span(chunked, 1, 2, np.ones(1), 0.0)[0] == 0.5 + 1.0 + 2 * 3.0 + 1.0 + 0.5
 
 
 def test_numbers_of_rows_wait_for_the_dispatch_of_the_other_half():

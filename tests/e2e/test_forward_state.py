@@ -1,16 +1,18 @@
 """A forward pass does not depend on the passes before it: rotary frequencies that follow the longest text."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch.forward_state import changed_state, reset_before_calls
+from hyper_parallel.backends.torch.forward_state import reset_before_calls
 from hyper_parallel.backends.torch.rotary_lengths import rotate_by_document
 from tests.e2e.runs import assert_same_curve, curve, make_stage_place, train
 
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48},
@@ -33,7 +35,10 @@ def logits(of, length):
         return of(input_ids=torch.arange(length)[None] + 3, use_cache=False).logits
 
 
-def test_the_change_is_measured_by_name():
+def test_the_change_is_measured_by_name(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from sweeps.history import changed_state
+
     assert changed_state(model(), lambda: None) == ()
     dynamic, plain = model(), model("default")
     assert changed_state(plain, lambda: logits(plain, 60)) == ()

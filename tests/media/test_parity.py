@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch.forward_variants import float64_kept
+from hyper_parallel.backends.torch.forward_variants import KeepFloat64
 from hyper_parallel.config import Data
 from hyper_parallel.trainer.data import Batch, Batches, Order, PackedData, prepare
 from tests.media.records import ANSWERS, write_data
@@ -119,7 +119,7 @@ def _expected(folder: Path, model: Any, kind: str) -> float:
             labels[begin : begin + size] = answer
             count, begin = count + size, begin + size
         values = {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
-        with float64_kept():
+        with KeepFloat64():
             logits = model(**values).logits[0, :-1]
             targets = torch.tensor(labels[1:])
             total = total + torch.nn.functional.cross_entropy(logits, targets, reduction="sum")

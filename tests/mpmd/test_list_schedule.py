@@ -44,18 +44,13 @@ def _random_case(rng):
         costs.append(
             [
                 StageCost(
-                    n,
-                    n,
-                    rng.randint(0, 9),
-                    rng.randint(0, 3),
-                    rng.randint(0, 3),
-                    activation_bytes=n,
-                    weight_grad_input_bytes=n // 2,
+                    n, n, rng.randint(0, 9), activation_bytes=n, weight_grad_input_bytes=n // 2
                 )
                 for n in sizes
             ]
         )
-    return graph, homes, costs
+    transfers = {edge: [rng.randint(0, 3)] * microbatches for edge in graph.edges}
+    return graph, homes, costs, transfers
 
 
 def _least_bytes(homes, costs):
@@ -72,14 +67,14 @@ def test_random_problems_give_verified_schedules_within_any_sufficient_memory():
     tighter = 0
     for seed in range(200):
         rng = random.Random(seed)
-        graph, homes, costs = _random_case(rng)
+        graph, homes, costs, transfers = _random_case(rng)
         order = rng.sample(range(len(homes[0])), len(homes[0]))
-        options = {"split": rng.random() < 0.5, "order": order}
+        options = {"split": rng.random() < 0.5, "order": order, "transfer_s": transfers}
         limits = [n + rng.randint(0, 4) for n in _least_bytes(homes, costs)]
         free = list_schedule(graph, homes, costs, **options)
         tight = list_schedule(graph, homes, costs, max_bytes=limits, **options)
         for schedule, most in ((free, None), (tight, limits)):
-            lowered = lower(schedule, costs=costs)
+            lowered = lower(schedule, costs=costs, transfer_s=transfers)
             verify(lowered, costs=costs, max_bytes=most)
         tighter += held_bytes(free, costs) != held_bytes(tight, costs)
     assert tighter > 20

@@ -110,12 +110,11 @@ def test_bytes_are_those_of_the_simulation_and_are_limited():
 
 
 def test_uneven_costs_and_transfers_in_the_simulation():
-    """Microbatch 1 of the tower takes 7 s instead of 2, and its message 3 s instead of 1."""
+    """Microbatch 1 of the tower takes 7 s instead of 2, and its edge 3 s instead of 1."""
     graph = StageGraph(((0, 2), (1, 2)), frozen=frozenset({0, 1, 2}))
     schedule = Schedule.from_csv("0F0,0F1\n1F0,1F1\n2F0,2F1\n" + f"graph,{graph}\n")
-    tower = [StageCost(2, 0, 0, send_forward_s=1), StageCost(7, 0, 0, send_forward_s=3)]
-    costs = [tower, StageCost(1, 0, 0), StageCost(4, 0, 0)]
-    timeline = simulate(schedule_tasks(schedule, costs))
+    costs = [[StageCost(2, 0, 0), StageCost(7, 0, 0)], StageCost(1, 0, 0), StageCost(4, 0, 0)]
+    timeline = simulate(schedule_tasks(schedule, costs, transfer_s={(0, 2): (1.0, 3.0)}))
     starts = {span.name: span.start_s for span in timeline.spans}
     assert (starts["2F0"], starts["2F1"]) == (3, 12)
     assert timeline.end_s == 16

@@ -107,6 +107,15 @@ def test_a_template_is_refused_with_a_code(name: str) -> None:
     refusal(lambda: render(tokenizer, TURNS, where="rows:1"), "HP102", word, "rows:1")
 
 
+@pytest.mark.parametrize("name", ["syntax", "nested", "long"])
+def test_a_template_is_refused_with_a_code_for_a_record_with_variables(name: str) -> None:
+    template, word = REFUSED[name]
+    record = Conversation(tuple(TURNS), template_values={"style": "short"})
+    refusal(
+        lambda: render(with_template(template), record, where="rows:1"), "HP102", word, "rows:1"
+    )
+
+
 def test_end_markers_of_a_template_without_end_are_refused() -> None:
     tokenizer = with_template(REFUSED["macros"][0])
     refusal(lambda: stop_ids(tokenizer), "HP102", "more work")

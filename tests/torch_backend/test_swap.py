@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.backends.torch.forward_variants import recompute
 from hyper_parallel.backends.torch.host_saved_activations import save_activations_on_host
+from hyper_parallel.backends.torch.pass_context import RunningPass
 
 pytestmark = pytest.mark.unit
 
@@ -44,7 +45,7 @@ def gradients(kind, attention_dropout=0.0, inputs=True):
     layers = nn.Sequential(*(Layer(attention_dropout) for _ in range(3)))
     if kind != "plain":
         for layer in layers:
-            recompute(layer, None, exact=False)
+            recompute(layer, None, False, RunningPass())
     if kind == "swap":
         save_activations_on_host(list(layers), inputs)
     x = torch.randn(2, 5, 16, requires_grad=True)
@@ -81,7 +82,7 @@ def test_what_waits_is_a_copy_of_its_own(monkeypatch):
 
 def test_evaluation_keeps_nothing():
     layer = Layer(0.0)
-    recompute(layer, None, exact=False)
+    recompute(layer, None, False, RunningPass())
     save_activations_on_host([layer])
     with torch.no_grad():
         found = layer.eval()(torch.ones(2, 5, 16))

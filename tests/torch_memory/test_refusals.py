@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hyper_parallel.backends.torch.forward_variants import recompute
 from hyper_parallel.backends.torch.memory import FileTier, Meter, PlannedDevice, model_state, record
+from hyper_parallel.backends.torch.pass_context import RunningPass
 from hyper_parallel.errors import (
     CaptureUnsupported,
     MemoryPlanInvalid,
@@ -70,7 +71,7 @@ def test_recomputation_with_dropout_is_refused():
     def capture(**dropout):
         model = tiny_model("gpt2", **dropout).train()
         for layer in model.transformer.h:
-            recompute(layer, None, exact=False)
+            recompute(layer, None, False, RunningPass())
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         training_step(model, optimizer, data)
         return capture_training(model, optimizer, data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,51 @@ def logits(model: Any, length: int, seed: int) -> Any:
         return model(input_ids=ids, use_cache=False).logits
 
 
+def changed_state(model: Any, run_forward: Callable[[], object]) -> tuple[str, ...]:
+    """Return the names of buffers and attributes that a forward pass changes and no checkpoint contains.
+
+    Args:
+        model: Any module with real buffers.
+        run_forward: Function that runs a forward pass of the model.
+    """
+    from hyper_parallel.backends.torch.forward_state import BUFFER, state_of
+
+    modules = dict(model.named_modules())
+    before = {path: copied(state_of(module)) for path, module in modules.items()}
+    run_forward()
+    names = []
+    for path, module in modules.items():
+        after = state_of(module)
+        for kind, name in {**before[path], **after}:
+            if kind == BUFFER and name not in module._non_persistent_buffers_set:
+                continue
+            old, new = (values.get((kind, name)) for values in (before[path], after))
+            if not equal(old, new):
+                names.append(f"{path}.{name}".lstrip("."))
+    return tuple(sorted(names))
+
+
+def copied(values: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the state of a module with copies of its tensors."""
+    from torch import Tensor
+
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+
+
+def equal(value: Any, other: Any) -> bool:
+    """Return whether two values of a state are equal, tensors in shape and elements."""
+    import torch
+
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.shape == other.shape and torch.equal(value, other)
+    return type(value) is type(other) and value == other
+
+
 def cell(model: Any) -> str:
     """Return the result text of one model, from logits before and after other passes."""
     import torch
 
-    from hyper_parallel.backends.torch.forward_state import changed_state, reset_before_calls
+    from hyper_parallel.backends.torch.forward_state import reset_before_calls
     from hyper_parallel.backends.torch.forward_variants import keep_float64
 
     new, used = copy.deepcopy(model), model

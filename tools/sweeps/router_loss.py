@@ -143,9 +143,9 @@ def float64() -> Any:
     """Return a context in which all computations that request float32, as in transformers' loss, use float64."""
     import torch
 
-    from hyper_parallel.backends.torch.forward_variants import _KeepFloat64
+    from hyper_parallel.backends.torch.forward_variants import KeepFloat64
 
-    class Float64(_KeepFloat64):
+    class Float64(KeepFloat64):
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:

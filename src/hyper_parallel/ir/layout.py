@@ -315,15 +315,36 @@ class StridedShard:
 Placement: TypeAlias = Replicate | Partial | Shard | StridedShard
 
 
-def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
-    """Return the layout as one placement per mesh axis, outer to inner.
+def placements(
+    layout: Layout, mesh: Mesh, axes: Sequence[str] | None = None
+) -> tuple[Placement, ...]:
+    """Return the layout as one placement per mesh axis.
 
     The split factor of an axis is a product: the degrees of all axes that are inner in the mesh but outer in the dim,
     and the number of stacked parts of the dim. Both forms assign the same elements when every slice has equal size.
+
+    Args:
+        layout: Layout to convert.
+        mesh: Mesh with the degrees.
+        axes: Axes of the list, outer to inner; None: all axes of the mesh. An axis of the layout may be omitted only if
+            its degree is 1.
+
+    Raises:
+        LayoutError: HP202 when an omitted axis is used by the layout.
     """
+    names = mesh.names if axes is None else tuple(axes)
+    lost = [
+        a for a in (*layout.sharding_axes, *layout.partial) if a not in names and mesh.degree(a) > 1
+    ]
+    if lost:
+        raise LayoutError(
+            "`axes` of the placements omits a mesh axis that the layout uses",
+            got=lost,
+            allowed=names,
+        )
     holder = {a: i for i, dim in enumerate(layout.axes) for a in dim}
     entries: list[Placement] = []
-    for position, axis in enumerate(mesh.names):
+    for position, axis in enumerate(names):
         if axis in layout.partial:
             entries.append(Partial())
         elif axis not in holder:
@@ -331,7 +352,7 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
         else:
             dim = holder[axis]
             cut_before = layout.axes[dim][: layout.axes[dim].index(axis)]
-            factor = mesh.degree(a for a in cut_before if a in mesh.names[position + 1 :])
+            factor = mesh.degree(a for a in cut_before if a in names[position + 1 :])
             factor *= layout.parts_of(dim)
             entries.append(StridedShard(dim, factor) if factor > 1 else Shard(dim))
     return tuple(entries)
@@ -387,6 +408,7 @@ class Purpose(StrEnum):
     EXPERT_ROWS = "expert dispatch and combine"
     EXPERT_LOAD = "expert load"
     BALANCE_LOSS = "balance loss"
+    HALF_BATCHES = "agreement on half-batches"
 
     # Pipeline stages
     PIPELINE_ACTIVATIONS = "pipeline activations"
@@ -408,21 +430,18 @@ class Purpose(StrEnum):
     @property
     def parallelism(self) -> str:
         """Kind of parallelism that needs the collective: dp, tp, cp, ep, pp, submodels or step (once per step)."""
-        name = self.name
-        if name in ("EXPERT_ROW_COUNTS", "EXPERT_ROWS", "EXPERT_LOAD", "BALANCE_LOSS"):
-            return "ep"
-        if name in ("GRADIENT_NORM", "STEP_LOG"):
-            return "step"
-        return next((kind for start, kind in _PARALLELISMS if name.startswith(start)), "tp")
+        return next((kind for start, kind in _PARALLELISMS if self.name.startswith(start)), "tp")
 
 
 _PARALLELISMS = (
+    *((start, "ep") for start in ("EXPERT_ROW", "EXPERT_LOAD", "BALANCE_", "HALF_")),
+    *((start, "step") for start in ("GRADIENT_NORM", "STEP_")),
     *((start, "dp") for start in ("FSDP_", "EXPERT_", "REPLICA_", "UNIT_")),
     *((start, "cp") for start in ("KEYS_", "KEY_VALUE_GRADIENTS", "HEADS_FOR", "TOKENS_FOR")),
     ("SUBMODELS_", "submodels"),
     *((start, "pp") for start in ("PIPELINE_", "SHARED_")),
 )
-"""(prefix of a purpose's name, kind of parallelism); names without such a prefix belong to tensor parallelism."""
+"""(prefix of a purpose's name, kind of parallelism); the first match counts. All other names belong to tp."""
 _PAIRS = (
     (Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER),
     (Purpose.HEAD_GATHER, Purpose.HEAD_SCATTER),

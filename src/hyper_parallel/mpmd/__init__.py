@@ -1,7 +1,15 @@
 """Pipeline schedules: construction, lowering to communication, verification and task graphs. No framework."""
 
 from hyper_parallel.ir import StageCost
-from hyper_parallel.mpmd._bounded_search import search_by_bound
+from hyper_parallel.mpmd._assignment import (
+    Assignment,
+    Choice,
+    Devices,
+    SubModel,
+    assign_submodels,
+    lanes_text,
+    search_by_bound,
+)
 from hyper_parallel.mpmd._list_schedule import list_schedule
 from hyper_parallel.mpmd._lower import lower, one_by_one
 from hyper_parallel.mpmd._schedules import (
@@ -24,7 +32,6 @@ from hyper_parallel.mpmd._submodel_schedule import (
     check_submodel_schedule,
     forward_part,
     inline_schedule,
-    lanes_text,
     rounds_schedule,
     submodel_bound_s,
     submodel_schedule,
@@ -42,9 +49,14 @@ from hyper_parallel.mpmd._verify import held_bytes, in_flight, verify
 
 __all__ = [
     "SCHEDULES",
+    "Assignment",
+    "Choice",
+    "Devices",
     "JointLayout",
     "StageCost",
+    "SubModel",
     "TowerLanes",
+    "assign_submodels",
     "bubble_fraction",
     "check_pipeline",
     "check_submodel_schedule",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, Schedule
 from hyper_parallel.ir.schedule import COMPUTE, at
-from hyper_parallel.mpmd._tasks import StageCosts, action_times
+from hyper_parallel.mpmd._tasks import StageCosts, Transfers, action_times
 
 
 def lower(
@@ -19,6 +20,7 @@ def lower(
     max_unsharded: int = 3,
     reduce_grad: bool = True,
     costs: StageCosts | None = None,
+    transfer_s: Transfers = MappingProxyType({}),
 ) -> Schedule:
     """Return a compute-only schedule with SEND, RECV and, optionally, UNSHARD, RESHARD and REDUCE_GRAD added.
 
@@ -36,6 +38,7 @@ def lower(
         reduce_grad: Whether to reduce and scale the gradients of a stage after its last backward. torch's pipeline
             runtime needs this action even without data parallelism: it divides by the number of microbatches.
         costs: Costs as for `schedule_tasks`; None: F, I and W take one unit of time each, B two.
+        transfer_s: Seconds per edge as for `schedule_tasks`.
 
     Raises:
         ScheduleError: HP320 when the schedule contains other actions, deadlocks, or `max_unsharded` is below 2.
@@ -53,7 +56,7 @@ def lower(
             got=f"max_unsharded={max_unsharded}",
             allowed="2 and more",
         )
-    out = _with_messages(schedule, action_times(schedule, costs), reduce_grad)
+    out = _with_messages(schedule, action_times(schedule, costs, transfer_s), reduce_grad)
     ranks = [_with_unshard(row, max_unsharded) if unshard else row for row in out]
     return replace(schedule, ranks=tuple(map(tuple, ranks)))
 

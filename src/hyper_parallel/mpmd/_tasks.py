@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -32,7 +33,9 @@ def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Itera
     """Return a function from an action to the events that must happen before it ends."""
     homes = schedule.homes()
     communicates, rounds = schedule.has_communication, schedule.rounds()
-    copies = _ranks_of_stages(homes)
+    copies: dict[int, set[int]] = {}
+    for (stage, _), rank in homes.items():
+        copies.setdefault(stage, set()).add(rank)
 
     def result(kind: Literal["F", "B"], stage: int, other: int, i: int) -> _Event:
         if communicates and homes.get((stage, i)) != homes.get((other, i)):
@@ -48,7 +51,7 @@ def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Itera
     def own_needs(action: Action) -> Iterator[_Event]:
         s, kind, i = action.stage, action.kind, action.microbatch
         if kind == "REDUCE_GRAD":
-            yield from ((action, rank) for rank in copies[s])
+            yield from ((action, rank) for rank in sorted(copies[s]))
         if i is None:
             return
         if kind in ("F", "B", "I"):
@@ -65,14 +68,6 @@ def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Itera
                 yield action.peer
 
     return needs
-
-
-def _ranks_of_stages(homes: Mapping[tuple[int, int | None], int]) -> dict[int, list[int]]:
-    """Return a dict from stage to the ranks that compute it, ascending; `homes` is `Schedule.homes()`."""
-    ranks: dict[int, list[int]] = {}
-    for stage, rank in sorted({(stage, rank) for (stage, _), rank in homes.items()}):
-        ranks.setdefault(stage, []).append(rank)
-    return ranks
 
 
 def _text(event: _Event) -> str:
@@ -136,25 +131,16 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
 
 StageCosts: TypeAlias = Sequence[StageCost | Sequence[StageCost]]
 """Cost of each stage: one for all microbatches, or one per microbatch."""
-
-
-def check_num_costs(costs: StageCosts, stages: int) -> None:
-    """Raise ScheduleError (HP320) unless there is one cost per stage."""
-    if len(costs) != stages:
-        raise ScheduleError(
-            "the number of costs differs from the number of stages",
-            got=f"{len(costs)} costs",
-            allowed=stages,
-        )
-
-
-def cost_rows(costs: StageCosts, microbatches: int) -> list[list[StageCost]]:
-    """Return the cost of every microbatch, per stage."""
-    return [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+Transfers: TypeAlias = Mapping[tuple[int, int], Sequence[float]]
+"""Transfer seconds of each microbatch, by edge (stage, stage); equal in both directions."""
 
 
 def schedule_tasks(
-    schedule: Schedule, costs: StageCosts, *, overlap: float | None = None
+    schedule: Schedule,
+    costs: StageCosts,
+    *,
+    overlap: float | None = None,
+    transfer_s: Transfers = MappingProxyType({}),
 ) -> TaskGraph:
     """Return the task graph of a schedule.
 
@@ -173,12 +159,18 @@ def schedule_tasks(
         costs: Cost of each stage, or of each stage and microbatch.
         overlap: Time of an OVERLAP_F_B as a fraction of the sum of its parts' times, for one task of both parts. None:
             the parts run one after the other, and each sends its result when it ends.
+        transfer_s: Transfers between ranks; for a missing edge, the send times in the sender's cost apply.
 
     Raises:
         ScheduleError: HP320 when the schedule deadlocks, or the number of costs is not the number of stages.
     """
-    check_num_costs(costs, schedule.stages)
-    builder = _Builder(schedule, costs)
+    if len(costs) != schedule.stages:
+        raise ScheduleError(
+            "the number of costs differs from the number of stages",
+            got=f"{len(costs)} costs",
+            allowed=schedule.stages,
+        )
+    builder = _Builder(schedule, costs, transfer_s)
     for rank, position in replay(schedule):
         leaves = schedule.ranks[rank][position].leaves
         if overlap is not None and len(leaves) > 1:
@@ -206,16 +198,19 @@ def unit_starts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 
 
 def action_times(
-    schedule: Schedule, costs: StageCosts | None = None
+    schedule: Schedule,
+    costs: StageCosts | None = None,
+    transfer_s: Transfers = MappingProxyType({}),
 ) -> list[list[tuple[int, int]]]:
     """Return (start, end) of every action of a compute-only schedule, per rank, in nanoseconds.
 
     Args:
         schedule: Compute-only schedule.
         costs: As for `schedule_tasks`; None: one nanosecond for F, I and W, two for B.
+        transfer_s: As for `schedule_tasks`.
     """
     costs = costs or [StageCost(1e-9, 1e-9, 1e-9)] * schedule.stages
-    graph = schedule_tasks(schedule, costs, overlap=1.0)
+    graph = schedule_tasks(schedule, costs, overlap=1.0, transfer_s=transfer_s)
     tasks = tuple(replace(t, duration_ns=max(1, t.duration_ns)) for t in graph.tasks)
     times: list[list[tuple[int, int]]] = [[] for _ in schedule.ranks]
     for span in simulate(replace(graph, tasks=tasks)).spans:
@@ -280,10 +275,12 @@ _Key: TypeAlias = tuple[int, str, int | None, int | None]
 class _Builder:
     """Builder of a task graph, one action at a time; records the task that produces each value."""
 
-    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule, costs: StageCosts, transfer_s: Transfers) -> None:
+        self._schedule, self._transfer_s = schedule, transfer_s
         self.homes = schedule.homes()
-        self.copies = _ranks_of_stages(self.homes)
+        self.copies: dict[int, set[int]] = {}
+        for (stage, _), rank in self.homes.items():
+            self.copies.setdefault(stage, set()).add(rank)
         self.costs = _table(schedule, costs)
         self.tasks: list[Task] = []
         self.policies: dict[str, Literal["order", "priority"]] = {}
@@ -363,7 +360,10 @@ class _Builder:
         self.producers[s, way, i, None] = task
         for send in self._schedule.messages(action):
             to, arrival = send.peer.stage, task
+            edge = min(s, to), max(s, to)
             seconds = _of(self.costs, send)[0]
+            if edge in self._transfer_s:
+                seconds = self._transfer_s[edge][i or 0]
             peer = self.homes.get((to, i), rank)
             if peer != rank and seconds > 0:
                 link = f"link {rank}->{peer}"
@@ -378,7 +378,7 @@ class _Builder:
         s, kind = action.stage, action.kind
         deps = [self.last_compute[rank]] if rank in self.last_compute else []
         if kind == "REDUCE_GRAD" and len(self.copies[s]) > 1:
-            deps = [self.last_backward[s, copy] for copy in self.copies[s]]
+            deps = [self.last_backward[s, copy] for copy in sorted(self.copies[s])]
         elif kind == "UNSHARD":
             deps = []  # prefetch: waits only for earlier tasks on its lane, among them the frees of its memory
         self.producers[s, kind, rank, None] = self._append(
@@ -446,7 +446,12 @@ def makespan_s(
     Cost: about 2 x microbatches x stages_per_rank levels of numpy operations; schedules are cached.
     """
     program = _program(name, ranks, microbatches, stages_per_rank)
-    check_num_costs(costs, program.stages)
+    if len(costs) != program.stages:
+        raise ScheduleError(
+            "the number of costs differs from the number of stages",
+            got=f"{len(costs)} costs",
+            allowed=program.stages,
+        )
     if any(p != 1.0 for p in pace):
         schedule = make_schedule(name, ranks, microbatches, stages_per_rank)
         graph = on_shared_cores(schedule_tasks(schedule, costs), pace)

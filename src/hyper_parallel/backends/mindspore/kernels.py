@@ -38,54 +38,25 @@ relu = ops.ReLU()
 ceil = ops.Ceil()
 trunc = ops.Trunc()
 floor = ops.Floor()
-
-
-def add(x, y):
-    return ops.add(x, y)
-
-
-def sub(x, y):
-    return ops.sub(x, y)
-
-
-def mul(x, y):
-    return ops.mul(x, y)
-
-
-def floor_divide(x, y):
-    return ops.floor_div(x, y)
-
-
-def remainder(x, y):
-    return ops.floor_mod(x, y)
-
-
-def power(x, y):
-    return ops.pow(x, y)
-
-
-def maximum(x, y):
-    return ops.maximum(x, y)
-
-
-def minimum(x, y):
-    return ops.minimum(x, y)
+add = ops.add
+sub = ops.sub
+mul = ops.mul
+floor_divide = ops.floor_div
+remainder = ops.floor_mod
+power = ops.pow
+maximum = ops.maximum
+minimum = ops.minimum
+div = ops.div
+round_half_even = ops.round
+clamp = ops.clamp
 
 
 def rsub(x, y, alpha=1):
     return ops.sub(y, x if alpha == 1 else x * alpha)
 
 
-def div(x, y):
-    return ops.div(x, y)
-
-
 def real_div(x, y):
     return ops.RealDiv()(x, y) if x.dtype == ms.float32 else ops.div(x, y)
-
-
-def div_mode(x, y, rounding_mode=None):
-    return ops.div(x, y, rounding_mode=rounding_mode)
 
 
 def fmod(x, y):
@@ -120,14 +91,6 @@ def hardtanh(x, low=-1.0, high=1.0):
     return ops.clamp(x, low, high)
 
 
-def round_half_even(x):
-    return ops.round(x)
-
-
-def clamp(x, low=None, high=None):
-    return ops.clamp(x, low, high)
-
-
 def clamp_max(x, high):
     return ops.clamp(x, None, high)
 
@@ -155,30 +118,12 @@ def _as_shape(x, shape):
 
 isnan = ops.IsNan()
 isinf = ops.IsInf()
-
-
-def equal(x, y):
-    return ops.equal(x, y)
-
-
-def not_equal(x, y):
-    return ops.not_equal(x, y)
-
-
-def less(x, y):
-    return ops.less(x, y)
-
-
-def less_equal(x, y):
-    return ops.less_equal(x, y)
-
-
-def greater(x, y):
-    return ops.greater(x, y)
-
-
-def greater_equal(x, y):
-    return ops.greater_equal(x, y)
+equal = ops.equal
+not_equal = ops.not_equal
+less = ops.less
+less_equal = ops.less_equal
+greater = ops.greater
+greater_equal = ops.greater_equal
 
 
 def _truth(x):
@@ -221,12 +166,14 @@ bmm = ops.BatchMatMul()
 
 
 def addmm(bias, x, y, beta=1, alpha=1):
-    product = ops.MatMul()(x, y)
-    return (bias if beta == 1 else beta * bias) + (product if alpha == 1 else alpha * product)
+    return _add_scaled(bias, ops.MatMul()(x, y), beta, alpha)
 
 
 def baddbmm(bias, x, y, beta=1, alpha=1):
-    product = ops.BatchMatMul()(x, y)
+    return _add_scaled(bias, ops.BatchMatMul()(x, y), beta, alpha)
+
+
+def _add_scaled(bias, product, beta, alpha):
     return (bias if beta == 1 else beta * bias) + (product if alpha == 1 else alpha * product)
 
 
@@ -240,11 +187,16 @@ def solve_triangular(a, b, upper=False, left=True, unitriangular=False):
 
 
 def sum_over(x, dims=None, keepdim=False, dtype=None):
-    value = x if dtype is None else ops.cast(x, dtype)
-    if value.dtype == ms.bool_:
-        value = ops.cast(value, ms.int64)
-    axes = tuple(range(x.ndim)) if dims is None or len(dims) == 0 else dims
-    return ops.ReduceSum(keep_dims=keepdim)(value, axes)
+    return ops.ReduceSum(keep_dims=keepdim)(_summands(x, dtype), _axes(x, dims))
+
+
+def _summands(x, dtype):
+    value = to_copy(x, dtype)
+    return ops.cast(value, ms.int64) if value.dtype == ms.bool_ else value
+
+
+def _axes(x, dims):
+    return tuple(range(x.ndim)) if dims is None or len(dims) == 0 else dims
 
 
 def sum_all(x, dtype=None):
@@ -252,9 +204,7 @@ def sum_all(x, dtype=None):
 
 
 def mean(x, dims=None, keepdim=False, dtype=None):
-    value = x if dtype is None else ops.cast(x, dtype)
-    axes = tuple(range(x.ndim)) if dims is None or len(dims) == 0 else dims
-    return ops.ReduceMean(keep_dims=keepdim)(value, axes)
+    return ops.ReduceMean(keep_dims=keepdim)(to_copy(x, dtype), _axes(x, dims))
 
 
 def mean_all(x, dtype=None):
@@ -262,7 +212,7 @@ def mean_all(x, dtype=None):
 
 
 def variance(x, dims=None, correction=1, keepdim=False):
-    axes = tuple(range(x.ndim)) if dims is None or len(dims) == 0 else dims
+    axes = _axes(x, dims)
     centred = x - ops.ReduceMean(keep_dims=True)(x, axes)
     count = _count(x.shape, axes)
     return ops.ReduceSum(keep_dims=keepdim)(centred * centred, axes) / (count - correction)
@@ -274,7 +224,7 @@ def _count(shape, axes):
 
 
 def vector_norm(x, order=2, dims=None, keepdim=False, dtype=None):
-    value = x if dtype is None else ops.cast(x, dtype)
+    value = to_copy(x, dtype)
     return ops.sqrt(sum_over(value * value, dims, keepdim))
 
 
@@ -309,14 +259,11 @@ def any_all(x):
 
 
 def product_over(x, dim, keepdim=False, dtype=None):
-    return ops.ReduceProd(keep_dims=keepdim)(x if dtype is None else ops.cast(x, dtype), dim)
+    return ops.ReduceProd(keep_dims=keepdim)(to_copy(x, dtype), dim)
 
 
 def cumsum(x, dim, dtype=None):
-    value = x if dtype is None else ops.cast(x, dtype)
-    if value.dtype == ms.bool_:
-        value = ops.cast(value, ms.int64)
-    return ops.CumSum()(value, dim)
+    return ops.CumSum()(_summands(x, dtype), dim)
 
 
 def softmax(x, dim, half_to_float=False):
@@ -366,6 +313,8 @@ def sort_stable(x, stable=True, dim=-1, descending=False):
 
 view = ops.Reshape()
 unsqueeze = ops.ExpandDims()
+cat = ops.cat
+flip = ops.flip
 
 
 def permute(x, dims):
@@ -408,10 +357,6 @@ def squeeze(x, dims):
 def _squeezed(shape, dims):
     axes = {dim % len(shape) for dim in dims} if shape else ()
     return tuple(size for i, size in enumerate(shape) if i not in axes or size != 1)
-
-
-def cat(tensors, dim=0):
-    return ops.cat(tensors, dim)
 
 
 def split_with_sizes(x, sizes, dim=0):
@@ -480,10 +425,6 @@ def select_scatter(x, source, dim, index):
     return slice_scatter(x, ops.expand_dims(source, dim), dim, begin, begin + 1)
 
 
-def flip(x, dims):
-    return ops.flip(x, dims)
-
-
 def constant_pad_nd(x, pad, value=0.0):
     begins, sizes, added = _padding(x.shape, pad)
     inner = x if sizes == x.shape else ops.slice(x, begins, sizes)
@@ -528,16 +469,15 @@ def scalar_tensor(value, dtype=None):
 # --- indices --------------------------------------------------------------------------------------------------------
 
 
+gather = ops.gather_elements
+
+
 def embedding(weight, index, *_):
     return ops.gather(weight, index, 0)
 
 
 def index_select(x, dim, index):
     return ops.gather(x, index, dim)
-
-
-def gather(x, dim, index):
-    return ops.gather_elements(x, dim, index)
 
 
 def scatter(x, dim, index, source):
@@ -692,21 +632,6 @@ def after(x, previous):
     return ops.Depend()(x, previous)
 
 
-# --- copies of memory plans -----------------------------------------------------------------------------------------
-# The memory of a CPU is the host's, so copies are simulated there. The Ascend branch is untested.
-
-SIMULATES_COPIES = ms.get_context("device_target") == "CPU"
-
-
-def to_host(x):
-    return x if SIMULATES_COPIES else ops.move_to(x, "CPU", False)
-
-
-def to_device(x, previous):
-    waiting = ops.Depend()(x, previous)
-    return waiting if SIMULATES_COPIES else ops.move_to(waiting, "Ascend", False)
-
-
 def _of_members(x, group):
     """Gather `x` from all ranks, and return the tensors of the ranks of a group, stacked."""
     rows = ops.AllGather(group[0])(ops.reshape(x, (-1,)))
@@ -738,6 +663,21 @@ def all_to_all(x, receive, send, group):
     ranks = len(send)  # parts are equal; the CPU has no kernel for all-to-all
     parts = ops.reshape(all_gather(x, ranks, group), (ranks, ranks, -1, *x.shape[1:]))
     return ops.reshape(select(parts, 1, group[1]), x.shape)
+
+
+# --- copies of memory plans -----------------------------------------------------------------------------------------
+# The memory of a CPU is the host's, so copies are simulated there. The Ascend branch is untested.
+
+SIMULATES_COPIES = ms.get_context("device_target") == "CPU"
+
+
+def to_host(x):
+    return x if SIMULATES_COPIES else ops.move_to(x, "CPU", False)
+
+
+def to_device(x, previous):
+    waiting = ops.Depend()(x, previous)
+    return waiting if SIMULATES_COPIES else ops.move_to(waiting, "Ascend", False)
 
 
 def dtype(name: str) -> Any:

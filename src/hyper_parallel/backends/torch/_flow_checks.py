@@ -35,15 +35,9 @@ class ForwardTrials:
 
 
 def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None) -> ForwardTrials:
-    """Run trial passes, without other ranks, and raise if the forward does not support the parallel axes of the plan.
+    """Run trial passes, without other ranks; raise HP205 if the forward does not support an axis of the plan.
 
-    Args:
-        model: Model with real or meta parameters; not changed.
-        plan: The plan.
-        shard_plan: Result of `resolve_layouts`; None: call it here if tensor parallelism needs the layouts.
-
-    Raises:
-        UnsupportedSharding: HP205 naming the axis and the reason.
+    `shard_plan` is the result of `resolve_layouts`; None: call it here if tensor parallelism needs the layouts.
     """
     strategy = plan.strategy
     refuse_random_modules(model, strategy)
@@ -57,11 +51,7 @@ def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None
 
 
 def unsplit_axes(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return (axis, reason) for each of the mesh axes `pp` and `cp` that a model's forward pass does not support.
-
-    Args:
-        model: Model with real or meta parameters; not changed.
-    """
+    """Return (axis, reason) for each of the mesh axes `pp` and `cp` that a model's forward pass does not support."""
     trials: dict[str, Callable[[], object]] = {
         "pp": lambda: trace_layer_flow(model),
         "cp": lambda: count_attention_calls(model, Strategy(cp=2)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -129,16 +130,9 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
         check_symmetric_memory(tp_mesh.get_group(), ranks.device)
     trials = check_flow(model, plan, shard_plan)
     expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()
-    experts = expert_state(
-        model,
-        shard_plan.styles,
-        routing,
-        expert_group,
-        ranks.world_group,
-        strategy.pp > 1,
-        ranks.device,
-        strategy.overlap.ep_chunks,
-    )
+    groups = expert_group, ranks.world_group
+    options = strategy.pp > 1, ranks.device, strategy.overlap.ep_chunks
+    experts = expert_state(model, shard_plan.styles, routing, *groups, *options)
     stages = split_model(model, plan, trials.flow, mesh, ranks.device)
     shard_expert_lists(model, experts)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -181,7 +175,7 @@ def audit(model: nn.Module) -> None:
 
 
 def _with_flat_fsdp_axis(mesh: Mesh, rank: int) -> tuple[Mesh, dict[str, int]]:
-    """Return the mesh and the coordinate of `rank` with dp_shard and cp merged into the axis over which FSDP shards.
+    """Return the mesh and the coordinate of `rank` with dp_shard and cp merged into FSDP's axis.
 
     For uneven sizes, one split into dp_shard * cp slices differs from a split by dp_shard and then by cp.
     """
@@ -244,22 +238,13 @@ def _shard(
     part = select(data, layout.ranges(data.shape, degrees, coordinate))
     # A slice shares the storage of the full tensor: copy it, so that the full tensor can be freed.
     part = part.to(target, wanted, copy=part is not data).contiguous()
-    whole = DTensor.from_local(
-        part,
-        mesh,
-        _dtensor_placements(layout, degrees),
-        run_check=False,
-        shape=data.shape,
-        stride=data.stride(),
-    )
+    size = {"shape": data.shape, "stride": data.stride()}
+    entries = [_dtensor_placement(entry) for entry in placements(layout, degrees)]
+    whole = DTensor.from_local(part, mesh, entries, run_check=False, **size)
     return nn.Parameter(whole, requires_grad=param.requires_grad)
 
 
-def _dtensor_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
-    entries: list[Placement] = []
-    for entry in placements(layout, mesh):
-        if isinstance(entry, ir.StridedShard):
-            entries.append(_StridedShard(entry.dim, split_factor=entry.split_factor))
-        else:
-            entries.append(Shard(entry.dim) if isinstance(entry, ir.Shard) else Replicate())
-    return entries
+def _dtensor_placement(entry: Any) -> Placement:
+    if isinstance(entry, ir.StridedShard):
+        return _StridedShard(entry.dim, split_factor=entry.split_factor)
+    return Shard(entry.dim) if isinstance(entry, ir.Shard) else Replicate()

@@ -5,10 +5,7 @@ stages, the plan's schedule decides the order. In both cases the gradients are t
 tokens divided once by `num_tokens`. The losses that ranks return with `num_tokens` add up to the loss of the step.
 
 An objective is a function of a model result and a microbatch, `objective(first, batch) -> scalar`. Its arguments are
-the same as on one device, so one function serves every layout. Ranks that share a microbatch compute the same value,
-and backward counts its gradient once.
-
-A model after `parallelize_submodels` has its encoders and its language model on different ranks.
+the same as on one device. Ranks that share a microbatch compute the same value, and backward counts its gradient once.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Literal
 
 import torch
@@ -49,6 +46,10 @@ Over = Literal["logprobs", "logits", "output"]
 OVER: Final = ("logprobs", "logits", "output")
 _IGNORED: Final = -100
 """Label without loss: `ignore_index` of `torch.nn.functional.cross_entropy`."""
+
+
+def _no_span(name: str, kind: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
@@ -89,7 +90,7 @@ def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
         return torch.zeros((), device=attached.device)
 
     part = _forward_kwargs(model, batch)
-    pipeline.run(model, [part], run_last_stage, lambda name, kind: nullcontext(), train=False)
+    pipeline.run(model, [part], run_last_stage, _no_span, train=False)
     compute = getattr(torch, attached.plan.workload.compute_dtype)
     dtype = torch.promote_types(compute, torch.float32)
     like = part["input_ids"]
@@ -100,7 +101,7 @@ def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
     return out
 
 
-def objective_loss(
+def _objective_loss(
     model: nn.Module,
     attached: Handle,
     batch: Mapping[str, Any],
@@ -111,7 +112,7 @@ def objective_loss(
     """Return this rank's loss of one microbatch, a scalar on which backward is called.
 
     The sum over cp ranks is the objective's value for the microbatch, plus the router loss in training. `share` is the
-    weight of this microbatch in the router loss of the step. Other arguments are those of `forward_backward`.
+    weight of this microbatch in the router loss of the step.
     """
     scores = over is None and scores_tokens(model)
     over = over or ("logprobs" if scores or _has_token_loss(model, attached) else "output")
@@ -126,7 +127,12 @@ def objective_loss(
             )
         value = _value(objective, model(**_forward_kwargs(model, batch)), batch)
     elif over == "logprobs":
-        first = _scores(model, attached, batch) if scores else _logprobs(model, attached, batch)
+        if scores:
+            assert attached.loss is not None
+            targets = targets_of(model, batch)
+            first = _intercepted(model, attached, batch, targets, attached.loss.scores)
+        else:
+            first = _logprobs(model, attached, batch)
         value = _value(objective, first, batch)
     elif over == "logits":
         first, own = _own_logits(model, attached, batch)
@@ -184,11 +190,6 @@ def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> T
     return -cross_entropy(None, logits, flat, summed=False).view(targets.shape)
 
 
-def _scores(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> Tensor:
-    assert attached.loss is not None
-    return _intercepted(model, attached, batch, targets_of(model, batch), attached.loss.scores)
-
-
 def _own_logits(
     model: nn.Module, attached: Handle, batch: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
@@ -196,7 +197,7 @@ def _own_logits(
     targets, tap = targets_of(model, batch), attached.loss
     if tap is None or not _has_token_loss(model, attached):
         raise NoLoss(
-            "token log-probabilities need a causal language model",
+            'over="logits" needs a causal language model',
             where=type(model).__name__,
             hint='forward_backward(model, microbatches, objective=..., over="output")',
         )
@@ -234,7 +235,7 @@ def _intercepted(
     return loss
 
 
-def check_loss(model: nn.Module, attached: Handle) -> None:
+def _check_loss(model: nn.Module, attached: Handle) -> None:
     """Raise HP514 if the losses that the model computes for microbatches do not add up to the loss of the step."""
     # A forward with this argument divides its loss by the number of tokens of the step.
     divides = "num_items_in_batch" in _forward_parameters(model)
@@ -244,16 +245,6 @@ def check_loss(model: nn.Module, attached: Handle) -> None:
             where=type(model).__name__,
             hint='forward_backward(model, microbatches, objective=..., over="output")',
         )
-
-
-def stage_inputs(
-    model: nn.Module, batch: Mapping[str, Any], objective: Objective | None
-) -> Mapping[str, Any]:
-    """Return the items of a batch that every pipeline stage needs.
-
-    Without an objective these are all items, otherwise only those that are arguments of the model's forward.
-    """
-    return batch if objective is None else _forward_kwargs(model, batch)
 
 
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -320,7 +311,7 @@ def forward_backward(
     model: nn.Module,
     microbatches: Sequence[Microbatch | None],
     num_tokens: int | Tensor | None = None,
-    span: Span = lambda name, kind: nullcontext(),
+    span: Span = _no_span,
     *,
     objective: Objective | None = None,
     over: Over | None = None,
@@ -370,8 +361,7 @@ def forward_loss(
     over: Over | None = None,
 ) -> Tensor:
     """Return the loss of `microbatches` without gradients; see `forward_backward`."""
-    span: Span = lambda name, kind: nullcontext()  # noqa: E731
-    return _run(model, microbatches, num_tokens, span, objective, over, train=False)
+    return _run(model, microbatches, num_tokens, _no_span, objective, over, train=False)
 
 
 def _run(
@@ -426,19 +416,19 @@ def _run_losses(
     scale: float,
     step: StepActions | None = None,
 ) -> Tensor:
-    """Run microbatches on a rank of the language model; see `_run`.
-
-    `step` exchanges features and their gradients with the ranks of encoders; None without separate encoders.
-    """
-    axes = [axis for axis in ("pp", "cp") if getattr(attached.plan.strategy, axis) > 1]
-    for part in microbatches:
-        refuse_other_inputs(model, axes, stage_inputs(model, part, objective))
+    """Run microbatches on a rank of the language model; `step` exchanges features with separate encoders."""
+    strategy = attached.plan.strategy
+    axes = [axis for axis in ("pp", "cp") if getattr(strategy, axis) > 1]
+    # Items that only the objective reads are no arguments of the forward.
+    parts = microbatches if objective is None else [_forward_kwargs(model, p) for p in microbatches]
+    for part in parts:
+        refuse_other_inputs(model, axes, part)
     local_only = num_tokens is not None
     if attached.average:
         # FSDP averages gradients of a loss that is already divided by all tokens of the step.
-        scale *= attached.plan.strategy.dp
+        scale *= strategy.dp
     if objective is None:
-        check_loss(model, attached)
+        _check_loss(model, attached)
         if num_tokens is None:
             num_tokens = _count(model, attached, microbatches)
     elif local_only:
@@ -453,21 +443,17 @@ def _run_losses(
         if objective is None:
             loss = _model_loss(model, part, num_tokens)
         else:
-            strategy = attached.plan.strategy
             share = 1 / (len(microbatches) * strategy.dp * strategy.cp)
-            loss = objective_loss(model, attached, part, objective, over, share)
+            loss = _objective_loss(model, attached, part, objective, over, share)
         return loss if scale == 1.0 else loss * scale
 
-    with extend_backward(model, attached.plan.strategy) if train else nullcontext():
+    with extend_backward(model, strategy) if train else nullcontext():
         if attached.pipeline is not None:
-            parts = [stage_inputs(model, p, objective) for p in microbatches]
             total = attached.pipeline.run(model, parts, loss_of, span, train, scale, step)
         else:
             total = _run_in_turn(model, attached, len(microbatches), loss_of, span, train, step)
-    # Ranks with the same tokens all compute the loss; one of them reports it.
-    coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
-    reports = all(coordinate[axis] == 0 for axis in ("tp_x", "tp_y"))
-    total = total if reports else torch.zeros_like(total)
+    if not _is_first(attached, "tp_x", "tp_y"):
+        total = torch.zeros_like(total)  # another rank reports the loss of the same tokens
     total = total if scale == 1.0 else total / scale
     return total if local_only else _sum_over_ranks(attached, total)
 
@@ -491,13 +477,10 @@ def _run_in_turn(
 ) -> Tensor:
     """Run forward, and backward if `train`, of each microbatch in turn, and return the sum of the losses.
 
-    Without data and context parallelism, a microbatch that uses no trained parameter has no backward, for example text
-    if only the encoder of images is trained.
-
-    Raises:
-        UnsupportedSharding: HP205 for such a microbatch with data or context parallelism, because other ranks would
-            wait for this one in gradient reductions. `extend_backward` avoids this in Hugging Face models.
+    A microbatch that uses no trained parameter has no backward, for example text if only the encoder of images is
+    trained. It raises HP205 with data or context parallelism, because other ranks would wait in gradient reductions.
     """
+    strategy = attached.plan.strategy
     total = torch.zeros((), dtype=torch.float64, device=attached.device)
     is_trained = step is not None or any(p.requires_grad for p in model.parameters())
     for i in range(count):
@@ -507,11 +490,7 @@ def _run_in_turn(
             with span("forward", "compute"):
                 loss = loss_of(i)
             without_backward = is_trained and not loss.requires_grad
-            if (
-                train
-                and without_backward
-                and attached.plan.strategy.dp * attached.plan.strategy.cp > 1
-            ):
+            if train and without_backward and strategy.dp * strategy.cp > 1:
                 raise UnsupportedSharding(
                     "a microbatch uses no trained parameter, so this rank has no backward to run with the others",
                     where=f"microbatch {i}",
@@ -530,10 +509,15 @@ def _count(model: nn.Module, attached: Handle, microbatches: Sequence[Microbatch
     count = torch.zeros((), dtype=torch.float64, device=attached.device)
     for part in microbatches:
         count += (targets_of(model, part) != _IGNORED).sum()
-    coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
-    if any(coordinate[axis] for axis in ("pp", "cp", "tp_x", "tp_y")):
+    if not _is_first(attached, "pp", "cp", "tp_x", "tp_y"):
         count.zero_()  # another rank counts the same tokens
     return _sum_over_ranks(attached, count).clamp(min=1)
+
+
+def _is_first(attached: Handle, *axes: str) -> bool:
+    """Return whether the coordinates of this rank on these mesh axes are 0."""
+    coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
+    return not any(coordinate[axis] for axis in axes)
 
 
 def _sum_over_ranks(attached: Handle, value: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import difflib
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from hyper_parallel.config import NAMES_OF_EXPERTS
 from hyper_parallel.errors import BadValue, UnsupportedSharding
 
 _PLAIN: Final = re.compile(r"[\w.-]+")
+"""Pattern of plain name suffixes, which `re` matches in linear time."""
 _LONGEST: Final = 10_000
 """Maximum characters of a pattern; a pattern that lists all modules of a layer has a few hundred."""
 _MOST_S: Final = 0.5
@@ -33,20 +34,13 @@ _MOST_NAMES: Final = 2000
 """Maximum names that a key of `rank_pattern` or `alpha_pattern` may match: peft compares each module with each name."""
 
 
-def is_plain(pattern: str) -> bool:
-    """Return whether a pattern is a plain name suffix, which `re` matches in linear time."""
-    return _PLAIN.fullmatch(pattern) is not None
+def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
+    """Return the names that match a Python regular expression in full.
 
-
-def matcher(pattern: str, where: str) -> Callable[[str], bool]:
-    """Return a predicate that tells whether a full module name matches a pattern.
-
-    Args:
-        pattern: A Python regular expression.
-        where: Recipe key or file that contains the pattern, for errors.
+    `where` is the recipe key or file that contains the pattern.
 
     Raises:
-        BadValue: HP102 for an invalid regular expression. The predicate raises HP102 when matching takes too long.
+        BadValue: HP102 for an invalid expression, and when matching all names takes too long.
     """
     shown = f"{pattern:.120}"
     try:
@@ -61,13 +55,12 @@ def matcher(pattern: str, where: str) -> Callable[[str], bool]:
             got=shown,
             hint="lora.target_modules=all-linear",
         ) from None
-    remaining_s = _MOST_S
-
-    def fits(name: str) -> bool:
-        nonlocal remaining_s
-        start_s = time.perf_counter()
+    end_s, matching = time.perf_counter() + _MOST_S, set()
+    for name in names:
         try:
-            match = compiled.fullmatch(name, timeout=max(remaining_s, 1e-3))
+            remaining_s = max(end_s - time.perf_counter(), 1e-3)
+            if compiled.fullmatch(name, timeout=remaining_s) is not None:
+                matching.add(name)
         except TimeoutError:
             raise BadValue(
                 f"the regular expression takes more than {_MOST_S:g} s to match the module names",
@@ -76,28 +69,14 @@ def matcher(pattern: str, where: str) -> Callable[[str], bool]:
                 allowed="name suffixes, or an expression without nested repetitions",
                 hint="lora.target_modules=all-linear",
             ) from None
-        remaining_s -= time.perf_counter() - start_s
-        return match is not None
-
-    return fits
-
-
-def fitting(pattern: str, names: Iterable[str], where: str) -> set[str]:
-    """Return the names that match a pattern; see `matcher` for arguments and errors."""
-    fits = matcher(pattern, where)
-    return {name for name in names if fits(name)}
+    return matching
 
 
 def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
-    """Return a copy of a `peft.LoraConfig` with the names of matching modules in place of its patterns.
-
-    Args:
-        config: The configuration; not changed.
-        chosen: Names of the modules that get an adapter.
-        where: Recipe key or file of the configuration, for errors.
+    """Return a copy of a `peft.LoraConfig` with names of the `chosen` modules in place of its patterns.
 
     Raises:
-        BadValue: HP102 from `matcher`, and for patterns that match too many names.
+        BadValue: HP102 for an invalid or slow pattern, and for patterns that match too many names.
     """
     config, names = copy.copy(config), sorted(chosen)
     pattern = isinstance(config.target_modules, str) and config.target_modules != "all-linear"
@@ -110,26 +89,23 @@ def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
 
 
 def chosen_names(config: Any, names: Iterable[str], where: str) -> set[str]:
-    """Return the names of the modules that a `peft.LoraConfig` selects, by peft's rules.
+    """Return the names, among those of all modules, that a `peft.LoraConfig` selects by peft's rules.
 
-    Args:
-        config: Configuration with names or a regular expression as `target_modules`.
-        names: Names of all modules.
-        where: Recipe key or file of the configuration, for errors.
+    Its `target_modules` must be names or a regular expression.
 
     Raises:
-        BadValue: HP102 from `matcher`, and for a `layers_pattern` that is not a name.
+        BadValue: HP102 for an invalid or slow pattern, and for a `layers_pattern` that is not a name.
     """
     targets, excluded = config.target_modules, config.exclude_modules or ()
     if isinstance(targets, str):
-        chosen = fitting(targets, names, where)
+        chosen = _matching(targets, names, where)
     else:
         chosen = _with_ends(targets, names)
         if config.layers_to_transform is not None:
             listed = _in_layers(config, chosen - {*targets}, where)
             chosen = listed | (chosen & {*targets})
     if isinstance(excluded, str):
-        return chosen - fitting(excluded, chosen, f"{where}: exclude_modules")
+        return chosen - _matching(excluded, chosen, f"{where}: exclude_modules")
     return chosen - _with_ends(excluded, chosen)
 
 
@@ -149,7 +125,7 @@ def _in_layers(config: Any, names: Iterable[str], where: str) -> set[str]:
     wanted, patterns = config.layers_to_transform, config.layers_pattern or ()
     wanted = {wanted} if isinstance(wanted, int) else {*wanted}
     patterns = {patterns} if isinstance(patterns, str) else {*patterns}
-    if odd := [p for p in patterns if not is_plain(p)]:
+    if odd := [p for p in patterns if not _PLAIN.fullmatch(p)]:
         raise BadValue(
             "`layers_pattern` must contain names, not regular expressions",
             where=f"{where}: layers_pattern",
@@ -174,10 +150,10 @@ def _plain_keys(patterns: Mapping[str, Any], names: list[str], where: str) -> di
     """Return `patterns` with each key that is not a plain suffix replaced by the full names that it matches."""
     plain: dict[str, Any] = {}
     for pattern, value in patterns.items():
-        if is_plain(pattern):
+        if _PLAIN.fullmatch(pattern):
             plain[pattern] = value
             continue
-        fits = sorted(fitting(rf"(?:.*\.)?(?:{pattern})", names, where), key=len, reverse=True)
+        fits = sorted(_matching(rf"(?:.*\.)?(?:{pattern})", names, where), key=len, reverse=True)
         if len(fits) > _MOST_NAMES:
             raise BadValue(
                 f"the pattern matches {len(fits)} modules, more than {_MOST_NAMES}",
@@ -199,13 +175,13 @@ def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that support an adapter, by name: linear modules except the head and those peft refuses."""
     head, config = head_of(model), getattr(model, "config", None)
     excluded = {*_REFUSED_BY_PEFT.get(getattr(config, "model_type", ""), ())}
-    if any(".experts." in name and p.dim() == 3 for name, p in model.named_parameters()):
+    if _has_fused_experts(model):
         # In peft these names select the fused experts of a layer, which are one parameter.
         excluded |= {*NAMES_OF_EXPERTS}
     return {
         name: module
         for name, module in linear_maps(model).items()
-        if module is not head and _last(name) not in excluded
+        if module is not head and name.rpartition(".")[2] not in excluded
     }
 
 
@@ -225,26 +201,17 @@ def all_linear(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> str | li
         )
     head = head_of(model)
     modules = dict(model.named_modules())
-    fused = any(".experts." in name and p.dim() == 3 for name, p in model.named_parameters())
     chosen_by_peft = {n for n, m in modules.items() if is_linear_class(m) and m is not head}
-    if chosen_by_peft == adaptable.keys() and not fused:
+    if chosen_by_peft == adaptable.keys() and not _has_fused_experts(model):
         return "all-linear"
     ends = last_names(adaptable)
-    known = {*ends}
-    fits = {name for name in modules if not known.isdisjoint(name_suffixes(name))}
-    return ends if fits == adaptable.keys() else sorted(adaptable)
+    return ends if _with_ends(ends, modules) == adaptable.keys() else sorted(adaptable)
 
 
 def check_names(
     model: nn.Module, config: Any, adaptable: Mapping[str, nn.Module], where: str
 ) -> AbstractSet[str]:
-    """Return the names of the modules that get an adapter.
-
-    Args:
-        model: The model, before peft.
-        config: A `peft.LoraConfig`.
-        adaptable: Modules that support an adapter, by name.
-        where: Recipe key or file that contains the names, for errors.
+    """Return the names of the modules that get an adapter; `where` is the recipe key or file with the names.
 
     Raises:
         BadValue: HP102 for names that match no module.
@@ -279,7 +246,8 @@ def check_names(
             allowed=ends,
             hint=target_hint(_nearest(listed, missing, ends) or ["all-linear"], adaptable),
         )
-    inside_saved = {n for n in chosen if _inside(n, saved)}
+    # Modules trained in full need no adapters, and neither do the modules in them.
+    inside_saved = {n for n in chosen if any(f".{s}." in f".{n}." for s in saved)}
     if config.exclude_modules or config.layers_to_transform is not None:
         return chosen - inside_saved  # `absorb_adapters` checks the modules that peft selects
     if refused := sorted(chosen - adaptable.keys() - inside_saved):
@@ -296,7 +264,7 @@ def check_names(
 
 def last_names(names: Iterable[str]) -> list[str]:
     """Return the distinct last components of dotted module names, sorted."""
-    return sorted({_last(name) for name in names})
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def target_hint(names: list[str], adaptable: Mapping[str, nn.Module] | None = None) -> str:
@@ -308,9 +276,8 @@ def target_hint(names: list[str], adaptable: Mapping[str, nn.Module] | None = No
     return f"'lora.target_modules=[{', '.join(names)}]'"
 
 
-def _inside(name: str, saved: Iterable[str]) -> bool:
-    """Return whether a module, or a module that contains it, is in `saved`, the names of modules trained in full."""
-    return any(f".{s}." in f".{name}." for s in saved)
+def _has_fused_experts(model: nn.Module) -> bool:
+    return any(".experts." in name and p.dim() == 3 for name, p in model.named_parameters())
 
 
 def _shown(names: Iterable[str]) -> str:
@@ -324,7 +291,3 @@ def _nearest(listed: Iterable[str], missing: Iterable[str], names: list[str]) ->
     for name in missing[:_SHOWN]:
         suggestions += difflib.get_close_matches(name[:120], names, n=1)
     return [*dict.fromkeys(suggestions)]
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from hyper_parallel.ir import Flight, Purpose
 
 # torch 2.13 renamed both functions and deprecates the names of 2.11.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _listener: ContextVar[Callable[[Flight], None] | None] = ContextVar("flights", default=None)
 _current: ContextVar[tuple[Purpose | None, bool]] = ContextVar("purpose", default=(None, False))
@@ -60,11 +60,9 @@ class _Flight:
         self.end_s: float | None = None
 
     def watch(self, work: dist.Work | None) -> None:
-        """Record the time at which an asynchronous collective completes.
-
-        gloo does not report the completion of reduce-scatters: they count as in flight until the wait ends.
-        """
+        """Record the time at which an asynchronous collective completes."""
         if work is not None:
+            # gloo does not report the completion of reduce-scatters: they count as in flight until the wait ends.
             with suppress(RuntimeError):
                 work.get_future().add_done_callback(self._complete)
 
@@ -124,12 +122,7 @@ def paired(forward: Callable[..., Any], backward: Callable[..., Any], *tensors: 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None, name: Purpose) -> Tensor:
     """Sum `x` over ranks in place and return it; not differentiable."""
-    flight = _new_flight()
-    with purpose(name):
-        dist.all_reduce(x, group=group)
-    if flight is not None:
-        flight.report("all_reduce", name, x, flight.start_s)
-    return x
+    return _launch("all_reduce", partial(dist.all_reduce, x, group=group), x, x, group, name)()
 
 
 def all_to_all(
@@ -173,7 +166,7 @@ def launch_gather_rows(
 ) -> Callable[[], Tensor]:
     """Issue an all-gather, see `gather_rows`; return a function that waits for it and returns the gathered tensor."""
     out, x = x.new_empty(group.size() * x.shape[0], *x.shape[1:]), x.contiguous()
-    issue = partial(_all_gather, out, x, group=group, async_op=async_op)
+    issue = partial(all_gather_single, out, x, group=group, async_op=async_op)
     return _launch("all_gather", issue, out.view(group.size(), *x.shape), x, group, name)
 
 
@@ -199,7 +192,7 @@ def _launch(
     issue: Callable[[], dist.Work | None],
     out: Tensor,
     sent: Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     name: Purpose,
 ) -> Callable[[], Tensor]:
     flight = _new_flight()
@@ -215,9 +208,9 @@ def await_collective(
     work: dist.Work | None,
     out: Tensor,
     sent: Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     name: Purpose,
-    flight: _Flight | None = None,
+    flight: _Flight | None,
 ) -> Tensor:
     """Wait for a collective and return `out`.
 
@@ -259,9 +252,8 @@ def send_receive(
         flight = _new_flight()
         works = dist.batch_isend_irecv(pair)
 
-    def wait(
-        sent: Tensor = sent,
-    ) -> None:  # the default value keeps the buffer alive until it is sent
+    # The default value keeps the buffer alive until it is sent.
+    def wait(sent: Tensor = sent) -> None:
         begin_s = time.perf_counter()
         for work in works:
             work.wait()

@@ -4,9 +4,8 @@
     pass      forward pass over the next tokens of some slots, [B, S], left-padded; returns the last logits of each slot
 
 A token at position p is stored in column p of its slot. Attention masks all columns beyond the query's position, so a
-slot needs no clearing for a new sequence. Padding is stored in the extra column N. The results for a sequence do not
-depend on the other sequences, except that a matrix product with another number of rows may round differently. The model
-may have passed through `parallelize`: the cache then has the heads and layers of this rank.
+slot needs no clearing for a new sequence. Padding is stored in the extra column N. The model may have passed through
+`parallelize`: the cache then has the heads and layers of this rank.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ from hyper_parallel.backends.torch.static_cache import (
 )
 from hyper_parallel.errors import BadValue, NoLoss
 from hyper_parallel.ir import PROMPT_CHUNK
+
+Ints = Sequence[int]
 
 
 @dataclass(slots=True)
@@ -92,9 +93,7 @@ class Passes:
         self._model, self._handle = model, attached(model)
         self._device: torch.device = model.device if self._handle is None else self._handle.device
 
-    def read_tokens(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor | None:
+    def read_tokens(self, rows: Ints, tokens: Sequence[Ints], starts: Ints) -> Tensor | None:
         """Run the model on the next tokens of B slots, and return the logits [B, V] after the last token of each slot.
 
         Return None on pipeline ranks without the last stage.
@@ -129,9 +128,7 @@ class Passes:
     def broadcast_choices(self, chosen: Tensor | None, rows: int) -> Tensor:
         """Return sampled token ids and their log-probabilities, [2, B] float64, broadcast from the last pipeline stage.
 
-        Args:
-            chosen: The values on ranks with the last stage or without a pipeline; None on other ranks.
-            rows: Number B of sequences.
+        `chosen` are these values, or None on pipeline ranks without the last stage; `rows` is B.
         """
         pipeline = None if self._handle is None else self._handle.pipeline
         if pipeline is None:
@@ -153,17 +150,13 @@ class Passes:
 
 
 class SlotPasses(Passes):
-    """Executor of passes with a KV cache.
+    """Executor of passes with a KV cache, for a model for which `slot_cache_refusal` returns None.
 
-    Args:
-        model: A causal language model for which `slot_cache_refusal` returns None.
-        slots: Maximum number of concurrent sequences.
-        length: Maximum number of tokens read per sequence.
-        chunk: Maximum number of tokens per sequence and pass.
+    `length` is the maximum number of tokens read per sequence.
     """
 
-    def __init__(self, model: Any, slots: int, length: int, chunk: int = PROMPT_CHUNK) -> None:
-        super().__init__(model, slots, chunk)
+    def __init__(self, model: Any, slots: int, length: int) -> None:
+        super().__init__(model, slots, PROMPT_CHUNK)
         self._length, handle = length, self._handle
         self._dtype: torch.dtype = model.dtype
         if handle is not None:
@@ -180,9 +173,7 @@ class SlotPasses(Passes):
         allocated = [layer for layer in self._layers if layer.is_initialized]
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in allocated)
 
-    def read_tokens(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor | None:
+    def read_tokens(self, rows: Ints, tokens: Sequence[Ints], starts: Ints) -> Tensor | None:
         """Run a pass with the KV cache; see `Passes`."""
         size, device = max(map(len, tokens)), self._device
         ids = torch.tensor([[0] * (size - len(part)) + [*part] for part in tokens])
@@ -228,13 +219,11 @@ class WholePasses(Passes):
         rows: Row of `ids` with the sequence of each slot.
     """
 
-    def __init__(self, model: Any, ids: Tensor, rows: Sequence[int]) -> None:
+    def __init__(self, model: Any, ids: Tensor, rows: Ints) -> None:
         super().__init__(model, len(rows))
         self._ids, self._rows = ids.clone(), [*rows]
 
-    def read_tokens(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor | None:
+    def read_tokens(self, rows: Ints, tokens: Sequence[Ints], starts: Ints) -> Tensor | None:
         """Run a pass over all sequences; see `Passes`."""
         id_rows = [self._rows[row] for row in rows]
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
@@ -285,13 +274,7 @@ class SlotSteps:
         return self.inputs(model, [], [], [], prompt=prompt)
 
     def inputs(
-        self,
-        model: Any,
-        rows: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        *,
-        prompt: bool,
+        self, model: Any, rows: Ints, tokens: Sequence[Ints], starts: Ints, *, prompt: bool
     ) -> dict[str, Tensor]:
         """Return the inputs of a step; arguments as in `Passes.read_tokens`. Slots not in `rows` read padding."""
         device = model.device
@@ -344,9 +327,7 @@ class SlotSteps:
 class FixedPasses(Passes):
     """Executor of passes in fixed shapes: each pass runs the prompt step or the decode step of `SlotSteps`.
 
-    Args:
-        model: A causal language model for which `why_no_static_cache` returns None.
-        fixed: Shapes of the two steps.
+    The model is one for which `why_no_static_cache` returns None.
     """
 
     def __init__(self, model: Any, fixed: SlotSteps) -> None:
@@ -354,9 +335,7 @@ class FixedPasses(Passes):
         self._fixed, self._slots, self._has_run = fixed, [*range(fixed.slots)], False
         self.cache = fixed.new_cache(model)
 
-    def read_tokens(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor:
+    def read_tokens(self, rows: Ints, tokens: Sequence[Ints], starts: Ints) -> Tensor:
         """Run a prompt step in the first pass and for several tokens per slot, else a decode step; see `Passes`."""
         prompt = not self._has_run or max(map(len, tokens)) > 1
         self._has_run = True
@@ -400,9 +379,7 @@ class GrowingPasses(Passes):
         self._text: list[int] = []
         self._memory: dict[str, Any] = {}
 
-    def read_tokens(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor:
+    def read_tokens(self, rows: Ints, tokens: Sequence[Ints], starts: Ints) -> Tensor:
         """Run the next tokens of the sequence; a pass from position 0 begins a new one. See `Passes`."""
         (ids,), (start,) = tokens, starts
         if start == 0:
@@ -460,9 +437,7 @@ class RecomputePasses(Passes):
         super().__init__(model, slots)
         self._texts: list[list[int]] = [[] for _ in range(slots)]
 
-    def read_tokens(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor | None:
+    def read_tokens(self, rows: Ints, tokens: Sequence[Ints], starts: Ints) -> Tensor | None:
         """Run a pass over the full sequences of these slots, right-padded; see `Passes`."""
         for row, part, start in zip(rows, tokens, starts, strict=True):
             self._texts[row][start:] = part

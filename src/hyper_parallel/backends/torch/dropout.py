@@ -6,8 +6,7 @@
     LoRA adapters                          set the dropout rate to 0
     modules that sample in training mode   keep them in evaluation mode
 
-Rates are recognised by their names. `tools/sweeps/dropout.py` measures for every model type that two passes with
-different seeds are equal afterwards, and equal to a pass in evaluation mode.
+Rates are recognised by their names; `tools/sweeps/dropout.py` measures the effect for every model type.
 """
 
 from __future__ import annotations
@@ -57,19 +56,16 @@ def disable_dropout(model: nn.Module) -> None:
 
 def has_dropout(model: nn.Module, *, adapters: bool = True) -> bool:
     """Return whether a dropout rate of a model, its configs or (with `adapters`) its LoRA adapters is above zero."""
-    configs = _configs(getattr(model, "config", None))
-    holders = [{k: v for k, v in vars(c).items() if not _TASK_HEAD.match(k)} for _, c in configs]
+    for _, part in _configs(getattr(model, "config", None)):
+        rates = (k for k, v in vars(part).items() if _without_rate(k, v) is not v)
+        if not all(map(_TASK_HEAD.match, rates)):
+            return True
     for module in model.modules():
-        if type(module).__name__ in _SAMPLING_MODULES:
+        if type(module).__name__ in _SAMPLING_MODULES or next(_module_rates(module), None):
             return True
         if adapters and getattr(vars(module).get("adapter"), "dropout", 0.0):
             return True
-        values = vars(module)
-        is_dropout = _DROPOUT_CLASS.search(type(module).__name__) is not None
-        if is_dropout and any(isinstance(values.get(n), float) and values[n] for n in _SHORT_NAMES):
-            return True
-        holders.append(values)
-    return any(_without_rate(n, v) is not v for values in holders for n, v in values.items())
+    return False
 
 
 def original_config(model: Any) -> Any:
@@ -104,15 +100,19 @@ def _without_rate(name: str, value: Any) -> Any:
     return value
 
 
-def _disable_on_module(module: nn.Module) -> None:
+def _module_rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, replacement) for each attribute of a module that is a rate above zero, or a sequence of rates."""
     is_dropout = _DROPOUT_CLASS.search(type(module).__name__) is not None
     for name, value in [*vars(module).items()]:
-        if is_dropout and name in _SHORT_NAMES:
-            value_off: Any = 0.0 if isinstance(value, float) else value
-        else:
-            value_off = _without_rate(name, value)
-        if value_off is not value:
-            setattr(module, name, value_off)
+        is_rate = is_dropout and name in _SHORT_NAMES and isinstance(value, float) and value
+        replacement = 0.0 if is_rate else _without_rate(name, value)
+        if replacement is not value:
+            yield name, replacement
+
+
+def _disable_on_module(module: nn.Module) -> None:
+    for name, replacement in _module_rates(module):
+        setattr(module, name, replacement)
     adapter = vars(module).get("adapter")
     if adapter is not None and hasattr(adapter, "dropout"):
         vars(module)["adapter"] = replace(adapter, dropout=0.0)

@@ -82,10 +82,6 @@ class FlowTracer(TorchDispatchMode):
         self._marks[storage._cdata] = marks
         self._alive.append(storage)
 
-    def meta_like(self, tensor: Tensor, marks: int) -> Tensor:
-        """Return a meta tensor of the same shape and dtype with these marks."""
-        return self.meta_tensor(tensor.shape, tensor.dtype, marks)
-
     def meta_tensor(self, shape: Sequence[int], dtype: torch.dtype, marks: int) -> Tensor:
         """Return a meta tensor with these marks."""
         with _disable_current_modes():
@@ -145,10 +141,7 @@ class FlowTracer(TorchDispatchMode):
         return self._known[id(tensor)]
 
     def _placeholder_value(self, packet: Any, tensor: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Return a placeholder result for an operator that needs the values of a meta tensor; None for other operators.
-
-        Scalars and copies to the CPU are zero. The result of `nonzero` has one row per token.
-        """
+        """Return a placeholder result for an operator that needs the values of a meta tensor; None for others."""
         if packet is _aten._local_scalar_dense:
             return torch.zeros((), dtype=tensor.dtype).item()
         device = kwargs.get("device")
@@ -192,9 +185,8 @@ class FlowTracer(TorchDispatchMode):
         if marks & IDS:
             drops = before == 1 and after != 1 and out.numel() > 0
             wide = packet is _aten.convolution and any(
-                k > 1 and n >= TOKENS
-                for k, n in zip(args[1].shape[2:], args[0].shape[2:], strict=True)
-            )
+                k > 1 and n >= TOKENS for k, n in zip(args[1].shape[2:], args[0].shape[2:], strict=True)
+            )  # fmt: skip
             if out.is_floating_point() and (drops or wide or along):
                 self.mixes[packet.__name__] = None
         elif marks & POSITIONS and before > after and self._views(out, inputs):

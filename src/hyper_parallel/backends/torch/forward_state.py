@@ -1,23 +1,19 @@
 """Reset of module state that a forward pass changes and no checkpoint contains, so that passes are independent.
 
 Rotary embeddings of `rope_type: dynamic` store the length of the longest earlier sequence, and frequencies for this
-length. Earlier batches, an evaluation or a resume would then change the results of a run. Therefore every call starts
-from the state that the module had before its first call. The module is then a function of its inputs, also when
-recomputation or a pipeline runs passes in another order.
+length. Therefore every call starts from the state that the module had before its first call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
 Values = dict[tuple[str, str], Any]
 """State of a module: values by kind (`buffer` or `attribute`) and name."""
 
-_BUFFER, _ATTRIBUTE = "buffer", "attribute"
+BUFFER, _ATTRIBUTE = "buffer", "attribute"
 _MARKER: Final = "max_seq_len_cached"
 """Suffix of the attribute in which rotary embeddings store the length of the longest sequence."""
 
@@ -27,28 +23,6 @@ def reset_before_calls(model: nn.Module) -> None:
     for module in model.modules():
         if any(name.endswith(_MARKER) for name in vars(module)):
             _ResetState().attach(module)
-
-
-def changed_state(model: nn.Module, run_forward: Callable[[], object]) -> tuple[str, ...]:
-    """Return the names of buffers and attributes that a forward pass changes and no checkpoint contains.
-
-    Args:
-        model: Any module with real buffers.
-        run_forward: Function that runs a forward pass of the model.
-    """
-    modules = dict(model.named_modules())
-    before = {path: _copy_tensors(_values(module)) for path, module in modules.items()}
-    run_forward()
-    names = []
-    for path, module in modules.items():
-        after = _values(module)
-        for kind, name in {**before[path], **after}:
-            if kind == _BUFFER and name not in module._non_persistent_buffers_set:
-                continue
-            old, new = (values.get((kind, name)) for values in (before[path], after))
-            if not _equal(old, new):
-                names.append(f"{path}.{name}".lstrip("."))
-    return tuple(sorted(names))
 
 
 class _ResetState:
@@ -67,23 +41,23 @@ class _ResetState:
         module.register_forward_hook(self._end)
 
     def _begin(self, module: nn.Module, _: Any) -> None:
-        now = _values(module)
+        now = state_of(module)
         if self._after is None or not _same(now, self._after):
             self._before = now
             return
         for kind, name in now:
             if (kind, name) not in self._before:
-                del (module._buffers if kind == _BUFFER else vars(module))[name]
+                del (module._buffers if kind == BUFFER else vars(module))[name]
         for (kind, name), value in self._before.items():
-            (module._buffers if kind == _BUFFER else vars(module))[name] = value
+            (module._buffers if kind == BUFFER else vars(module))[name] = value
 
     def _end(self, module: nn.Module, _: Any, __: Any) -> None:
-        self._after = _values(module)
+        self._after = state_of(module)
 
 
-def _values(module: nn.Module) -> Values:
+def state_of(module: nn.Module) -> Values:
     """Return the buffers of one module, and its attributes that are numbers, strings, tensors or None."""
-    state: Values = {(_BUFFER, name): buffer for name, buffer in module._buffers.items()}
+    state: Values = {(BUFFER, name): buffer for name, buffer in module._buffers.items()}
     for name, value in vars(module).items():
         if name == "training":  # set by the caller, not by forward
             continue
@@ -92,16 +66,6 @@ def _values(module: nn.Module) -> Values:
     return state
 
 
-def _copy_tensors(values: Values) -> Values:
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
-
-
 def _same(first: Values, second: Values) -> bool:
     """Return whether two states have the same names and the very same objects, without comparing values."""
     return first.keys() == second.keys() and all(second[k] is v for k, v in first.items())
-
-
-def _equal(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return value.shape == other.shape and torch.equal(value, other)
-    return type(value) is type(other) and value == other

@@ -24,7 +24,7 @@ from hyper_parallel.ir import Strategy
 _FLOAT32: Final = torch.float32
 
 
-class _KeepFloat64(TorchFunctionMode):
+class KeepFloat64(TorchFunctionMode):
     """Mode that turns conversions of float64 and integer tensors to float32 into conversions to float64.
 
     Model code converts tensors to float32 to compute norms, rotary angles and softmax in at least float32. In a float64
@@ -61,44 +61,29 @@ class _KeepFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def float64_kept() -> TorchFunctionMode:
-    """Return a context in which no operation converts float64 to float32."""
-    return _KeepFloat64()
-
-
 def keep_float64(model: nn.Module) -> None:
     """Make the forward of a model compute in float64 throughout; its signature does not change."""
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _KeepFloat64():
+        with KeepFloat64():
             return inner(*args, **kwargs)
 
     wrap(model, forward)
 
 
 def ungrouped_experts(model: nn.Module, dtype: torch.dtype) -> str | None:
-    """Return the reason why grouped matrix products cannot compute the experts of a model.
+    """Return the reason why matrix products grouped in `dtype` cannot compute the experts of a model.
 
     The result is None if they can, or if the model has no layer with all experts in one parameter [E, ...].
-
-    Args:
-        model: The model, with parameters of any dtype.
-        dtype: Dtype in which the products are computed.
     """
-    sizes = {
-        size
-        for name, p in model.named_parameters()
-        if ".experts." in name and p.dim() == 3
-        for size in p.shape[1:]
-    }
+    experts = (p for n, p in model.named_parameters() if ".experts." in n and p.dim() == 3)
+    sizes = {size for p in experts for size in p.shape[1:]}
     if sizes and dtype == torch.float64:
         return "grouped products have no float64"
-    odd = sorted(size for size in sizes if size * dtype.itemsize % 16)
-    return (
-        f"rows of {odd[0]} in {str(dtype).removeprefix('torch.')} are no multiple of 16 bytes"
-        if odd
-        else None
-    )
+    odd = [size for size in sizes if size * dtype.itemsize % 16]
+    if not odd:
+        return None
+    return f"rows of {min(odd)} in {str(dtype).removeprefix('torch.')} are no multiple of 16 bytes"
 
 
 def loop_over_experts(model: nn.Module, dtype: torch.dtype) -> None:
@@ -114,14 +99,9 @@ def recompute_layers(
     exact: bool,
     running: RunningPass,
 ) -> dict[nn.Module, Callable[[], RecomputedHalves]]:
-    """Enable recomputation for the layers of each stage that the strategy selects.
+    """Enable recomputation for the layers of each stage of this rank that the strategy selects.
 
-    Args:
-        stages: Layers of each stage of this rank.
-        strategy: Strategy with the recomputed layers.
-        tp: State of tensor parallelism; None without it.
-        exact: Recompute in float64 throughout, see `keep_float64`.
-        running: The running pass; a recomputed layer gets the pass context that its forward had.
+    Recomputation runs in the pass context that forward had; if `exact`, in float64 throughout, see `keep_float64`.
 
     Returns:
         Dict from each recomputed layer to a function that creates the `RecomputedHalves` of one pass through the layer,
@@ -135,37 +115,34 @@ def recompute_layers(
     return halves
 
 
-def recompute(
-    layer: nn.Module, tp: TpState | None, exact: bool, running: RunningPass | None = None
-) -> None:
+def recompute(layer: nn.Module, tp: TpState | None, exact: bool, running: RunningPass) -> None:
     """Enable recomputation for one layer; see `recompute_layers`."""
-    current = RunningPass() if running is None else running
     precision = _precision(exact)
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        context = current.recomputed()
+        context = running.recomputed()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            now, current.context = current.context, context  # another batch may have run in between
+            now, running.context = running.context, context  # another batch may have run in between
             try:
                 with precision:
                     return inner(*args, **kwargs)
             finally:
-                current.context = now
+                running.context = now
                 if tp is not None and tp.streams is not None:
                     tp.streams.join()  # recomputation may end between two projections
 
         saved: HostSavedActivations | None = getattr(layer, HOST_SAVED, None)
         if saved is None or not torch.is_grad_enabled():
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        with saved.around() if saved.inputs else nullcontext():
+        with saved.around():
             return checkpoint(run, *args, use_reentrant=False, context_fn=saved.contexts, **kwargs)
 
     wrap(layer, forward)
 
 
 def _precision(exact: bool) -> AbstractContextManager[Any]:
-    return _KeepFloat64() if exact else nullcontext()
+    return KeepFloat64() if exact else nullcontext()
 
 
 def cache_argument(call: Callable[..., Any]) -> str:

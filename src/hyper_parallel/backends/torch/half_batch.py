@@ -15,23 +15,25 @@ halves runs as a whole.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
+from hyper_parallel.backends.torch.collectives import all_reduce
 from hyper_parallel.backends.torch.data.halved_units import HalvedUnit, UnitPass
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import Turns
 from hyper_parallel.backends.torch.recomputed_halves import RecomputedHalves
 from hyper_parallel.backends.torch.stand_in import StandIn
 from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Overlap, Strategy
+from hyper_parallel.ir import Overlap, Purpose, Strategy
 
 
 class HalvedTensor(StandIn):
@@ -47,13 +49,9 @@ class HalvedTensor(StandIn):
     def stand_in(
         first: Tensor, second: Callable[[], Tensor], dim: int, finish: Callable[[], None]
     ) -> HalvedTensor:
-        """Return a placeholder for the output of both half-batches, joined along `dim`.
+        """Return a placeholder for the outputs `first` and `second()` of both half-batches, joined along `dim`.
 
-        Args:
-            first: Output of the first half-batch.
-            second: Function that returns the output of the second half-batch after it is complete.
-            dim: Dim along which the outputs are joined.
-            finish: Function that completes the second half-batch.
+        `finish` completes the second half-batch, after which `second` returns its output.
         """
         shape = list(first.shape)
         shape[dim] *= 2
@@ -83,16 +81,7 @@ _PACKED_ARGUMENTS: Final = ("cu_seq", "max_length", "seq_idx")
 
 
 def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: bool) -> None:
-    """Refuse a model whose results on two half-batches may differ from those on the whole batch.
-
-    Args:
-        model: The model.
-        strategy: The strategy.
-        has_balance_loss: Whether training adds the load-balancing loss of experts.
-
-    Raises:
-        UnsupportedSharding: HP205 naming the reason.
-    """
+    """Raise HP205 for half-batches of a model whose results may differ from those on the whole batch."""
     if not strategy.overlap.half_batch:
         return
     # Ranks that skip different layers would run collectives in different orders.
@@ -107,14 +96,12 @@ def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: b
     }
     for reason, got in reasons.items():
         if got:
-            ep = strategy.ep > 1
+            chunks = {"overlap.ep": "chunks", "overlap.tp": "none"}
             raise UnsupportedSharding(
                 f"half-batches do not work with {reason}",
                 where="overlap",
                 got=got,
-                changes={"overlap.ep": "chunks", "overlap.tp": "none"}
-                if ep
-                else {"overlap": "none"},
+                changes=chunks if strategy.ep > 1 else {"overlap": "none"},
             )
 
 
@@ -126,15 +113,24 @@ class HalfBatch:
         whole_layers: Number of layer calls run on whole batches since the last `take_counts`.
     """
 
-    def __init__(self, overlap: Overlap, tp: TpState | None, joins_layers: bool) -> None:
+    def __init__(
+        self,
+        overlap: Overlap,
+        tp: TpState | None,
+        joins_layers: bool,
+        experts_group: ProcessGroup | None = None,
+    ) -> None:
         """Create an executor.
 
         Args:
             overlap: Overlap options of the strategy; they decide which batches are halved.
             tp: State of tensor parallelism; None without it.
             joins_layers: Whether both half-batches are completed at the end of every layer.
+            experts_group: Expert-parallel ranks; None without expert parallelism. Their batches may differ, but they
+                must run the same number of exchanges. A pass is halved only if all of them can halve it.
         """
         self._overlap, self._joins_layers = overlap, joins_layers
+        self._experts_group, self._parts = experts_group, 1
         self._tp = None if tp is None or tp.replicated_activations else tp
         if self._tp is not None:
             self._tp.halves = self
@@ -152,16 +148,12 @@ class HalfBatch:
     ) -> None:
         """Wrap the forwards of decoder layers, so that they run on half-batches.
 
-        Args:
-            layers: Decoder layers; changed in place.
-            recomputed: Dict whose keys are the layers that backward recomputes. Its values are functions that create
-                the `RecomputedHalves` of one pass through the layer.
+        `recomputed` has the layers that backward recomputes, with functions that create their `RecomputedHalves`.
         """
         self._layers += layers
         self._recomputed.update(recomputed)
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            run = partial(self._forward, layer, following, layer.forward)
-            layer.forward = functools.wraps(layer.forward)(run)
+            wrap(layer, partial(self._forward, layer, following))
 
     def replace_unit_hooks(self, modules: Sequence[nn.Module]) -> None:
         """Replace FSDP's hooks on the layers among `modules`, unless every layer completes both half-batches."""
@@ -201,9 +193,19 @@ class HalfBatch:
         model.register_forward_hook(after, always_call=True)
 
     def parts(self, batch: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return 2 if a pass over (B, S) tokens with these arguments of its first layer is halved, else 1."""
+        """Return 2 if a pass over (B, S) tokens with these arguments of its first layer is halved, else 1.
+
+        All ranks call this method once per pass, because expert-parallel ranks exchange their results.
+        """
         parts = self._overlap.parts(*batch) if len(batch) == 2 else 1
-        return 1 if _halves(*_without_hidden(args, kwargs), batch[0]) is None else parts
+        if _halves(*_without_hidden(args, kwargs), batch[0]) is None:
+            parts = 1
+        group = self._experts_group
+        if group is None:
+            return parts
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        total = torch.tensor(parts, device=hidden.device)
+        return 2 if int(all_reduce(total, group, Purpose.HALF_BATCHES)) == 2 * group.size() else 1
 
     def take_counts(self) -> dict[str, int]:
         """Return `halved_layers` and `whole_layers` by name and reset them."""
@@ -241,6 +243,8 @@ class HalfBatch:
     ) -> Any:
         by_keyword = "hidden_states" in kwargs
         hidden = kwargs["hidden_states"] if by_keyword else args[0]
+        if self._tp is None and layer is self._layers[0]:
+            self._parts = self.parts(tuple(hidden.shape[:-1]), args, kwargs)
         batch = self._batch(hidden)
         halves = None if batch is None else _halves(*_without_hidden(args, kwargs), batch)
         if halves is None and batch is not None and self._tp is not None:
@@ -305,8 +309,7 @@ class HalfBatch:
         """Return the number of sequences in the hidden states of a layer; None if the pass runs on a whole batch."""
         if self._tp is not None:
             return 2 * self._tp.batch[0] if self._tp.shape.parts == 2 else None
-        sequences, length = hidden.shape[:2]
-        return sequences if self._overlap.parts(sequences, length) == 2 else None
+        return hidden.shape[0] if self._parts == 2 else None
 
 
 def _half_of(x: Tensor, dim: int) -> Callable[[int], Tensor]:

@@ -85,11 +85,9 @@ class HeldOutPredictions:
         if tokens != num_tokens or not tokens:
             return {}
         accuracies = {"token_accuracy": right / tokens}
-        return (
-            accuracies | {"answer_accuracy": right_answers / answers}
-            if self.whole_rows
-            else accuracies
-        )
+        if self.whole_rows:
+            accuracies["answer_accuracy"] = right_answers / answers
+        return accuracies
 
 
 def _most_likely_tokens(tp: TpState | None, logits: Tensor) -> Tensor:

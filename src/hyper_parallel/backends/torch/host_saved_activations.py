@@ -7,7 +7,7 @@ Unlike a memory plan, this method does not need fixed shapes.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -47,8 +47,8 @@ class HostSavedActivations:
         return _OffloadMode(saved), _ReloadMode(saved)
 
     def around(self) -> AbstractContextManager[Any]:
-        """Return a context that offloads the tensors saved in it: the layer's inputs, around a checkpointed call."""
-        return saved_tensors_hooks(_to_host, _to_device)
+        """Return a context that offloads the inputs of a checkpointed call, with `inputs`; else one without effect."""
+        return saved_tensors_hooks(_to_host, _to_device) if self.inputs else nullcontext()
 
 
 def save_activations_on_host(layers: list[nn.Module], inputs: bool = True) -> None:
@@ -73,14 +73,6 @@ def _to_device(copy: _HostCopy) -> Tensor:
     return copy.tensor.to(copy.device, non_blocking=True)
 
 
-def _uses_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator call draws dropout masks: it is recomputed, to draw the same numbers as forward."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.name == "dropout_p":
-            return bool(value)
-    return bool(kwargs.get("dropout_p"))
-
-
 class _SavedOutputsMode(TorchDispatchMode):
     """Dispatch mode that stores the offloaded outputs of a layer in call order."""
 
@@ -88,13 +80,20 @@ class _SavedOutputsMode(TorchDispatchMode):
         super().__init__()
         self._saved = saved
 
+    def saves(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> bool:
+        """Return whether the output of an operator is offloaded; one with dropout is recomputed with equal masks."""
+        if func not in _SAVED_OPS:
+            return False
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+        return not (named | (kwargs or {})).get("dropout_p")
+
 
 class _OffloadMode(_SavedOutputsMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _SAVED_OPS and not _uses_dropout(func, args, kwargs or {}):
+        if self.saves(func, args, kwargs):
             self._saved.append((func, tree_map_only(Tensor, _to_host, out)))
         return out
 
@@ -105,7 +104,7 @@ class _ReloadMode(_SavedOutputsMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _SAVED_OPS or _uses_dropout(func, args, kwargs or {}):
+        if not self.saves(func, args, kwargs):
             return func(*args, **(kwargs or {}))
         if not self._saved or self._saved[0][0] is not func:
             raise RuntimeError(

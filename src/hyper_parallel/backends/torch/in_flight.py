@@ -8,7 +8,7 @@ collective, because autograd runs nodes in the reverse order of their creation. 
 nodes in the same order, so they issue collectives in the same order.
 
     serial          `collective(launch, transpose, x)`: a single node that blocks
-    chunks          `pending = start(launch, transpose, x)` ... `pending.finish()`
+    chunks          `pending = PendingCollective(launch, transpose, x)` ... `pending.finish()`
     half-batches    `Turns`: two halves of a microbatch alternate; each is suspended during its collective
 
 Sources: Wang et al. 2024 (Domino), section 3, for half-batches; the schedule of backward is ours.
@@ -47,12 +47,12 @@ class CollectiveLauncher(Protocol):
         ...
 
 
+@dataclass(slots=True)
 class _Flight:
     """Functions that wait for a collective and for the transposed collective of backward; None: not in flight."""
 
-    def __init__(self) -> None:
-        self.forward: Wait | None = None
-        self.backward: Wait | None = None
+    forward: Wait | None = None
+    backward: Wait | None = None
 
 
 class _Start(torch.autograd.Function):
@@ -95,7 +95,13 @@ class _Finish(torch.autograd.Function):
 
 
 class PendingCollective:
-    """Collective in flight; `finish` must be called once."""
+    """Collective in flight; the constructor issues it, and `finish` must be called once.
+
+    Args:
+        launch: The collective, a linear function of the tensors.
+        transpose: Transposed collective, applied to the gradients of the results.
+        tensors: Inputs; no other code may change them in place before `finish`.
+    """
 
     def __init__(
         self, launch: CollectiveLauncher, transpose: CollectiveLauncher, *tensors: Tensor
@@ -116,39 +122,26 @@ class PendingCollective:
         return _Finish.apply(self._flight, self._transpose, *self._started)
 
 
-def start(
-    launch: CollectiveLauncher, transpose: CollectiveLauncher, *tensors: Tensor
-) -> PendingCollective:
-    """Issue a collective and return it in flight; `PendingCollective.finish` returns its result.
-
-    Args:
-        launch: The collective, a linear function of the tensors.
-        transpose: Transposed collective, applied to the gradients of the results.
-        tensors: Inputs; no other code may change them in place before `finish`.
-    """
-    return PendingCollective(launch, transpose, *tensors)
-
-
 def collective(
     launch: CollectiveLauncher,
     transpose: CollectiveLauncher,
     *tensors: Tensor,
     leads_to_start: bool = False,
 ) -> Any:
-    """Run a collective and return its result; arguments as in `start` and `PendingCollective.finish`.
+    """Run a collective and return its result; arguments as in `PendingCollective` and its `finish`.
 
     In a half-batch, the other half-batch computes during the wait. Elsewhere the call blocks.
     """
     if _running_half() is not None:
-        return start(launch, transpose, *tensors).finish(leads_to_start=leads_to_start)
+        pending = PendingCollective(launch, transpose, *tensors)
+        return pending.finish(leads_to_start=leads_to_start)
     return _blocking(launch, transpose, *tensors)
 
 
 def offer_turn() -> None:
     """Suspend this half-batch if the other one will soon start a collective; no effect outside of half-batches.
 
-    Code calls this function within a long computation. Otherwise the other half-batch would start its collective only
-    after the computation, and the link would be idle.
+    Called within a long computation, so that the link is not idle until the computation ends.
     """
     if (half := _running_half()) is not None:
         half.turns.offer(half.index)

@@ -1,18 +1,14 @@
 """Measurements that calibrate the cost model: activations saved for backward, and rates of kernels and links.
 
-`measure_kept` counts the saved bytes of a model without a device. The cost model has formulas for common decoders. A
-model may save more: attention scores without a fused kernel, an activation function composed of several operators,
-capped logits. The model's forward therefore runs on meta tensors, and the bytes of the storages that autograd saves are
-summed per layer.
+`measure_kept` counts the saved bytes of a model without a device: its forward runs on meta tensors, and the bytes of
+the storages that autograd saves are summed per layer. The cost model's formulas cover common decoders only.
 
-`measure_rates` times micro-benchmarks on all ranks at the same time, because ranks share cores, caches and links. Every
-measurement starts at a barrier and averages over a time window in which all ranks work. Each benchmark runs three times
-and the fastest result counts, to exclude the load of other programs.
+`measure_rates` times micro-benchmarks on all ranks at the same time, because ranks share cores, caches and links. Each
+benchmark runs three times and the fastest result counts, to exclude the load of other programs.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
+from hyper_parallel.backends.torch.collectives import all_gather_single
 from hyper_parallel.backends.torch.driver import driver_untouched
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.model_structure import text_config, view_of
@@ -49,15 +46,10 @@ Bytes = dict[tuple[int, str], float]
 
 
 def measure_kept(model: nn.Module) -> KeptActivations | None:
-    """Measure the bytes of the activations that the layers of a model save for backward.
+    """Return the bytes of the activations that the layers of a model save for backward.
 
-    Layers with equal modules, parameter shapes and settings are of the same kind. One layer of each kind runs.
-
-    Args:
-        model: Model with real or meta parameters; not changed.
-
-    Returns:
-        Saved bytes; None if the forward reads tensor values or the model has no layer list.
+    The result is None if the forward reads tensor values, or the model has no layer list. Layers with equal modules,
+    parameter shapes and settings are of the same kind, and one layer of each kind runs.
     """
     view = view_of(model)
     if view.base is None:
@@ -73,16 +65,13 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
         return None
     lengths = _SHORT
     if runs[1].operators < _LOOPS * runs[0].operators:
-        long = _long_lengths(model)
-        longer = _two_runs(model, layers, kinds, long)
-        runs, lengths = (runs, lengths) if longer is None else (longer, long)
-    lines = {
-        key: _line(
-            *((run.counts.bytes.get(key, 0.0) / n) for run, n in zip(runs, lengths, strict=True)),
-            lengths,
-        )
-        for key in dict.fromkeys(key for run in runs for key in run.counts.bytes)
-    }
+        long_lengths = _long_lengths(model)
+        if (longer := _two_runs(model, layers, kinds, long_lengths)) is not None:
+            runs, lengths = longer, long_lengths
+    lines = {}
+    for key in dict.fromkeys(key for run in runs for key in run.counts.bytes):
+        short, long = (r.counts.bytes.get(key, 0.0) / n for r, n in zip(runs, lengths, strict=True))
+        lines[key] = _line(short, long, lengths)
     bases, slopes, modules = [0.0] * len(kinds), [0.0] * len(kinds), dict[str, float]()
     for (first, module), (base, slope) in lines.items():
         for layer in (i for i, kind in enumerate(kinds) if kind == first):
@@ -104,8 +93,7 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
 def _long_lengths(model: nn.Module) -> tuple[int, int]:
     """Return two sequence lengths, both shorter or both longer than the sliding window of the model.
 
-    For sequences longer than the window, attention saves more per token: a mask, and repeated keys and values. With one
-    length on each side, this jump would be measured as a slope.
+    For longer sequences, attention saves more per token: a mask, and repeated keys and values.
     """
     window = getattr(text_config(model), "sliding_window", None)
     if isinstance(window, int) and _LONG[0] < window <= _LONG[1]:
@@ -131,15 +119,10 @@ def _kinds(model: nn.Module, layers: nn.ModuleList) -> list[int]:
     kinds = []
     for index, layer in enumerate(layers):
         kind = types[index] if isinstance(types, list) and index < len(types) else None
-        parts = [
-            (
-                name,
-                type(module),
-                _settings(module),
-                [(n, p.shape) for n, p in module.named_parameters(recurse=False)],
-            )
-            for name, module in layer.named_modules()
-        ]
+        parts = []
+        for name, module in layer.named_modules():
+            shapes = [(n, p.shape) for n, p in module.named_parameters(recurse=False)]
+            parts.append((name, type(module), _settings(module), shapes))
         kinds.append(first.setdefault(repr((kind, parts)), index))
     return kinds
 
@@ -155,20 +138,13 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 class _Run:
-    """Forward pass of a model on meta tensors.
-
-    The pass measures the bytes saved for backward, the number of operators, and the number of rows that experts read.
-    """
+    """Forward pass on meta tensors that counts saved bytes, operators, and the rows that experts read."""
 
     def __init__(
         self, model: nn.Module, layers: nn.ModuleList, kinds: list[int], length: int
     ) -> None:
-        state = {
-            name: torch.empty(
-                parameter.shape, dtype=torch.bfloat16, device="meta", requires_grad=True
-            )
-            for name, parameter in model.named_parameters()
-        }
+        options = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+        state = {n: torch.empty(p.shape, **options) for n, p in model.named_parameters()}
         self.counts = _Counts({tensor.untyped_storage()._cdata for tensor in state.values()})
         self.rows = 0.0
         self._handles, self._outputs = list[Any](), dict[int, Any]()
@@ -203,20 +179,15 @@ class _Run:
             self.counts.leave()
             self._outputs[index] = output
 
-        self._handles.append(
-            layer.register_forward_pre_hook(lambda *_: self.counts.enter((index, "")))
-        )
-        self._handles.append(layer.register_forward_hook(leave_layer))
-        named = [*layer.named_children()]
+        named = [("", layer), *layer.named_children()]
         named += [(_EXPERTS, m) for n, m in layer.named_modules() if n.endswith(f".{_EXPERTS}")]
         for name, module in named:
-            key = (index, name)
-            self._handles.append(
-                module.register_forward_pre_hook(lambda m, args, key=key: self._enter(key, args))
-            )
-            self._handles.append(module.register_forward_hook(lambda *_: self.counts.leave()))
+            enter = partial(self._enter, (index, name))
+            leave = leave_layer if module is layer else self.counts.leave
+            self._handles.append(module.register_forward_pre_hook(enter))
+            self._handles.append(module.register_forward_hook(leave))
 
-    def _enter(self, key: tuple[int, str], args: tuple[Any, ...]) -> None:
+    def _enter(self, key: tuple[int, str], _: nn.Module, args: tuple[Any, ...]) -> None:
         self.counts.enter(key)
         if key[1] == _EXPERTS and args and isinstance(args[0], Tensor):
             self.rows = max(self.rows, args[0].numel() / args[0].shape[-1])
@@ -255,7 +226,7 @@ class _Counts:
     def enter(self, key: tuple[int, str]) -> None:
         self._inside.append(key)
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         self._inside.pop()
 
     def save(self, tensor: Tensor) -> Tensor:
@@ -301,12 +272,11 @@ class FusedAttention(torch.autograd.Function):
 
 
 _TURNS = 3
-"""Repetitions of each benchmark; the fastest one counts, to exclude pauses of the machine."""
+"""Repetitions of each benchmark; the fastest one counts."""
 _SLOW_WINDOWS = 4
 """Number of time windows; a warm-up call on a CPU that takes longer is itself the measurement.
 
-This saves time for slow calls, such as emulated bfloat16 matmuls, for which the extra milliseconds of a first call are
-negligible. On an accelerator they are not, because the first call loads code.
+On an accelerator it is not, because the first call loads code.
 """
 Action = Callable[..., Callable[[], object]]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -486,8 +456,7 @@ def _rings(device: torch.device, small: bool) -> tuple[tuple[float, float], ...]
     for size in (256, 2**18, 2**22) if small else (1024, 2**22, 2**27):
         part = torch.zeros(size // 4 // ranks + 1, device=device)
         whole = torch.empty(part.numel() * ranks, device=device)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         # All ranks must issue the same number of calls, so it is fixed.
-        seconds = _mean(device, functools.partial(gather, whole, part), 0.0, min_calls=10)
+        seconds = _mean(device, partial(all_gather_single, whole, part), 0.0, min_calls=10)
         measured.append((4.0 * whole.numel(), seconds))
     return tuple(measured)

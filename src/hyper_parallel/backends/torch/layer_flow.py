@@ -1,8 +1,7 @@
 """Trace of the data flow between layers: one forward pass on meta tensors, before any rank starts.
 
-The model's forward runs once under `FlowTracer`. The trace records the structure of every layer's return value. For
-each module outside the layer list, it records the layers that use the module's results. It raises if layers exchange
-more than one activation tensor.
+The trace records the structure of every layer's return value, and for each module outside the layer list the layers
+that use its results. It raises if layers exchange more than one activation tensor.
 """
 
 from __future__ import annotations
@@ -203,12 +202,10 @@ class _LayerTrace(SlotList):
     def record_uses(self, marks: int, layer: int) -> None:
         """Record the modules and parameters from which the inputs of a layer, with these marks, were computed."""
         for i in range(self.flow.layers):
-            if (marks & self._output(i) and i != layer - 1) or (
-                marks & self._private(i) and i != layer
-            ):
-                target = (
-                    "the code after the layers" if layer == self.flow.layers else f"layer {layer}"
-                )
+            skips = marks & self._output(i) and i != layer - 1
+            if skips or (marks & self._private(i) and i != layer):
+                is_after = layer == self.flow.layers
+                target = "the code after the layers" if is_after else f"layer {layer}"
                 why = f"layer {i} passes more than the activations between layers to {target}"
                 raise flow_error(self.model, why, "pp")
         for bit, (kind, name) in self._bits.items():
@@ -218,24 +215,17 @@ class _LayerTrace(SlotList):
     def detach_origins(self, layer: int, out: Any) -> Any:
         """Return the output `out` of a layer as meta tensors whose only origin is this layer."""
         leaves, spec = tree_flatten(out)
-        position = next(
-            (
-                i
-                for i, x in enumerate(leaves)
-                if isinstance(x, Tensor) and x.is_meta and x.is_floating_point()
-            ),
-            None,
-        )
+        on_meta = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_meta]
+        position = next((i for i in on_meta if leaves[i].is_floating_point()), None)
         shape = () if position is None else tuple(leaves[position].shape)
         tail = shape[2:]
         if position is None or shape[:2] != (1, TOKENS) or (layer and tail != self.flow.tail):
             raise flow_error(self.model, f"layer {layer} returns no activations [B, S, ...]", "pp")
         self.flow.tail = tail
         self.flow.outputs.append((spec, position))
-        for i, x in enumerate(leaves):
-            if isinstance(x, Tensor) and x.is_meta:
-                marks = self._output(layer) if i == position else self._private(layer)
-                leaves[i] = self.tracer.meta_like(x, marks)
+        for i in on_meta:
+            marks = self._output(layer) if i == position else self._private(layer)
+            leaves[i] = self.tracer.meta_tensor(leaves[i].shape, leaves[i].dtype, marks)
         self.tracer.guarded.add(leaves[position].untyped_storage()._cdata)
         return tree_unflatten(leaves, spec)
 

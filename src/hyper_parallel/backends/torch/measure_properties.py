@@ -6,6 +6,7 @@ property. A difference above `TOLERANCE`, relative to the largest output, means 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -69,11 +70,7 @@ class StableTopK(TorchFunctionMode):
 
 
 def prepare_model(model: nn.Module) -> None:
-    """Prepare a model for measurements: evaluation mode, float64 in the whole forward, noise on every parameter.
-
-    Args:
-        model: A language model of transformers on the CPU in float64, small, with random weights, which are changed.
-    """
+    """Prepare a small float64 model on the CPU: evaluation mode, float64 in the whole forward, noise on parameters."""
     from hyper_parallel.backends.torch.context.apply import mask_documents
 
     model.eval()
@@ -84,15 +81,10 @@ def prepare_model(model: nn.Module) -> None:
 
 
 def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
-    """Measure the properties of a model.
+    """Return the measured properties of a model after `prepare_model`.
 
-    Args:
-        model: A model after `prepare_model`.
-        positions: Maximum sequence length of the model's config, in tokens. The effect of earlier passes is measured
-            with longer sequences if the model can read them.
-
-    Returns:
-        All properties. A property whose measurement raises has `holds` None and the exception as its reason.
+    A property whose measurement raises has `holds` None and the exception as its reason. The effect of earlier passes
+    is measured with sequences beyond `positions`, the maximum length of the model's config, if the model can read them.
     """
     with torch.no_grad(), StableTopK():
         texts = _Texts(model)
@@ -156,7 +148,6 @@ class _Texts:
         self._drawn = drawn
         self.document = drawn[0, :_DOCUMENT]
         self.other = drawn[1, :_DOCUMENT]
-        self._alone: Tensor | None = None
 
     def run(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return logits [B, S, V] for token ids [B, S] from a pass without a KV cache."""
@@ -166,12 +157,10 @@ class _Texts:
             raise ValueError(f"logits of {logits.shape[1]} positions for {ids.shape[1]} tokens")
         return logits
 
-    @property
+    @functools.cached_property
     def alone(self) -> Tensor:
         """Logits [S, V] of the compared document, computed as a batch of one sequence."""
-        if self._alone is None:
-            self._alone = self.run(self.document[None])[0]
-        return self._alone
+        return self.run(self.document[None])[0]
 
     def causal(self) -> float:
         """Replace the last tokens; return the change of the logits before them."""
@@ -211,8 +200,7 @@ class _Texts:
     def documents(self) -> float:
         """Pack two documents into one row; return the largest change of their logits.
 
-        The logits of each document are compared with those of the document alone. For the second document, they are
-        also compared with the logits after a different first document.
+        The changes are those from each document alone, and of the second document after a different first one.
         """
         positions = torch.cat((torch.arange(_BEFORE), torch.arange(_DOCUMENT)))[None]
         packed = [
@@ -230,7 +218,7 @@ class _Texts:
     def history(self, positions: int) -> float:
         """Run two sequences, then a longer one, then the two again; return the change of the logits of the two.
 
-        One of the two sequences is short. The other is longer than `positions`.
+        The second of the two sequences is longer than `positions`, if the model can read such sequences.
         """
         middle, longest = positions + positions // 4, positions + positions // 2
         try:

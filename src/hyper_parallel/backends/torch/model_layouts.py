@@ -1,8 +1,5 @@
 """Layouts of a model's parameters, and a description for planning (`ModelSpec`) of any torch module.
 
-Sharding rules follow from the config or the structure of a model. The resulting layouts are compared with those of a
-plan.
-
 `hyper_parallel.model` reads a ModelSpec from the config of a known model family. For other modules, parameters, tied
 weights and layers are read from the module itself, also on the meta device. Heads, windows and the number of experts
 per token are read from the module's Hugging Face config, if it has one. Values that neither contains are assumed, and
@@ -18,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 
 from hyper_parallel.backends.torch.layer_flow import count_norm_calls
 from hyper_parallel.backends.torch.model_structure import text_config, view_of
@@ -51,8 +48,8 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
         UnsupportedSharding: HP205 for a model that the strategy cannot shard.
     """
     params = [(name, tuple(p.shape), ()) for name, p in base_parameters(model)]
-    config, text = getattr(model, "config", None), text_config(model)
-    for rule in plan.strategy.rules if config is None else ():
+    strategy, text = plan.strategy, text_config(model)
+    for rule in strategy.rules if text is None else ():
         if rule.style in ("kv_replicate", "qkv", "latent", "norm_heads"):
             raise UnsupportedSharding(
                 f"style `{rule.style}` needs the heads of a Hugging Face decoder's config",
@@ -60,27 +57,26 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
                 got=type(model).__name__,
                 allowed="colwise, rowwise, vocab, head, gate_up, replicate",
             )
-    _require_dims(params, plan.strategy)
-    strategy = plan.strategy
+    _require_dims(params, strategy)
     # A module without a config has no heads to check; styles that need heads raise above.
     heads, kv_heads, head_dim = _heads(text, strategy.tp * strategy.cp)
     shard_plan = plan_layouts(
         params,
         module_rules(model),
-        plan.strategy,
+        strategy,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=_number(text, "vocab_size", plan.strategy.tp),
+        vocab_size=_number(text, "vocab_size") or strategy.tp,
         staged=True,
     )
-    if plan.strategy.tp > 1:
+    if strategy.tp > 1:
         _require_linear(model, shard_plan.styles)
-    if plan.strategy.recompute != "none" and not view_of(model).layers:
+    if strategy.recompute != "none" and not view_of(model).layers:
         raise UnsupportedSharding(
             "recompute needs a model with a list of layers of one class",
             where=type(model).__name__,
-            got=f"recompute={plan.strategy.recompute}",
+            got=f"recompute={strategy.recompute}",
             hint="training.recompute=none",
         )
     if strategy.tp * strategy.cp * strategy.pp > 1 and is_reversible(model):
@@ -99,7 +95,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             hint="lora=null",
         )
     _compare(shard_plan.layouts, plan, model)
-    adapters = adapter_layouts(model, shard_plan.layouts, plan.strategy)
+    adapters = adapter_layouts(model, shard_plan.layouts, strategy)
     return replace(shard_plan, layouts=shard_plan.layouts | adapters)
 
 
@@ -142,11 +138,6 @@ def starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def _number(config: Any, key: str, default: int) -> int:
-    value = getattr(config, key, None)
-    return value if isinstance(value, int) else default
-
-
 def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     """Return the sharding rules of a Hugging Face model, embedding and head included; () for any other module.
 
@@ -172,11 +163,11 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     # Modules with `set_attention_type` replace their attention module at run time by an unwrapped one.
     choosers = {n for n, m in model.named_modules() if hasattr(m, "set_attention_type")}
     choosers -= {n.rpartition(".")[0] for n in choosers}
-    linear = [n for n in linear if ".".join(n.split(".")[:-2]) not in choosers]
+    narrowed = {n for n, m in model.named_modules() if type(m).__name__ in _WIDTH_OF_INPUT}
     linear = [
         n
         for n in linear
-        if type(model.get_submodule(n.rpartition(".")[0])).__name__ not in _WIDTH_OF_INPUT
+        if n.rpartition(".")[0] not in narrowed and ".".join(n.split(".")[:-2]) not in choosers
     ]
     # A parameter shared by modules has the name of one of them; the other modules would not be sharded.
     names = {id(p): name for name, p in model.named_parameters()}
@@ -198,12 +189,8 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
 
 def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
     """Return rules for embedding and head; no rules if they share a weight and one of them cannot be sharded."""
-    names = {id(module): name for name, module in model.named_modules()}
-    ends: dict[str, nn.Module] = {}
-    for get, style in (("get_input_embeddings", "vocab"), ("get_output_embeddings", "head")):
-        with suppress(AttributeError, NotImplementedError):  # the class does not name the module
-            if (module := getattr(model, get)()) is not None and id(module) in names:
-                ends[style] = module
+    names = {module: name for name, module in model.named_modules()}
+    ends = _declared_ends(model)
     embedding, head = ends.get("vocab"), ends.get("head")
     weights = {id(p) for end in ends.values() for p in end.parameters(recurse=False)}
     owned = [
@@ -221,7 +208,17 @@ def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
         return ()
     ends = {style: module for style, module in ends.items() if style not in whole}
     scores = (Rule(SCORE, "replicate"),) if scores_tokens(model) else ()
-    return (*(Rule(names[id(module)], style) for style, module in ends.items()), *scores)
+    return (*(Rule(names[module], style) for style, module in ends.items()), *scores)
+
+
+def _declared_ends(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the embedding ("vocab") and the output head ("head") that a Hugging Face model names."""
+    modules, ends = {*model.modules()}, dict[str, nn.Module]()
+    for style, get in (("vocab", "get_input_embeddings"), ("head", "get_output_embeddings")):
+        with suppress(AttributeError, NotImplementedError):  # the class does not name the module
+            if (module := getattr(model, get)()) in modules:
+                ends[style] = module
+    return ends
 
 
 def _splits_rows(module: nn.Module) -> bool:
@@ -261,15 +258,12 @@ def _heads(config: Any, default: int) -> tuple[int, int, int]:
 
     `default` is the number of query heads if the config does not contain it.
     """
-    heads = _number(config, "num_attention_heads", default)
+    heads = _number(config, "num_attention_heads") or default
     # Latent attention expands its own key and value for every head.
-    latent = _number(config, "kv_lora_rank", 0) > 0
-    kv_heads = heads if latent else _number(config, "num_key_value_heads", heads)
-    return (
-        heads,
-        kv_heads,
-        _number(config, "head_dim", _number(config, "hidden_size", heads) // heads),
-    )
+    is_latent = _number(config, "kv_lora_rank") > 0
+    kv_heads = heads if is_latent else _number(config, "num_key_value_heads") or heads
+    width = (_number(config, "hidden_size") or heads) // heads
+    return heads, kv_heads, _number(config, "head_dim") or width
 
 
 def _compare(layouts: dict[str, Layout], plan: Plan, model: nn.Module) -> None:
@@ -298,27 +292,19 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_atte
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _WIDTHS = ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size")
 _VISITED = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "top_k_experts",
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"),
 )
 _SHARED = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 def read_model(model: nn.Module, name: str) -> ModelSpec:
-    """Return the description of any module for planning, with its parameter names.
-
-    Args:
-        model: Any module; parameter values are not read.
-        name: Name of the model in reports.
-    """
+    """Return the description of any module for planning, under the `name` for reports; no parameter values are read."""
     config = text_config(model)
-    hidden = _first_number(config, ("hidden_size", "n_embd", "d_model")) or _embedding_width(model)
+    hidden = _number(config, "hidden_size", "n_embd", "d_model") or _embedding_width(model)
     view = view_of(model)
     path, layers = view.path, view.layers
+    dtypes = (str(p.dtype).removeprefix("torch.") for p in model.parameters())
     ends = _ends(model)
     inside: list[list[ParamSpec]] = [[] for _ in layers]
     outside: dict[str, list[ParamSpec]] = {"embedding": [], "final_norm": [], "head": []}
@@ -337,6 +323,7 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
             if end != "final_norm" and len(shape) == 2:
                 dims = ("vocab", "embed")
             outside[end].append(ParamSpec(full, shape, dims, tied))
+    rows = (p.shape[0] for p in (*outside["embedding"], *outside["head"]))
     decoder = tuple(_decoder(model, inside, list(layers), hidden))
     if not layers:  # the cost model treats the module as one layer
         decoder = (Block("decoder", (0,), tuple(outside.pop("final_norm"))),)
@@ -348,14 +335,14 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
     return ModelSpec(
         name=name,
         family=getattr(config, "model_type", None) or type(model).__name__,
-        dtype=_dtype(model),
+        dtype=next(dtypes, "float32"),
         hidden_size=hidden,
         num_layers=max(1, len(layers)),
-        vocab_size=_first_number(config, ("vocab_size",)) or _rows(outside),
+        vocab_size=_number(config, "vocab_size") or next(rows, 1),
         tied_embeddings=any(p.tied_to for p in outside["head"]),
         blocks=blocks,
         notes=tuple(_notes(model, blocks)),
-        max_position_embeddings=_first_number(config, _POSITIONS) or None,
+        max_position_embeddings=_number(config, *_POSITIONS) or None,
         rules=tuple((rule.pattern, rule.style) for rule in module_rules(model)),
     )
 
@@ -363,9 +350,8 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
 def _notes(model: nn.Module, blocks: tuple[Block, ...]) -> Iterator[str]:
     """Yield the notes of the ModelSpec: its source, and the values that are assumed."""
     yield f"`{type(model).__name__}` was read from the module itself"
-    if any(b.name == "moe_decoder" for b in blocks) and not _first_number(
-        text_config(model), _VISITED
-    ):
+    visited = _number(text_config(model), *_VISITED)
+    if any(b.name == "moe_decoder" for b in blocks) and not visited:
         yield "the config has no number of experts per token: costs assume one"
     if num_layers := sum(b.count for b in blocks if b.layers and not b.attention):
         yield f"{num_layers} layers have no known attention: costs include their matrices only"
@@ -389,17 +375,10 @@ def _decoder(
 def _ends(model: nn.Module) -> dict[str, str]:
     """Return the block name "embedding" or "head" of each embedding and of the output head, by module name."""
     ends = {name: "embedding" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    names = {id(module): name for name, module in model.named_modules()}
-    for end, get in (("embedding", "get_input_embeddings"), ("head", "get_output_embeddings")):
-        with suppress(AttributeError, NotImplementedError):
-            module = getattr(model, get)()
-            if id(module) in names:
-                ends[names[id(module)]] = end
+    names = {module: name for name, module in model.named_modules()}
+    for style, module in _declared_ends(model).items():
+        ends[names[module]] = "embedding" if style == "vocab" else "head"
     return ends
-
-
-def _rows(outside: dict[str, list[ParamSpec]]) -> int:
-    return next((p.shape[0] for p in (*outside["embedding"], *outside["head"])), 1)
 
 
 def _embedding_width(model: nn.Module) -> int:
@@ -422,23 +401,21 @@ def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> Attent
     The result is None if the config has no number of heads, or if no submodule with parameters is named attention.
     """
     named = (n.rpartition(".")[2] for n, m in layer.named_modules() if [*m.parameters()])
-    heads = _first_number(config, _HEADS)
+    heads = _number(config, *_HEADS)
     if not heads or not any(
         ("attn" in n or "attention" in n) and "linear" not in n and "norm" not in n for n in named
     ):
         return None
-    kv_heads = (
-        1 if getattr(config, "multi_query", False) is True else _first_number(config, _KV_HEADS)
-    )
-    kv_heads = kv_heads or heads
-    width = _first_number(config, ("head_dim",)) or max(1, hidden // heads)
+    is_multi_query = getattr(config, "multi_query", False) is True
+    kv_heads = 1 if is_multi_query else _number(config, *_KV_HEADS) or heads
+    width = _number(config, "head_dim") or max(1, hidden // heads)
     types = getattr(config, "layer_types", None)
     kind = types[index] if isinstance(types, list) and index < len(types) else ""
-    window = _first_number(config, ("sliding_window",)) if "sliding" in kind or not kind else 0
-    if latent := _first_number(config, ("kv_lora_rank",)):
-        rope = _first_number(config, ("qk_rope_head_dim",))
-        key = _first_number(config, ("qk_nope_head_dim",)) + rope or width
-        value = _first_number(config, ("v_head_dim",)) or width
+    window = _number(config, "sliding_window") if "sliding" in kind or not kind else 0
+    if latent := _number(config, "kv_lora_rank"):
+        rope = _number(config, "qk_rope_head_dim")
+        key = _number(config, "qk_nope_head_dim") + rope or width
+        value = _number(config, "v_head_dim") or width
         return AttentionSpec("mla", heads, heads, key, value, None, latent + rope)
     kind = "sliding" if window else "full"
     return AttentionSpec(kind, heads, kv_heads, width, width, window or None, 2 * kv_heads * width)
@@ -456,26 +433,19 @@ def _mlp(params: list[ParamSpec], config: Any, hidden: int) -> MlpSpec | None:
         "gate" in p.name.rsplit(".", 2)[-2] or p.name.endswith("gate_up_proj") for p in matrices
     )
     inner = [size for p in matrices if "mlp" in p.name for size in p.shape if size != hidden]
-    width = _first_number(config, _WIDTHS) or max(inner, default=0)
+    width = _number(config, *_WIDTHS) or max(inner, default=0)
     experts = [p for p in params if p.is_expert]
     if experts:
-        narrow = _first_number(config, ("moe_intermediate_size",)) or width or experts[0].shape[-1]
-        shared = (
-            _first_number(config, _SHARED) or _first_number(config, ("n_shared_experts",)) * narrow
-        )
-        visited = _first_number(config, _VISITED) or 1
+        narrow = _number(config, "moe_intermediate_size") or width or experts[0].shape[-1]
+        shared = _number(config, *_SHARED) or _number(config, "n_shared_experts") * narrow
+        visited = _number(config, *_VISITED) or 1
         return MlpSpec(narrow, True, experts[0].shape[0], visited, shared)
     if width and any(width in p.shape or 2 * width in p.shape for p in matrices):
         return MlpSpec(width, gated)
     return None
 
 
-def _first_number(config: Any, keys: tuple[str, ...]) -> int:
+def _number(config: Any, *keys: str) -> int:
     """Return the first positive integer among the values of `keys` in a config; 0 if there is none."""
     values: Iterator[Any] = (getattr(config, key, None) for key in keys)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
-
-
-def _dtype(model: nn.Module) -> str:
-    parameter: Tensor | None = next(iter(model.parameters()), None)
-    return "float32" if parameter is None else str(parameter.dtype).removeprefix("torch.")

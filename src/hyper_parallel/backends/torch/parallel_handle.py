@@ -63,7 +63,7 @@ class Handle:
         balance: Load-balancing loss of experts; None without it.
         pipeline: Executor of this rank's pipeline stages; None without a pipeline.
         fsdp: Modules that FSDP manages, the root last.
-        loss: Loss function that can pass the logits to an objective; None if the model has no next-token loss.
+        loss: Loss function that can pass the logits to an objective; None without a next-token loss or scores.
         halves: Executor of layers on half-batches; None without them.
         average: True if `backward` averages gradients over data-parallel ranks; False: it sums them.
         submodels: Encoders and language model on this rank after `parallelize_submodels`; None for other models.
@@ -111,8 +111,7 @@ def attach(model: nn.Module, handle: Handle) -> None:
 
 def attached(model: nn.Module) -> Handle | None:
     """Return the handle that `parallelize` attached to a model; None if the model did not pass through it."""
-    attached_handle: Handle | None = model.__dict__.get(HANDLE)
-    return attached_handle
+    return model.__dict__.get(HANDLE)
 
 
 def attach_properties(model: nn.Module, properties: ModelProperties) -> None:
@@ -122,19 +121,13 @@ def attach_properties(model: nn.Module, properties: ModelProperties) -> None:
 
 def known_properties(model: nn.Module) -> ModelProperties | None:
     """Return the measured properties of a model, those of its plan if it has a plan; None if it was not measured."""
-    attached_handle = attached(model)
-    if attached_handle is not None:
+    if (attached_handle := attached(model)) is not None:
         return attached_handle.plan.properties
-    properties: ModelProperties | None = model.__dict__.get(_PROPERTIES)
-    return properties
+    return model.__dict__.get(_PROPERTIES)
 
 
 def handle(model: nn.Module) -> Handle:
-    """Return the handle that `parallelize` attached to a model.
-
-    Raises:
-        TypeError: The model did not pass through `parallelize`.
-    """
+    """Return the handle that `parallelize` attached to a model; raise TypeError without one."""
     attached_handle = attached(model)
     if attached_handle is None:
         raise TypeError(f"{type(model).__name__} did not pass through parallelize")

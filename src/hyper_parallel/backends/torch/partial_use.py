@@ -44,16 +44,10 @@ def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[str, Any]) -> None:
-    """Raise for images, audio or other inputs of an encoder if the parallel axes do not support them.
+    """Raise HP205 for images, audio or other inputs of an encoder that the parallel axes do not support.
 
-    Args:
-        model: Model that receives the batch.
-        axes: The axes among `pp` and `cp` whose degree is above 1; if empty, all inputs are allowed.
-        batch: Arguments of the model's forward.
-
-    Raises:
-        UnsupportedSharding: HP205 naming the input. With cp, every encoder input is refused. With pp, an encoder input
-            that the forward requires is refused, because stages after the first one run without it.
+    `axes` are those of `pp` and `cp` whose degree is above 1. With cp, every encoder input is refused. With pp, an
+    encoder input that the forward requires is refused, because stages after the first one run without it.
     """
     media = encoder_inputs(batch) if axes else {}
     if media and "cp" in axes:
@@ -75,11 +69,8 @@ def extend_backward(model: nn.Module, strategy: Strategy) -> Iterator[None]:
     """Extend backward passes to the token embeddings in this context, if the decoder is frozen.
 
     If only an encoder is trained, a microbatch of text has no backward of its own. Its rank would not take part in the
-    collectives of data-parallel ranks that run the backward of an image or recording at the same time.
-
-    Args:
-        model: The model, or its language part. Without a Hugging Face decoder, this context has no effect.
-        strategy: Its strategy; without data parallelism, this context has no effect.
+    collectives of data-parallel ranks that run the backward of an image or recording at the same time. The context has
+    no effect without data parallelism, or on a model without a Hugging Face decoder.
     """
     base = view_of(model).base if strategy.dp > 1 else None
     if base is None:
@@ -104,13 +95,10 @@ def extend_backward(model: nn.Module, strategy: Strategy) -> Iterator[None]:
 
 
 def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
-    """Raise for a model that skips modules at random, if the strategy has tp, cp or pp ranks.
+    """Raise HP205 for a model that skips modules at random, if the strategy has tp, cp or pp ranks.
 
     Such ranks have the same data, but would skip different modules. Random skipping is found by two passes on meta
     tensors, one with all random numbers 0 and one with all random numbers 1, which run different modules.
-
-    Raises:
-        UnsupportedSharding: HP205 naming a module that is skipped at random.
     """
     axes = [axis for axis in ("pp", "cp", "tp_x", "tp_y") if getattr(strategy, axis) > 1]
     if not axes or not any(map(_has_probability, model.modules())):

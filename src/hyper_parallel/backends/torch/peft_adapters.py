@@ -146,10 +146,7 @@ def _check_ranks(config: Any, adaptable: dict[str, nn.Module], where: str) -> No
 def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> None:
     """Remove peft's wrapper modules and move their adapters to the wrapped modules; values do not change.
 
-    Args:
-        model: A model with peft's layers, without the `PeftModel` that wraps it; changed in place.
-        config: The `peft.LoraConfig` for an export of the adapters.
-        name: Name of the adapter.
+    `model` has peft's layers, without the `PeftModel` around it. `config` is kept for exports of the adapter `name`.
 
     Raises:
         UnsupportedSharding: HP205 for adapters of modules that are not linear, and for adapters other than plain LoRA.

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -50,10 +51,9 @@ from hyper_parallel.errors import Contradiction
 _OPERATORS = torch.ops._c10d_functional
 
 
-def sum_over(x: Tensor, axis: str) -> Tensor:
-    """Return the sum of `x` over the ranks of a mesh axis."""
-    total: Tensor = _OPERATORS.all_reduce(x, "sum", axis)
-    return total
+def sum_over(x: Tensor, axis: str | None) -> Tensor:
+    """Return the sum of `x` over the ranks of a mesh axis; `x` itself without an axis."""
+    return x if axis is None else _OPERATORS.all_reduce(x, "sum", axis)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +101,9 @@ class Shards:
         return x.transpose(0, self.dim) if self.dim else x
 
 
-_SAME_VALUE: Final = (
-    "aten.alias.default",
-    "aten.detach.default",
-    "aten.clone.default",
-    "aten.lift_fresh_copy.default",
-)
-"""Operators that return the value of their argument, in a program without in-place writes."""
 _ALIASES: Final = ("aten.alias.default", "aten.detach.default")
+_SAME_VALUE: Final = (*_ALIASES, "aten.clone.default", "aten.lift_fresh_copy.default")
+"""Operators that return the value of their argument, in a program without in-place writes."""
 _CAT: Final = "aten.cat.default"
 _SLICE_SCATTER: Final = "aten.slice_scatter.default"
 _FOLDED_ELEMENTS: Final = 1 << 16
@@ -156,7 +151,7 @@ def capture_gradients(
         grads = torch.autograd.grad(value, sources, allow_unused=True)
         pairs = zip(trained, sums, grads[: len(trained)], strict=True)
         added = (
-            s if g is None else s + shards.of(n).reduce(_sum_over_group(g, axes.get(n)))
+            s if g is None else s + shards.of(n).reduce(sum_over(g, axes.get(n)))
             for n, s, g in pairs
         )
         return [value.detach(), *added, *grads[len(trained) :]]
@@ -177,10 +172,7 @@ def capture_loss(
     shards: Shards = _WHOLE,
     output: str = "loss",
 ) -> StepProgram:
-    """Return the program of the loss without gradients, with inputs `param.NAME`, `batch.NAME` and the output `output`.
-
-    Other arguments are those of `capture_gradients`.
-    """
+    """Return the program of the loss only, with inputs as in `capture_gradients` and the output `output`."""
     leaves = _leaves(model)
 
     def step(values: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -196,11 +188,9 @@ def capture_loss(
 def capture_update(
     update: Callable[..., dict[str, Tensor]], example: Mapping[str, Tensor]
 ) -> StepProgram:
-    """Return the program of a function on tensors, such as an optimizer update.
+    """Return the program of a function from tensors to tensors by name, which must not change its inputs.
 
-    Args:
-        update: Function from a dict of tensors by name to a dict of tensors by name; it must not change its inputs.
-        example: Input of `update`; only shapes and dtypes matter.
+    Only the shapes and dtypes of the input `example` matter.
     """
     outputs: list[str] = []
 
@@ -231,10 +221,6 @@ def _partial_gradients(model: nn.Module) -> dict[str, str]:
     names = {param: name for name, param in model.named_parameters()}
     pairs = handle.tp.gradients.partial_parameters()
     return {names[param]: group_name(dist.get_process_group_ranks(group)) for param, group in pairs}
-
-
-def _sum_over_group(grad: Tensor, group: str | None) -> Tensor:
-    return grad if group is None else sum_over(grad, group)
 
 
 def _parts(model: nn.Module, leaves: Mapping[str, Tensor], shards: Shards) -> dict[str, Tensor]:
@@ -347,9 +333,8 @@ def _refuse_dynamic(graph: GraphModule) -> None:
     for node in graph.graph.nodes:
         values = node.meta.get("val")
         for value in values if isinstance(values, (list, tuple)) else [values]:
-            if value is not None and (
-                not isinstance(value, Tensor) or any(not isinstance(n, int) for n in value.shape)
-            ):
+            is_static = isinstance(value, Tensor) and all(isinstance(n, int) for n in value.shape)
+            if value is not None and not is_static:
                 raise _dynamic(_module(node), str(node.target))
 
 
@@ -407,12 +392,11 @@ class _Builder:
         self._nodes: list[Node] = []
         self._results: dict[FxNode, tuple[int, ...]] = {}
         self._writing: set[str] = set()
-        self._count = 0
+        self._new = count().__next__
 
     def add(self, node: FxNode, inputs: list[str]) -> None:
         if node.op == "placeholder":
-            number = self._new()
-            self._numbers[node] = number
+            self._numbers[node] = number = self._new()
             self._inputs[inputs[len(self._inputs)]] = number, _type(node.meta["val"])
         elif node.op == "get_attr":
             self._folded[node] = getattr(self._graph, str(node.target))
@@ -422,9 +406,8 @@ class _Builder:
     def value(self, node: FxNode) -> int:
         """Return the value number of a node in the program; a folded value is added to the constants."""
         if node not in self._numbers:
-            number = self._new()
+            self._numbers[node] = number = self._new()
             self._constants[number] = self._folded[node].detach()
-            self._numbers[node] = number
         return self._numbers[node]
 
     def finish(self, outputs: dict[str, int]) -> StepProgram:
@@ -491,9 +474,8 @@ class _Builder:
     def _append(self, node: FxNode, name: str) -> None:
         values = node.meta["val"]
         tensors = list(values) if isinstance(values, (list, tuple)) else [values]
-        convert = lambda x: _argument(x, self.value)  # noqa: E731
-        args = tuple(convert(a) for a in node.args)
-        kwargs = {k: convert(v) for k, v in node.kwargs.items()}
+        args = tuple(_argument(a, self.value) for a in node.args)
+        kwargs = {k: _argument(v, self.value) for k, v in node.kwargs.items()}
         results = tuple(self._new() for _ in tensors)
         if isinstance(values, (list, tuple)):
             self._results[node] = results
@@ -501,10 +483,6 @@ class _Builder:
             self._numbers[node] = results[0]
         types = tuple(_type(t) for t in tensors)
         self._nodes.append(Node(name, args, kwargs, results, types, _module(node)))
-
-    def _new(self) -> int:
-        self._count += 1
-        return self._count - 1
 
 
 def _same_value(node: FxNode, name: str) -> FxNode | None:
@@ -577,10 +555,7 @@ def capture_stage(
     gradient = {} if is_last else {"gradient": message}
 
     def forward(
-        model: nn.Module,
-        received: Tensor | None = None,
-        gradient: Tensor | None = None,
-        **inputs: Tensor,
+        model: nn.Module, received: Any = None, gradient: Any = None, **inputs: Tensor
     ) -> Tensor:
         with stages.running.run(stage, received):
             if is_last:

@@ -17,12 +17,8 @@ def derive_seed(*parts: int) -> int:
 def rank_seed(model: nn.Module, seed: int) -> int:
     """Return the seed of this rank, which callers pass to `derive_seed` with the number of each step.
 
-    Tensor-parallel ranks with replicated activations must draw equal random numbers. They get equal seeds, derived from
-    `seed`. Other ranks draw a seed from torch's random state.
-
-    Args:
-        model: A model that passed through `parallelize`; `same_random` of its tensor-parallel state is set.
-        seed: Seed of the run.
+    Tensor-parallel ranks with replicated activations must draw equal random numbers: they get equal seeds, derived from
+    `seed`, and `same_random` of their state is set. Other ranks draw a seed from torch's random state.
     """
     own, attached = int(torch.randint(1 << 62, ())), handle(model)
     if attached.tp is None or not attached.tp.replicated_activations:

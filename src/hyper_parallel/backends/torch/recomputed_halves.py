@@ -83,13 +83,7 @@ class RecomputedHalves:
         running: RunningPass,
         precision: AbstractContextManager[Any],
     ) -> None:
-        """Begin a pass.
-
-        Args:
-            forward: Forward of the layer.
-            running: The running pass; recomputation uses the `PassContext` that it has now.
-            precision: Context manager in which the layer is recomputed.
-        """
+        """Begin a pass; recomputation uses the current context of `running`, and runs in the context `precision`."""
         self._forward, self._running, self._precision = forward, running, precision
         self._context = running.recomputed()
         self._saved = _SavedTensors(), _SavedTensors()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 Lengths = Callable[[Tensor], Tensor]
-"""Function from positions [B, S] to the length of each token's document, [B, S]."""
+"""Function from positions [B, S] to the length of each token's document, [B, S], in the full sequence."""
 
 _DYNAMIC, _LONGROPE = "dynamic", "longrope"
 _TEXT_DIMS: Final = 2
@@ -30,12 +30,7 @@ def document_lengths(positions: Tensor) -> Tensor:
 
 
 def rotate_by_document(model: nn.Module, lengths: Lengths = document_lengths) -> None:
-    """Make length-dependent rotary embeddings compute the frequencies of each token from its document length.
-
-    Args:
-        model: Model; changed in place.
-        lengths: Function from positions to document lengths. Under context parallelism it uses the full sequences.
-    """
+    """Make length-dependent rotary embeddings compute the frequencies of each token from its document length."""
     for module in model.modules():
         if _types(module) & {_DYNAMIC, _LONGROPE}:
             module.forward = _by_document(module, module.forward, lengths)

@@ -89,11 +89,10 @@ def why_no_own_cache(model: Any) -> str | None:
 
 def why_no_static_cache(model: Any) -> str | None:
     """Return the reason why a model's decode steps cannot have fixed shapes; None if they can."""
-    if why := why_no_own_cache(model):
-        return why
-    if why := ungrouped_experts(model, model.dtype):
-        return f"experts run one by one, each on a number of rows that depends on the data: {why}"
-    return None
+    why = why_no_own_cache(model)
+    if why is None and (ungrouped := ungrouped_experts(model, model.dtype)):
+        why = f"experts run one by one, each on a number of rows that depends on the data: {ungrouped}"
+    return why
 
 
 def cache_tensors(cache: Any) -> dict[str, Tensor]:

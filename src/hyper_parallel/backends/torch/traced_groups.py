@@ -24,10 +24,7 @@ _OPERATORS = torch.ops._c10d_functional
 class TracedGroup(dist.ProcessGroup):
     """Process group whose collectives call functional operators and are complete when they return.
 
-    Args:
-        ranks: Global ranks of the group.
-        rank: Position of this rank in `ranks`.
-        name: Name of the group in `torch.distributed`.
+    `ranks` are the global ranks of the group, and `rank` is the position of this rank among them.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:

@@ -34,6 +34,8 @@ def _blocks(logits: Tensor) -> range:
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy; `first` is the token id of the first column, and `group` the ranks with the other columns."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -82,28 +84,6 @@ class _CrossEntropy(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def cross_entropy_sum(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    first: int = 0,
-    group: dist.ProcessGroup | None = None,
-    summed: bool = True,
-) -> Tensor:
-    """Return the sum of the cross entropies of all tokens whose target is not `ignore_index`.
-
-    Args:
-        logits: Logits [T, V], or with `group` this rank's columns of them.
-        targets: Target ids [T] in the full vocabulary.
-        ignore_index: Value in `targets` that marks tokens without a target.
-        first: Token id of the first column of `logits`.
-        group: Ranks over which the vocabulary is sharded; None: it is not sharded.
-        summed: False: return the cross entropy of every token, [T], 0 where the target is `ignore_index`.
-    """
-    return _CrossEntropy.apply(logits, targets, ignore_index, first, group, summed)
-
-
 def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
     """Return `labels` shifted left by one token, with `ignore_index` at the end: the target is the next token."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -116,28 +96,32 @@ def cross_entropy(
     ignore_index: int = -100,
     summed: bool = True,
 ) -> Tensor:
-    """Return `cross_entropy_sum` for the output of the head, which may be sharded over tensor-parallel ranks.
+    """Return the sum of the cross entropies of all tokens whose target is not `ignore_index`.
 
-    `targets` [T] are those of all T tokens. If the head shards tokens, the result is that of this rank's ceil(T / tp)
-    tokens, padding included.
+    If the head shards tokens over tensor-parallel ranks, the result is that of this rank's ceil(T / tp) tokens, padding
+    included.
+
+    Args:
+        tp: State of tensor parallelism; None without it.
+        logits: Output [..., V] of this rank's head, which may be sharded by tokens or by columns.
+        targets: Target ids [T] of all tokens in the full vocabulary.
+        ignore_index: Value in `targets` that marks tokens without a target.
+        summed: False: return the cross entropy of every token, 0 where the target is `ignore_index`.
     """
     split = None if tp is None or tp.head == "whole" else tp.head
     if tp is not None:
         tp.running.update(loss_consumed=True)
     columns = logits.shape[-1]
     if split == "tokens":
-        rows = logits.shape[-2]
-        missing = rows * tp.degree - targets.shape[0]
+        own = logits.shape[-2]
+        missing = own * tp.degree - targets.shape[0]
         targets = F.pad(targets, (0, missing), value=ignore_index)
-        targets = targets[tp.rank * rows : (tp.rank + 1) * rows]
-    return cross_entropy_sum(
-        logits.reshape(-1, columns),
-        targets,
-        ignore_index=ignore_index,
-        first=tp.rank * columns if split == "vocabulary" else 0,
-        group=tp.group if split == "vocabulary" else None,
-        summed=summed,
-    )
+        targets = targets[tp.rank * own : (tp.rank + 1) * own]
+    first, group = 0, None
+    if tp is not None and split == "vocabulary":
+        first, group = tp.rank * columns, tp.group
+    rows = logits.reshape(-1, columns)
+    return _CrossEntropy.apply(rows, targets, ignore_index, first, group, summed)
 
 
 def loss_function(
@@ -202,10 +186,8 @@ def use_loss_function(model: nn.Module) -> None:
     The replaced losses are means over a microbatch, and not all of them shift the labels.
     """
     own = inspect.unwrap(type(model).forward)
-    if (
-        "loss_function" in own.__code__.co_names
-        or "labels" not in inspect.signature(own).parameters
-    ):
+    calls_function = "loss_function" in own.__code__.co_names
+    if calls_function or "labels" not in inspect.signature(own).parameters:
         return
 
     def forward(

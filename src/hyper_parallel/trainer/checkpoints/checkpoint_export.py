@@ -9,7 +9,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch.dropout import original_config
 from hyper_parallel.backends.torch.token_scores import SCORE
-from hyper_parallel.backends.torch.weights.initialization import allocate_and_fill_buffers
+from hyper_parallel.backends.torch.weights.initialization import materialize
 from hyper_parallel.backends.torch.weights.lora import merge_adapters
 from hyper_parallel.backends.torch.weights.pretrained import CarriedWeights, carried_of
 from hyper_parallel.config import Lora, Model, Recipe
@@ -20,7 +20,7 @@ from hyper_parallel.trainer.checkpoints.adapter_files import allocate_trained, e
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.index import Index
 from hyper_parallel.trainer.checkpoints.model_export import export_hf, exported_folder
-from hyper_parallel.trainer.checkpoints.pieces import unknown_dtype
+from hyper_parallel.trainer.checkpoints.pieces import check_dtype
 from hyper_parallel.trainer.engine.base_weights import load_base
 from hyper_parallel.trainer.engine.recipe_model import build_model, set_pad_token_id
 from hyper_parallel.trainer.input_checksums import BASE, RunInputs
@@ -63,8 +63,7 @@ def export_checkpoint(
         CheckpointMismatch: HP702 when the base weights are not those that the adapters were trained on.
         CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: See `Checkpointer.load` and `export_hf`.
     """
-    if dtype is not None and dtype not in _DTYPES:
-        raise unknown_dtype(dtype, _DTYPES)
+    check_dtype(dtype, _DTYPES)
     exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
     model_dir = model_dir.expanduser()
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
@@ -97,7 +96,7 @@ def _load(
     elif lora:
         allocate_trained(model)
     else:
-        allocate_and_fill_buffers(model)
+        materialize(model, seed=0, names=())
     _, extra = loader.load(model, None, step)
     if base is not None:
         inputs = RunInputs()

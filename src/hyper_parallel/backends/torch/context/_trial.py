@@ -47,10 +47,8 @@ def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -
         return args, {**kwargs, "position_ids": position_ids()}
 
     for module in base.modules():
-        if (
-            isinstance(module, nn.Embedding)
-            and "position_ids" in signature(module.forward).parameters
-        ):
+        is_table = isinstance(module, nn.Embedding)
+        if is_table and "position_ids" in signature(module.forward).parameters:
             module.register_forward_pre_hook(before, with_kwargs=True)
 
 

@@ -53,20 +53,15 @@ def apply_context_parallel(
 ) -> ContextState | None:
     """Shard a model's sequences and make attention cover all tokens; return the state, or None if cp is 1.
 
-    Args:
-        model: The model; changed in place.
-        view: Parts of the model.
-        strategy: The strategy of the plan.
-        mesh: Device mesh with a cp axis.
-        stage_layers: Function that returns the layers of the running stage; None without pipeline parallelism.
-        calls: Result of `count_attention_calls`.
-        running: The running pass of the model.
+    `stage_layers` returns the layers of the running stage; None without pipeline parallelism. `calls` is the result of
+    `count_attention_calls`.
     """
     if mesh is None or strategy.cp == 1:
         return None
     base, layers = view.base, view.layers
     config, all_layers = base.config, range(len(layers))
-    context = ContextState.from_strategy(strategy, mesh["cp"].get_group(), running)
+    group, gather_keys = mesh["cp"].get_group(), strategy.cp_kind == "all_gather"
+    context = ContextState(group, gather_keys, strategy.ulysses, running)
     cp_config = copy.deepcopy(config)  # other models may share the config
     cp_config._attn_implementation = INTERFACE
     for module in model.modules():
@@ -210,16 +205,15 @@ def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
     """Make attention masks separate packed documents in models of `MASKS_IGNORE_POSITION_IDS`.
 
     Other models of transformers recognise documents by `position_ids` that restart at 0 when they build masks. GPT-OSS
-    builds its masks without positions, but accepts masks as arguments. A hook builds them with public functions of
-    transformers. Context parallelism does not need the hook, because it builds its own masks.
-
-    Args:
-        base: Decoder without its head; changed in place.
-        dtype: Dtype of activations, for additive masks.
+    accepts masks as arguments, which a hook on its decoder `base` builds; `dtype` is that of additive masks. Context
+    parallelism does not need the hook, because it builds its own masks.
     """
     if base.config.model_type not in MASKS_IGNORE_POSITION_IDS:
         return
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    causal_masks = create_causal_mask, create_sliding_window_causal_mask
+    makers = dict(zip(_LAYER_KINDS, causal_masks, strict=True))
 
     def before(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -231,17 +225,11 @@ def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
         tokens = next(t for n in TOKENS if (t := kwargs.get(n)) is not None)
         # Only its shape, dtype and device are read.
         like = torch.empty(*tokens.shape[:2], 0, dtype=dtype, device=tokens.device)
-        makers = (create_causal_mask, create_sliding_window_causal_mask)
-        masks = (
-            make(
-                config=module.config,
-                inputs_embeds=like,
-                attention_mask=None,
-                position_ids=positions,
-                **{cache_argument(make): None},
-            )
-            for make in makers
-        )
-        return args, {**kwargs, "attention_mask": dict(zip(_LAYER_KINDS, masks, strict=True))}
+        options = {"config": module.config, "inputs_embeds": like, "attention_mask": None}
+        masks = {
+            kind: make(**options, position_ids=positions, **{cache_argument(make): None})
+            for kind, make in makers.items()
+        }
+        return args, {**kwargs, "attention_mask": masks}
 
     base.register_forward_pre_hook(before, with_kwargs=True)

@@ -214,14 +214,9 @@ class RingAttention:
     def backward(
         self, grad: Tensor, q: Tensor, saved: tuple[Tensor, ...], dq: Tensor, blocks: KeyValueBlocks
     ) -> KeyValueBlocks:
-        """Add the gradient of the queries to `dq`; yield the gradients of keys and values of each ring position.
+        """Add the gradient of the local queries `q` to `dq`; yield the gradients of keys and values of `blocks`.
 
-        Args:
-            grad: Gradient of the output.
-            q: Local queries.
-            saved: (out, lse, delta), see `AttentionBlock.backward`.
-            dq: Tensor to which the gradient of `q` is added.
-            blocks: Keys and values of each ring position.
+        `grad` is the gradient of the output, and `saved` is (out, lse, delta), see `AttentionBlock.backward`.
         """
         for source, k, v in blocks:
             dk, dv = torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype)
@@ -277,9 +272,8 @@ class _Attention(torch.autograd.Function):
         if sinks is not None:
             share = (sinks.to(lse.dtype)[:, None] - lse).exp_()
             d_sinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
-        name, positions = Purpose.KEY_VALUE_GRADIENTS, 1
-        if context.gather_keys:
-            positions = context.ring_size
+        name = Purpose.KEY_VALUE_GRADIENTS
+        positions = context.ring_size if context.gather_keys else 1
         # Gradients of the keys of all positions, or of this position with the gradients received from others.
         rows = lse.new_zeros(positions, k.numel() + v.numel())
         in_flight: list[tuple[Tensor, Callable[[], None]]] = []
@@ -346,11 +340,7 @@ def _key_value_blocks(
 def _exchange(
     context: ContextState, flat: Tensor, distance: int, name: Purpose
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Send `flat` to the ring position `distance` steps ahead, and receive from the position `distance` steps behind.
-
-    Returns:
-        The received tensor, and a function that waits until both transfers are complete.
-    """
+    """Send `flat` to the ring position `distance` steps ahead, and receive from behind; results of `send_receive`."""
     ulysses = context.ulysses
     to, source = (
         (context.ring_position + d) % context.ring_size * ulysses + context.group.rank() % ulysses

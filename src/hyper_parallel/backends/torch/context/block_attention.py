@@ -98,14 +98,9 @@ class AttentionBlock:
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute output [B, H, Q, V] and lse [B, H, Q] in `score_dtype`.
+        """Return output [B, H, Q, V] and lse [B, H, Q] for queries, keys and values, in `score_dtype`.
 
         Output and lse of a query without visible keys are zero and minus infinity.
-
-        Args:
-            q: Queries [B, H, Q, K].
-            k: Keys [B, G, N, K].
-            v: Values [B, G, N, V].
         """
         if self.fused(q, v):
             return self._fused_forward(q, k, v)
@@ -125,14 +120,7 @@ class AttentionBlock:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of the block's q, k and v in `score_dtype`.
 
-        Args:
-            grad: Gradient of the output.
-            q: Queries [B, H, Q, K].
-            k: Keys [B, G, N, K].
-            v: Values [B, G, N, V].
-            out: Attention output [B, H, Q, V], merged over all key blocks.
-            lse: Log-sum-exp [B, H, Q] of the scores of all key blocks.
-            delta: Sum of grad * out over V, [B, H, Q].
+        `out` and `lse` are those of all key blocks, and `delta` [B, H, Q] is the sum of grad * out over V.
         """
         if self.fused(q, v):
             return self._fused_backward(grad, q, k, v, out, lse)

@@ -14,7 +14,7 @@ from torch import Tensor
 from hyper_parallel.backends.torch.pass_context import RunningPass, SequenceView
 from hyper_parallel.backends.torch.rotary_lengths import document_lengths
 from hyper_parallel.backends.torch.vocab_parallel_loss import shifted
-from hyper_parallel.ir import SequenceCut, Strategy
+from hyper_parallel.ir import SequenceCut
 
 TOKENS = ("input_ids", "inputs_embeds")
 _IGNORED = -100  # `ignore_index` of torch's cross entropy and of Hugging Face labels
@@ -39,13 +39,6 @@ class ContextState:
     calls: int = 0
     _cuts: dict[int, SequenceCut] = field(default_factory=dict)
     _positions: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def from_strategy(
-        cls, strategy: Strategy, group: dist.ProcessGroup, running: RunningPass
-    ) -> ContextState:
-        """Return the state of a strategy with cp > 1."""
-        return cls(group, strategy.cp_kind == "all_gather", strategy.ulysses, running)
 
     @property
     def ring_size(self) -> int:

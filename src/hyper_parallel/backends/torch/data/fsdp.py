@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch.collectives import all_reduce
-from hyper_parallel.backends.torch.data.unit_order import groups_of
+from hyper_parallel.backends.torch.data.unit_order import gradient_of, groups_of
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Plan, Purpose, Strategy
 
@@ -33,7 +33,7 @@ def shard_data_parallel(
     expert_mesh: DeviceMesh | None,
     average: bool,
 ) -> tuple[nn.Module, ...]:
-    """Wrap experts, layers and the root module with FSDP.
+    """Wrap experts, layers and the root module with FSDP; return the modules that FSDP manages, the root last.
 
     Modules stay unwrapped if FSDP would shard them over one rank and parameters are not cast for computation.
 
@@ -46,9 +46,6 @@ def shard_data_parallel(
         mesh: Device mesh; None for one rank.
         expert_mesh: Device mesh of experts with an edp axis; None without expert parallelism.
         average: Whether gradients are averaged over the data-parallel ranks instead of summed.
-
-    Returns:
-        Modules that FSDP manages, the root last.
     """
     strategy, workload = plan.strategy, plan.workload
     mixed = workload.compute_dtype != workload.param_dtype
@@ -88,12 +85,7 @@ def _sharded_dims(
 
 
 class _Wrapper:
-    """Caller of `fully_shard` for the modules of one model.
-
-    Args:
-        dims: Dim to shard by parameter id.
-        divisor: Number by which summed gradients are divided; None: they are not divided.
-    """
+    """Caller of `fully_shard`, with the sharded dim by parameter id, and a divisor of summed gradients or None."""
 
     def __init__(self, dims: dict[int, int], divisor: int | None) -> None:
         self.modules: list[nn.Module] = []
@@ -151,9 +143,8 @@ def fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
 def _refuse_hidden_outputs(model: nn.Module, _: Any, output: Any) -> None:
     """Raise HP205 if a model returns its tensors in an object in which FSDP cannot add hooks for backward."""
     leaves = tree_leaves(output)
-    if not torch.is_grad_enabled() or any(
-        isinstance(x, Tensor) and x.requires_grad for x in leaves
-    ):
+    has_gradients = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+    if has_gradients or not torch.is_grad_enabled():
         return
     hidden = [x for x in leaves if not isinstance(x, (Tensor, int, float, str, type(None)))]
     if hidden and any(p.requires_grad for p in model.parameters()):
@@ -192,13 +183,10 @@ def defer_reductions(
     keeps_gathered: bool,
     root: nn.Module,
 ) -> None:
-    """Defer the gradient reductions of all modules until `reduce_now` is called for each.
+    """Defer the gradient reductions of modules that FSDP manages until `reduce_now` is called for each.
 
-    Args:
-        modules: Modules that FSDP manages.
-        previous: Dict from the id of a layer to the preceding layer.
-        keeps_gathered: Whether parameters stay gathered until `reduce_now`; those of the root always do.
-        root: The root module.
+    `previous` maps the id of a layer to the preceding layer. With `keeps_gathered`, parameters stay gathered until
+    `reduce_now`; those of the root always do.
     """
     for module in modules:
         assert isinstance(module, FSDPModule)
@@ -219,24 +207,16 @@ def reduce_now(module: nn.Module) -> None:
 
 
 def complete_gradients(root: nn.Module, names: Set[str]) -> None:
-    """Give unused parameters a zero gradient if another data-parallel rank has a gradient for them.
+    """Give parameters of the root a zero gradient, before the reduction, if only other ranks have a gradient.
 
-    Args:
-        root: The root module, before its gradients are reduced.
-        names: Names of parameters of the root that some ranks may not use; equal on all ranks.
+    `names` are those of the parameters that some ranks may not use, equal on all ranks.
     """
     for group in groups_of(fully_shard.state(root)):
-        params = [
-            p
-            for p in group.fsdp_params
-            if p._param_fqn in names and p.unsharded_param.requires_grad
-        ]
+        own = [p for p in group.fsdp_params if p._param_fqn in names]
+        params = [p for p in own if p.unsharded_param.requires_grad]
         if not params:
             continue
-        used = [
-            p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None
-            for p in params
-        ]
+        used = [gradient_of(p) is not None for p in params]
         uses = torch.tensor(used, dtype=torch.float32, device=params[0].unsharded_param.device)
         for axis in ("shard", "replicate"):
             ranks = getattr(group.mesh_info, f"{axis}_process_group", None)

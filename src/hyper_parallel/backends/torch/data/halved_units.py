@@ -50,13 +50,7 @@ class UnitPass:
     """
 
     def __init__(self, unit: HalvedUnit, parts: int, previous: UnitPass | None) -> None:
-        """Create a pass.
-
-        Args:
-            unit: FSDP parameters of the layer.
-            parts: Number of calls of `run`: 2 for half-batches, 1 for a whole batch.
-            previous: Pass through the previous layer; None for the first layer.
-        """
+        """Create a pass with `parts` calls of `run`; `previous` is the pass through the layer before, if any."""
         self.is_trained = False
         self._unit, self._parts, self._previous = unit, parts, previous
         self._num_left = 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import torch
@@ -48,17 +49,14 @@ class HostExchange:
         with _disable_current_modes(), torch.no_grad(), purpose(Purpose.UNIT_ORDER):
             tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
             dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
-            return [int(value) for value in tensor.tolist()]
+            return tensor.tolist()  # type: ignore[no-any-return]
 
 
 class EventSequence:
     """Sequence of gathers and reductions in one kind of pass, negotiated between ranks until it is learned.
 
-    Args:
-        exchange: All-reduce of host values.
-        number: Index of the sequence, equal on all ranks.
-        covers: Function of the events of a pass that decides about learning. True: learn them at once. False: learn
-            them after several equal passes. None: do not learn them.
+    `number` is the index of the sequence, equal on all ranks. `covers` is a function of the events of a pass. True:
+    learn them at once. False: learn them after several equal passes. None: do not learn them.
     """
 
     DONE: Final = 1 << 40
@@ -203,9 +201,9 @@ class UnitOrder:
         self._model, self._root = model, self._units[0]
         self._exchange, self._learns = HostExchange(group), learns
         self._unskippable = {
-            u.number for u in self._units
+            u.number for u in self._units[1:]
             if any(m in set(unskippable) for top in u.group.modules for m in top.modules())
-        } - {0}  # fmt: skip
+        }  # fmt: skip
         self._sequences: dict[tuple[Any, ...], EventSequence] = {}
         self._forward: EventSequence | None = None
         self._backward: EventSequence | None = None
@@ -215,7 +213,7 @@ class UnitOrder:
         for unit in self._units:
             for name in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
                 unit.methods[name] = getattr(unit.group, name)
-                setattr(unit.group, name, _bind(getattr(self, f"_{name}"), unit))
+                setattr(unit.group, name, partial(getattr(self, f"_{name}"), unit))
         self._finish = states[0]._root_post_backward_final_callback
         for state in states:  # FSDP runs the callback of the state whose backward begins first
             state._root_post_backward_final_callback = self._end_backward
@@ -356,14 +354,14 @@ class UnitOrder:
         known = self._backward.learned and unit.number not in self._backward.conditional
         used = params
         if not known:
-            is_unused = self._exchange.lowest([int(_gradient(p) is None) for p in params] or [0])
+            is_unused = self._exchange.lowest([int(gradient_of(p) is None) for p in params] or [0])
             if any(is_unused):
                 self._backward.conditional.add(unit.number)
             used = [p for p, unused in zip(params, is_unused, strict=False) if not unused]
         used_or_partial = {id(p) for p in (*used, *unit.partial)}
         used = [p for p in params if id(p) in used_or_partial]
         for p in used:
-            if _gradient(p) is not None:
+            if gradient_of(p) is not None:
                 continue
             if known and p.sharded_param.grad is None:
                 self._filled.append(p)
@@ -430,10 +428,7 @@ def order_units(
     unskippable: Sequence[str],
     one_order: bool,
 ) -> None:
-    """Make all ranks run FSDP's collectives in the same order; no effect on one rank or without FSDP.
-
-    Arguments are those of `UnitOrder`, with names of modules in `unskippable`, and `one_order` as `learns`.
-    """
+    """Create a `UnitOrder` that learns sequences if `one_order`; no effect on one rank or without FSDP."""
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1 or model not in modules or dist.get_backend(group) in ("fake", TRACED):
         return
@@ -462,11 +457,8 @@ def _widen_partial(unit: _Unit, used: list[Any]) -> None:
     ])  # fmt: skip
 
 
-def _bind(method: Callable[..., Any], unit: _Unit) -> Callable[..., Any]:
-    return lambda *args: method(unit, *args)
-
-
-def _gradient(param: Any) -> Tensor | None:
+def gradient_of(param: Any) -> Tensor | None:
+    """Return the gradient that FSDP will reduce for a gathered parameter; None without one."""
     accumulated: Tensor | None = param.unsharded_accumulated_grad
     gradient: Tensor | None = param.unsharded_param.grad
     return gradient if accumulated is None else accumulated

@@ -39,18 +39,18 @@ from hyper_parallel.backends.torch.experts.routing import (
     count_rows,
     is_first_forward,
 )
-from hyper_parallel.backends.torch.in_flight import CollectiveLauncher, collective, start
+from hyper_parallel.backends.torch.in_flight import (
+    CollectiveLauncher,
+    PendingCollective,
+    collective,
+)
 from hyper_parallel.ir import Purpose
 
 
 def attach_zero_gradients(out: Any, params: Iterable[Tensor]) -> Any:
-    """Return `out`, and attach a zero gradient for each trainable tensor of `params` to its backward.
+    """Return `out`, a tensor or a tuple that begins with one, whose backward also gives `params` zero gradients.
 
-    Reductions over ranks need a gradient of every parameter on every rank.
-
-    Args:
-        out: Tensor, or tuple with a tensor as first element.
-        params: Parameters without a contribution to `out`.
+    Reductions over ranks need a gradient of every trained parameter on every rank.
     """
     params = [p for p in params if p.requires_grad]
 
@@ -116,7 +116,7 @@ def _launch_exchange(
 def _exchange_pair(
     send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return launchers of an all-to-all of rows and of its transpose; `send` and `receive`: row counts per rank."""
+    """Return launchers of an all-to-all, and of its transpose, for these numbers of rows per rank."""
     forward = partial(_launch_exchange, send=send, receive=receive, group=group)
     return forward, partial(_launch_exchange, send=receive, receive=send, group=group)
 
@@ -124,7 +124,6 @@ def _exchange_pair(
 def _exchange(
     rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Return the rows received in an all-to-all; `send` and `receive` are the numbers of rows per rank."""
     if group is None:
         return rows
     result: Tensor = collective(*_exchange_pair(send, receive, group), rows)
@@ -147,10 +146,7 @@ class Capacity:
     def from_factor(
         cls, factor: float, index: Tensor, num_experts: int, real: Tensor | None
     ) -> Capacity:
-        """Return the capacity for `index` [N, k], the experts of each token.
-
-        `real` is the mask [N] of tokens that are not padding; None: all.
-        """
+        """Return the capacity for the experts `index` [N, k] of tokens; `real` [N] masks padding (None: no padding)."""
         slots = math.ceil(factor * index.numel() / num_experts)
         if real is None:
             return cls(slots, slots)
@@ -163,8 +159,7 @@ class _Assignment:
     """Slots in the send buffer for the rows of one chunk of tokens, and the sizes of the exchange.
 
     Attributes:
-        slot: Slot of each row; `num_slots` for rows that are not sent.
-        num_slots: Number of rows in the send buffer.
+        slot: Slot of each row; `num_slots`, the size of the send buffer, for rows that are not sent.
         send: Number of rows sent to each rank.
         receive: Number of rows received from each rank.
         local_expert: Expert of each received row, counted from the first one on this rank.
@@ -212,10 +207,7 @@ class _SortedRows:
 def _assign_uneven(
     chunks: Sequence[_SortedRows], group: dist.ProcessGroup, load: Tensor | None
 ) -> list[_Assignment]:
-    """Assign a slot in the send buffer to every row of each chunk of tokens, after one exchange of row counts.
-
-    `load` is the number of rows of each expert for the routing statistics; None: all sent rows.
-    """
+    """Assign a slot in the send buffer to every row of each chunk of tokens, after one exchange of row counts."""
     degree = group.size()
     counts = torch.stack([c.counts.view(degree, -1) for c in chunks], dim=1)
     received = all_to_all(torch.empty_like(counts), counts, group, Purpose.EXPERT_ROW_COUNTS)
@@ -228,9 +220,8 @@ def _assign_uneven(
         sorted_slot = torch.arange(len(rows.expert), device=counts.device).clamp(max=num_slots)
         # `load` covers all chunks: it is counted with the first one.
         num_kept = num_slots if load is None else load.sum() if i == 0 else 0
-        local_expert = local.repeat_interleave(
-            received[:, i].reshape(-1), output_size=sum(receive[i])
-        )
+        counts_here, num_received = received[:, i].reshape(-1), sum(receive[i])
+        local_expert = local.repeat_interleave(counts_here, output_size=num_received)
         slot = rows.slots(sorted_slot)
         assigned.append(_Assignment(slot, num_slots, send[i], receive[i], local_expert, num_kept))
     return assigned
@@ -318,11 +309,9 @@ def dispatch(
 
     pieces = zip(hidden.tensor_split(chunks), assigned, strict=True)
     sends = (partial(rows_to_send, tokens, a) for tokens, a in pieces)
+    computed_rows = zip(assigned, _exchange_and_work(sends, assigned, group, work), strict=True)
     results = [
-        _MoveRows.apply(result, a.slot, a.num_slots, overflow_row, True)
-        for a, result in zip(
-            assigned, _exchange_and_work(sends, assigned, group, work), strict=True
-        )
+        _MoveRows.apply(rows, a.slot, a.num_slots, overflow_row, True) for a, rows in computed_rows
     ]
     return results[0] if chunks == 1 else torch.cat(results)
 
@@ -332,20 +321,22 @@ def _exchange_and_work(
     assigned: Sequence[_Assignment],
     group: dist.ProcessGroup | None,
     work: ExpertWork,
-) -> list[Tensor]:
-    """Return the results of each chunk, in the slots of its send buffer.
+) -> Iterator[Tensor]:
+    """Yield the results of each chunk, in the slots of its send buffer.
 
     With several chunks, the rows of later chunks and the results of earlier chunks are in flight during `work`. In
-    backward, the weight gradients of the first chunk overlap with the last exchange.
+    backward, the weight gradients of the first chunk overlap with the last exchange. The caller moves the results of a
+    chunk while those of later chunks are in flight; the same holds for their gradients in backward.
     """
     if len(assigned) == 1:
         (send,), (a,) = sends, assigned
         results = work.compute(_exchange(send(), a.send, a.receive, group), a.local_expert)
-        return [_exchange(results, a.receive, a.send, group)]
+        yield _exchange(results, a.receive, a.send, group)
+        return
     assert group is not None
     # Send all rows before any results, so that a link that is the bottleneck is never idle before the last results.
     arriving = [
-        start(*_exchange_pair(a.send, a.receive, group), send())
+        PendingCollective(*_exchange_pair(a.send, a.receive, group), send())
         for send, a in zip(sends, assigned, strict=True)
     ]
     deferred = DeferredWeights(work.weights())
@@ -354,5 +345,7 @@ def _exchange_and_work(
         rows = pending.finish()
         with nullcontext() if index else deferred:
             results = work.compute(rows, a.local_expert)
-        returning.append(start(*_exchange_pair(a.receive, a.send, group), results))
-    return [pending.finish() for pending in returning]
+        back = _exchange_pair(a.receive, a.send, group)
+        returning.append(PendingCollective(*back, results))
+    for pending in returning:
+        yield pending.finish()

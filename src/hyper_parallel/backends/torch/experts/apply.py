@@ -53,15 +53,7 @@ def expert_state(
 ) -> ExpertState | None:
     """Return the expert state of a model that is not yet sharded; None for a model without experts.
 
-    Args:
-        model: The model.
-        styles: Dict from module name to its sharding style.
-        routing: Options of routing.
-        group: Expert-parallel ranks.
-        world_group: All ranks; None for one rank.
-        staged: Whether the model will be split into pipeline stages.
-        device: Device of this rank.
-        chunks: Chunks of tokens, see `dispatch`.
+    `styles` maps names of modules to sharding styles. Other arguments are fields of `ExpertState`.
     """
 
     def count_experts(module: nn.Module) -> int:
@@ -83,11 +75,8 @@ def apply_to_experts(
 ) -> None:
     """Wrap the forward of every module of experts on this rank with token dispatch and combination.
 
-    Args:
-        model: The model; changed in place.
-        state: Group, sizes and options of the model's experts; gets the wrapped modules and their routing.
-        tokens: This rank's tokens.
-        in_decoder: Whether the experts belong to a Hugging Face model with a list of decoder layers.
+    `state` gets the names of the modules and their routing counters. `in_decoder` tells whether the experts belong to a
+    Hugging Face model with a list of decoder layers.
 
     Raises:
         UnsupportedSharding: HP205 for experts on several ranks that are not called with tokens, indices and weights,
@@ -169,13 +158,7 @@ class _Forward:
         )
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the combined results [N, D].
-
-        Args:
-            hidden: Tokens [N, D]; [B, S, D] in some models, as is the result.
-            index: Experts [N, k] of the tokens.
-            weights: Weights [N, k] of the experts.
-        """
+        """Return the combined results for tokens [N, D], or [B, S, D] in some models, by experts and weights [N, k]."""
         shape, rows = hidden.shape, index.shape[0]
         self.has_batch_dim = hidden.dim() == 3
         if self.has_batch_dim:
@@ -206,11 +189,8 @@ class _Forward:
         padding = self.state.tokens.running.context.padding
         # Padding uses no slots of a capacity, and is not computed if its results are unused.
         computed = real if capacity is not None or (padding and padding.unread) else None
-        load = (
-            count_rows(index, num_experts, real)
-            if real is not None and is_first_forward()
-            else None
-        )
+        is_counted = real is not None and is_first_forward()
+        load = count_rows(index, num_experts, real) if is_counted else None
 
         def work(rows: Tensor, local_expert: Tensor) -> Tensor:
             ones = weights.new_ones(len(rows), 1)
@@ -225,20 +205,10 @@ class _Forward:
             tp = self.state.tokens.tp
             return [to_local(p, tp and tp.gradients) for p in self.module.parameters()]
 
-        layer = self.state.layers[self.name]
+        layer, expert_work = self.state.layers[self.name], ExpertWork(work, local_weights)
         chunks = 1 if capacity is not None else self.state.chunks
-        results = dispatch(
-            hidden,
-            index,
-            num_experts,
-            group,
-            capacity,
-            layer,
-            ExpertWork(work, local_weights),
-            computed,
-            load,
-            chunks,
-        )
+        shared = num_experts, group, capacity, layer, expert_work, computed, load, chunks
+        results = dispatch(hidden, index, *shared)
         results = results.view(*index.shape, hidden.shape[1])
         return (results * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
@@ -253,8 +223,6 @@ class _Forward:
             out = self.inner(hidden.unsqueeze(0), index, weights).squeeze(0)
         else:
             out = self.inner(hidden, index, weights)
-        return (
-            attach_zero_gradients(out, self.module.parameters())
-            if self.has_child_parameters
-            else out
-        )
+        if self.has_child_parameters:
+            out = attach_zero_gradients(out, self.module.parameters())
+        return out

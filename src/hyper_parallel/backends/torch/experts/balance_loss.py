@@ -8,17 +8,16 @@ equations 4 to 6, over all layers at once):
     P_e   sum of the probabilities of expert e over the same tokens, divided by n
     n     number of (layer, token) pairs
 
-This loss is not a sum over tokens, so f and n are summed over all ranks before backward. f has no gradient. The
+This loss is not a sum over tokens, so f, P and n are summed over all ranks before backward. f has no gradient. The
 gradient of P is a sum over tokens, so each rank's share of it is exact and needs no communication in backward.
 
 The weight of a microbatch is its weight in the cross entropy: valid targets over the divisor of the loss, summed over
-ranks. The weights of the microbatches of a step add up to 1, independent of their number and lengths.
+ranks. The weights of the microbatches of a step add up to 1.
 
 A pipeline stage has some of the layers, so the routing counts are sent along with the activations: 2 E + 1 numbers per
 microbatch, to which every stage adds. The last stage sums the counts over the data-parallel ranks and computes the loss
-and its derivative with respect to the probabilities of each expert. These E derivatives are sent back along with the
-gradients.
-Backward of a stage has two roots: its output, and the sums of its probabilities.
+and its E derivatives by the probabilities of the experts, which are sent back along with the gradients. Backward of a
+stage has two roots: its output, and the sums of its probabilities.
 """
 
 from __future__ import annotations
@@ -52,16 +51,7 @@ from hyper_parallel.ir import Purpose, Strategy
 
 
 class BalanceLoss:
-    """Auxiliary loss of this rank's layers.
-
-    Args:
-        facts: Auxiliary loss of the model's class on one device, as measured.
-        coefficient: Weight of the loss.
-        strategy: Degrees of the layout.
-        groups: Process groups that together span the ranks of one pipeline stage.
-        world_group: All ranks; None for one rank.
-        device: Device of this rank.
-    """
+    """Auxiliary loss of this rank's layers; `groups` together span the ranks of one pipeline stage."""
 
     def __init__(
         self,
@@ -167,10 +157,8 @@ class BalanceLoss:
             all_reduce(sums, group, Purpose.BALANCE_LOSS)
         num_experts = self._facts.num_experts
         load, probability, number, weight = sums.split((num_experts, num_experts, 1, 1))
-        number = number.clamp(min=1)
-        value = load_balance(load, probability, number)
-        weight = weight.squeeze(0)
-        value = value.squeeze(0)
+        number, weight = number.clamp(min=1), weight.squeeze(0)
+        value = load_balance(load, probability, number).squeeze(0)
         sums = torch.stack((weight * value * self._facts.scale, weight))
         self._sums = sums if self._sums is None else self._sums + sums
         slope = num_experts * load / number.square()

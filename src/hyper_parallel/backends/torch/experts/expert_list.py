@@ -52,10 +52,8 @@ class _Calls:
             self.rows.append(rows)
             return torch.zeros_like(rows)
         call, self._next = self._next, self._next + 1
-        if call >= len(self.rows) or (expert, rows.shape) != (
-            self.experts[call],
-            self.rows[call].shape,
-        ):
+        first_run = (self.experts[call], self.rows[call].shape) if call < len(self.rows) else None
+        if first_run != (expert, rows.shape):
             raise self.refusal(
                 "is called with other shapes or in another order when its block is run again"
             )
@@ -71,7 +69,7 @@ class _Calls:
 
 
 class _ExpertSlot:
-    """Stub of one local or remote expert, called by the block."""
+    """Stub of one expert, called by the block."""
 
     def __init__(self, calls: _Calls, expert: int) -> None:
         self._calls, self._expert = calls, expert
@@ -187,17 +185,9 @@ class ListBlock:
                 raise calls.refusal(f"returns shape {tuple(out.shape)} for {tuple(rows.shape)}")
             return out
 
-        layer, count = self.state.layers[self.name], len(self.experts)
-        results = dispatch(
-            hidden,
-            index.unsqueeze(1),
-            count,
-            self.state.group,
-            None,
-            layer,
-            ExpertWork(work, self.experts.parameters),
-            chunks=self.state.chunks,
-        )
+        state, expert_work = self.state, ExpertWork(work, self.experts.parameters)
+        layout = len(self.experts), state.group, None, state.layers[self.name], expert_work
+        results = dispatch(hidden, index.unsqueeze(1), *layout, chunks=state.chunks)
         parts = results.split(sizes) if sizes else ()
         return results, [p.view_as(r) for p, r in zip(parts, calls.rows, strict=True)]
 

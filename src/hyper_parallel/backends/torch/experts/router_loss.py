@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.forward_variants import float64_kept
+from hyper_parallel.backends.torch.forward_variants import KeepFloat64
 from hyper_parallel.backends.torch.model_structure import text_config, view_of
 
 FLAG: Final = "output_router_logits"
@@ -76,13 +76,9 @@ def expert_logits(logits: Tensor, product_keys: bool) -> Tensor:
 
 
 def router_loss_facts(model: nn.Module) -> RouterLoss | None:
-    """Measure the auxiliary loss of a model's routers.
+    """Return the measured auxiliary loss of a model's routers; None for a model without such a loss.
 
-    Args:
-        model: Causal or image-text model with parameters on a real or the meta device; unchanged.
-
-    Returns:
-        The measured loss; None for a model without such a loss.
+    The parameters may be on the meta device.
     """
     if not _takes_flag(type(model)):
         return None
@@ -104,9 +100,8 @@ def router_loss_facts(model: nn.Module) -> RouterLoss | None:
             coefficient, requested, top_k, scale = measured
             experts = size * size if product_keys else size
             if top_k:
-                return RouterLoss(
-                    coefficient, requested, experts, top_k, scale, product_keys, routers
-                )
+                facts = coefficient, requested, experts, top_k, scale, product_keys, routers
+                return RouterLoss(*facts)
             unknown = replace(unknown, coefficient=coefficient, requested=requested)
             if not product_keys:
                 return unknown
@@ -114,10 +109,7 @@ def router_loss_facts(model: nn.Module) -> RouterLoss | None:
 
 
 def causal_form(model: nn.Module) -> nn.Module | None:
-    """Return the causal language model for the config of `model`, on the meta device.
-
-    Returns None if `model` is a causal language model already, or if its type has none.
-    """
+    """Return the causal language model for the config of `model`, on meta; None if `model` is one, or has none."""
     config = getattr(model, "config", None)
     if config is None:
         return None
@@ -196,7 +188,7 @@ def _run(stubbed: nn.Module, logits: tuple[Tensor, ...], **flag: bool) -> tuple[
         if child is not None and child.__dict__.get("is_decoder_stub"):
             child.__dict__["value"] = _DecoderOutput(logits)
     ids = torch.zeros(1, _TOKENS, dtype=torch.long)
-    with torch.enable_grad(), float64_kept():
+    with torch.enable_grad(), KeepFloat64():
         out = type(stubbed).forward(stubbed, input_ids=ids, labels=ids, **flag)  # type: ignore[attr-defined]
     return out.loss, getattr(out, "aux_loss", None)
 
@@ -271,12 +263,9 @@ def _load_balance_by_top_k(layers: list[Tensor]) -> Tensor:
 
 def _sizes(model: nn.Module, routers: tuple[tuple[str, int], ...]) -> list[int]:
     """Return candidate sizes of the last dim of router logits: sizes of router weights, then integers of the config."""
-    sizes: dict[int, None] = {}
-    if routers:
-        for p in model.get_submodule(routers[0][0]).parameters():
-            sizes.update(dict.fromkeys(p.shape[:1]))
-            sizes.update(dict.fromkeys([p.shape[0] // 2]))
-    sizes.update(dict.fromkeys(_integers(model.config.to_dict())))
+    weights = model.get_submodule(routers[0][0]).parameters() if routers else ()
+    rows = [size for p in weights for size in (p.shape[0], p.shape[0] // 2)]
+    sizes = dict.fromkeys([*rows, *_integers(model.config.to_dict())])
     return [size for size in sizes if 2 <= size <= 4096]
 
 
@@ -325,12 +314,9 @@ def _declared(
     outputs = getattr(type(model), "_can_record_outputs", None)
     if outputs is not None or hasattr(model, "base_model_prefix"):
         specs = (outputs or {}).get("router_logits", [])
-        spec_list = specs if isinstance(specs, list) else [specs]
         tasks = tuple(
-            (spec.target_class, spec.index, spec.layer_name)
-            if hasattr(spec, "target_class")
-            else (spec, 1, None)
-            for spec in spec_list
+            (getattr(s, "target_class", s), getattr(s, "index", 1), getattr(s, "layer_name", None))
+            for s in (specs if isinstance(specs, list) else [specs])
         )
     yield (name, model), tasks
     for child, module in model.named_children():

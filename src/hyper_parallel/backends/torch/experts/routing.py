@@ -128,16 +128,9 @@ def is_first_forward() -> bool:
 def check_routing(
     model: nn.Module, routing: Routing, where: str | None = None, alone: bool = False
 ) -> str | None:
-    """Check that a model supports the options of routing.
+    """Return a description of the router loss that training adds; None if it adds no such loss.
 
-    Args:
-        model: The model, on any device, meta included.
-        routing: The options.
-        where: Location of the options, for errors.
-        alone: As in `balanced_loss`.
-
-    Returns:
-        Description of the router loss that training adds; None if it adds no such loss.
+    `where` is the location of the options, for errors, and `alone` is that of `balanced_loss`.
 
     Raises:
         UnsupportedSharding: HP205 with the first unsupported option, or for an unknown router loss.
@@ -174,12 +167,7 @@ def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> Ro
     """Return the router loss that training adds; None without one, or if one rank keeps the model's own loss.
 
     If `aux_loss_coef` is set, a model without a language head, such as a reward model, uses the loss of its causal
-    language model.
-
-    Args:
-        model: The model, on any device, meta included.
-        routing: Options of routing.
-        alone: Whether there is one rank only, where an unknown loss of the model can be kept.
+    language model. `alone` tells that there is one rank only, where an unknown loss of the model can be kept.
 
     Raises:
         UnsupportedSharding: HP205 for an unknown loss of the model.
@@ -203,10 +191,7 @@ def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> Ro
 
 
 def count_rows(index: Tensor, num_experts: int, real: Tensor | None) -> Tensor:
-    """Return the number of rows of each expert [E] in `index` [N, k].
-
-    `real` is the mask [N] of tokens to count; None: all tokens.
-    """
+    """Return the number of rows of each expert [E] in `index` [N, k]; `real` [N] masks the tokens (None: all)."""
     rows = index.reshape(-1)
     if real is None:
         counted = torch.ones_like(rows, dtype=torch.long)

@@ -53,9 +53,7 @@ _TARGETS = ("labels", "shift_labels")
 
 @dataclass(frozen=True, slots=True)
 class StepActions:
-    """Actions and callbacks of a pipeline rank in a step that also runs other parts of the model.
-
-    Another part is, for example, an image encoder.
+    """Actions and callbacks of a pipeline rank in a step that also runs other parts, such as an image encoder.
 
     Attributes:
         actions: Actions of this rank for the pipeline and for other parts; None: those of the pipeline's schedule.
@@ -71,17 +69,7 @@ class StepActions:
 
 
 class Pipeline:
-    """Executor of the stages of one model on a pipeline rank.
-
-    Args:
-        model: The model, split into stages.
-        stages: Stages of this rank.
-        strategy: The strategy of the plan.
-        tp: State of tensor parallelism; None without it.
-        context: State of context parallelism; None without it.
-        balance: Auxiliary loss of experts; None without it.
-        fsdp: Modules managed by FSDP, root last.
-    """
+    """Executor of the stages of one model on a pipeline rank; `fsdp` are the modules that FSDP manages, root last."""
 
     def __init__(
         self,
@@ -116,8 +104,8 @@ class Pipeline:
         Args:
             model: The model.
             microbatches: Arguments of the model's forward per microbatch.
-            loss_of: Function from the index of a microbatch to its loss.
-            span: Function from the name and kind of an action to a context that records it.
+            loss_of: See `LossOf`.
+            span: See `forward_backward`.
             train: Whether to run backward.
             scale: Factor included in the losses of `loss_of`, applied to the router loss too.
             step: Actions to run with those of other parts of the model; None: those of the pipeline's schedule.
@@ -223,17 +211,14 @@ class Pipeline:
         return [p for p in params if p.requires_grad]
 
     def _sum_shared_gradients(self, model: nn.Module) -> None:
-        """Sum the gradients of weights shared by stages over the ranks that hold them.
-
-        Two ranks exchange their gradients and add them, with equal results because a + b equals b + a.
-        """
+        """Sum the gradients of weights shared by stages over the ranks that hold them."""
         # Encoders have no gradients in a step without media.
         encoders = not self.stages.running.flow.unused.isdisjoint(self.stages.shared)
         sum_gradients(self._shared_parameters(model), self._sum_shared, optional=encoders)
         self._shared_are_summed = True
 
     def _sum_shared(self, flat: Tensor) -> Tensor:
-        """Return the sum of a tensor over the ranks that hold shared weights."""
+        """Return the sum of a tensor over the ranks that hold shared weights; two ranks exchange their tensors."""
         peers = self._sharing - {self.rank}
         if not flat.numel():
             return flat
@@ -345,11 +330,7 @@ class _PipelinePass:
             self._saved[stage, i] = (inputs, roots)
 
     def _run_stage(self, batch: Microbatch) -> None:
-        """Run the model on a stage before the last one.
-
-        Raises:
-            UnsupportedSharding: HP205 when code after the layers fails because the head is on another stage.
-        """
+        """Run the model on a stage before the last one; raise HP205 if code after the layers needs the head."""
         inputs = {k: v for k, v in batch.items() if k not in _TARGETS}
         try:
             self._model(**inputs, use_cache=False)
@@ -361,10 +342,7 @@ class _PipelinePass:
             raise flow_error(self._model, why, "pp") from error
 
     def _pop_backward(self, stage: int, i: int, message: _Message | None) -> tuple[Any, ...]:
-        """Return a stage's inputs, the roots of its backward, the gradients of these roots, and derivatives.
-
-        The derivatives are those of the auxiliary loss, for the previous stage.
-        """
+        """Return a stage's inputs, roots of its backward, their gradients, and derivatives of the auxiliary loss."""
         inputs, roots = self._saved.pop((stage, i))
         grad, *slopes = message or (None, *([] if self._balance is None else [self._slopes.pop(i)]))
         grads = [grad, *(slope.to(roots[-1].dtype) for slope in slopes)]

@@ -49,11 +49,9 @@ from hyper_parallel.mpmd import check_pipeline
 
 
 class MediaTrace(TorchDispatchMode):
-    """Dispatch mode that records the layers whose arguments depend on media, by tracing storages.
+    """Dispatch mode that records the layers, except `allowed` ones, whose arguments depend on media.
 
-    Args:
-        media: Arrays of images and recordings.
-        allowed: Indices of the layers whose arguments may depend on media.
+    It traces the storages that operators compute from the media.
     """
 
     def __init__(self, media: Mapping[str, Tensor], allowed: Set[int]) -> None:
@@ -68,10 +66,6 @@ class MediaTrace(TorchDispatchMode):
         """Record a layer of another stage if its arguments depend on media."""
         if layer not in self._allowed and self._depends(arguments):
             self._layers.append(layer)
-
-    def independent(self, hidden: Tensor) -> Tensor:
-        """Return zeros in place of activations between layers, so that their dependence on media is not traced."""
-        return torch.zeros_like(hidden)
 
     def check(self, model: nn.Module) -> None:
         """Raise HP205 if `record_arguments` has recorded a layer."""
@@ -209,13 +203,13 @@ class _LayerSlot:
             hidden = stages.received if self._index < layers[0] else stages.output
             if stages.trace is not None:
                 stages.trace.record_arguments(self._index, (args, kwargs))
-                hidden = stages.trace.independent(hidden)
+                hidden = torch.zeros_like(hidden)  # activations between layers may depend on media
             return flow.rebuild_output(self._index, hidden)
         out = self._layer(*args, **kwargs)
         if self._index == layers[-1]:
             stages.output = tree_leaves(out)[flow.outputs[self._index][1]]
             if stages.trace is not None:
-                out = flow.rebuild_output(self._index, stages.trace.independent(stages.output))
+                out = flow.rebuild_output(self._index, torch.zeros_like(stages.output))
         return out
 
 
@@ -253,7 +247,7 @@ class StageModules:
     def install(self, model: nn.Module) -> None:
         """Restrict embedding, final norm and head to their stages, after tensor parallelism has wrapped them.
 
-        Afterwards, calls of the model outside of a stage raise HP205, because one rank cannot run it alone.
+        Afterwards, calls of the model outside of a stage raise HP205.
         """
         for name, stages, replacement in self._outer_modules:
             _run_on_stages(model.get_submodule(name), stages, self.running, replacement)
@@ -279,16 +273,10 @@ def split_model(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> StageModules | None:
-    """Split a model into pipeline stages and return those of this rank; None for a plan without pipeline.
+    """Split a model in place into pipeline stages and return those of this rank; None for a plan without pipeline.
 
-    If the plan does not state the layers of each stage, the stages get about equal costs.
-
-    Args:
-        model: The complete model; changed in place.
-        plan: The plan.
-        flow: Result of `trace_stages`; None without pipeline.
-        mesh: Device mesh with a pp axis.
-        device: Device of this rank.
+    `flow` is the result of `trace_stages`. If the plan does not state the layers of each stage, the stages get about
+    equal costs.
     """
     strategy, workload = plan.strategy, plan.workload
     if mesh is None or flow is None:
@@ -325,10 +313,7 @@ def _split(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> StageModules:
-    """Replace the modules of other pipeline ranks by placeholders, and return the stages of this rank.
-
-    `counts` is the number of layers of each stage.
-    """
+    """Replace the modules of other pipeline ranks by placeholders; `counts` are the numbers of layers per stage."""
     pp_rank = group.rank()
     ranges = tuple(range(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts)))
     last = strategy.stages - 1
@@ -358,7 +343,7 @@ def _split(
                     empty = None if p is None else torch.empty(0, dtype=p.dtype)
                     placeholder.__dict__[key] = empty
             model.set_submodule(name, placeholder)
-    _keep_properties(model)
+    keep_properties(model)
     by_stage = {
         stage: [running._modules[str(i)] for i in ranges[stage]]
         for stage in strategy.stages_of(pp_rank)
@@ -367,7 +352,7 @@ def _split(
     return StageModules(running, rank_of, holders, shared, by_stage, *activations, group, ends)
 
 
-def _keep_properties(model: nn.Module) -> None:
+def keep_properties(model: nn.Module) -> None:
     """Make modules without parameters on this rank report device and dtype of the model's first parameter.
 
     The properties `device` and `dtype` of transformers read a parameter, and model code reads them of encoders.
@@ -428,10 +413,7 @@ def _placeholder_result(
 ) -> Callable[..., Tensor]:
     """Return a replacement of a module's forward that returns its input, if shapes match, or zeros.
 
-    Args:
-        trailing: Number of trailing dims of the input that the result does not have.
-        sizes: Sizes of the dims that the result has instead.
-        dtype: Dtype of the result if the input is not floating-point.
+    In the result, `sizes` replace the last `trailing` dims of the input. `dtype` is used for integer inputs.
     """
 
     def replacement(*args: Any, **kwargs: Any) -> Tensor:
@@ -460,10 +442,7 @@ def _holders(
 
 
 def _run_on_stages(
-    module: nn.Module,
-    stages: frozenset[int],
-    running: StageLayers,
-    replacement: Callable[..., Any],
+    module: nn.Module, stages: frozenset[int], running: StageLayers, replacement: Callable[..., Any]
 ) -> None:
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return (inner if running.stage in stages else replacement)(*args, **kwargs)

@@ -48,7 +48,7 @@ def _unpack(structure: bytes, tensors: Sequence[Tensor]) -> Any:
 
 
 class Channel:
-    """Messages in one direction, each with a key; a receiver may ask for them in any order.
+    """Point-to-point messages with keys, in one direction; a receiver may ask for them in any order.
 
     Args:
         group: Process group of the ranks; no other traffic may use it.
@@ -57,7 +57,7 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._pending: list[tuple[dist.Work | None, Tensor]] = []
+        self._pending: list[tuple[Any, Tensor]] = []
         # Messages that have arrived but were not asked for yet, and messages of this rank to itself.
         self._arrived: dict[tuple[int, Key], tuple[bytes, list[tuple[Tensor, bool]]]] = {}
 
@@ -73,7 +73,7 @@ class Channel:
         data = [_bytes(t.detach()) for t in tensors]
         body = torch.cat(data) if data else torch.empty(0, dtype=torch.uint8)
         sizes = torch.tensor([head.numel(), body.numel()])
-        self._pending = [(w, t) for w, t in self._pending if w is not None and not w.is_completed()]
+        self._pending = [(work, t) for work, t in self._pending if not work.is_completed()]
         for part in (sizes, head, body):
             if part.numel():
                 self._pending.append((dist.isend(part, target, group=self._group), part))
@@ -111,8 +111,7 @@ class Channel:
     def flush(self) -> None:
         """Wait until every message is sent."""
         for work, _ in self._pending:
-            if work is not None:
-                work.wait()
+            work.wait()
         self._pending.clear()
 
 

@@ -8,9 +8,9 @@ rank of a tower computes the features of one microbatch.
 
 Every microbatch of the language part has one message of features from each tower, empty without media, and one message
 of gradients to each tower whose features require them. A rank may have several parts of the model. All ranks derive the
-same order of all passes of a step, and each rank runs its own passes in this order. Before each microbatch of the
-language part come the passes of the first tower, then those of the next tower. Every pass follows the passes whose
-results it needs, so ranks cannot deadlock.
+same order of all passes of a step, and run their own passes in this order: before each microbatch of the language part,
+the passes of the first tower, then those of the next one. Every pass follows the passes whose results it needs, so
+ranks cannot deadlock.
 
 Alternatively, a tower and a pipeline of the language part run under one schedule, with one list of actions per rank.
 Stage 0 of the schedule is the tower. Copies of the tower on several ranks use no collectives during the step, and sum
@@ -56,9 +56,9 @@ Source = tuple[int, int] | None
 class JointSteps:
     """Joint schedules of a tower and the pipeline of the language part, for one rank.
 
-    A share is a data-parallel rank of the language part. All shares run the same schedule, each with its own
-    microbatches. A schedule of a sharded tower covers whole rounds: one microbatch per tower rank. If a step has fewer
-    microbatches, the tower passes of missing ones are empty and their other actions are omitted.
+    All shares run the same schedule, each with its own microbatches. A schedule of a sharded tower covers whole rounds:
+    one microbatch per tower rank. If a step has fewer microbatches, the tower passes of missing ones are empty, and
+    their other actions are omitted.
 
     Attributes:
         layout: Lanes of the schedule, and the tower's ranks of each share.
@@ -84,11 +84,7 @@ class JointSteps:
     _actions: dict[tuple[int, bool], tuple[Action, ...]] = field(default_factory=dict)
 
     def schedule(self, count: int) -> Schedule:
-        """Return the verified schedule of a training step with `count` microbatches per share.
-
-        Raises:
-            ScheduleError: HP320 when the planned schedule does not fit.
-        """
+        """Return the schedule of a training step of `count` microbatches per share; raise HP320 if it does not fit."""
         lanes = self.layout.lanes
         count = lanes.padded(count)
         if count not in self._schedules:
@@ -131,10 +127,7 @@ class JointSteps:
 
 
 def _crosses(action: Action) -> bool:
-    """Return whether an action sends or receives a message between tower and language part.
-
-    `Tower` and `Reader` send these messages without an action.
-    """
+    """Return whether an action sends or receives a message of `Tower` and `Reader`, which use no actions for it."""
     return action.kind.startswith(("SEND", "RECV")) and 0 in (action.stage, action.peer.stage)
 
 
@@ -146,9 +139,6 @@ Pass = Literal["forward", "language", "backward"]
 @dataclass(frozen=True, slots=True)
 class Border:
     """Ranks on both sides of the border between a tower and the language part, and the order of their passes.
-
-    A share is a data-parallel rank of the language part. In a round, each tower rank computes the features of one
-    microbatch.
 
     Attributes:
         tower: World rank of each data-parallel rank of the tower.
@@ -179,10 +169,7 @@ class Border:
         return share, index
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return the microbatch of a tower rank in each round of a step with `count` microbatches per share.
-
-        The entry of a round without a microbatch for the rank is None.
-        """
+        """Return the microbatch of a tower rank, or None, per round of a step with `count` microbatches per share."""
         rounds = range(-(-count * len(self.readers) // len(self.tower)))
         sources = [self.source(tower_rank, number) for number in rounds]
         return [source if source[1] < count else None for source in sources]
@@ -190,8 +177,9 @@ class Border:
     def owners(
         self, count: int, sources: Callable[[int, int], list[Source]] | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """Return, for each tower rank, the numbers of its microbatches, counted as in `Submodels.owners`.
+        """Return, for each tower rank, the numbers of its microbatches in order.
 
+        All microbatches are numbered consecutively: first those of share 0, then those of share 1, and so on.
         `sources` is a function like `Border.sources`; None: that method.
         """
         return tuple(
@@ -202,8 +190,7 @@ class Border:
     def passes(self, rounds: int) -> Iterator[tuple[Pass, int]]:
         """Yield (pass, number) in the order of a step of `rounds` rounds.
 
-        The number is the round of a tower pass, or the index of a microbatch of the language part. Forward passes of
-        the tower run `ahead` microbatches before the language part needs their features.
+        The number is the round of a tower pass, or the index of a microbatch of the language part.
         """
         shares, towers = len(self.readers), len(self.tower)
         forward = backward = 0
@@ -225,15 +212,9 @@ class Tower:
     from them.
     """
 
-    def __init__(
-        self,
-        border: Border,
-        rank: int,
-        features: Channel,
-        gradients: Channel,
-    ) -> None:
-        self.border = border
-        self.rank, self._features, self._gradients = rank, features, gradients
+    def __init__(self, border: Border, rank: int, features: Channel, gradients: Channel) -> None:
+        self.border, self.rank = border, rank
+        self._features, self._gradients = features, gradients
         self._running: dict[int, tuple[Source, list[Tensor], Tensor]] = {}
 
     def serve(
@@ -247,14 +228,8 @@ class Tower:
         """Compute the features of the microbatches of a step, and the gradients of the tower if `train`.
 
         Yield the index of each microbatch of the language part when its turn comes in the order of `Border.passes`. A
-        rank with both parts then runs it.
-
-        Args:
-            model: `TowerModel` that passed through `parallelize`.
-            microbatches: Microbatches in the order of `Border.sources`, on this rank's device.
-            span: See `forward_backward`.
-            train: Whether readers run backward passes.
-            deferred: Function from the model to a context for all backward passes except the last one.
+        rank with both parts then runs it. `microbatches` are in the order of `Border.sources`. All backward passes
+        except the last one run in the context `deferred(model)`.
         """
         trained = train and is_trained(model)
         for kind, number in self.border.passes(len(microbatches)):
@@ -281,13 +256,9 @@ class Tower:
         span: Span,
         trained: bool,
     ) -> None:
-        """Run one tower action of a joint schedule.
-
-        `share` is the data-parallel rank of the microbatches. Actions after the last microbatch, and for microbatches
-        of other ranks, are empty.
-        """
-        assert action.microbatch is not None
+        """Run one tower action of a joint schedule; actions without a microbatch of this rank compute no features."""
         i = action.microbatch
+        assert i is not None
         if action.kind == "F":
             batch = microbatches[i] if i < len(microbatches) else None
             source = None if batch is None else (share, i)
@@ -348,7 +319,7 @@ class Reader:
     """Receiver of features on a rank of the language part, which sends their gradients back to the towers.
 
     Args:
-        borders: Ranks on both sides of the border to each tower; the readers of all towers are equal.
+        borders: Border to each tower; the readers of all towers are equal.
         share: Data-parallel rank in the language part.
         rank: Rank of this process in the world.
         features: Channel from the towers.
@@ -374,23 +345,16 @@ class Reader:
         # Messages of the running forward pass, and the tensors in them that need gradients, by number of the tower.
         self._received: dict[int, deque[tuple[str, Any]]] = {}
         self._leaves: dict[int, list[Tensor]] = {}
-        self._counts: dict[
-            int, list[int]
-        ] = {}  # index of a microbatch -> number of gradients per tower
+        # Number of gradients per tower, by index of the microbatch.
+        self._counts: dict[int, list[int]] = {}
         self._stages: StageLayers | None = None
 
     def watch(
-        self,
-        model: nn.Module,
-        summed_over: dist.ProcessGroup | None,
-        stages: StageLayers | None = None,
+        self, model: nn.Module, summed_over: dist.ProcessGroup | None, stages: StageLayers | None
     ) -> None:
-        """Make the forward passes of a model use received features; no effect on stages that read no features.
+        """Make forward passes of the language part use received features; no effect on stages that read none.
 
-        Args:
-            model: Language part that passed through `parallelize`.
-            summed_over: Ranks over which gradients of features are summed; None: every rank has complete gradients.
-            stages: Pipeline stages of this rank; None without a pipeline.
+        Gradients of features are summed over the ranks `summed_over`; None: every rank has complete gradients.
         """
         if not self._reads:
             return
@@ -402,8 +366,7 @@ class Reader:
     def step(self, owner: Callable[[int, int], int] | None = None) -> Iterator[None]:
         """Allow forward passes in this context; `begin` selects the microbatch of each pass.
 
-        Args:
-            owner: Function from share and index to the world rank that computes the features; None: `Border.owner`.
+        `owner` is a function like `Border.owner`; None: that method.
         """
         self._owner = owner
         self._counts.clear()
@@ -421,12 +384,7 @@ class Reader:
         self._gradients.flush()
 
     def receive(self, label: str, number: int) -> Any:
-        """Return the result of the call named `label`, which crosses the border to a tower.
-
-        Args:
-            label: Name of the call.
-            number: Number of the tower, in the order of `borders`.
-        """
+        """Return the result of the call named `label`, which crosses the border to tower `number` of `borders`."""
         received = self._message(number)
         found, output = received.popleft() if received else ("no further features", None)
         if found != label:
@@ -468,11 +426,12 @@ class Reader:
             return
         if not leaves:
             return
-        queued: list[bool] = []
+        queued = False
 
         def begin_backward(_: Tensor) -> None:
+            nonlocal queued
             if not queued:
-                queued.append(True)
+                queued = True
                 Variable._execution_engine.queue_callback(end_backward)
 
         def end_backward() -> None:
@@ -552,26 +511,16 @@ class Submodels:
         return tuple(tower.border for _, tower in self.towers)
 
     def sources(self, count: int) -> list[Source]:
-        """Return the microbatches of this rank in a step: those of the language part, then those of each tower.
-
-        `count` is the number of microbatches of each data-parallel rank of the language part.
-        """
+        """Return this rank's microbatches in a step with `count` per share: first those of the language part."""
         own: list[Source] = []
         if self.language is not None:
             own = [(self.language[1].share, index) for index in range(count)]
-        if self.joint is not None:
-            served = [self.joint.sources(tower.rank, count) for _, tower in self.towers]
-        else:
-            served = [tower.border.sources(tower.rank, count) for _, tower in self.towers]
-        return [*own, *(source for sources in served for source in sources)]
+        for _, tower in self.towers:
+            own += (self.joint or tower.border).sources(tower.rank, count)
+        return own
 
     def owners(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each rank of the only tower, the numbers of the microbatches that it encodes, in order.
-
-        Args:
-            count: Number of microbatches of each data-parallel rank of the language part. All microbatches are numbered
-                consecutively: first those of rank 0, then those of rank 1, and so on.
-        """
+        """Return `Border.owners` of the only tower, for a step with `count` microbatches per share."""
         border, *_ = self.borders
         sources = None if self.joint is None else self.joint.sources
         return border.owners(count, sources)
@@ -589,29 +538,23 @@ class Submodels:
         count = next((c for c in range(most + 1) if len(self.sources(c)) == given), None)
         if count is None:
             raise mismatch(f"{given} microbatches")
-        start = 0 if self.language is None else count
+        own = start = 0 if self.language is None else count
         served = []
         for _, tower in self.towers:
             end = start + len(tower.border.sources(tower.rank, count))
             served.append(microbatches[start:end])
             start = end
-        return microbatches[: 0 if self.language is None else count], served
+        return microbatches[:own], served
 
     def sum_over_parts(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the sum of a value over all parts of the model, equal on all ranks.
-
-        `values` has one value for each part on this rank. A part's value is equal on all of its ranks.
-        """
+        """Return the sum over all parts of the model; `values` has one value for each part on this rank."""
         pairs = zip(values, self.roles, strict=True)
         reported = [value if role.reports else torch.zeros_like(value) for value, role in pairs]
         return all_reduce(torch.stack(reported).sum(0), self.group, Purpose.SUBMODELS_SUM)
 
 
 def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
-    """Yield once per microbatch of the language part, after every tower has run the passes that precede it.
-
-    `services` are the results of `Tower.serve`, one per tower.
-    """
+    """Yield once per microbatch of the language part, after the preceding passes of `services` (`Tower.serve`)."""
     running = [*services]
     while running:
         running = [service for service in running if next(service, None) is not None]

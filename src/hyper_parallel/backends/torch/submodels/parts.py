@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import view_of
-from hyper_parallel.backends.torch.pipeline.stages import layers_with_media
+from hyper_parallel.backends.torch.pipeline.stages import keep_properties, layers_with_media
 from hyper_parallel.backends.torch.submodels.channel import pack
 from hyper_parallel.backends.torch.submodels.exchange import Reader
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
@@ -43,12 +43,7 @@ _RECORDINGS: Final = ("hidden_states", "attentions")
 """Fields of a feature method's result with the values of every layer, which the language part does not read."""
 
 _MODEL_ERRORS: Final = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
 """Errors of model code that reads values of meta tensors."""
 _CAUSE_CHARS: Final = 120
@@ -155,10 +150,7 @@ def divide(model: nn.Module) -> Division:
 def _check_kinds(model: nn.Module, kinds: Sequence[str], names: Mapping[str, bool]) -> None:
     """Raise HP205 if parameters of a model with several towers cannot be assigned to one part each.
 
-    Args:
-        model: Model to divide.
-        kinds: Kinds of its towers.
-        names: Names of all parameters, with True for those that a forward pass with text only uses.
+    `names` are those of all parameters, with True for those that a forward pass with text only uses.
     """
     for name, is_language in names.items():
         kind = tower_kind(name)
@@ -179,11 +171,7 @@ def _check_modules(model: nn.Module, towers: Sequence[TowerPart]) -> None:
 
 
 def _media_of(model: nn.Module, kind: str) -> frozenset[str]:
-    """Return the forward arguments that the model's feature methods of one kind read: images, videos or audio.
-
-    Raises:
-        UnsupportedSharding: HP205 for a model without such methods, or whose forward has no such argument.
-    """
+    """Return the forward arguments that the feature methods of a tower kind read; raise HP205 without methods."""
     accepted, media = inspect.signature(model.forward).parameters, set[str]()
     for modality, method in _feature_methods(kind):
         owner = next((m for m in model.modules() if hasattr(type(m), method)), None)
@@ -255,10 +243,7 @@ def _crossings(model: nn.Module, tower: TowerPart) -> Iterator[tuple[nn.Module, 
 
 
 def keep_language(model: nn.Module, division: Division, reader: Reader) -> nn.Module:
-    """Drop the parameters of all towers, and make calls that cross a border to them return received results.
-
-    Return the same model, changed in place.
-    """
+    """Drop the parameters of all towers in place, and make calls to them return received results; return the model."""
     for number, tower in enumerate(division.towers):
         for owner, attribute, label in [*_crossings(model, tower)]:
             setattr(owner, attribute, _receive(reader, number, label))
@@ -275,20 +260,9 @@ def _receive(reader: Reader, number: int, label: str) -> Callable[..., Any]:
 
 def _empty_modules(model: nn.Module, names: Sequence[str]) -> None:
     """Remove parameters, buffers and children of modules; their methods and plain attributes stay."""
-    for name in names:
-        module = model.get_submodule(name)
+    for module in map(model.get_submodule, names):
         module._modules, module._parameters, module._buffers = {}, {}, {}
-        _answer_for(module, model)
-
-
-def _answer_for(module: nn.Module, model: nn.Module) -> None:
-    """Make `device` and `dtype` of a module without parameters return those of the model."""
-    answers = {
-        name: property(lambda _, name=name: getattr(next(model.parameters()), name))
-        for name in ("device", "dtype")
-        if hasattr(type(module), name)
-    }
-    module.__class__ = type(type(module).__name__, (type(module),), answers)
+    keep_properties(model)
 
 
 def twin_of(model: nn.Module) -> nn.Module:
@@ -298,13 +272,9 @@ def twin_of(model: nn.Module) -> nn.Module:
 
 
 def join_parts(whole: nn.Module, tower: TowerModel) -> nn.Module:
-    """Return one module with the parameters of several parts of this rank, for optimizers and checkpoints.
+    """Return one module with the parameters of `whole`, one or several parts, and of a tower; for optimizers and files.
 
     Modules that contain several parts are copies, so that FSDP of one part does not find another part.
-
-    Args:
-        whole: Language part, another tower, or several joined parts.
-        tower: Tower to join to them.
     """
     joined = _join_modules(whole, tower, "", tower.part.modules)
 
@@ -345,15 +315,7 @@ class TowerModel(nn.Module):
     """Tower of a model, with the model's parameter names.
 
     Its forward runs the model's own forward up to the decoder and returns the results of the calls that cross the
-    border, see `forward`.
-
-    Args:
-        model: The complete model; loses the parameters of all other parts.
-        division: Parts of the model.
-        part: The tower.
-
-    Attributes:
-        part: The tower.
+    border. The constructor removes the parameters of all other parts from the model.
     """
 
     def __init__(self, model: nn.Module, division: Division, part: TowerPart) -> None:
@@ -410,8 +372,7 @@ class TowerModel(nn.Module):
     def forward(self, **batch: Any) -> tuple[bytes, list[Tensor], Tensor]:
         """Return (structure, tensors, scalar): the features of a batch as packed by `pack`, and a scalar.
 
-        Every backward pass must also start from the scalar, which exists even if the batch has no media and hence no
-        features. Without arguments the features are empty.
+        Every backward pass must also start from the scalar. It exists even if the batch has no features.
         """
         self._crossed.clear()
         if batch:
@@ -437,17 +398,13 @@ def _features(output: Any) -> Any:
 
 
 class TowerNotTraced(Exception):
-    """Error for a tower whose forward does not run on meta tensors; the message names the cause."""
+    """Error for a tower whose forward does not run on meta tensors."""
 
 
 def tower_flops(
     model: nn.Module, batches: Sequence[Mapping[str, NDArray[Any]]]
 ) -> dict[str, list[float]]:
-    """Return the FLOPs of each tower's forward on each batch, by kind of tower.
-
-    Args:
-        model: Model of `parallelize_submodels`, on the meta device; not changed.
-        batches: Arguments of its forward as arrays.
+    """Return the FLOPs of each tower's forward on each batch of arrays, by kind of tower, for a model on meta.
 
     Raises:
         TowerNotTraced: A tower's forward fails on meta tensors.

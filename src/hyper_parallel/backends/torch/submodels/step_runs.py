@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.backends.torch.collectives import all_reduce
@@ -17,29 +18,21 @@ from hyper_parallel.backends.torch.submodels.exchange import (
     Span,
     Submodels,
     is_trained,
-    mismatch,
     rounds_of,
 )
+from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Action, Purpose
 
 _Served = Sequence[Sequence[Mapping[str, Any] | None]]
 
 
 class Rounds:
-    """Towers that compute in rounds, between the microbatches of the language part.
+    """Towers that compute in rounds, between the microbatches of the language part; see `Tower.serve`.
 
-    Args:
-        submodels: Parts of this rank.
-        served: Microbatches of each tower, from `Submodels.divided`.
-        span: See `forward_backward`.
-        train: Whether to run backward.
-        deferred: Function from a tower to a context for all of its backward passes except the last one.
-
-    Attributes:
-        actions: Always None, because there is no joint schedule: the language part follows its own schedule.
-        owner: Always None: `Border.owner` selects the rank that computes the features of a microbatch.
+    `served` are the microbatches of each tower, from `Submodels.divided`.
     """
 
+    # There is no joint schedule: the language part follows its own, and `Border.owner` selects the tower's ranks.
     actions: Sequence[Action] | None = None
     owner: Callable[[int, int], int] | None = None
 
@@ -64,7 +57,7 @@ class Rounds:
             self._language[1].begin(index)
 
     def run(self, action: Action) -> None:
-        """Raise AssertionError, because a tower in rounds has no actions."""
+        """Fail: a tower in rounds has no actions."""
         raise AssertionError(f"{action} is no action of a round")
 
     def end(self) -> None:
@@ -74,18 +67,9 @@ class Rounds:
 
 
 class Joint:
-    """Tower under a joint schedule with the pipeline of the language part.
+    """Tower under a joint schedule with the pipeline of the language part; arguments as for `Rounds`.
 
-    Args:
-        submodels: Parts of this rank, with `joint`.
-        count: Microbatches of the step.
-        served: One list with the microbatches of the tower, None for those of other ranks; empty without a tower.
-        span: See `forward_backward`.
-        train: Whether to run backward.
-        deferred: As for `Rounds`.
-
-    Attributes:
-        actions: Actions of this rank.
+    `count` is the number of microbatches of the step. The microbatches of other ranks are None in `served`.
 
     Raises:
         CollectiveMismatch: HP622 for a tower that was frozen when the model was parallelized and is not any more.
@@ -112,7 +96,12 @@ class Joint:
         part = self._tower[0]
         self._trains = train and is_trained(part)
         if self._trains and self._joint.frozen:
-            raise mismatch("an encoder that was frozen when the model was parallelized is trained")
+            raise CollectiveMismatch(
+                "an encoder that was frozen when the model was parallelized has trained parameters",
+                where=f"rank {dist.get_rank()}",
+                allowed="the same frozen parameters as in hp.parallelize_submodels",
+                hint="encoder.requires_grad_(False)",
+            )
         if self._trains and self._joint.copies is not None:
             divide_gradients([*part.parameters()], self._joint.copies.size())
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from hyper_parallel.backends.torch.in_flight import PendingCollective, start
+from hyper_parallel.backends.torch.in_flight import PendingCollective
 from hyper_parallel.backends.torch.tensor.collectives import gather_pair, padded, scatter_pair
 from hyper_parallel.backends.torch.tensor.overlapped_tokens import (
     Adapter,
@@ -117,7 +117,7 @@ class ChunkedTokens(OverlappedTokens):
         """Start to gather the tokens of every rank, in `num_chunks` chunks; see `TokenExecutor.gather`."""
         x = ChunkedTokens.like(part, (*batch, part.shape[2]))
         pair = gather_pair(1, group, Purpose.SEQUENCE_GATHER)
-        x._pending = [start(*pair, chunk) for chunk in part.chunk(num_chunks, 1)]
+        x._pending = [PendingCollective(*pair, chunk) for chunk in part.chunk(num_chunks, 1)]
         x._chunks, x._ranks, x._whole = [], group.size(), None
         x.products, x.is_multiplied = {}, False
         return x
@@ -185,6 +185,9 @@ class ChunkExecutor:
         width, ranks = x.shape[-1], group.size()
         tokens = padded(x.reshape(1, -1, width), rows).view(ranks, self.num_chunks, -1, width)
         pair = scatter_pair(1, group, Purpose.SEQUENCE_SCATTER)
-        pending = [start(*pair, product(chunk.reshape(1, -1, width))) for chunk in tokens.unbind(1)]
+        pending = [
+            PendingCollective(*pair, product(chunk.reshape(1, -1, width)))
+            for chunk in tokens.unbind(1)
+        ]
         before_wait()
         return torch.cat([collective.finish() for collective in pending], 1)

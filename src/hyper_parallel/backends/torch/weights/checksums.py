@@ -2,8 +2,7 @@
 
 The bytes of each row of a tensor are 64-bit words. Each dim has an odd pseudo-random number for each index. The
 checksum is the sum over all words of the word times its numbers in all dims, modulo 2^64. It is linear, so the
-checksums of parts add up. It costs one pass of multiplications over bytes that are still in the cache. It detects
-damage and mix-ups, not attacks.
+checksums of parts add up. It detects damage and mix-ups, not attacks.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ class PartChecksum:
     def of(
         cls, name: str, part: Tensor, shape: tuple[int, ...], ranges: Ranges = ()
     ) -> PartChecksum:
-        """Return the checksum of `part`, the elements of a tensor within `ranges`.
-
-        `name` and `shape` are those of the full tensor. Dims after the last range are complete.
-        """
+        """Return the checksum of `part`, the elements of a tensor within `ranges`; further dims are complete."""
         box = Box(name, (*ranges, *((0, size) for size in shape[len(ranges) :])))
         dtype = str(part.dtype).removeprefix("torch.")
         return cls(box, dtype, tuple(shape), _checksum(part, list(box.offset)))

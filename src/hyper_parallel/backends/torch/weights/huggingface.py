@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,16 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Conversion of stored tensors to parameters by a converter of transformers."""
+    """Conversion of stored tensors to parameters by a converter of transformers.
+
+    Attributes:
+        name: Name of the first parameter that the conversion produces.
+        keys: Names of the stored tensors, by the pattern of the converter that matches them.
+    """
 
     name: str
-    """Name of the first parameter that the conversion produces."""
     converter: Any
     keys: dict[str, list[str]]
-    """Names of the stored tensors, by the pattern of the converter that matches them."""
     reference: nn.Module
 
     def run(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -56,10 +59,7 @@ class Conversion:
 
 
 def model_of_part(model: nn.Module) -> nn.Module:
-    """Return the complete Hugging Face model that a module is a part of, such as a vision tower.
-
-    Other modules are returned unchanged.
-    """
+    """Return the complete Hugging Face model that a module, such as a vision tower, is a part of; else the module."""
     complete: nn.Module = model.__dict__.get(COMPLETE, model)
     return complete
 
@@ -67,13 +67,9 @@ def model_of_part(model: nn.Module) -> nn.Module:
 def hf_reference_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module | None:
     """Return an unsharded meta copy of a Hugging Face model, of its original class; None for other models.
 
-    transformers identifies a model by its class, which `fully_shard` replaces. Parameters that transformers has untied,
-    because the files have different values for them, are untied in the copy.
-
-    Args:
-        model: The model.
-        dtype: Dtype of the copy, with the exceptions that transformers makes; None: all parameters have the widest
-            dtype of the model's parameters, to which some weight conversions cast.
+    transformers identifies a model by its class, which `fully_shard` replaces. The copy has the dtype `dtype`, with the
+    exceptions that transformers makes. None: all parameters have the widest dtype of the model's parameters, to which
+    some weight conversions cast. Parameters that transformers has untied are untied in the copy.
     """
     model = model_of_part(model)
     cls = original_class(model)
@@ -83,7 +79,7 @@ def hf_reference_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn
     reference = _on_meta(cls, copy.deepcopy(config), dtype)
     tied = getattr(model, "all_tied_weights_keys", None)
     if tied is not None and not reference.all_tied_weights_keys.keys() <= tied.keys():
-        reference = _on_meta(cls, untied_config(config), dtype)
+        reference = _on_meta(cls, with_tied_embeddings(config, False), dtype)
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if dtype is not None or not dtypes:
         return reference
@@ -95,19 +91,17 @@ def _on_meta(cls: type[nn.Module], config: Any, dtype: torch.dtype | None) -> An
         return cls(config) if dtype is None else cls._from_config(config, dtype=dtype)
 
 
-def untied_config(config: Any) -> Any:
-    """Return a copy of a config whose embeddings are not tied."""
+def with_tied_embeddings(config: Any, tied: bool) -> Any:
+    """Return a copy of a config whose embeddings are `tied` or not."""
     own = copy.deepcopy(config)
     for part in (own, own.get_text_config()):
-        part.tie_word_embeddings = False
+        part.tie_word_embeddings = tied
     return own
 
 
 def tied_names(reference: nn.Module) -> dict[str, str]:
     """Return the parameters that a model class ties when its config allows it: dict from tied name to source name."""
-    own = copy.deepcopy(reference.config)
-    for part in (own, own.get_text_config()):
-        part.tie_word_embeddings = True
+    own = with_tied_embeddings(reference.config, True)
     with suppress(Exception):  # some classes reject tied embeddings
         return dict(_on_meta(type(reference), own, None).all_tied_weights_keys)
     return {}
@@ -160,12 +154,9 @@ class NameMap:
 def map_names(
     reference: nn.Module | None, wanted: set[str], stored: dict[str, tuple[int, ...]]
 ) -> NameMap:
-    """Return the map from stored tensors to the parameters and buffers in `wanted`.
+    """Return the map from stored tensors, given by name and shape, to the parameters and buffers in `wanted`.
 
-    Args:
-        reference: Result of `hf_reference_model`; None: names in the files are parameter names.
-        wanted: Names of parameters and buffers.
-        stored: Shapes of the stored tensors by name.
+    `reference` is the result of `hf_reference_model`; None: names in the files are parameter names.
     """
     full = {
         key: [StoredPart(key, tuple((0, n) for n in shape), stacked=False)]
@@ -234,8 +225,7 @@ def _stacks(converter: Any) -> bool:
 def _gap(converter: Any, by_source: _Sources, size: int | None) -> str | None:
     """Return the first missing stored name of a parameter, or the pattern that no name matches; None without a gap.
 
-    `by_source` has the stored names by pattern. `size` is the number of experts; None: detect only gaps between
-    numbers.
+    `size` is the number of experts; None: detect only gaps between numbers.
     """
     for numbered in by_source.values():
         numbers = {number for number, _ in numbered if number is not None}
@@ -275,39 +265,23 @@ def _stacked_or_concatenated_parts(
     return result
 
 
-def is_ignored(reference: nn.Module | None, key: str) -> bool:
-    """Return whether the model class declares that it ignores a stored tensor."""
-    patterns = getattr(reference, "_keys_to_ignore_on_load_unexpected", None) or []
-    return any(re.search(p, key) for p in patterns)
-
-
-def may_be_missing(reference: nn.Module | None, name: str) -> bool:
-    """Return whether the model class declares this parameter or buffer as optional in files."""
-    patterns = getattr(reference, "_keys_to_ignore_on_load_missing", None) or []
+def is_ignored_when(kind: Literal["unexpected", "missing"], model: Any, name: str) -> bool:
+    """Return whether the model's class ignores a name that is unexpected in files, or missing in them."""
+    patterns = getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or []
     return any(re.search(p, name) for p in patterns)
 
 
 def names_of_other_classes(reference: nn.Module, stored: dict[str, tuple[int, ...]]) -> set[str]:
-    """Return the stored names that another transformers class with the same config uses, such as a pooler's weights.
-
-    Args:
-        reference: Model of transformers, for its config.
-        stored: Dict from names in a weight file to shapes.
-    """
+    """Return the stored names that another transformers class with the same config uses, such as a pooler's weights."""
     from transformers.models.auto import modeling_auto as auto
 
-    tables = (
-        auto.MODEL_FOR_PRETRAINING_MAPPING,
-        auto.MODEL_MAPPING,
-        auto.MODEL_FOR_MASKED_LM_MAPPING,
-    )
+    pretraining, masked = auto.MODEL_FOR_PRETRAINING_MAPPING, auto.MODEL_FOR_MASKED_LM_MAPPING
     known: set[str] = set()
-    for table in tables:
+    for table in (pretraining, auto.MODEL_MAPPING, masked):
         with suppress(Exception):  # the config has no such class, or the class rejects it
             cls = table[type(reference.config)]
             other = _on_meta(cls, copy.deepcopy(reference.config), None)
             remaining = {key: shape for key, shape in stored.items() if key not in known}
-            known |= remaining.keys() - {
-                *map_names(other, {*other.state_dict()}, remaining).unknown
-            }
+            names = map_names(other, {*other.state_dict()}, remaining)
+            known |= remaining.keys() - {*names.unknown}
     return known

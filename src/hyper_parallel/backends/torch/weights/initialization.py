@@ -1,9 +1,8 @@
 """Storage and random initial values of a model, equal for every layout and world size.
 
-A sharded model may be on the meta device. `allocate` allocates the shards of this rank. `materialize` initialises one
-module at a time: the model's own rule fills full-size float32 tensors on the CPU, and each rank copies its shard. The
-random state is derived only from `(seed, module name)`. There is no communication, and memory use is bounded by the
-parameters of one module. Every rank generates every value: about 10 s per billion parameters.
+`materialize` initialises one module at a time: the model's own rule fills full-size float32 tensors on the CPU, and
+each rank copies its shard. The random state is derived only from `(seed, module name)`. There is no communication, and
+memory use is bounded by the parameters of one module. Every rank generates every value: about 10 s per billion.
 
 The rule is `_init_weights` of the nearest Hugging Face model around the module, or `reset_parameters` of a plain
 module. Values are generated in float32 and then cast, so a float64 run starts from exactly the float32 weights.
@@ -69,50 +68,26 @@ def allocate(model: nn.Module, *, device: torch.device | str | None = None) -> N
                 table[name] = new[id(old)][1]
 
 
-def materialize(model: nn.Module, *, seed: int, device: torch.device | str | None = None) -> None:
-    """Fill all parameters with initial values that depend on `seed` and on module names only.
+@torch.no_grad()
+def materialize(
+    model: nn.Module,
+    *,
+    seed: int,
+    device: torch.device | str | None = None,
+    names: Collection[str] | None = None,
+) -> None:
+    """Allocate a model, and set initial values that depend on `seed` and on module names only.
 
-    Parameters that already have values are overwritten, except adapters. The initialization rule of each module (see
-    the module docstring) also computes its buffers on the meta device. A buffer with storage keeps its value unless a
-    rule sets it.
+    Buffers on the meta device are computed by the initialization rules too.
 
     Args:
         model: Module of plain tensors or DTensors, on any device including meta; changed in place.
         seed: Seed of the run.
         device: See `allocate`.
+        names: Parameters to initialise. None: all except adapters, and all buffers that the rules set.
 
     Raises:
         WeightsUninitialised: HP704 with the first parameter or buffer that neither a rule nor the constructor sets.
-    """
-    _initialise(model, seed, device, parameters=True)
-
-
-def allocate_and_fill_buffers(
-    model: nn.Module,
-    *,
-    device: torch.device | str | None = None,
-    fresh: Collection[str] = (),
-    seed: int = 0,
-) -> None:
-    """Allocate a model before its weights are read, and compute the meta buffers that files do not contain.
-
-    The parameters named in `fresh` get initial values derived from `seed`.
-    """
-    _initialise(model, seed, device, parameters=False, fresh=fresh)
-
-
-@torch.no_grad()
-def _initialise(
-    model: nn.Module,
-    seed: int,
-    device: torch.device | str | None,
-    *,
-    parameters: bool,
-    fresh: Collection[str] = (),
-) -> None:
-    """Set initial values of buffers that were on the meta device, and of parameters.
-
-    `parameters`: set all parameters; otherwise only those named in `fresh`.
     """
     before = named_tensors(model)
     # A tied parameter belongs to its first module; rules of later modules must not overwrite it.
@@ -122,18 +97,18 @@ def _initialise(
         name
         for name in owned
         if not is_adapter(name)
-        and (parameters if isinstance(before[name], nn.Parameter) else before[name].is_meta)
+        and (names is None if isinstance(before[name], nn.Parameter) else before[name].is_meta)
     }
-    required |= owned & {*fresh}
+    required |= owned & {*(names or ())}
     allocate(model, device=device)
     after = named_tensors(model)
     rules = _Rules(model, seed)
     unset = set(required)
     for module_name, own in rules.own.items():
-        if not parameters and required.isdisjoint(own):
+        if names is not None and required.isdisjoint(own):
             continue
         for name, value in rules.values(module_name).items():
-            keeps_value = isinstance(after[name], nn.Parameter) or not parameters
+            keeps_value = isinstance(after[name], nn.Parameter) or names is not None
             if name not in owned or (name not in required and keeps_value):
                 continue
             if value.is_floating_point() and bool(torch.isnan(value).any()):
@@ -157,7 +132,7 @@ def _initialise(
 def _constructor_values(model: nn.Module, names: set[str], seed: int) -> dict[str, Tensor]:
     """Return values that the constructor of a Hugging Face model assigns, such as decay rates of a state-space layer.
 
-    A second model is constructed on the CPU. Its parameters with other names move to the meta device immediately.
+    A second model is constructed on the CPU. Parameters with other last name components move to the meta device.
     """
     cls, config = original_class(model), getattr(model, "config", None)
     if not names or not callable(getattr(cls, "_from_config", None)):
@@ -210,8 +185,8 @@ class _Rules:
     def values(self, name: str) -> dict[str, Tensor]:
         """Run the initialization rule of module `name`; return a dict from tensor name to full-size value.
 
-        The rule may set tensors of the module and of its descendants. The dict is empty if the module
-        has no rule, or if all its tensors are on ranks of other pipeline stages.
+        The rule may set tensors of the module and of its descendants. The dict is empty for a module without a rule or
+        without tensors, for example if they are on ranks of other pipeline stages.
         """
         if self._rule[name] is None or not named_tensors(self._model.get_submodule(name)):
             return {}
@@ -219,7 +194,9 @@ class _Rules:
         if touched:
             # The rule changes tensors of descendants, for example by scaling an output projection: run on their values.
             inputs = {n: self._unset(n) for n in self.own[name]}
-            values, _ = self._run(name, inputs | {n: self._own_value(n) for n in touched})
+            for n in touched:
+                inputs[n] = self.values(n.rpartition(".")[0]).get(n, self._unset(n))
+            values, _ = self._run(name, inputs)
         return values
 
     def _unset(self, name: str) -> Tensor:
@@ -235,10 +212,6 @@ class _Rules:
         if old.is_floating_point():
             return torch.full(old.shape, torch.nan, dtype=torch.float32)
         return torch.zeros(old.shape, dtype=old.dtype)
-
-    def _own_value(self, name: str) -> Tensor:
-        values = self.values(name.rpartition(".")[0])
-        return values.get(name, self._unset(name))
 
     def _run(self, name: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
         """Run one rule on `tensors`, with all other tensors below the module on the meta device.

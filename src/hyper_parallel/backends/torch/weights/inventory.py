@@ -6,7 +6,9 @@ stored name has exactly one.
 
 from __future__ import annotations
 
+import functools
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,9 +24,8 @@ from hyper_parallel.backends.torch.weights.huggingface import (
     NameMap,
     StoredPart,
     hf_reference_model,
-    is_ignored,
+    is_ignored_when,
     map_names,
-    may_be_missing,
     names_of_other_classes,
     tied_names,
 )
@@ -60,6 +61,7 @@ class Fate(StrEnum):
 CARRIED: Final = (Fate.IGNORED, Fate.OTHER_CLASS)
 """Fates of tensors that an export writes unchanged."""
 _OTHER_CONFIG: Final = "use the config.json that was published with these weights"
+_OTHER_WEIGHTS: Final = "check that config.json belongs to these weights, or fetch them again"
 _RECOMPUTED: Final = (
     (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", (1, 2, 4)),
     (r"(^|\.)position_ids$", (1, 2)),
@@ -98,13 +100,9 @@ class Inventory:
 
 
 def take_inventory(model: nn.Module, files: WeightFiles) -> Inventory:
-    """Return the inventory of a model and its files.
+    """Return the inventory of a model, which may be the part on a pipeline rank, and of the files of a directory.
 
-    Headers are read, and values only if a parameter is stored under several names.
-
-    Args:
-        model: Module of plain tensors or DTensors, on any device including meta; a part of a model on a pipeline rank.
-        files: Files of the directory.
+    Values are read only if a parameter is stored under several names; otherwise only headers.
 
     Raises:
         WeightsUnreadable: HP703 naming file and parameter: missing, unknown, or of another shape.
@@ -113,12 +111,10 @@ def take_inventory(model: nn.Module, files: WeightFiles) -> Inventory:
 
 
 class _InventoryBuilder:
-    """Builder of the inventory of one model and its files."""
-
     def __init__(self, model: nn.Module, files: WeightFiles) -> None:
         self._model, self._files = model, files
         self._reference = hf_reference_model(model)
-        self._targets = stored_tensors(model)
+        self._targets = loadable_tensors(model)
         self._inventory = Inventory(shapes={n: t.shape for n, t in files.tensors.items()})
         self._stored: dict[str, Source] = {}
 
@@ -143,9 +139,8 @@ class _InventoryBuilder:
         """Record the source of each parameter in the name map, and the fates of the stored names that it uses."""
         for name, parts in names.parts.items():
             first = self._files.tensors[parts[0].key]
-            if len(parts) > 1 and all(
-                not p.stacked and not any(start for start, _ in p.ranges) for p in parts
-            ):
+            is_whole = all(not p.stacked and not any(a for a, _ in p.ranges) for p in parts)
+            if len(parts) > 1 and is_whole:
                 for part in parts[1:]:
                     if not same_values(first, self._files.tensors[part.key]):
                         raise WeightsUnreadable(
@@ -177,7 +172,7 @@ class _InventoryBuilder:
                 f"transformers cannot convert the stored tensors to `{conversion.name}` ({error})",
                 where=str(self._files.tensors[keys[0]].file),
                 got=keys[:3],
-                hint="check that config.json belongs to these weights, or fetch them again",
+                hint=_OTHER_WEIGHTS,
             ) from None
         return {name: tuple(value.shape) for name, value in converted.items()}
 
@@ -188,7 +183,7 @@ class _InventoryBuilder:
         for key in unknown:
             if _is_recomputed(key, self._inventory.shapes[key]):
                 fates[key] = Fate.RECOMPUTED
-            elif is_ignored(self._reference, key):
+            elif is_ignored_when("unexpected", self._reference, key):
                 fates[key] = Fate.IGNORED
             elif not key.startswith(inside):  # language-model head in the files of a reward model
                 fates[key] = Fate.OTHER_CLASS
@@ -197,9 +192,7 @@ class _InventoryBuilder:
         if unclassified and self._reference is not None:
             other_class = names_of_other_classes(self._reference, unclassified)
             fates |= dict.fromkeys(other_class, Fate.OTHER_CLASS)
-            unclassified = {
-                key: shape for key, shape in unclassified.items() if key not in other_class
-            }
+            unclassified = {k: s for k, s in unclassified.items() if k not in other_class}
         fates |= dict.fromkeys(unclassified, Fate.UNKNOWN)
         for key in unclassified:
             raise WeightsUnreadable(
@@ -211,15 +204,12 @@ class _InventoryBuilder:
 
     def _choose_sources(self, names: NameMap) -> None:
         """Select the source of each tensor of this rank; a tied tensor may be stored under any of its names."""
-        inventory, aliases = self._inventory, None
+        inventory = self._inventory
         for group in self._tied_groups():
             present = [name for name in group if name in self._stored]
-            if not present and aliases is None:
-                aliases = self._aliases_of_files()
             if not present:
-                present = [
-                    n for name in group for n in (aliases or {}).get(name, ()) if n in self._stored
-                ]
+                aliases = [n for name in group for n in self._aliases_of_files.get(name, ())]
+                present = [name for name in aliases if name in self._stored]
             own = [name for name in group if name in self._targets]
             if not own:
                 continue
@@ -250,27 +240,27 @@ class _InventoryBuilder:
             elsewhere = [n for name in group if name in whole for n in tied[id(whole[name])]]
             yield [*dict.fromkeys([*group, *elsewhere])]
 
+    @functools.cached_property
     def _aliases_of_files(self) -> dict[str, list[str]]:
-        """Return, for each parameter tied in the files' config but not in the model, the names tied to it."""
+        """For each parameter that is tied in the files' config but not in the model, the names tied to it."""
         config: Any = getattr(self._reference, "config", None)
         if config is None or getattr(config, "tie_word_embeddings", True):
             return {}
         with suppress(Exception):  # the directory has no config, or one of another class
             values, _ = type(config).get_config_dict(self._files.directory, local_files_only=True)
             if values.get("tie_word_embeddings", type(config)().tie_word_embeddings):
-                pairs = tied_names(self._reference).items()  # type: ignore[arg-type]
-                aliases: dict[str, list[str]] = {}
-                for target, source in pairs:
-                    aliases.setdefault(target, []).append(source)
-                    aliases.setdefault(source, []).append(target)
+                aliases = defaultdict[str, list[str]](list)
+                for target, source in tied_names(self._reference).items():  # type: ignore[arg-type]
+                    aliases[target].append(source)
+                    aliases[source].append(target)
                 return aliases
         return {}
 
     def _use_initial_values(self, name: str, names: NameMap) -> None:
         """Select initial values for a tensor that no file contains; raise if the model requires stored values."""
-        optional = may_be_missing(self._reference, name)
-        if name in self._inventory.fresh or optional:
+        if is_ignored_when("missing", self._reference, name):
             self._inventory.fresh.add(name)
+        if name in self._inventory.fresh:
             return
         if gap := names.gaps.get(name):
             self._raise_gap(name, gap)
@@ -285,7 +275,7 @@ class _InventoryBuilder:
             f"no file contains the parameter `{name}`",
             where=str(self._files.directory),
             got=f"{len(self._files.tensors)} tensors in the files",
-            hint="check that config.json belongs to these weights, or fetch them again",
+            hint=_OTHER_WEIGHTS,
         )
 
     def _raise_gap(self, name: str, gap: str) -> None:
@@ -304,27 +294,23 @@ class _InventoryBuilder:
         Converted tensors count as different.
         """
         keys = [_keys(self._stored[name]) for name in (first, second)]
-        dtype = next(t.dtype for n, t in self._all_tensors().items() if n in (first, second))
+        whole = {} if self._reference is None else self._reference.state_dict()
+        tensors = {**whole, **self._targets}
+        dtype = next(t.dtype for n, t in tensors.items() if n in (first, second))
         converted = any(isinstance(self._stored[n], tuple) for n in (first, second))
         if converted or len(keys[0]) != len(keys[1]):
             return False
-        pairs = zip(*keys, strict=True)
         stored = self._files.tensors
-        return all(same_values(stored[a], stored[b], dtype) for a, b in pairs)
-
-    def _all_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's tensors by name, and meta tensors for the rest of a Hugging Face model."""
-        whole = {} if self._reference is None else self._reference.state_dict()
-        return {**whole, **self._targets}
+        return all(same_values(stored[a], stored[b], dtype) for a, b in zip(*keys, strict=True))
 
 
-def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that files contain: parameters and persistent buffers, without adapters.
+def loadable_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a model reads from weight files: parameters and persistent buffers, without adapters.
 
     Their names are those without compile and recompute wrappers.
     """
     skip = {
-        f"{name}.{key}" if name else key
+        f"{name}.{key}".lstrip(".")
         for name, module in model.named_modules()
         for key in module._non_persistent_buffers_set
     }
@@ -376,5 +362,5 @@ def _check_shape(name: str, shape: tuple[int, ...], source: Source, files: Weigh
             f"the files contain {filled} of the {full.size} elements of `{name}`",
             where=str(files.tensors[source[0].key].file),
             got=[part.key for part in source],
-            hint="check that config.json belongs to these weights, or fetch them again",
+            hint=_OTHER_WEIGHTS,
         )

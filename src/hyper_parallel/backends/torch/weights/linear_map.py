@@ -57,12 +57,9 @@ def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
     """
     attention = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     # `nn.MultiheadAttention` reads the weights of its submodules without calling them: adapters have no effect there.
-    unused = {id(part) for m in attention for part in m.modules()}
-    candidates = {
-        name: module
-        for name, module in model.named_modules()
-        if is_linear_class(module) and id(module) not in unused
-    }
+    unused = {part for m in attention for part in m.modules()}
+    modules = {name: m for name, m in model.named_modules() if m not in unused}
+    candidates = {name: module for name, module in modules.items() if is_linear_class(module)}
     smallest: dict[type[nn.Module], nn.Module] = {}
     for module in sorted(candidates.values(), key=lambda m: m.weight.numel()):
         smallest.setdefault(type(module), module)

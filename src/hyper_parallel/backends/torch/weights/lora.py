@@ -52,14 +52,7 @@ class Adapter:
 
 
 def adapt(module: nn.Module, a: Tensor, b: Tensor, adapter: Adapter) -> None:
-    """Add an adapter to a linear module; the module's own parameters do not change.
-
-    Args:
-        module: A module of `linear_maps`.
-        a: Factor A, [r, in].
-        b: Factor B, [out, r].
-        adapter: Scaling and dropout.
-    """
+    """Add an adapter with the factors A [r, in] and B [out, r] to a module of `linear_maps`."""
     module.register_parameter(LORA_A, nn.Parameter(a.detach()))
     module.register_parameter(LORA_B, nn.Parameter(b.detach()))
     module.__dict__["adapter"] = adapter
@@ -164,19 +157,16 @@ def adapter_layouts(
 def initialise_adapters(model: nn.Module, seed: int, *, gaussian: bool = False) -> None:
     """Initialise adapters: B with zeros, A with the distribution of peft; depends on seed and module names only.
 
-    Args:
-        model: Model with allocated parameters; changed in place.
-        seed: Seed of the run.
-        gaussian: Use a normal distribution of standard deviation 1/r instead of a uniform distribution.
+    With `gaussian`, A has a normal distribution of standard deviation 1/r instead of a uniform distribution.
     """
     tensors = {canonical_name(n): t for n, t in named_tensors(model).items() if is_adapter(n)}
     for name, module in adapted_modules(model):
         full = torch.empty(module.lora_A.shape, dtype=torch.float32)
         own = torch.Generator().manual_seed(module_seed(seed, f"{name}.{LORA_A}"))
-        uniform = nn.init.kaiming_uniform_
-        full.normal_(std=1 / len(full), generator=own) if gaussian else uniform(
-            full, 5**0.5, generator=own
-        )
+        if gaussian:
+            full.normal_(std=1 / len(full), generator=own)
+        else:
+            nn.init.kaiming_uniform_(full, 5**0.5, generator=own)
         copy_full(tensors[f"{name}.{LORA_A}"], full, name)
         copy_full(tensors[f"{name}.{LORA_B}"], torch.zeros(module.lora_B.shape), name)
 

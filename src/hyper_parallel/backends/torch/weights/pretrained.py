@@ -1,7 +1,6 @@
 """Loader of pretrained weights into a sharded model; each rank reads only the bytes of its own shard.
 
 Conversions of transformers other than stacking and concatenation read full tensors on each rank that needs them.
-Exports include tensors of the files that a model does not use, such as prediction layers.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -21,16 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.backends.torch.weights.checksums import PartChecksum
-from hyper_parallel.backends.torch.weights.huggingface import StoredPart, untied_config
-from hyper_parallel.backends.torch.weights.initialization import (
-    allocate_and_fill_buffers,
-    named_tensors,
-)
+from hyper_parallel.backends.torch.weights.huggingface import StoredPart, with_tied_embeddings
+from hyper_parallel.backends.torch.weights.initialization import materialize, named_tensors
 from hyper_parallel.backends.torch.weights.inventory import (
     CARRIED,
     Fate,
     Inventory,
-    stored_tensors,
+    loadable_tensors,
     take_inventory,
 )
 from hyper_parallel.backends.torch.weights.shard_ranges import (
@@ -120,11 +115,10 @@ def load_pretrained(
         _untie(model, inventory)
         inventory = take_inventory(model, files)
         inventory.fates |= {n: f for n, f in fates.items() if f is Fate.TIED_DIFFERENT}
-    sources, targets = inventory.sources, stored_tensors(model)
+    sources, targets = inventory.sources, loadable_tensors(model)
     own = {name: local_boxes(targets[name], name) for name in sources}
-    allocate_and_fill_buffers(model, device=device, fresh=inventory.fresh, seed=seed)
-    targets = stored_tensors(model)
-    read_before = files.bytes_read
+    materialize(model, seed=seed, device=device, names=inventory.fresh)
+    targets = loadable_tensors(model)
     files.checksums = [] if checksums else None
     with torch.no_grad():
         for name, parts in sources.items():
@@ -140,7 +134,7 @@ def load_pretrained(
     _log_inventory(inventory, files)
     return LoadReport(
         len(sources),
-        files.bytes_read - read_before,
+        files.bytes_read,
         time.perf_counter() - begin,
         inventory.fates,
         tuple(files.checksums or ()),
@@ -149,27 +143,19 @@ def load_pretrained(
 
 def _log_inventory(inventory: Inventory, files: WeightFiles) -> None:
     """Log the stored tensors that the model does not use, and the parameters that get initial values."""
-    counts = Counter(
-        fate
-        for fate in inventory.fates.values()
-        if fate in (*CARRIED, Fate.RECOMPUTED, Fate.ABSENT)
-    )
-    for fate, count in counts.items():
-        first = inventory.names(fate)[0]
-        logger.info("%s: %d tensors are %s, first `%s`", files.directory, count, fate, first)
+    directory = files.directory
+    for fate in (*CARRIED, Fate.RECOMPUTED, Fate.ABSENT):
+        if names := inventory.names(fate):
+            logger.info("%s: %d tensors are %s, first `%s`", directory, len(names), fate, names[0])
     if inventory.fresh:
-        logger.info(
-            "%s: no file holds %s: initial values",
-            files.directory,
-            ", ".join(sorted(inventory.fresh)),
-        )
+        fresh = ", ".join(sorted(inventory.fresh))
+        logger.info("%s: no file holds %s: initial values", directory, fresh)
 
 
 def _check_untied(model: nn.Module, inventory: Inventory, files: WeightFiles) -> None:
     """Raise HP703 if the files untie parameters of a model that passed through `parallelize`: layouts are fixed."""
-    sharded = HANDLE in model.__dict__ or any(isinstance(p, DTensor) for p in model.parameters())
     name, first = next(iter(inventory.untied.items()))
-    if sharded:
+    if HANDLE in model.__dict__ or any(isinstance(p, DTensor) for p in model.parameters()):
         raise WeightsUnreadable(
             f"the config ties `{name}` to `{first}`, but the files have different values for them",
             where=str(files.directory),
@@ -197,7 +183,7 @@ def _untie(model: nn.Module, inventory: Inventory) -> None:
                 del tied[pair[0]]
     config: Any = getattr(model, "config", None)
     if config is not None:
-        model.config = untied_config(config)
+        model.config = with_tied_embeddings(config, False)
 
 
 def _read(files: WeightFiles, part: StoredPart, box: Box) -> Tensor:

@@ -75,11 +75,11 @@ def open_tensors(path: Path) -> dict[str, Stored]:
         stored = _mapped(path) if path.suffix == ".safetensors" else _unpickled(path)
         return {name: Stored(path, _shape(slices), slices) for name, slices in stored.items()}
     except (
-        SafetensorError,
         OSError,
         MemoryError,
         RuntimeError,
         EOFError,
+        SafetensorError,
         UnpicklingError,
     ) as error:
         raise WeightsUnreadable(
@@ -140,10 +140,9 @@ def same_values(first: Stored, second: Stored, dtype: torch.dtype | None = None)
     step = max(1, _CHUNK_ELEMENTS * rows // max(1, math.prod(first.shape)))
     for start in range(0, rows, step):
         ranges = ((start, min(start + step, rows)),) if first.shape else ()
-        pair = [
-            t if dtype is None else t.to(dtype) for t in (first.read(ranges), second.read(ranges))
-        ]
-        if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
+        a, b = (t.read(ranges) for t in (first, second))
+        a, b = (a, b) if dtype is None else (a.to(dtype), b.to(dtype))
+        if a.dtype != b.dtype or not torch.equal(a, b):
             return False
     return True
 
