@@ -2,10 +2,9 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.errors import LayoutError
 from hyper_parallel.ir import (
     Layout,
     Mesh,
@@ -32,6 +31,7 @@ def held(index, entries, mesh, at):
     return index
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_placements_hold_the_elements_of_the_layout(data):
     mesh = data.draw(meshes())
@@ -60,7 +60,6 @@ MESH = Mesh((("dp_replicate", 2), ("dp_shard", 2), ("tp_x", 4)))
 def test_fsdp_inside_tensor_parallelism_is_a_strided_shard():
     layout = Layout((("tp_x", "dp_shard"), ()))
     assert placements(layout, MESH) == (Replicate(), StridedShard(0, 4), Shard(0))
-    assert placements(layout, MESH, ("dp_shard", "tp_x")) == (StridedShard(0, 4), Shard(0))
 
 
 def test_mesh_order_needs_no_stride():
@@ -70,9 +69,3 @@ def test_mesh_order_needs_no_stride():
 
 def test_partial_sums():
     assert placements(Layout(((),), ("tp_x",)), MESH) == (Replicate(), Replicate(), Partial())
-
-
-def test_an_axis_left_out_is_refused():
-    with pytest.raises(LayoutError, match="omit") as error:
-        placements(Layout((("tp_x",),)), MESH, ("dp_shard",))
-    assert error.value.code == "HP202"

@@ -129,7 +129,7 @@ def test_a_deadlock_only_of_rendezvous_sends():
     ranks[0] = [a for a in ranks[0] if a not in ("0F1", "0SEND_F1")]
     ranks[0][ranks[0].index("0RECV_B0") : ranks[0].index("0RECV_B0")] = ["0F1", "0SEND_F1"]
     crossed = Schedule.from_csv("\n".join(",".join(row) for row in ranks))
-    verify(crossed, rendezvous=False)
+    replay(crossed)
     with pytest.raises(ScheduleError, match="deadlocks when sends wait"):
         verify(crossed)
 

@@ -21,19 +21,12 @@ LOSERS_SHOWN: Final = 2
 NOTES_SHOWN: Final = 4
 _DETAILS: Final = ("searched:", "the space that was searched:")
 """Beginnings of notes about the search, which `explain` shows and `panel` omits."""
-
-
-_BRIEF_WIDTH = 80  # columns of a terminal
+_BRIEF_WIDTH: Final = 80
+"""Characters per line of `brief`: columns of a terminal."""
 
 
 def panel(plan: Plan, half_width: float | None, width: int) -> str:
-    """Return a plan as text of about 25 lines: strategy, step time, memory, largest terms, rejected plans, notes.
-
-    Args:
-        plan: The plan.
-        half_width: As for `summary`.
-        width: Characters per line.
-    """
+    """Return the text of `Plan.summary`: strategy, step time, memory, largest terms, rejected plans, notes."""
     lines = [_title(plan)]
     for label, items in summary(plan, half_width).items():
         for index, item in enumerate(items):

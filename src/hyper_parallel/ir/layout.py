@@ -152,11 +152,9 @@ class Mesh:
     def groups(
         self, axes: str | Sequence[str], most: int | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the groups over `axes`, in the order of their first devices; every device is in exactly one group.
+        """Return the first `most` groups over `axes` (None: all), in the order of their first devices.
 
-        Args:
-            axes: Axes along which devices of a group differ.
-            most: Number of groups to return; None: all.
+        Every device is in exactly one group.
         """
         groups: list[tuple[int, ...]] = []
         seen: set[int] = set()
@@ -340,36 +338,15 @@ class StridedShard:
 Placement: TypeAlias = Replicate | Partial | Shard | StridedShard
 
 
-def placements(
-    layout: Layout, mesh: Mesh, axes: Sequence[str] | None = None
-) -> tuple[Placement, ...]:
-    """Return the layout as one placement per mesh axis.
+def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
+    """Return the layout as one placement per mesh axis, outer to inner.
 
     The split factor of an axis is a product: the degrees of all axes that are inner in the mesh but outer in the dim,
     and the number of stacked parts of the dim. Both forms assign the same elements when every slice has equal size.
-
-    Args:
-        layout: Layout to convert.
-        mesh: Mesh with the degrees.
-        axes: Axes of the list, outer to inner; None: all axes of the mesh. An axis of the layout may be omitted only if
-            its degree is 1.
-
-    Raises:
-        LayoutError: HP202 when an omitted axis is used by the layout.
     """
-    names = mesh.names if axes is None else tuple(axes)
-    lost = [
-        a for a in (*layout.sharding_axes, *layout.partial) if a not in names and mesh.degree(a) > 1
-    ]
-    if lost:
-        raise LayoutError(
-            "`axes` of the placements omits a mesh axis that the layout uses",
-            got=lost,
-            allowed=names,
-        )
     holder = {a: i for i, dim in enumerate(layout.axes) for a in dim}
     entries: list[Placement] = []
-    for position, axis in enumerate(names):
+    for position, axis in enumerate(mesh.names):
         if axis in layout.partial:
             entries.append(Partial())
         elif axis not in holder:
@@ -377,7 +354,7 @@ def placements(
         else:
             dim = holder[axis]
             cut_before = layout.axes[dim][: layout.axes[dim].index(axis)]
-            factor = mesh.degree(a for a in cut_before if a in names[position + 1 :])
+            factor = mesh.degree(a for a in cut_before if a in mesh.names[position + 1 :])
             factor *= layout.parts_of(dim)
             entries.append(StridedShard(dim, factor) if factor > 1 else Shard(dim))
     return tuple(entries)

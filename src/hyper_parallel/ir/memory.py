@@ -350,10 +350,7 @@ class Residency:
 
 
 def slabs(buffers: Mapping[int, int]) -> list[tuple[int, dict[int, int]]]:
-    """Return the slabs of pinned host memory from which buffers are cut.
-
-    Args:
-        buffers: Dict from size to number of buffers.
+    """Return the slabs of pinned host memory for `buffers`, a dict from size to number of buffers.
 
     Returns:
         Per slab, its bytes (a power of two) and a dict from size to the number of buffers cut from it, in order.

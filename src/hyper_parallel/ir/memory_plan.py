@@ -59,9 +59,7 @@ class _Walk(Residency):
         self.at = 0  # action at which bytes are allocated or released
         self.in_flight: list[set[str]] = [set() for _ in program.storages]  # destinations
         self.version = [0] * len(program.storages)
-        self.seen: dict[
-            int, tuple[int, ...]
-        ] = {}  # versions that each operator read in its first run
+        self.seen: dict[int, tuple[int, ...]] = {}  # versions that each operator's first run read
         self.since: dict[int, int] = {}
         self.extents: list[Extent] = []
         self.communicating: dict[int, None] = {}  # operators begun and not joined

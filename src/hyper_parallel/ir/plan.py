@@ -467,8 +467,7 @@ class Plan:
     def explain(self, width: int | None = None) -> str:
         """Return the plan as text: time and memory by term, layouts, collectives, rejected strategies.
 
-        Args:
-            width: Characters per line; None: lines are not wrapped.
+        Lines are wrapped at `width` characters; None: not wrapped.
         """
         return _text.explain(self, width)
 

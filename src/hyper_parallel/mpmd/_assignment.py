@@ -21,8 +21,8 @@ from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph, Timeline
-from hyper_parallel.mpmd._list_schedule import ListProblem
-from hyper_parallel.mpmd._tasks import nanoseconds, schedule_tasks
+from hyper_parallel.mpmd._list_schedule import ListScheduler
+from hyper_parallel.mpmd._tasks import action_costs, nanoseconds, schedule_tasks
 from hyper_parallel.sim import simulate
 
 _Order: TypeAlias = Literal["given", "light", "heavy", "mixed"]
@@ -76,13 +76,7 @@ class SubModel:
         return 1.0 if self.frozen else 1.0 + self.input_grad + self.weight_grad
 
     def stage_costs(self, share: float, width: int, reduce_s: float = 0.0) -> list[StageCost]:
-        """Return the cost of each microbatch on a stage.
-
-        Args:
-            share: Fraction of the layers on the stage.
-            width: Number of devices of the rank.
-            reduce_s: Seconds to reduce the gradients of the stage.
-        """
+        """Return the cost of each microbatch on a stage with the fraction `share` of the layers, on `width` devices."""
         factor = share / self.speedup[width]
         return [
             StageCost(
@@ -174,13 +168,11 @@ class Assignment:
     @property
     def bubble(self) -> float:
         """Fraction of the device time of a step in which devices are idle."""
-        busy = 0.0
-        for rank, _, a in self.schedule.leaves():
-            c = self.costs[a.stage][a.microbatch or 0]
-            both = c.input_grad_s + c.weight_grad_s
-            seconds = {"F": c.forward_s, "I": c.input_grad_s, "W": c.weight_grad_s, "B": both}
-            busy += seconds[a.kind] * self.widths[rank]
-        return 1.0 - busy / (sum(self.widths) * self.value_s)
+        busy_s = sum(
+            action_costs(self.costs[a.stage][a.microbatch or 0])[a.kind][0] * self.widths[rank]
+            for rank, _, a in self.schedule.leaves()
+        )
+        return 1.0 - busy_s / (sum(self.widths) * self.value_s)
 
     def lanes(self, columns: int = 96) -> str:
         """Return the step as text: one line per rank and sub-model, with the kind of action in each column.
@@ -217,7 +209,7 @@ def lanes_text(
         rank, action = int(span.lane[5:].removesuffix("/compute")), Action.parse(span.name)
         row = rows.setdefault((rank, parts[action.stage]), ["."] * columns)
         first = int(span.start_s / end_s * columns)
-        last = int((span.start_s + span.duration_s) / end_s * columns)
+        last = int(span.end_s / end_s * columns)
         row[first:last] = action.kind * (last - first)
     names = {key: f"{ranks[key[0]]}  {key[1]}" for key in rows}
     width = max(map(len, names.values()))
@@ -441,9 +433,6 @@ class _Plan:
         """Return a lower bound of the step in nanoseconds: the largest sum of busy and waiting time of a rank.
 
         A rank waits for its first input, and at the end for the backward of earlier stages.
-
-        Args:
-            split: Whether backwards are split into I and W.
         """
         language, width = self._language, self._key[0]
         used = {rank for homes in self._homes for rank in homes}
@@ -540,18 +529,18 @@ class _Plan:
         mixed = light[:few] + light[few:][::-1]
         return {"given": microbatches, "light": light, "heavy": light[::-1], "mixed": mixed}[order]
 
-    def _problem(self, split: bool) -> ListProblem:
+    def _run(self, variant: _Variant, stop: int | None = None) -> tuple[Schedule, int] | None:
+        split, order, reduce_first = variant
         graph, homes, costs, _ = self._graph
-        return ListProblem(graph, homes, costs, self._transfer_s, split)
+        scheduler = ListScheduler(graph, homes, costs, self._transfer_s, split)
+        return scheduler.run(
+            self._order(order), self._max_bytes, reduce_first=reduce_first, stop=stop
+        )
 
     def end(self, variant: _Variant, stop: int | None) -> int | None:
         """Return the nanoseconds of a step; None for `stop` nanoseconds or more, or if a microbatch exceeds memory."""
-        split, order, reduce_first = variant
-        options = {} if stop is None else {"stop": stop}
         try:
-            result = self._problem(split).arrange(
-                self._order(order), self._max_bytes, reduce_first, **options
-            )
+            result = self._run(variant, stop)
         except ScheduleError:
             return None
         return None if result is None else result[1]
@@ -559,16 +548,14 @@ class _Plan:
     def assignment(
         self, variant: _Variant, end: int, lower: int, tried: tuple[int, int]
     ) -> Assignment:
-        split, order, reduce_first = variant
-        problem = self._problem(split)
-        arranged = problem.arrange(self._order(order), self._max_bytes, reduce_first)
-        assert arranged is not None, "the variant has been arranged before"
+        result = self._run(variant)
+        assert result is not None, "the variant has been scheduled before"
         return Assignment(
             Choice(*self._key, *variant),
             self._graph[3],
             self._layers,
             self.widths,
-            problem.schedule(arranged[0]),
+            result[0],
             self._graph[2],
             self._transfer_s,
             self._max_bytes,

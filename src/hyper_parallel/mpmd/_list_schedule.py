@@ -14,14 +14,14 @@ urgent one. By rule 2, the earliest unfinished microbatch can always finish, so 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph
-from hyper_parallel.mpmd._tasks import StageCosts, Transfers, nanoseconds
+from hyper_parallel.mpmd._tasks import StageCosts, Transfers, cost_rows, nanoseconds
 
 _F, _B, _W = range(3)
 _NEVER: Final = 1 << 62
@@ -55,88 +55,10 @@ def list_schedule(
     Raises:
         ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
     """
-    problem = ListProblem(graph, homes, costs, transfer_s, split)
-    result = problem.arrange(order or range(len(homes[0])), max_bytes, reduce_first)
+    scheduler = ListScheduler(graph, homes, costs, transfer_s, split)
+    result = scheduler.run(order or range(len(homes[0])), max_bytes, reduce_first=reduce_first)
     assert result is not None, "without a limit of time, every schedule is finished"
-    return problem.schedule(result[0])
-
-
-class ListProblem:
-    """Costs of every (stage, microbatch) in whole nanoseconds, for list scheduling; arguments as for `list_schedule`.
-
-    Attributes:
-        duration: Nanoseconds per kind, stage and microbatch; 0 for actions that do not exist.
-        held: Per stage and microbatch: (bytes held from F to the end of B or I, bytes of these held until W ends).
-        transfer: Nanoseconds per pair of stages and microbatch.
-        reduce: Nanoseconds to reduce the gradients of each stage.
-    """
-
-    def __init__(
-        self,
-        graph: StageGraph,
-        homes: Sequence[Sequence[int]],
-        costs: StageCosts,
-        transfer_s: Transfers,
-        split: bool,
-    ) -> None:
-        stages, m = range(len(homes)), len(homes[0])
-        form = self._form = Schedule("list", len(homes), m, (), graph)
-        self.homes, self.split, self.stages, self.m = homes, split, stages, m
-        self.trained = [form.is_trained(s) for s in stages]
-        self.before, self.after = [form.before(s) for s in stages], [form.after(s) for s in stages]
-        self.producers = [[q for q in self.before[s] if self.trained[q]] for s in stages]
-        rows = [[c] * m if isinstance(c, StageCost) else c for c in costs]
-        self.duration = [
-            [[self._duration(kind, s, c) for c in rows[s]] for s in stages] for kind in range(3)
-        ]
-        self.held = [
-            [(c.activation_bytes, c.weight_grad_input_bytes if split else 0) for c in row]
-            for row in rows
-        ]
-        self.transfer: dict[tuple[int, int], list[int]] = {}
-        for s, t in graph.edges:
-            ways = ([c.send_forward_s for c in rows[s]], [c.send_backward_s for c in rows[t]])
-            both = (transfer_s[s, t],) * 2 if (s, t) in transfer_s else ways
-            self.transfer[s, t], self.transfer[t, s] = (list(map(nanoseconds, w)) for w in both)
-        self.reduce = [nanoseconds(rows[s][0].reduce_grad_s) * self.trained[s] for s in stages]
-
-    def _duration(self, kind: int, stage: int, c: StageCost) -> int:
-        if kind == _F:
-            return nanoseconds(c.forward_s) + nanoseconds(c.exposed_forward_s)
-        if not self.trained[stage] or (kind == _W and not self.split):
-            return 0
-        if kind == _W:
-            return nanoseconds(c.weight_grad_s)
-        own = c.input_grad_s if self.split else c.input_grad_s + c.weight_grad_s
-        return nanoseconds(own) + nanoseconds(c.exposed_backward_s)
-
-    def arrange(
-        self,
-        order: Sequence[int],
-        max_bytes: Sequence[int] | None,
-        reduce_first: bool,
-        stop: int = _NEVER,
-    ) -> tuple[list[_Row], int] | None:
-        """Return the actions of every rank in order, and the end of the step in nanoseconds.
-
-        The end includes gradient reductions.
-
-        Args:
-            order: Microbatches, most urgent first.
-            max_bytes: Limit of held bytes per rank; None: no limit.
-            reduce_first: As for `list_schedule`.
-            stop: Nanoseconds; the result is None if the step cannot end earlier.
-
-        Raises:
-            ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
-        """
-        return _Arrangement(self, order, max_bytes, reduce_first).run(stop)
-
-    def schedule(self, rows: Sequence[_Row]) -> Schedule:
-        """Return the result of `arrange` as a compute-only schedule."""
-        kinds = ("F", "I" if self.split else "B", "W")
-        ranks = tuple(tuple(Action(s, kinds[k], i) for k, s, i in row) for row in rows)  # type: ignore[arg-type]
-        return Schedule("list", len(self.stages), self.m, ranks, self._form.graph)
+    return result[0]
 
 
 @dataclass(slots=True)
@@ -162,45 +84,76 @@ class _Rank:
     ready: tuple[list[tuple[int, int, int]], ...]
 
 
-class _Arrangement:
-    """Run of list scheduling, by the rules in the module docstring."""
+class ListScheduler:
+    """Run of list scheduling, by the rules in the module docstring; arguments as for `list_schedule`."""
 
     def __init__(
         self,
-        problem: ListProblem,
+        graph: StageGraph,
+        homes: Sequence[Sequence[int]],
+        costs: StageCosts,
+        transfer_s: Transfers = MappingProxyType({}),
+        split: bool = True,
+    ) -> None:
+        m = self._m = len(homes[0])
+        stages = self._stages = range(len(homes))
+        form = self._form = Schedule("list", len(homes), m, (), graph)
+        self._homes, self._split = homes, split
+        self._trained = [form.is_trained(s) for s in stages]
+        self._before = [form.before(s) for s in stages]
+        self._after = [form.after(s) for s in stages]
+        self._producers = [[q for q in self._before[s] if self._trained[q]] for s in stages]
+        rows = cost_rows(costs, m)
+        # Nanoseconds, indexed by [kind][stage][microbatch]; 0 for actions that do not exist.
+        self._duration = [
+            [[self._duration_of(kind, s, c) for c in rows[s]] for s in stages] for kind in range(3)
+        ]
+        # Nanoseconds per pair of stages and microbatch.
+        self._transfer: dict[tuple[int, int], list[int]] = {}
+        for s, t in graph.edges:
+            ways = ([c.send_forward_s for c in rows[s]], [c.send_backward_s for c in rows[t]])
+            both = (transfer_s[s, t],) * 2 if (s, t) in transfer_s else ways
+            self._transfer[s, t], self._transfer[t, s] = (list(map(nanoseconds, w)) for w in both)
+        # (bytes held from F to the end of B or I, bytes of these held until W ends)
+        self._held = [
+            [(c.activation_bytes, c.weight_grad_input_bytes if split else 0) for c in row]
+            for row in rows
+        ]
+        # Nanoseconds to reduce the gradients of each stage.
+        self._reduce = [nanoseconds(rows[s][0].reduce_grad_s) * self._trained[s] for s in stages]
+
+    def _duration_of(self, kind: int, stage: int, c: StageCost) -> int:
+        if kind == _F:
+            return nanoseconds(c.forward_s) + nanoseconds(c.exposed_forward_s)
+        if not self._trained[stage] or (kind == _W and not self._split):
+            return 0
+        if kind == _W:
+            return nanoseconds(c.weight_grad_s)
+        own = c.input_grad_s if self._split else c.input_grad_s + c.weight_grad_s
+        return nanoseconds(own) + nanoseconds(c.exposed_backward_s)
+
+    def run(
+        self,
         order: Sequence[int],
         max_bytes: Sequence[int] | None,
-        reduce_first: bool,
-    ) -> None:
-        p = self._p = problem
-        count, m = 1 + max(map(max, p.homes)), p.m
-        self._order, self._position = order, [0] * m
-        for position, i in enumerate(order):
-            self._position[i] = position
-        self._ranks = [_Rank(0, 0, 0, [0] * m, [0] * m, [], ([], [], [], [])) for _ in range(count)]
-        self._limits, self._reduce_first = max_bytes, reduce_first
-        self._links: dict[tuple[int, int], int] = {}
-        # Indexed by [F or backward][stage][microbatch]: number of missing inputs, arrival of the latest input so far.
-        self._missing = [
-            [[len(p.before[s])] * m for s in p.stages],
-            [[1 + len(p.after[s])] * m for s in p.stages],
-        ]
-        self._arrived = [[[0] * m for _ in p.stages] for _ in range(2)]
-        self._rows: list[_Row] = [[] for _ in range(count)]
-        self._last_backward = [0] * len(p.stages)
-        for s in p.stages:
-            for i, home in enumerate(p.homes[s]):
-                rank = self._ranks[home]
-                rank.left += sum(p.duration[kind][s][i] for kind in range(3))
-                rank.needed[self._position[i]] += p.held[s][i][0]
-                if not p.before[s]:
-                    self._queue(_F, s, i, 0)
-        self._most_needed = [max(rank.needed) for rank in self._ranks]
+        *,
+        reduce_first: bool = False,
+        stop: int | None = None,
+    ) -> tuple[Schedule, int] | None:
+        """Return the compute-only schedule, and the end of the step with gradient reductions in nanoseconds.
 
-    def run(self, stop: int) -> tuple[list[_Row], int] | None:
-        """Return the result of `ListProblem.arrange`."""
-        p = self._p
-        actions = sum((1 + (1 + p.split) * trained) * p.m for trained in p.trained)
+        Args:
+            order: Microbatches, most urgent first.
+            max_bytes: Limit of held bytes per rank; None: no limit.
+            reduce_first: As for `list_schedule`.
+            stop: Nanoseconds; the result is None if the step cannot end earlier. None: no limit.
+
+        Raises:
+            ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
+        """
+        stop = _NEVER if stop is None else stop
+        self._begin(order, max_bytes, reduce_first)
+        actions = sum((1 + (1 + self._split) * trained) * self._m for trained in self._trained)
         starts = [self._start(r) for r in range(len(self._ranks))]
         for _ in range(actions):
             start = min(starts)
@@ -214,22 +167,58 @@ class _Arrangement:
                 starts[touched] = self._start(touched)
             if self._ranks[r].free + self._ranks[r].left >= stop:
                 return None
-        end = max([rank.free for rank in self._ranks])
+        end = self._end()
+        return None if end >= stop else (self._schedule(), end)
+
+    def _begin(
+        self, order: Sequence[int], max_bytes: Sequence[int] | None, reduce_first: bool
+    ) -> None:
+        """Reset the state of all ranks, and queue the forwards that need no input."""
+        count, m, stages = 1 + max(map(max, self._homes)), self._m, self._stages
+        self._order, self._position = order, [0] * m
+        for position, i in enumerate(order):
+            self._position[i] = position
+        self._ranks = [_Rank(0, 0, 0, [0] * m, [0] * m, [], ([], [], [], [])) for _ in range(count)]
+        self._limits, self._reduce_first = max_bytes, reduce_first
+        self._links: dict[tuple[int, int], int] = {}
+        # Indexed by [F or backward][stage][microbatch]: number of missing inputs, arrival of the latest input so far.
+        self._missing = [
+            [[len(self._before[s])] * m for s in stages],
+            [[1 + len(self._after[s])] * m for s in stages],
+        ]
+        self._arrived = [[[0] * m for _ in stages] for _ in range(2)]
+        self._rows: list[_Row] = [[] for _ in range(count)]
+        self._last_backward = [0] * len(stages)
+        for s in stages:
+            for i, home in enumerate(self._homes[s]):
+                rank = self._ranks[home]
+                rank.left += sum(self._duration[kind][s][i] for kind in range(3))
+                rank.needed[self._position[i]] += self._held[s][i][0]
+                if not self._before[s]:
+                    self._queue(_F, s, i, 0)
+        self._most_needed = [max(rank.needed) for rank in self._ranks]
+
+    def _end(self) -> int:
         lanes = [0] * len(self._ranks)
-        for ready, s in sorted((self._last_backward[s], s) for s in p.stages if p.reduce[s]):
-            for r in set(p.homes[s]):
-                lanes[r] = max(lanes[r], ready) + p.reduce[s]
-        end = max(end, *lanes)
-        return None if end >= stop else (self._rows, end)
+        for ready, s in sorted(
+            (self._last_backward[s], s) for s in self._stages if self._reduce[s]
+        ):
+            for r in set(self._homes[s]):
+                lanes[r] = max(lanes[r], ready) + self._reduce[s]
+        return max(*(rank.free for rank in self._ranks), *lanes)
+
+    def _schedule(self) -> Schedule:
+        kinds = ("F", "I" if self._split else "B", "W")
+        ranks = tuple(tuple(Action(s, kinds[k], i) for k, s, i in row) for row in self._rows)  # type: ignore[arg-type]
+        return replace(self._form, ranks=ranks)
 
     def _queue(self, kind: int, stage: int, microbatch: int, time: int) -> None:
-        p = self._p
-        if kind == _B and p.producers[stage]:
+        if kind == _B and self._producers[stage]:
             rule = 0
         else:
-            rule = 1 if kind == _F else 2 if self._reduce_first and p.reduce[stage] else 3
+            rule = 1 if kind == _F else 2 if self._reduce_first and self._reduce[stage] else 3
         action = (self._position[microbatch], -stage, kind)
-        heappush(self._ranks[p.homes[stage][microbatch]].coming, (time, rule, action))
+        heappush(self._ranks[self._homes[stage][microbatch]].coming, (time, rule, action))
 
     def _arrive(self, kind: int, stage: int, microbatch: int, time: int) -> int:
         """Record that an input of an action arrives at `time`, and return the rank of the action."""
@@ -239,7 +228,7 @@ class _Arrangement:
             arrived[microbatch] = time
         if not missing[microbatch]:
             self._queue(kind, stage, microbatch, arrived[microbatch])
-        return self._p.homes[stage][microbatch]
+        return self._homes[stage][microbatch]
 
     def _start(self, r: int) -> int:
         """Return the earliest time at which rank `r` can start an action, given the inputs that have been sent."""
@@ -266,7 +255,7 @@ class _Arrangement:
             return True
         rank, limit = self._ranks[r], self._limits[r]
         position, stage = action[0], -action[1]
-        own = self._p.held[stage][self._order[position]][0]
+        own = self._held[stage][self._order[position]][0]
         total = rank.held + own
         if total + self._most_needed[r] <= limit:
             return True
@@ -281,7 +270,7 @@ class _Arrangement:
 
     def _execute(self, r: int, start: int) -> Iterator[int]:
         """Start the most urgent action of a rank, and yield every rank whose next start may have changed."""
-        p, rank = self._p, self._ranks[r]
+        rank = self._ranks[r]
         while rank.coming and rank.coming[0][0] <= start:
             _, rule, action = heappop(rank.coming)
             heappush(rank.ready[rule], action)
@@ -289,20 +278,20 @@ class _Arrangement:
         fits = not backward and forward and self._fits(r, forward[0])
         position, stage, kind = heappop(backward or (forward if fits else early or late))
         stage, i = -stage, self._order[position]
-        duration = p.duration[kind][stage][i]
+        duration = self._duration[kind][stage][i]
         end = rank.free = start + duration
         rank.left -= duration
         self._rows[r].append((kind, stage, i))
         self._hold(rank, kind, stage, i)
-        others = p.after[stage] if kind == _F else p.producers[stage] if kind == _B else ()
+        others = self._after[stage] if kind == _F else self._producers[stage] if kind == _B else ()
         for other in others:
-            home, time = p.homes[other][i], end
-            if home != r and (transfer := p.transfer[stage, other][i]):
+            home, time = self._homes[other][i], end
+            if home != r and (transfer := self._transfer[stage, other][i]):
                 time = self._links[r, home] = max(self._links.get((r, home), 0), end) + transfer
             yield self._arrive(kind, other, i, time)
-        if kind == _F and p.trained[stage]:
+        if kind == _F and self._trained[stage]:
             self._arrive(_B, stage, i, end)
-        elif kind == _B and p.split:
+        elif kind == _B and self._split:
             self._queue(_W, stage, i, end)
         if kind != _F:
             self._last_backward[stage] = max(self._last_backward[stage], end)
@@ -310,8 +299,8 @@ class _Arrangement:
 
     def _hold(self, rank: _Rank, kind: int, stage: int, i: int) -> None:
         """Add the bytes that an action allocates to the bytes that its rank holds, or subtract those it frees."""
-        activation, kept = self._p.held[stage][i]
-        change = (activation if self._p.trained[stage] else 0, kept - activation, -kept)[kind]
+        activation, kept = self._held[stage][i]
+        change = (activation if self._trained[stage] else 0, kept - activation, -kept)[kind]
         position = self._position[i]
         rank.held += change
         rank.held_by[position] += change

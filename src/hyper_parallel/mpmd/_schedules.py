@@ -262,7 +262,7 @@ def microbatch_rule(name: str, ranks: int) -> str:
 
 
 def legal_microbatches(name: str, ranks: int, near: int) -> tuple[int, ...]:
-    """Return the legal numbers of microbatches nearest to `near`: one at or below it, and one at or above it."""
+    """Return the legal numbers of microbatches nearest to `near`: one from below, if any, and one from above."""
     below = next((m for m in range(near, 0, -1) if is_legal(name, ranks, m)), None)
     above = next(m for m in range(max(1, near), near + 4 * ranks + 2) if is_legal(name, ranks, m))
     return tuple(sorted({m for m in (below, above) if m is not None}))

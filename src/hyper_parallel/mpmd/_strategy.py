@@ -133,11 +133,7 @@ def schedule_name(strategy: Strategy) -> str:
 
 
 def step_schedule(strategy: Strategy, microbatches: int) -> Schedule:
-    """Return the verified schedule of one training step, with sends and receives.
-
-    Args:
-        strategy: Strategy with pp of 2 or more.
-        microbatches: Microbatches of the step.
+    """Return the verified schedule of one training step with a pipeline, with sends and receives.
 
     Raises:
         ScheduleError: HP320 for an illegal number of microbatches, or a schedule file that does not fit the strategy.

@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from types import MappingProxyType
 from typing import Literal
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, ActionKind, Schedule, StageCost, StageGraph
 from hyper_parallel.mpmd._assignment import search_by_bound
-from hyper_parallel.mpmd._list_schedule import ListProblem, list_schedule
+from hyper_parallel.mpmd._list_schedule import ListScheduler, list_schedule
 from hyper_parallel.mpmd._lower import lower
 from hyper_parallel.mpmd._tasks import (
     StageCosts,
-    Transfers,
     action_times,
+    check_num_costs,
+    cost_rows,
     nanoseconds,
     schedule_tasks,
 )
@@ -139,7 +139,6 @@ def submodel_schedule(
     costs: StageCosts = (),
     *,
     frozen: bool = False,
-    transfer_s: Transfers = MappingProxyType({}),
     ahead: int = AHEAD,
 ) -> Schedule:
     """Return the fastest verified schedule of a step, with sends and receives.
@@ -153,7 +152,6 @@ def submodel_schedule(
         costs: Cost of the tower and of each language stage as for `schedule_tasks`; (): equal costs. The tower has no
             input gradient: its whole backward is W.
         frozen: Whether the tower is frozen.
-        transfer_s: Seconds per edge as for `schedule_tasks`.
         ahead: Extra microbatches in flight on lanes with the tower, beyond 1F1B.
 
     Raises:
@@ -166,23 +164,18 @@ def submodel_schedule(
             allowed=f"a multiple of {lanes.width}",
         )
     costs = costs or [StageCost(1.0, 0.0, 2.0), *[StageCost(1.0, 1.0, 1.0)] * lanes.stages]
-    if len(costs) != lanes.stages + 1:
-        raise ScheduleError(
-            "the number of costs differs from the number of stages",
-            got=f"{len(costs)} costs",
-            allowed=lanes.stages + 1,
-        )
-    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+    check_num_costs(costs, lanes.stages + 1)
+    rows = cost_rows(costs, microbatches)
     # One byte per microbatch in flight.
     counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=1) for c in r] for r in rows]
     limits = lanes.limits(ahead)
-    schedule = _fastest_order(lanes, counted, limits, frozen, transfer_s)
+    schedule = _fastest_order(lanes, counted, limits, frozen)
     if lanes.sharded:
         bases = (schedule, inline_schedule(lanes, microbatches, frozen=frozen))
-        schedule = _fastest_rounds(lanes, bases, counted, limits, transfer_s)
+        schedule = _fastest_rounds(lanes, bases, counted, limits)
     idle = ((),) * (lanes.count - len(schedule.ranks))  # ranks of the tower without a microbatch
     schedule = replace(schedule, ranks=(*schedule.ranks, *idle))
-    lowered = lower(schedule, reduce_grad=False, costs=rows, transfer_s=transfer_s)
+    lowered = lower(schedule, reduce_grad=False, costs=rows)
     verify(lowered, costs=counted, max_bytes=limits)
     return lowered
 
@@ -192,7 +185,6 @@ def _fastest_order(
     rows: Sequence[Sequence[StageCost]],
     limits: Sequence[int],
     frozen: bool,
-    transfer_s: Transfers,
 ) -> Schedule:
     """Return the fastest compute-only schedule over all tried placements and orders of microbatches.
 
@@ -201,7 +193,6 @@ def _fastest_order(
         rows: Cost of each stage and microbatch. Activations count one byte each, so bytes count microbatches in flight.
         limits: Maximum number of microbatches in flight per lane.
         frozen: As for `submodel_schedule`.
-        transfer_s: As for `submodel_schedule`.
     """
     count, graph = len(rows[0]), lanes.graph(frozen)
     in_turn = list(range(count))
@@ -212,13 +203,11 @@ def _fastest_order(
 
     def end(k: int, stop: int | None) -> int | None:
         homes, order = variants[k]
-        problem = ListProblem(graph, [homes, *stages], rows, transfer_s, split=True)
-        options = {} if stop is None else {"stop": stop}
-        result = problem.arrange(order, limits, False, **options)
+        result = ListScheduler(graph, [homes, *stages], rows).run(order, limits, stop=stop)
         if result is None:
             return None
-        schedules[k] = problem.schedule(result[0])
-        return result[1]
+        schedules[k], end_ns = result
+        return end_ns
 
     done = [replace(c, input_grad_s=0.0, weight_grad_s=0.0) for c in rows[0]] if frozen else rows[0]
     bound = nanoseconds(submodel_bound_s(lanes, count, [done, *rows[1:]]) * (1 - 1e-6))
@@ -232,7 +221,6 @@ def _fastest_rounds(
     bases: Sequence[Schedule],
     rows: Sequence[Sequence[StageCost]],
     limits: Sequence[int],
-    transfer_s: Transfers,
 ) -> Schedule:
     """Return the fastest compute-only schedule of a sharded tower that computes in rounds within the limits.
 
@@ -243,15 +231,14 @@ def _fastest_rounds(
         bases: Schedules, including 1F1B, from which the order of the language stages is taken.
         rows: As for `_fastest_order`.
         limits: As for `_fastest_order`.
-        transfer_s: As for `_fastest_order`.
     """
     best: tuple[float, Schedule] | None = None
     for base, lead, lag in product(bases, (1, 0), (1, 0)):
-        schedule = _in_rounds(lanes, base, rows, transfer_s, lead, lag)
+        schedule = _in_rounds(lanes, base, rows, lead, lag)
         held = held_bytes(schedule, rows)
         if any(n > limit for n, limit in zip(held, limits, strict=True)):
             continue
-        end_s = simulate(schedule_tasks(schedule, rows, transfer_s=transfer_s)).end_s
+        end_s = simulate(schedule_tasks(schedule, rows)).end_s
         if best is None or end_s < best[0]:
             best = end_s, schedule
     assert best is not None, "1F1B stays within the limits"
@@ -262,7 +249,6 @@ def _in_rounds(
     lanes: TowerLanes,
     base: Schedule,
     rows: Sequence[Sequence[StageCost]],
-    transfer_s: Transfers,
     lead: int,
     lag: int,
 ) -> Schedule:
@@ -275,14 +261,13 @@ def _in_rounds(
         lanes: Lanes of tower and language part.
         base: Compute-only schedule.
         rows: Cost of each stage and microbatch.
-        transfer_s: As for `submodel_schedule`.
         lead: Number of rounds by which a forward precedes the first use of its features.
         lag: Number of rounds by which a backward follows the arrival of its last gradient.
     """
     base = replace(base, graph=replace(lanes.graph(not base.is_trained(0)), sharded=frozenset()))
     order: list[tuple[tuple[int, int, int, int], int, Action]] = []
     begins, ends = dict[int, int](), dict[int, int]()
-    for lane, times in enumerate(action_times(base, rows, transfer_s)):
+    for lane, times in enumerate(action_times(base, rows)):
         for action, (start, end) in zip(base.ranks[lane], times, strict=True):
             if action.stage:
                 order.append(((start, 1, 0, 0), lane, action))
@@ -328,12 +313,7 @@ def _seconds(cost: StageCost) -> float:
 
 
 def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool) -> Schedule:
-    """Verify the schedule of a step, and return it with sends and receives.
-
-    Args:
-        schedule: Schedule with or without sends and receives.
-        lanes: Lanes that execute the schedule.
-        frozen: Whether the tower is frozen.
+    """Verify the schedule of a step, which may lack sends and receives, and return it with them.
 
     Raises:
         ScheduleError: HP320 for a schedule that does not fit the lanes, or that cannot run.
@@ -397,7 +377,7 @@ def rounds_schedule(
         frozen: Whether the tower is frozen.
     """
     homes = [[lane] * microbatches for lane in (*lanes.towers, *range(lanes.stages))]
-    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+    rows = cost_rows(costs, microbatches)
     counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=0) for c in r] for r in rows]
     limits = lanes.limits(1)
     return list_schedule(
@@ -406,13 +386,7 @@ def rounds_schedule(
 
 
 def inline_schedule(lanes: TowerLanes, microbatches: int, *, frozen: bool = False) -> Schedule:
-    """Return 1F1B of the language part, with the tower before each forward and after each backward of lane 0.
-
-    Args:
-        lanes: Lanes, with the tower on lane 0.
-        microbatches: Microbatches of the step.
-        frozen: Whether the tower is frozen.
-    """
+    """Return 1F1B of the language part, with the tower before each forward and after each backward of lane 0."""
 
     def passes(lane: int, kind: Literal["F", "B"], i: int) -> list[Action]:
         tower = [Action(0, kind, i)] if lane == 0 and (kind == "F" or not frozen) else []
@@ -438,7 +412,7 @@ def submodel_bound_s(lanes: TowerLanes, microbatches: int, costs: StageCosts) ->
         microbatches: Microbatches of the step.
         costs: As for `submodel_schedule`; a frozen tower has no weight gradient.
     """
-    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+    rows = cost_rows(costs, microbatches)
     loads = dict.fromkeys(range(lanes.count), 0.0)
     for lane, row in enumerate(rows[1:]):
         loads[lane] = sum(map(_seconds, row))

@@ -33,9 +33,7 @@ def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Itera
     """Return a function from an action to the events that must happen before it ends."""
     homes = schedule.homes()
     communicates, rounds = schedule.has_communication, schedule.rounds()
-    copies: dict[int, set[int]] = {}
-    for (stage, _), rank in homes.items():
-        copies.setdefault(stage, set()).add(rank)
+    copies = _ranks_of_stages(homes)
 
     def result(kind: Literal["F", "B"], stage: int, other: int, i: int) -> _Event:
         if communicates and homes.get((stage, i)) != homes.get((other, i)):
@@ -51,7 +49,7 @@ def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Itera
     def own_needs(action: Action) -> Iterator[_Event]:
         s, kind, i = action.stage, action.kind, action.microbatch
         if kind == "REDUCE_GRAD":
-            yield from ((action, rank) for rank in sorted(copies[s]))
+            yield from ((action, rank) for rank in copies[s])
         if i is None:
             return
         if kind in ("F", "B", "I"):
@@ -68,6 +66,14 @@ def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Itera
                 yield action.peer
 
     return needs
+
+
+def _ranks_of_stages(homes: Mapping[tuple[int, int | None], int]) -> dict[int, list[int]]:
+    """Return a dict from stage to the ranks that compute it, ascending; `homes` is `Schedule.homes()`."""
+    ranks: dict[int, list[int]] = {}
+    for stage, rank in sorted({(stage, rank) for (stage, _), rank in homes.items()}):
+        ranks.setdefault(stage, []).append(rank)
+    return ranks
 
 
 def _text(event: _Event) -> str:
@@ -135,6 +141,21 @@ Transfers: TypeAlias = Mapping[tuple[int, int], Sequence[float]]
 """Transfer seconds of each microbatch, by edge (stage, stage); equal in both directions."""
 
 
+def check_num_costs(costs: StageCosts, stages: int) -> None:
+    """Raise ScheduleError (HP320) unless there is one cost per stage."""
+    if len(costs) != stages:
+        raise ScheduleError(
+            "the number of costs differs from the number of stages",
+            got=f"{len(costs)} costs",
+            allowed=stages,
+        )
+
+
+def cost_rows(costs: StageCosts, microbatches: int) -> list[list[StageCost]]:
+    """Return the cost of every microbatch, per stage."""
+    return [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+
+
 def schedule_tasks(
     schedule: Schedule,
     costs: StageCosts,
@@ -164,12 +185,7 @@ def schedule_tasks(
     Raises:
         ScheduleError: HP320 when the schedule deadlocks, or the number of costs is not the number of stages.
     """
-    if len(costs) != schedule.stages:
-        raise ScheduleError(
-            "the number of costs differs from the number of stages",
-            got=f"{len(costs)} costs",
-            allowed=schedule.stages,
-        )
+    check_num_costs(costs, schedule.stages)
     builder = _Builder(schedule, costs, transfer_s)
     for rank, position in replay(schedule):
         leaves = schedule.ranks[rank][position].leaves
@@ -278,9 +294,7 @@ class _Builder:
     def __init__(self, schedule: Schedule, costs: StageCosts, transfer_s: Transfers) -> None:
         self._schedule, self._transfer_s = schedule, transfer_s
         self.homes = schedule.homes()
-        self.copies: dict[int, set[int]] = {}
-        for (stage, _), rank in self.homes.items():
-            self.copies.setdefault(stage, set()).add(rank)
+        self.copies = _ranks_of_stages(self.homes)
         self.costs = _table(schedule, costs)
         self.tasks: list[Task] = []
         self.policies: dict[str, Literal["order", "priority"]] = {}
@@ -378,7 +392,7 @@ class _Builder:
         s, kind = action.stage, action.kind
         deps = [self.last_compute[rank]] if rank in self.last_compute else []
         if kind == "REDUCE_GRAD" and len(self.copies[s]) > 1:
-            deps = [self.last_backward[s, copy] for copy in sorted(self.copies[s])]
+            deps = [self.last_backward[s, copy] for copy in self.copies[s]]
         elif kind == "UNSHARD":
             deps = []  # prefetch: waits only for earlier tasks on its lane, among them the frees of its memory
         self.producers[s, kind, rank, None] = self._append(
@@ -446,12 +460,7 @@ def makespan_s(
     Cost: about 2 x microbatches x stages_per_rank levels of numpy operations; schedules are cached.
     """
     program = _program(name, ranks, microbatches, stages_per_rank)
-    if len(costs) != program.stages:
-        raise ScheduleError(
-            "the number of costs differs from the number of stages",
-            got=f"{len(costs)} costs",
-            allowed=program.stages,
-        )
+    check_num_costs(costs, program.stages)
     if any(p != 1.0 for p in pace):
         schedule = make_schedule(name, ranks, microbatches, stages_per_rank)
         graph = on_shared_cores(schedule_tasks(schedule, costs), pace)

@@ -21,7 +21,6 @@ def verify(
     schedule: Schedule,
     *,
     max_in_flight: int | Sequence[int] | None = None,
-    rendezvous: bool = True,
     costs: StageCosts = (),
     max_bytes: int | Sequence[int] | None = None,
 ) -> None:
@@ -34,13 +33,12 @@ def verify(
         * sends and receives, if any, are complete and on the right ranks, after the producer and before the consumer;
         * from one rank to another, receives have the order of the sends;
         * parameters are gathered before their use, and gradients reduced after the last backward;
-        * the ranks do not deadlock with blocking receives;
+        * the ranks do not deadlock, even if sends block until they are received;
         * activations in flight, and their bytes, stay within the limits.
 
     Args:
         schedule: Schedule with or without communication.
         max_in_flight: Limit of (stage, microbatch) activations in flight on a rank: one number, or one per rank.
-        rendezvous: Whether to check for deadlock also with sends that block until they are received.
         costs: Costs as for `schedule_tasks`, for `max_bytes`.
         max_bytes: Limit of `held_bytes`: one number, or one per rank.
 
@@ -58,7 +56,7 @@ def verify(
     for spot, what in wrong:
         _fail(schedule, spot, what)
     try:
-        replay(schedule, rendezvous=rendezvous and schedule.has_communication)
+        replay(schedule, rendezvous=schedule.has_communication)
     except ScheduleError:
         replay(schedule)  # a deadlock with buffered sends is reported as such
         raise
@@ -77,12 +75,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def held_bytes(schedule: Schedule, costs: StageCosts) -> tuple[int, ...]:
-    """Return the maximum bytes of activations and gathered parameters on each rank, as the simulation counts them.
-
-    Args:
-        schedule: Schedule of any form.
-        costs: Costs as for `schedule_tasks`.
-    """
+    """Return the maximum bytes of activations and gathered parameters on each rank, as the simulation counts them."""
     return _maxima(schedule, byte_changes(schedule, costs))
 
 

@@ -202,7 +202,7 @@ def _save_pretrained(
         save_directory: Directory to write.
         is_main_process: Ignored: rank 0 writes.
         max_shard_size: Maximum file size, in bytes or as a text such as `5GB`; None: 5 GiB.
-        kwargs: Other arguments of transformers, which must have their default values.
+        kwargs: Other arguments of transformers. Those in `_DEFAULTS` must have their defaults; others are ignored.
 
     Raises:
         BadValue: HP102 for an unsupported argument.

@@ -66,11 +66,11 @@ class Hosts:
         if local_rank == 0:
             store.set(self._names[rank // ranks_each], socket.gethostname())
 
-    def alive(self) -> None:
+    def report_alive(self) -> None:
         """Set the flag of this machine; called after a failure of this rank."""
         self._store.set(self._alive[self._rank // self._ranks_each], "")
 
-    def lost(self) -> HostLost | None:
+    def find_lost(self) -> HostLost | None:
         """Wait for the flags of all machines; return an error that names the missing machines, or None.
 
         If the store is unreachable, the error names the rendezvous host.
@@ -80,7 +80,7 @@ class Hosts:
 
         def poll() -> None:
             with suppress(Exception):  # the error class for a lost store depends on torch's store
-                self.alive()
+                self.report_alive()
                 deadline = time.monotonic() + _ANSWER_S
                 while missing and time.monotonic() < deadline:
                     missing[:] = [m for m in missing if not self._store.check([self._alive[m]])]
@@ -348,9 +348,11 @@ class World:
             stamp(error)
             lost = None
             if self._hosts is not None:
-                # An error raised by this rank is not a connection failure.
-                coded = isinstance(error, HyperParallelError) or not isinstance(error, RuntimeError)
-                lost = self._hosts.alive() if coded else self._hosts.lost()
+                # A lost connection raises a RuntimeError without a code.
+                if isinstance(error, RuntimeError) and not isinstance(error, HyperParallelError):
+                    lost = self._hosts.find_lost()
+                else:
+                    self._hosts.report_alive()
             self.leave()
             if lost is not None:
                 stamp(lost)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -25,17 +25,19 @@ _OMP_PAUSE_SOFT: Final = 1  # the runtime keeps its settings
 _TOKENIZERS: Final = "TOKENIZERS_PARALLELISM"
 _LONGEST_WAIT_S: Final = 2.0  # idle BLAS workers spin for about 30 ms before they sleep
 _BETWEEN_LOOKS_S: Final = 0.002
-_QUIET_LOOKS: Final = (
-    5  # consecutive polls that must find all threads asleep, because a computing thread may pause
-)
+_QUIET_LOOKS: Final = 5
+"""Number of consecutive polls that must find all threads asleep, because a computing thread may pause."""
 
 
-def start_rank(process: ForkProcess, rank: int, world_size: int) -> None:
-    """Start the process of a rank by a fork.
+def fork_rank(
+    target: Callable[..., None], arguments: tuple[Any, ...], rank: int, world_size: int
+) -> ForkProcess:
+    """Fork a rank that runs `target(*arguments)`, and return its process.
 
     Raises:
         RankFailed: HP601 when the limit of processes or memory is reached.
     """
+    process = ForkProcess(target=target, args=arguments)
     try:
         process.start()
     except OSError as error:
@@ -44,6 +46,7 @@ def start_rank(process: ForkProcess, rank: int, world_size: int) -> None:
             got=error.strerror,
             hint="start fewer ranks, or raise the limits of processes and memory (ulimit -u, ulimit -v)",
         ) from error
+    return process
 
 
 def prepare_fork() -> None:
@@ -142,10 +145,6 @@ def _end_openmp_threads() -> None:
 
 def device_of_rank(kind: str, local_rank: int) -> torch.device:
     """Set the current device of torch to the device of a rank, and return this device.
-
-    Args:
-        kind: Device type, such as `cpu` or `cuda`.
-        local_rank: Index of the device.
 
     Raises:
         DeviceUnavailable: HP502 when there are fewer devices than local ranks.

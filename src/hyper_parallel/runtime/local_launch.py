@@ -36,9 +36,9 @@ from typing import Any, Final
 from hyper_parallel.errors import HyperParallelError, RankFailed, written
 from hyper_parallel.runtime.fork_server import (
     begin_forked,
+    fork_rank,
     prepare_fork,
     serial_tokenizers,
-    start_rank,
 )
 from hyper_parallel.runtime.scratch_folders import scratch_folder
 from hyper_parallel.runtime.supervision import (
@@ -125,11 +125,9 @@ def launch(
                         raise KeyboardInterrupt
                     folder = None if rank == echo_rank else logs
                     arguments = (fn, rank, world, scratch, folder, threads, board, records)
-                    process = ForkProcess(target=_child, args=arguments)
-                    start_rank(process, rank, world_size)
-                    ranks.append(process)
+                    ranks.append(fork_rank(_child, arguments, rank, world_size))
                     if deadlines is not None:
-                        board.started(rank, process.pid or 0)
+                        board.started(rank, ranks[-1].pid or 0)
             with _places_on_sigterm(board):
                 failures, hang = _wait(ranks, timeout_s, watch)
         finally:

@@ -316,9 +316,9 @@ class OffloadedStep:
             return self._recorded(key, leaves, tensors)
         if self._device is None or self._device[0] != key:
             self.close()
-            captured, self.plan = self._planned[key]
-            device = PlannedDevice(captured, self.plan, self._machine.memory, copies="threads")
-            self._device = key, device
+            captured, plan = self._planned[key]
+            device = PlannedDevice(captured, plan, self._machine.memory, copies="threads")
+            self._device, self.plan = (key, device), plan
         outputs, self.measured = self._device[1].step(tensors)
         return outputs
 

@@ -83,11 +83,7 @@ class TokenCut:
         return self.x * self.y
 
     def rounds(self, window: int | None) -> Number:
-        """Return the number of ring-attention rounds that send keys and values.
-
-        Args:
-            window: Tokens of the sliding window; None: full attention.
-        """
+        """Return the number of ring-attention rounds that send keys and values; `window` None: full attention."""
         return self.ring - 1 if self.sequence is None else len(self.sequence.distances(window))
 
 

@@ -17,17 +17,25 @@ from hyper_parallel.shard._rules import REFUSED, WHOLE
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """Parameter with its sharding style; `owner` is the module or parameter that the rule of this style names."""
+    """Parameter with its sharding style.
+
+    Attributes:
+        name: Full name of the parameter.
+        shape: Logical shape.
+        dims: Logical dims, or ().
+        owner: Module or parameter that the rule of the style names.
+        style: Key of `STYLES` or `REFUSED`; None if no rule matches.
+        parts: Number of stacked projections that are sharded separately.
+        role: Quantity that the degree must divide: heads, kv_heads or width; None for a replicated parameter.
+    """
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     owner: str
     style: str | None
-    parts: int = 1  # stacked projections that are sharded separately
-    role: str | None = (
-        None  # quantity that the degree must divide: heads, kv_heads or width; None: replicated
-    )
+    parts: int = 1
+    role: str | None = None
 
     @property
     def module(self) -> str:

@@ -150,10 +150,6 @@ def replicated_matrices(
 ) -> tuple[frozenset[str], bool]:
     """Return the matrices that tensor parallelism replicates on every rank for any degree.
 
-    Args:
-        params: Name and shape of every parameter.
-        rules: Rules of the model.
-
     Returns:
         (names of the matrices, whether every rank holds the residual stream of all tokens). The second is true if a
         parameter other than a norm has no supported style.

@@ -54,12 +54,7 @@ def legal_tp(num_heads: int, num_kv_heads: int, *widths: int) -> list[int]:
 
 
 def check_overlap(strategy: Strategy, workload: Workload) -> None:
-    """Raise UnsupportedSharding (HP205) if the layers cannot overlap communication as `overlap` requests.
-
-    Args:
-        strategy: Strategy with its `overlap` settings.
-        workload: Workload with a resolved microbatch.
-    """
+    """Raise UnsupportedSharding (HP205) if the layers cannot overlap communication as `strategy.overlap` requests."""
     s, overlap = strategy, strategy.overlap
     if overlap.ep_chunks > 1 and s.ep == 1:
         problem = "`overlap.ep=chunks` needs expert parallelism"

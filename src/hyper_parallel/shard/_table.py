@@ -85,7 +85,7 @@ def block_boundaries(
         shape: Use of the two tensor-parallel axes (1d, 2d or weight); 1d with one axis.
         cut: Sharding of tokens.
         token_scatter: Whether 2d attention shards tokens over y and gathers keys and values. False: y shards heads.
-        hidden_cut: Whether the residual stream is sharded over y; used for 2d blocks.
+        hidden_cut: Whether the hidden dim of the residual stream is sharded over y; used for 2d blocks.
         ends_layer: Whether the block ends the layer, so that recomputation stops before its last collective.
     """
     axes, ranks = (TP, cut.tp) if shape == "1d" else (X, cut.x)

@@ -49,11 +49,7 @@ class RoleRanks(Protocol):
     def silent(
         self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
-        """Describe ranks that have not answered for `silent_s` seconds.
-
-        Args:
-            silent_s: Seconds since the start of the call.
-            unanswered: Ranks that have not answered.
+        """Describe the ranks `unanswered`, which have not answered for `silent_s` seconds.
 
         Returns:
             (line about the rank that causes the hang, lines about the other ranks, whether a signal has stopped the

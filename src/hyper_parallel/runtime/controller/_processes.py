@@ -27,9 +27,9 @@ from hyper_parallel.errors import written
 from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
 from hyper_parallel.runtime.fork_server import (
     begin_forked,
+    fork_rank,
     prepare_fork,
     serial_tokenizers,
-    start_rank,
 )
 from hyper_parallel.runtime.local_launch import publish_rank
 from hyper_parallel.runtime.scratch_folders import scratch_folder
@@ -91,8 +91,7 @@ class ProcessRanks:
                 for rank, place in enumerate(places):
                     controller_end, rank_end = Pipe()
                     arguments = (spec, rank, places, folder, rank_end, self._board)
-                    process = ForkProcess(target=_rank, args=arguments, name=f"{spec.name}-{rank}")
-                    start_rank(process, rank, len(places))
+                    process = fork_rank(_rank, arguments, rank, len(places))
                     rank_end.close()
                     self._board.started(place, process.pid or 0)
                     self.processes.append(process)

@@ -70,11 +70,6 @@ def summand_owners(
     """Return the names of the modules that act on sharded activations.
 
     These modules have a sharded parameter, or a style whose parameters are replicated inside of a sharded block.
-
-    Args:
-        layouts: Layout of each parameter, by name.
-        styles: Sharding style of each module, by name.
-        axes: Mesh axes of tensor parallelism.
     """
     sharded = {
         module_of(n)
