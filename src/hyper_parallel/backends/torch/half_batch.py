@@ -21,13 +21,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch.data.halved_units import HalvedUnit, UnitPass
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import Turns
 from hyper_parallel.backends.torch.recomputed_halves import RecomputedHalves
-from hyper_parallel.backends.torch.stand_in import StandIn
+from hyper_parallel.backends.torch.stand_in import StandIn, complete
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
@@ -228,7 +227,7 @@ class HalfBatch:
         run = self._in_unit(layer, parts=1 if halves is None else 2)
         if halves is None:
             self.whole_layers += 1
-            args, kwargs = tree_map_only(StandIn, StandIn.whole, (args, kwargs))
+            args, kwargs = complete((args, kwargs))
             return run(inner, *args, **kwargs)
         self.halved_layers += 1
         dim = 0 if self._tp is None else 1
