@@ -89,7 +89,7 @@ def replayed_s(ranks: Sequence[Times], link: Link) -> float:
                     size = sum(times["bytes"][number] for times in ranks)
                     deps = tuple(sorted(own[number] for own in issued))
                     duration = round(1e9 * link.seconds(size))
-                    tasks.append(Task(str(number), "link", duration, "communication", deps, size))
+                    tasks.append(Task(str(number), "link", duration, "communication", deps))
                     flights[number] = len(tasks) - 1
             position += 1
         return position

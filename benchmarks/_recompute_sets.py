@@ -49,7 +49,7 @@ def cheapest_at_peak(
     high = np.array([gaps[s][1] for s in items])
     cost = np.array([density[s] * program.sizes[s] for s in items])
     free = np.ones(len(items), bool)
-    profile = live_bytes(program, chains)
+    profile = live_bytes(program, chains.uses)
     chosen: list[int] = []
     while items and len(profile):
         at = int(np.argmax(profile))

@@ -13,9 +13,9 @@ import numpy as np
 from hyper_parallel.errors import BadValue
 from hyper_parallel.ir import MemoryAction, MemoryProgram, replay
 from hyper_parallel.memory.candidates import OffloadCandidates
-from hyper_parallel.memory.copy_issue import Gap
+from hyper_parallel.memory.copy_issue import Gap, ReloadQueue
 from hyper_parallel.memory.def_use import use_definitions
-from hyper_parallel.memory.emission import EmissionOptions, Emitter
+from hyper_parallel.memory.emission import Emitter
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
 
@@ -45,12 +45,11 @@ def simple_policy(
     if policy not in _POLICIES:
         raise BadValue(f"no policy is called `{policy}`", allowed=list(_POLICIES))
     recomputes = Recomputes([list(u) for u in use_definitions(program, order).uses])
-    gaps, planned = _selected(
-        program, machine, tuple(order), recomputes, policy == "largest-first", target_bytes
-    )
-    on_demand = policy == "on-demand"  # the operator that needs a storage then fetches it itself
-    options = EmissionOptions(target_bytes, planned, on_demand=on_demand)
-    emitter = Emitter(program, machine, order, gaps, recomputes, options)
+    candidates = OffloadCandidates(program, machine, tuple(order), recomputes, ())
+    gaps, planned = _selected(candidates, policy == "largest-first", target_bytes)
+    emitter = Emitter(candidates, gaps, target_bytes, planned)
+    if policy == "on-demand":
+        emitter.reloads = ReloadQueue(())  # the operator that needs a storage fetches it itself
     actions: tuple[MemoryAction, ...] | None = emitter.emit()
     assert actions is not None
     judged = replay(program, tuple(emitter.copies.homes), actions)
@@ -58,21 +57,16 @@ def simple_policy(
 
 
 def _selected(
-    program: MemoryProgram,
-    machine: MemoryMachine,
-    order: tuple[int, ...],
-    recomputes: Recomputes,
-    largest: bool,
-    target_bytes: int,
+    candidates: OffloadCandidates, largest: bool, target_bytes: int
 ) -> tuple[list[Gap], np.ndarray]:
     """Return the idle gaps in which activations are evicted, and the resulting bytes at every position.
 
     Gaps that cover the highest position are selected first, until no position exceeds the target.
     """
-    seconds = np.array([program.operators[i].seconds for i in order])
-    ends_s = np.cumsum(seconds)
-    starts_s = ends_s - seconds
-    profile = OffloadCandidates(program, machine, order, recomputes, ()).profile
+    program, machine, recomputes = candidates.program, candidates.machine, candidates.recomputes
+    ends_s = np.cumsum(candidates.seconds)
+    starts_s = ends_s - candidates.seconds
+    profile = candidates.profile
     items: list[tuple[float, Gap, int, int]] = []  # value, and the positions at which it is gone
     for s, storage in enumerate(program.storages):
         if storage.kind != "activation" or not program.sizes[s]:

@@ -193,7 +193,7 @@ def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool
     order = refine_order(program)[0]
     chains = use_definitions(program, order)
     ends = np.cumsum([program.operators[i].seconds for i in order])
-    live = live_bytes(program, chains).astype(float)
+    live = live_bytes(program, chains.uses).astype(float)
     peak = int(np.argmax(live))
     operators = [program.operators[i] for i in order]
     first_update = next(
@@ -253,7 +253,7 @@ def computed_again(
     machine = MemoryMachine(channel, channel)
     sets = recompute_sets(program, machine, density)
     sets += [cheapest_at_peak(program, chains, density, x * program.seconds) for x in LONGER]
-    most = float(live_bytes(program, chains).max())
+    most = float(live_bytes(program, chains.uses).max())
     found = []
     for chosen in sets:
         dropped = choose_recomputes(finder, chosen)
@@ -275,7 +275,7 @@ def rows_of(
     torch.set_num_threads(1)
     program = captured(name)
     order = refine_order(program)[0]
-    start = float(live_bytes(program, use_definitions(program, order)).max())
+    start = float(live_bytes(program, use_definitions(program, order).uses).max())
     step_s = baseline_seconds(program, reorder=True)
     channel = Channel(link * 1e9 * (1.0 if name in LARGE else 4e-3))
     machine = MemoryMachine(channel, channel)

@@ -21,7 +21,6 @@ from hyper_parallel.config import Data, Dpo, Kto, Rm
 from hyper_parallel.trainer.data import Batches, load_tokenizer, prepare
 from hyper_parallel.trainer.stages.dpo import WITHOUT_REFERENCE, DpoStage
 from hyper_parallel.trainer.stages.kto import KtoStage
-from hyper_parallel.trainer.stages.pair_scores import PairScores
 from hyper_parallel.trainer.stages.reference import Reference
 from hyper_parallel.trainer.stages.reward_model import RewardModelStage
 
@@ -140,7 +139,9 @@ def ours(step, stage):
 @pytest.mark.parametrize("name", ["pairs", "answers"])
 def test_the_reference_is_trls(request, name):
     step = request.getfixturevalue(name)
-    assert step.reference.of(step.rows).numpy() == pytest.approx(step.then.numpy(), rel=1e-5)
+    assert step.reference.reference_logprobs(step.rows).numpy() == pytest.approx(
+        step.then.numpy(), rel=1e-5
+    )
     mine = hp.token_logprobs(step.model, input_ids=step.ids, shift_labels=step.targets).sum(-1)
     assert mine.detach().numpy() == pytest.approx(step.now.numpy(), rel=1e-5)
 
@@ -151,7 +152,7 @@ def test_losses_of_pairs_are_trls(pairs, kind):
     settings = Dpo(loss_type=kind, beta=BETA, label_smoothing=smooth, simpo_gamma=GAMMA)
     step = pairs
     reference = None if kind in WITHOUT_REFERENCE else step.reference
-    stage = DpoStage(settings, PairScores(step.plan, torch.device("cpu")), reference)
+    stage = DpoStage(step.plan, torch.device("cpu"), settings, reference)
     trl = SimpleNamespace(
         accelerator=Accelerator, beta=BETA, label_smoothing=smooth, reference_free=False, alpha=0.0,
         f_divergence_type=FDivergenceType.REVERSE_KL, f_divergence_params=None, simpo_gamma=GAMMA, loss_type=kind,
@@ -219,9 +220,8 @@ def test_the_loss_of_a_reward_model_is_trls(tmp_path, coefficient):
     score_every_token(mine)
     plan = hp.plan_of(mine, "", WORK)
     hp.parallelize(mine, plan)
-    stage = RewardModelStage(
-        Rm(center_rewards_coefficient=coefficient), PairScores(plan, torch.device("cpu"))
-    )
+    rm = Rm(center_rewards_coefficient=coefficient)
+    stage = RewardModelStage(plan, torch.device("cpu"), rm)
     batches = Batches(packed.train, sequences_per_step=ROWS, shuffle=False, group_size=2)
     step = SimpleNamespace(model=mine, batches=batches, ids=ids, targets=targets, rows=at)
     loss, record = ours(step, stage)

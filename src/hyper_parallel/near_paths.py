@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +16,8 @@ _MOST_ENTRIES: Final = 2000
 """Maximum number of directory entries that are compared for a hint."""
 _SIMILAR: Final = 0.65
 """Minimum similarity of names, by `difflib`."""
+_MOST_TRIED: Final = 5
+"""Maximum number of similar names per folder that are considered."""
 _RECIPES: Final = ("", "recipes")
 """Folders of the working directory searched for recipes; `hyper-parallel init` writes into the second."""
 _RECIPE_BYTES: Final = 65536
@@ -24,7 +26,11 @@ _RECORDS: Final = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 _COMPRESSED: Final = (".gz", ".zst")
 
 
-def nearest_path(text: str, folders: Iterable[str | os.PathLike[str]] = ()) -> str | None:
+def nearest_path(
+    text: str,
+    folders: Iterable[str | os.PathLike[str]] = (),
+    fits: Callable[[Path], bool] = lambda _: True,
+) -> str | None:
     """Return the existing path most likely meant by a missing one; None when no path is similar.
 
     Candidates in order: the same name in the working directory or in one of the folders, a similar name in the same
@@ -33,6 +39,7 @@ def nearest_path(text: str, folders: Iterable[str | os.PathLike[str]] = ()) -> s
     Args:
         text: The missing path.
         folders: Further folders to search, such as that of a recipe. A path found there is returned with its folder.
+        fits: Function that returns whether the caller can use a path.
     """
     try:
         missing = Path(text).expanduser()
@@ -40,12 +47,14 @@ def nearest_path(text: str, folders: Iterable[str | os.PathLike[str]] = ()) -> s
         roots = [place for place in places if place.is_dir()]
         for root in roots:
             same = root / missing.name
-            if missing.name and same != missing and same.exists():
+            if missing.name and same != missing and same.exists() and fits(same):
                 return str(same)
         for root in roots:
             names = [name for name in _names(root) if root / name != missing]
-            if near := difflib.get_close_matches(missing.name, names, n=1, cutoff=_SIMILAR):
-                return str(root / near[0])
+            near = difflib.get_close_matches(missing.name, names, _MOST_TRIED, _SIMILAR)
+            for name in near:
+                if fits(root / name):
+                    return str(root / name)
     except (OSError, ValueError, RuntimeError):  # not a valid path: too long, an unknown user
         return None
     return None

@@ -197,7 +197,7 @@ def test_the_price_lies_between_a_proven_bound_and_a_plan(bytes_s, share):
     program = training_chain(layers=40, weight=1)
     order, _ = refine_order(program)
     chains = use_definitions(program, order)
-    live = live_bytes(program, chains)
+    live = live_bytes(program, chains.uses)
     peak = int(np.argmax(live))
     ends_s = np.cumsum([program.operators[i].seconds for i in order])
     resting = [

@@ -20,11 +20,11 @@ from hyper_parallel.cost import (
     stack_card,
 )
 from hyper_parallel.cost.overlap import BlockSeconds, PassSeconds, layer_program, pass_span
-from hyper_parallel.ir import Overlap, Strategy, Task, TaskGraph, Workload
+from hyper_parallel.ir import Overlap, Strategy, Workload
 from hyper_parallel.planner import plan
-from hyper_parallel.sim import simulate
 from tests.cost.machines import machine
 from tests.planner.draws import moe_model
+from tests.sim.contended_lanes import contended_end
 
 pytestmark = pytest.mark.unit
 
@@ -41,16 +41,12 @@ def seconds(**given):
 def test_a_layer_takes_as_long_as_its_events(layers, halves, chunks, demand):
     program = layer_program(layers, halves, chunks)
     ns = (7_000, 11_000, 5_000, 3_000, 2_000, 4_000)
-    shares = ((("cores", Fraction(1)),), (("cores", demand),))
-    tasks = (
-        Task(str(n), f"lane {lane}", ns[row], deps=deps, demands=shares[lane])
-        for n, (lane, deps, row) in enumerate(
-            zip(program.lanes, program.deps, program.rows, strict=True)
-        )
-    )
-    graph = TaskGraph(tuple(tasks), capacities={"cores": Fraction(1)})
+    tasks = [
+        (lane, deps, ns[row])
+        for lane, deps, row in zip(program.lanes, program.deps, program.rows, strict=True)
+    ]
     end = program.contended_span([np.array([float(n)]) for n in ns], float(demand))
-    assert simulate(graph).end_s * 1e9 == pytest.approx(end[0], abs=len(program.rows))
+    assert end[0] == pytest.approx(float(contended_end(tasks, demand)))
 
 
 def test_closed_forms_of_exposed_communication():
@@ -113,18 +109,21 @@ def test_a_scatter_hides_behind_the_column_products_of_the_other_half_alone():
         ("01259a", 2),
         ("02345689a", 2),
         ("025bc", 2),
+        ("0125de", 1),
+        ("01259ade", 2),
+        ("025bcde", 2),
     ],
 )
 def test_turns_of_halves_are_those_of_the_runtime(used, chunks):
-    used = tuple(f"{row:x}" in used for row in range(13))
+    used = tuple(f"{row:x}" in used for row in range(15))
     half = layer_program(3, 1, chunks, used).rows
     turns, order = Turns(), []
 
     def call(index):
         before = None
         for row in half:
-            # This task waits for a collective. Backward computes deferred weight gradients (12) before it waits.
-            if before in (3, 4, 5, 12) and row not in (3, 4, 5, 12):
+            # This task waits for a collective, unlike deferred weight gradients (12) and copies of rows to send (13).
+            if before in (3, 4, 5, 12) and row not in (3, 4, 5, 12, 13):
                 turns.suspend(index, leads_to_start=before in (3, 4) and row == 8)
             elif before in (6, 7):
                 turns.offer(index)
@@ -144,6 +143,15 @@ def test_deferred_weight_gradients_hide_the_last_exchange_of_backward():
     # Of a short task, only its own time is hidden.
     deferred = dataclasses.replace(chunked, expert_weights=np.array([0.5]))
     assert pass_span(deferred, 1, 4, np.ones(1), 0.0)[0] == 0.5 + 4 * 4.0 + 1.0
+
+
+def test_copies_of_rows_overlap_with_exchanges_of_other_chunks():
+    chunked = seconds(experts=1.0, exchange=4.0, copy=0.5)
+    # The link is idle during the first copy to a buffer and the last copy from it.
+    assert pass_span(chunked, 1, 2, np.ones(1), 0.0)[0] == 0.5 + 4 * 4.0 + 0.5
+    # With less traffic, only the first dispatch and the last combine are exposed.
+    chunked = seconds(experts=3.0, exchange=1.0, copy=0.5)
+    assert pass_span(chunked, 1, 2, np.ones(1), 0.0)[0] == 0.5 + 1.0 + 2 * 3.0 + 1.0 + 0.5
 
 
 def test_numbers_of_rows_wait_for_the_dispatch_of_the_other_half():

@@ -1,51 +1,18 @@
-"""Cuts of a model into pipeline stages: exact against every cut, and what a pipeline rank holds and sends."""
+"""Cuts of a model into pipeline stages, and what a pipeline rank holds and sends."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hyper_parallel.cost import cut_layers, stage_layers, step_collectives
+from hyper_parallel.cost import stage_layers, step_collectives
 from hyper_parallel.errors import NotDivisible
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import load_model
 from hyper_parallel.shard import family_rules, plan_layouts
 
 pytestmark = pytest.mark.unit
-
-
-def _stage_costs(costs, layers, first, last):
-    ends = [0, *itertools.accumulate(layers)]
-    found = [sum(costs[a:b]) for a, b in itertools.pairwise(ends)]
-    found[0] += first
-    found[-1] += last
-    return max(found), sum(c * c for c in found)
-
-
-@given(
-    st.lists(st.integers(0, 6), min_size=1, max_size=8),
-    st.integers(1, 8),
-    st.integers(0, 9),
-    st.integers(0, 9),
-)
-def test_no_cut_is_better(costs, stages, first, last):
-    if stages > len(costs):
-        with pytest.raises(NotDivisible, match="HP203"):
-            cut_layers(costs, stages)
-        return
-    found = cut_layers(costs, stages, first, last)
-    assert min(found) >= 1
-    assert sum(found) == len(costs)
-    every = (
-        tuple(b - a for a, b in itertools.pairwise((0, *cuts, len(costs))))
-        for cuts in itertools.combinations(range(1, len(costs)), stages - 1)
-    )
-    best = min(_stage_costs(costs, cut, first, last) for cut in every)
-    assert _stage_costs(costs, found, first, last) == best
 
 
 def test_the_head_makes_the_last_stage_shorter():

@@ -16,7 +16,6 @@ from hyper_parallel.errors import CheckpointMismatch, Contradiction
 from hyper_parallel.trainer.data.conversations import conversations_of, shape_of
 from hyper_parallel.trainer.job import prepare_job
 from hyper_parallel.trainer.stages.dpo import DpoStage
-from hyper_parallel.trainer.stages.pair_scores import PairScores
 from tests.e2e.runs import (
     PAIRS,
     assert_same_curve,
@@ -145,7 +144,7 @@ def test_losses_are_those_of_their_papers():
     for name, losses in wanted.items():
         smooth = 0.1 if name == "sigmoid" else 0.0
         settings = Dpo(loss_type=name, beta=0.2, label_smoothing=smooth)
-        stage = DpoStage(settings, PairScores(plan, torch.device("cpu")))
+        stage = DpoStage(plan, torch.device("cpu"), settings)
         given = {"shift_labels": labels} | (
             {} if name in ("orpo", "simpo") else {"reference": reference}
         )
@@ -247,9 +246,9 @@ def test_scores_that_differ_by_rounding_only_are_no_preference():
     batch = {"shift_labels": torch.ones(256, 64, dtype=torch.long), "reference": own}
 
     def accuracy(logps):
-        scores = PairScores(plan, torch.device("cpu"))
-        DpoStage(Dpo(beta=0.1), scores, None).objective(logps, batch)
-        return scores.record()["preference"]["accuracy"]
+        stage = DpoStage(plan, torch.device("cpu"), Dpo(beta=0.1))
+        stage.objective(logps, batch)
+        return stage.record()["preference"]["accuracy"]
 
     noise = logps.sum(-1).double() - own
     assert (noise[0::2] - noise[1::2]).abs().max() > 0, "sums of float32 are rounded"

@@ -244,11 +244,11 @@ def test_weights_under_adapters_that_were_exchanged_are_refused(place, one_rank,
     other = {n: t.clone() for n, t in tensors.items()}
     other["model.layers.1.mlp.down_proj.weight"][3, 5] *= 1 + 2**-20
     save_file(other, file, {"format": "pt"})
-    with pytest.raises(CheckpointMismatch, match="base weights differ from those"):
+    with pytest.raises(CheckpointMismatch, match="base weights have changed since"):
         train(place, run, *words, "parallel.tp=2", "training.steps=4")
-    with pytest.raises(CheckpointMismatch, match="base weights differ from those"):
+    with pytest.raises(CheckpointMismatch, match="base weights have changed since"):
         command("checkpoint", "export", str(run), "--merge", "--out", str(tmp_path / "merged"))
-    with pytest.raises(CheckpointMismatch, match="base weights differ from those"):
+    with pytest.raises(CheckpointMismatch, match="trained on other base weights"):
         command("generate", str(run), "--prompt", "def f", "--max-new-tokens=4")
     assert not (tmp_path / "merged").exists()
     file.unlink()

@@ -16,7 +16,6 @@ from hyper_parallel.config import Rm, load_recipe
 from hyper_parallel.errors import Contradiction, ModelUnreadable
 from hyper_parallel.trainer.data import IGNORE_INDEX, load_tokenizer
 from hyper_parallel.trainer.job import prepare_job
-from hyper_parallel.trainer.stages.pair_scores import PairScores
 from hyper_parallel.trainer.stages.reward_model import RewardModelStage
 from tests.e2e.runs import (
     CONFIG,
@@ -225,9 +224,7 @@ def test_the_loss_is_that_of_its_formula():
     targets[torch.arange(4), torch.from_numpy(ends)] = 7
     r = scores[torch.arange(4), torch.from_numpy(ends)]
     for coefficient in (None, 0.3):
-        stage = RewardModelStage(
-            Rm(center_rewards_coefficient=coefficient), PairScores(plan, scores.device)
-        )
+        stage = RewardModelStage(plan, scores.device, Rm(center_rewards_coefficient=coefficient))
         given = scores.clone().requires_grad_()
         loss = stage.objective(given, {"shift_labels": targets})
         wanted = -logsigmoid(r[0::2] - r[1::2]) + (coefficient or 0) * (r[0::2] + r[1::2]) ** 2

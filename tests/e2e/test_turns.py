@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import BadValue, Contradiction, NotImportable
-from hyper_parallel.trainer.data import load_tokenizer
-from hyper_parallel.trainer.data.chat import render, stop_ids
+from hyper_parallel.trainer.data import load_tokenizer, render, stop_ids
 from hyper_parallel.trainer.job import prepare_job
 from hyper_parallel.trainer.stages import rollouts
 from hyper_parallel.trainer.stages.sampling import NOT_SAMPLED, Weights, sample

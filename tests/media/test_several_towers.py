@@ -243,7 +243,7 @@ def test_parts_that_cannot_be_told_apart_or_do_not_fit_are_refused() -> None:
         submodel_strategies(unnamed, parts, 3)
     with pytest.raises(UnsupportedSharding, match=r"text also uses[\s\S]*lm_head\.vision_head"):
         submodel_strategies(mixed, parts, 3)
-    with pytest.raises(BadValue, match=r"`audio` is missing[\s\S]*audio\.dp_shard=1"):
+    with pytest.raises(BadValue, match=r"`audio` has no layout[\s\S]*audio\.dp_shard=1"):
         submodel_strategies(model, {"vision": "", "language": ""}, 2)
     ranks = {"vision": (0,), "audio": (2,), "language": (0, 1)}
     with pytest.raises(UnsupportedSharding, match="several encoders"):

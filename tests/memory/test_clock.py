@@ -12,7 +12,7 @@ from hyper_parallel.memory import (
     use_definitions,
 )
 from hyper_parallel.memory.candidates import OffloadCandidates
-from hyper_parallel.memory.emission import EmissionOptions, Emitter
+from hyper_parallel.memory.emission import Emitter
 from hyper_parallel.memory.emitted_programs import assign_tiers
 from hyper_parallel.memory.recompute import ChainFinder, choose_recomputes
 from hyper_parallel.sim import peaks, simulate
@@ -51,7 +51,7 @@ def emissions(draw):
             planned[low:high] -= c.num_bytes
     gaps = assign_tiers(program, machine, chosen, draw(st.sampled_from([0.0, 0.5])))
     budget = draw(st.sampled_from([None, target, whole]))
-    emitter = Emitter(program, machine, order, gaps, recomputes, EmissionOptions(budget, planned))
+    emitter = Emitter(candidates, gaps, budget, planned)
     actions = emitter.emit()
     seconds = emitter.ledger.clock.now_s
     return MemoryPlan(program, tuple(emitter.copies.homes), actions, seconds), machine

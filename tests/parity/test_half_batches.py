@@ -209,6 +209,37 @@ def test_layers_that_cannot_be_recomputed_are_refused(problem: str) -> None:
     launch(rank, 2, timeout_s=100)
 
 
+@pytest.mark.parametrize("sizes", [(4, 3), (1, 4), (2, 4)])
+def test_expert_ranks_with_other_batch_sizes_halve_their_passes_together(
+    sizes: tuple[int, int],
+) -> None:
+    """Otherwise ranks would run different numbers of exchanges, and read rows of one exchange as those of another."""
+    setup = Setup("qwen3_moe", sequences=sum(sizes))
+
+    def rank(index: int) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        with World.join("cpu") as world:
+            batch = setup.batch()
+            own = {k: v.split(sizes)[index] for k, v in batch.items()}
+            for name, overlap in (("serial", Overlap()), ("halves", EXPERT_HALVES.overlap)):
+                strategy = replace(EXPERT_HALVES, overlap=overlap)
+                planned = replace(setup, sequences=8).plan(strategy)
+                model = parallelize(setup.build(), planned, world)
+                loss = forward_backward(model, [{**own, "labels": own["input_ids"]}])
+                results[name] = float(loss), whole_gradients(model)
+            known = handle(model)
+            assert known is not None
+            assert known.halves is not None
+            results["counts"] = known.halves.take_counts()
+        return results
+
+    for result in launch(rank, 2, timeout_s=100):
+        halved = all(size % 2 == 0 for size in sizes)
+        assert (result["counts"]["halved_layers"] > 0) == halved
+        assert (result["counts"]["whole_layers"] > 0) != halved
+        torch.testing.assert_close(result["halves"], result["serial"], rtol=1e-10, atol=1e-14)
+
+
 def test_weight_gradients_of_experts_hide_the_last_exchange_of_backward() -> None:
     """Forward exposes the first dispatch and the last combination of a layer, backward only the first exchange."""
     layers = 2

@@ -72,11 +72,11 @@ def regathers(request, tp):
 
 def every_block(space, x, y, cp, dp):
     """Rows of `Space.blocks` with every way to scatter 2-D attention and to see the whole sequence."""
-    pins, heads = space.request.pins, space.request.model.num_heads
+    pins = space.request.pins
     for *block, u, tokens, gathered in space.blocks(x, y, cp, dp):
         ways = {tokens}
         if block[0] == TWO and y > 1 and "attention_scatter" not in pins:
-            ways = {0} if heads % (x * y) == 0 and space.kv_legal(x * y) else set()
+            ways = {0} if space.whole_heads(x * y) else set()
             ways |= {1} if cp == 1 else set()
         kinds = {0, 1} if u == 1 and cp > 1 and "cp_kind" not in pins else {gathered}
         for way, kind in itertools.product(sorted(ways), sorted(kinds)):

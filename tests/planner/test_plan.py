@@ -22,7 +22,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import load_model
-from hyper_parallel.planner import plan, recheck
+from hyper_parallel.planner import check_saved_plan, plan
 from hyper_parallel.topology import Quantity, load_topology, preset_names
 from tests.cost.machines import machine, small_model
 from tests.slow import slow_cells
@@ -174,28 +174,14 @@ def test_a_plan_with_memory_of_an_unknown_tier_is_refused():
         Plan.from_json(text.replace('"tier": "hbm"', '"tier": "h"', 1))
 
 
-def test_edited_plan_is_priced_again():
-    supernode = machine()
-    first = plan(small_model(), supernode, Workload(512, 512 * 8), strategy=Strategy(dp_shard=8))
-    text = (
-        first.to_json().replace('"dp_shard": 8', '"dp_shard": 2').replace('"tp_x": 1', '"tp_x": 4')
-    )
-    edited = Plan.from_json(text)
-    again = recheck(edited, small_model(), supernode)
-    assert again.strategy.tp_x == 4
-    assert again.step_s != first.step_s
-    assert any("rebuilt" in n for n in again.notes)
-    assert "strategy.tp_x: 1 -> 4" in first.diff(again)
-    assert recheck(again, small_model(), supernode).layouts == again.layouts
-
-
-def test_plan_of_another_model_or_machine_is_refused():
-    supernode = machine()
-    first = plan(small_model(), supernode, num_devices=4)
-    with pytest.raises(PlanMismatch, match="HP307"):
-        recheck(first, small_model(layers=6), supernode)
-    with pytest.raises(PlanMismatch, match="HP307"):
-        recheck(first, small_model(), "dgx-h100")
+def test_saved_plan_of_another_model_or_strategy_is_refused():
+    saved = plan(small_model(), machine(), num_devices=4)
+    other_model = plan(small_model(layers=6), machine(), num_devices=4)
+    other_strategy = plan(small_model(), machine(), num_devices=4, strategy=Strategy(tp_x=4))
+    for other, difference in ((other_model, "model"), (other_strategy, "strategy")):
+        with pytest.raises(PlanMismatch, match=f"HP307.*differ in {difference}"):
+            check_saved_plan(saved, other, "plan.json")
+    check_saved_plan(saved, saved, "plan.json")
 
 
 def test_explanation_holds_every_part():

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyper_parallel.cost import partition
 from hyper_parallel.errors import BadValue, DeadlineMissed, DoesNotFit, NoLegalStrategy
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner import plan, plan_tasks, simulate_plan
 from hyper_parallel.planner.bounds import join, tuples
 from hyper_parallel.planner.pins import check_pins
-from hyper_parallel.planner.pricing import partition, price
+from hyper_parallel.planner.pricing import price
 from hyper_parallel.planner.refinement import find_best
 from hyper_parallel.planner.request import HostMemory, resolve
 from hyper_parallel.sim import simulate

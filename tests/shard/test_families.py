@@ -23,15 +23,15 @@ def transformers():
 def test_the_table_is_the_plan_of_the_configuration_class(transformers, family):
     config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
     model_class = transformers.AutoModelForCausalLM._model_mapping[config_class]
-    body, body_notes = normalise_plan(config_class.base_model_tp_plan, prefix="model.")
-    head, head_notes = normalise_plan(model_class._tp_plan)
+    body = normalise_plan(config_class.base_model_tp_plan, prefix="model.")
+    head = normalise_plan(model_class._tp_plan)
     theirs = {r.pattern: r.style for r in (*body, *head)}
     added = completed_rules(family)
     rules = family_rules(family)
     assert rules[: len(added)] == added
     ours = {r.pattern: r.style for r in rules[len(added) :]}
     assert ours == {**theirs, "model.embed_tokens": "vocab"}
-    assert body_notes + head_notes == ()
+    assert "unsupported" not in theirs.values()
 
 
 TINY = {
@@ -91,8 +91,8 @@ def test_rules_of_the_built_model_give_the_same_layouts(transformers):
     """What `parallelize` reads from the class and what the planner reads from the table are one plan."""
     params = parameters(transformers, "qwen3")
     plan = transformers.models.qwen3.Qwen3Config.base_model_tp_plan
-    rules = (*normalise_plan(plan, "model.")[0], Rule("model.embed_tokens", "vocab"))
-    rules += normalise_plan(transformers.Qwen3ForCausalLM._tp_plan)[0]
+    rules = (*normalise_plan(plan, "model."), Rule("model.embed_tokens", "vocab"))
+    rules += normalise_plan(transformers.Qwen3ForCausalLM._tp_plan)
     numbers = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 240}
     strategy = Strategy(tp_x=2, dp_shard=2)
     assert plan_layouts(params, rules, strategy, **numbers) == plan_layouts(

@@ -325,7 +325,7 @@ def test_ulysses_ranks_divide_cp_and_heads(choices, allowed, hint):
 
 
 def test_a_model_of_which_nothing_is_split_is_refused():
-    rules, _ = normalise_plan({"layers.*.mlp.in_proj": "colwise_gather_output"}, "model.")
+    rules = normalise_plan({"layers.*.mlp.in_proj": "colwise_gather_output"}, "model.")
     params = [(f"{AT}.mlp.in_proj.weight", (96, EMBED), ())]
     error = refused(UnsupportedSharding, Strategy(tp_x=2, dp_shard=2), rules, params)
     assert error.code == "HP205"

@@ -1,4 +1,4 @@
-"""The forms of the clock against the event-driven reference, and shared resources against hand-made times."""
+"""The forms of the clock agree with each other, and with an exact reference for a shared resource."""
 
 from fractions import Fraction
 
@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.errors import TaskGraphError
 from hyper_parallel.ir import Task, TaskGraph
 from hyper_parallel.sim import LaneProgram, Schedule, simulate
+from tests.sim.contended_lanes import contended_end
 
 pytestmark = pytest.mark.unit
 
@@ -31,12 +31,9 @@ def chains(draw):
 @settings(deadline=None)
 @given(chains(), st.sampled_from([Fraction(0), Fraction(1, 5), Fraction(1)]))
 def test_the_forms_of_the_clock_agree(tasks, demand):
-    demands = ((("cores", Fraction(1)),), (("cores", demand),))
-    named = (
-        Task(str(n), LANES[lane], ns, deps=deps, demands=demands[lane])
-        for n, (lane, deps, ns) in enumerate(tasks)
+    graph = TaskGraph(
+        tuple(Task(str(n), LANES[lane], ns, deps=deps) for n, (lane, deps, ns) in enumerate(tasks))
     )
-    graph = TaskGraph(tuple(named), capacities={"cores": Fraction(1)})
     program = LaneProgram(
         (*(lane for lane, _, _ in tasks), 0, 1),
         (*(deps for _, deps, _ in tasks), (), ()),
@@ -44,35 +41,13 @@ def test_the_forms_of_the_clock_agree(tasks, demand):
     )
     durations = [np.array([float(ns), 0.0]) for _, _, ns in tasks] + [np.zeros(2)]
     contended = program.contended_span(durations, float(demand))
-    # The reference rounds up to whole nanoseconds at every event.
-    assert simulate(graph).end_s * 1e9 == pytest.approx(contended[0], abs=len(tasks) + 1)
+    assert contended[0] == pytest.approx(float(contended_end(tasks, demand)))
     assert contended[1] == 0.0
 
     schedule, ends = Schedule(), []
     for lane, deps, ns in tasks:
         ends.append(schedule.append(LANES[lane], ns, [ends[d] for d in deps]) + ns)
-    assert max(ends) == program.span(durations)[0][0]
-
-
-def test_a_task_runs_at_the_least_rate_of_its_resources():
-    def task(lane, ns, **demands):
-        return Task(lane, lane, ns, demands=tuple((k, Fraction(v)) for k, v in demands.items()))
-
-    capacities = {"cores": Fraction(4), "memory": Fraction(10)}
-    graph = TaskGraph(
-        (task("a", 100, cores=4), task("b", 100, cores=4, memory=5), task("c", 100, memory=15)),
-        capacities=capacities,
-    )
-    # a and b halve the cores, b and c the memory: all run at 1/2 until 200.
-    assert [s.end_s for s in simulate(graph).spans] == pytest.approx([200e-9] * 3)
-    alone = TaskGraph((task("c", 100, memory=15),), capacities=capacities)
-    assert simulate(alone).end_s == pytest.approx(150e-9)
-
-
-def test_an_impossible_demand_is_refused():
-    task = Task("a", "a", 1, demands=(("link", Fraction(1)),))
-    with pytest.raises(TaskGraphError, match="HP321"):
-        TaskGraph((task,), capacities={"cores": Fraction(1)})
+    assert max(ends) == program.span(durations)[0][0] == round(simulate(graph).end_s * 1e9)
 
 
 def test_a_held_lane_starts_later():

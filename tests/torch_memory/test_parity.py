@@ -181,11 +181,10 @@ def test_prefill(family):
     program = ROOFLINE.annotate(captured.program)
     plan = plan_memory(program, MACHINE, max_slowdown=0.05)
     assert plan.peak_bytes["device"] <= order_peak(program, range(len(program.operators))) // 2
-    lengths = [s.name for s in program.storages if s.name.endswith("cumulative_length")]
     with PlannedDevice(captured, plan, MACHINE) as device:
         for prompt, logits in zip(prompts, expected, strict=True):
-            for name in lengths:
-                device.write_state(name, torch.zeros((), dtype=torch.int64))
+            with device.materialize_state():
+                mine.reset()
             got, measured = device.step({"input_ids": prompt})
             assert measured.peak_bytes == plan.peak_bytes
             assert torch.equal(got, logits)
@@ -230,13 +229,12 @@ def test_a_cache_that_counts_in_python_is_recorded_from_the_start_only():
     cache.reset()
     captured = capture_inference(model, {"input_ids": prompts[0].clone()}, cache)
     program = ROOFLINE.annotate(captured.program)
-    lengths = [s.name for s in program.storages if s.name.endswith("cumulative_length")]
     with PlannedDevice(
         captured, plan_memory(program, MACHINE, max_slowdown=0.05), MACHINE
     ) as device:
         for prompt, logits in zip(prompts, expected, strict=True):
-            for name in lengths:
-                device.write_state(name, torch.zeros((), dtype=torch.int64))
+            with device.materialize_state():
+                cache.reset()
             assert torch.equal(device.step({"input_ids": prompt})[0], logits)
         with pytest.raises(StepChanged, match="HP512"):
             device.step({"input_ids": prompts[0]})

@@ -108,6 +108,12 @@ def into_a_buffer(net, h):
     return h + net.filled
 
 
+def words_that_change_places(net, h):
+    words = (ctypes.c_int64 * 8).from_address(net.order.data_ptr())
+    words[0], words[3] = words[3], words[0]
+    return h + net.order
+
+
 def counted(net, h):
     net.steps["done"] += 1
     return h * (1 + net.steps["done"])
@@ -136,6 +142,9 @@ REFUSED = {  # what is between the layers, its state, the error, and words of it
     "kernel with a pointer": (by_pointer, {}, CaptureUnsupported, "does not see"),
     "kernel into a buffer": (
         into_a_buffer, {"filled": torch.zeros(16)}, CaptureUnsupported, "`filled` is written by code",
+    ),
+    "kernel that moves words of a buffer": (
+        words_that_change_places, {"order": torch.arange(16.0)}, CaptureUnsupported, "`order` is written by code",
     ),
     "operator that hides a write": (
         lambda net, h: scribble(h, net.n), {"n": torch.zeros(16)}, CaptureUnsupported, "silent.scribble",
@@ -242,7 +251,7 @@ def test_what_a_device_holds_is_refused_or_read_and_never_a_crash():
                 use()
         assert weight.shape == (16, 16)
         assert sum(p.numel() for p in net.parameters()) == 561
-        assert not torch.equal(device.read_state("a.weight"), before)
+        assert not torch.equal(device.state.on_home_tier(weight), before)
         with device.materialize_state():
             assert weight.norm() == kept.norm()
         device.step(batch(2))

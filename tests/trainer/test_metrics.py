@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 import time
 from dataclasses import replace
 
@@ -165,6 +166,14 @@ def test_a_tracker_without_its_package_is_refused_with_the_line_for_pip(monkeypa
 
 def _broken(step, values):
     raise OSError("no route to host")
+
+
+def test_the_line_of_a_skipped_step_names_its_possible_causes():
+    skipped = replace(_record(1), skipped=1)
+    assert log_line(skipped, 1).endswith("the gradient is above training.skip_grad_norm")
+    rejected = log_line(replace(skipped, rollout={"reward": 1.0}), 1)
+    assert "skip_grad_norm, or the effective sample size" in rejected
+    assert log_line(replace(skipped, loss=math.nan), 1).endswith("gradient is not finite")
 
 
 def test_a_service_that_is_down_does_not_end_the_run(tmp_path, caplog):

@@ -72,7 +72,8 @@ def test_any_layout_continues_what_another_saved(tmp_path: Path) -> None:
     damaged = next((tmp_path / "sgd" / "step_00000001").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     one, optimizer = start(model, "", "sgd")
-    with pytest.raises(CheckpointCorrupt, match=damaged.name):
+    with pytest.raises(CheckpointCorrupt, match=damaged.name) as caught:
         hp.load(one, optimizer, tmp_path / "sgd")
+    assert str(caught.value.hint).endswith("from the start without `hp.load`")
     with pytest.raises(BadValue, match="rng"):
         hp.save(one, optimizer, tmp_path / "sgd", rng=torch.get_rng_state())

@@ -4,7 +4,8 @@ import pytest
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data import CHATML, PLAIN, load_tokenizer, stop_ids
-from hyper_parallel.trainer.data.chat import assistant_spans, encode_conversation
+from hyper_parallel.trainer.data.answer_spans import locate_answers
+from hyper_parallel.trainer.data.chat import encode_conversation
 from hyper_parallel.trainer.data.document import Conversation
 
 pytestmark = pytest.mark.torch
@@ -25,6 +26,12 @@ MESSAGES = [
     {"role": "user", "content": "4?"},
     {"role": "assistant", "content": "4"},
 ]
+
+
+def assistant_spans(tokenizer, turns, where=""):
+    """The text of a conversation, and the span of each of its answers."""
+    one = Conversation(tuple(turns))
+    return locate_answers(tokenizer, one, one.answer_turns(0), where)
 
 
 @pytest.fixture

@@ -367,7 +367,6 @@ REFUSED = [
     (loop("<|assistant|>{{ m.content }}<|end|>", ONE_OF_USER), SYSTEM, "words of a turn", 1),
     (loop("<|assistant|>{{ m.content }}<|end|>", NO_SYSTEM), SYSTEM, "rejects a conversation", 0),
     (CHATML, replace(PAIR, template_values={"enable_thinking": False}), "`enable_thinking`", 0),
-    (CHATML, replace(PAIR, template_values={"messages": []}), "cannot set the variable `messages`", 0),
     (loop("A: {{ m.content }}\n", "U: {{ m.content }}\n", "A: "), PAIR, "no marker", 2),
     (loop("<|assistant|>{{ m.content | upper }}<|end|>"), PAIR, "words of a turn", 2),
     (loop("<|assistant|>{{ m.content * 2 }}<|end|>"), PAIR, "more than once", 2),

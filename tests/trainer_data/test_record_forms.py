@@ -122,6 +122,7 @@ def test_a_form_of_records_gives_its_conversation(tmp_path, name):
 
 
 REFUSED = {
+    "variable of turns": ({"messages": [U, A], "chat_template_kwargs": {"messages": []}}, "set from the conv", None),
     "unknown key": ({"messages": [U, A], "mood": 1}, "`mood` has no known meaning", "data.ignore_keys=[mood]"),
     "unknown keys": ({"messages": [U, A], "mood": 1, "tone": 2}, "`mood`", "data.ignore_keys=[mood,tone]"),
     "key of a turn": ({"messages": [U, {**A, "mood": 1}]}, "in a turn", "data.ignore_keys=[mood]"),

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, Contradiction, NoData
 from hyper_parallel.trainer.data import StreamBatches, load_tokenizer
-from hyper_parallel.trainer.data.chat import assistant_spans
+from hyper_parallel.trainer.data.answer_spans import locate_answers
 from hyper_parallel.trainer.data.counts import EMPTY_ANSWERS
 from hyper_parallel.trainer.data.document import Conversation
 from hyper_parallel.trainer.data.sources import resolve
@@ -351,7 +351,7 @@ def test_a_template_that_writes_the_ids_of_calls_names_its_need(tmp_path, make):
     def spans(**call):
         function = {"type": "function", "function": CALLED, **call}
         turns = (U, {"role": "assistant", "content": "", "tool_calls": [function]})
-        text, found = assistant_spans(hf, Conversation(turns))
+        text, found = locate_answers(hf, Conversation(turns), [1])
         return [text[a:b] for a, b in found]
 
     for call in ({}, {"id": "call_1"}):

@@ -107,9 +107,8 @@ def _combined(
             return tuple(combine(same) for same in zip(*values, strict=True))
         return (*first[:-1], reduce([v[-1] for v in values]))
 
-    return LocalRates(
-        *(combine([getattr(r, f.name) for r in all_rates]) for f in fields(LocalRates))
-    )
+    columns = ([getattr(r, f.name) for r in all_rates] for f in fields(LocalRates))
+    return LocalRates(*map(combine, columns))
 
 
 def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCard:
@@ -213,9 +212,8 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
     if not rates.rings:
         return base.link, base.latency
     ranks = float(supernode.num_devices)
-    unit = Machine.of(
-        supernode, _compute_dtype(supernode), card=replace(base, link=1.0, latency=1.0)
-    )
+    card = replace(base, link=1.0, latency=1.0)
+    unit = Machine.of(supernode, _compute_dtype(supernode), card=card)
     ring = unit.ring((np.asarray([ranks]), np.ones(1)))
     rate, delay = float(ring.rate[0]), float(ring.delay[0])
     (bytes_few, small), (bytes_many, large) = rates.rings[0], rates.rings[-1]
@@ -327,9 +325,8 @@ def fit_probes(
         moved = point + np.eye(len(point))
         slopes = np.array([(seconds(row * unit) - current_s) / measured for row in moved]).T
         targets = 1.0 - current_s / measured + slopes @ point
-        point, _ = nnls(
-            np.vstack([slopes, np.diag(pulls)]), np.concatenate([targets, pulls * believed])
-        )
+        rows = np.vstack([slopes, np.diag(pulls)])
+        point, _ = nnls(rows, np.concatenate([targets, pulls * believed]))
     device, stack = _with(dict(zip(units, (point * unit).tolist(), strict=True)), card, base)
     of_stack = {name: source for name in units if name not in _ON_DEVICE}
     return (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import fnmatch
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from hyper_parallel.cost import (
     card_names,
     device_card,
     load_card,
+    matching_card,
     read_card,
     score,
     stack_card,
@@ -56,10 +56,7 @@ class Cards:
 
     def device_for(self, name: str, kind: str) -> DeviceCard:
         """Return the card of a device; without a matching card, the shipped card for the device or its kind."""
-        for card in self.device.values():
-            if any(fnmatch.fnmatchcase(name.lower(), g.lower()) for g in card.devices):
-                return card
-        return device_card(name, kind)
+        return matching_card(self.device.values(), name) or device_card(name, kind)
 
     def stack_for(self, name: str) -> StackCard:
         """Return the stack card `name`, of this object or else a shipped one; raise CardUnreadable if there is none."""
@@ -125,9 +122,8 @@ def machine_of(run: PublishedRun, cards: Cards) -> Machine:
     months = max(0.0, stack.moe_release - release) if release is not None else 0.0
     older = stack.moe_month * card.maturing * math.sqrt(months)
     card = replace(card, context_bytes=card.context_bytes + stack.reserve_bytes)
-    stack = replace(
-        stack, moe_copy_s=stack.moe_copy_s * older, moe_host_s=stack.moe_host_s * (1.0 + older)
-    )
+    copy_s, host_s = stack.moe_copy_s * older, stack.moe_host_s * (1.0 + older)
+    stack = replace(stack, moe_copy_s=copy_s, moe_host_s=host_s)
     if "sp" in re.split(r"\W", run.row.recompute.lower()):
         stack = replace(stack, sequence_parallel=1.0)
     elif "no sequence parallel" in run.row.notes.lower():

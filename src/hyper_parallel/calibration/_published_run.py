@@ -67,9 +67,7 @@ class PublishedRun:
 
     row: RunRow  # the row as read
     model: ModelSpec
-    supernode: (
-        Supernode  # topology of the device, or of the known device with the nearest peak FLOP/s
-    )
+    supernode: Supernode  # of the device, or of the known device with the nearest peak FLOP/s
     stack: str  # name of the stack card
     known_stack: bool  # whether the card is for this stack, not for a similar one
     seq_len: int  # tokens per sequence
@@ -332,9 +330,8 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
     values = {"kv_heads": kv_heads, "head_dim": width, "ffn": ffn, "vocab": vocabulary}
     if experts:
         values |= {"topk": row.topk or min(2, experts), "moe_ffn": row.moe_ffn or ffn}
-    notes += [
-        f"{key}={value}: not stated" for key, value in values.items() if not getattr(row, key)
-    ]
+    assumed = {key: value for key, value in values.items() if not getattr(row, key)}
+    notes += [f"{key}={value}: not stated" for key, value in assumed.items()]
     tied = not gated and not experts
     if not tied and not experts and _named_as_tied(row, values):
         tied = True
@@ -385,13 +382,9 @@ def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
         width, prefix = shared * mlp.intermediate_size, "model.layers.*.mlp.shared_experts"
         mlp = replace(mlp, shared_intermediate_size=width)
         inputs = ("gate_proj", "up_proj") if gated else ("up_proj",)
-        wide = [
-            ParamSpec(f"{prefix}.{n}.weight", (width, hidden), ("mlp", "embed")) for n in inputs
-        ]
-        params += (
-            *wide,
-            ParamSpec(f"{prefix}.down_proj.weight", (hidden, width), ("embed", "mlp")),
-        )
+        for name in inputs:
+            params += (ParamSpec(f"{prefix}.{name}.weight", (width, hidden), ("mlp", "embed")),)
+        params += (ParamSpec(f"{prefix}.down_proj.weight", (hidden, width), ("embed", "mlp")),)
     return replace(block, params=params, mlp=replace(mlp, gated=gated))
 
 

@@ -134,16 +134,15 @@ class Fit:
 
     def summary(self) -> list[str]:
         """Return lines of text about the accuracy and the fitted constants."""
-        lines = [
-            f"{len(self.runs)} runs; error of predicted step time, median over groups (90th percentile)"
-        ]
+        title = "error of predicted step time, median over groups (90th percentile)"
+        lines = [f"{len(self.runs)} runs; {title}"]
         for kind in ("dense", "moe"):
             columns = [self.errors(v, kind) for v in (self.before, self.after, self.left_out)]
             if columns[0].size:
-                errors = [f"{np.median(e):.1%} ({np.quantile(e, 0.9):.1%})" for e in columns]
-                lines.append(
-                    f"{kind}, {columns[0].size} groups: prior {errors[0]}, fitted {errors[1]}, left out {errors[2]}"
-                )
+                texts = (f"{np.median(e):.1%} ({np.quantile(e, 0.9):.1%})" for e in columns)
+                named = zip(("prior", "fitted", "left out"), texts, strict=True)
+                errors = ", ".join(f"{name} {text}" for name, text in named)
+                lines.append(f"{kind}, {columns[0].size} groups: {errors}")
         for kind, share in self.coverage.items():
             lines.append(f"{kind}: {share:.0%} of the left-out groups lie in their 80 % interval")
         lines.append("factors on the prior values:")
@@ -153,15 +152,13 @@ class Fit:
 
 def write_cards(folder: Path, fit: Fit) -> list[Path]:
     """Write a complete card file for every card that a fit may change, and return the paths of the files."""
-    names = sorted({name for constant in CONSTANTS for name in constant.cards})
-    for name in names:
-        check_card_file(Path(folder) / f"{name}.yaml")
-    paths = []
-    for name in names:
-        path = Path(folder) / f"{name}.yaml"
+    names = {name for constant in CONSTANTS for name in constant.cards}
+    paths = {name: Path(folder) / f"{name}.yaml" for name in sorted(names)}
+    for path in paths.values():
+        check_card_file(path)
+    for name, path in paths.items():
         write_card(path, fit.cards.device.get(name), fit.cards.stack.get(name), name)
-        paths.append(path)
-    return paths
+    return [*paths.values()]
 
 
 def fit_runs(
@@ -272,9 +269,8 @@ class _Problem:
                 continue
             in_fold = folds == name
             weights = self.weights * ~in_fold
-            factors = _solve(
-                solution.residuals, solution.slopes, solution.factors, weights, self.prior_stds
-            )
+            s = solution
+            factors = _solve(s.residuals, s.slopes, s.factors, weights, self.prior_stds)
             cards = apply(self.start, factors, self.constants)
             for i in np.flatnonzero(in_fold):
                 case = self.cases[i]

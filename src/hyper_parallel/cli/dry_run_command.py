@@ -43,8 +43,8 @@ def _as_json(result: DryRun) -> dict[str, object]:
         **encode(result),
         "plan": encode(result.plan),
         "peak_bytes": result.peak_bytes,
-        "planned_bytes": result.planned_bytes,
-        "reserved_bytes": result.reserved_bytes,
+        "planned_bytes": result.plan.tensor_bytes,
+        "reserved_bytes": result.plan.reserved_bytes,
         "planned_to_traced": result.planned_to_traced,
         "fits": result.fits,
         "differences": [differences(rank, result.plan) for rank in result.ranks],
@@ -60,15 +60,15 @@ def _print(result: DryRun, console: Console) -> None:
     )
     for rank in result.ranks:
         _print_rank(rank, result, console)
-    total = result.peak_bytes + result.reserved_bytes
+    total = result.peak_bytes + plan.reserved_bytes
     console.print(
-        f"\npeak of tensors on the fullest traced rank: planned {format_bytes(result.planned_bytes)}, traced "
+        f"\npeak of tensors on the fullest traced rank: planned {format_bytes(plan.tensor_bytes)}, traced "
         f"{format_bytes(result.peak_bytes)}, planned / traced {result.planned_to_traced:+.1%}"
     )
     verdict = "fits" if result.fits else "does NOT fit"
     reserved = (
-        f" + {format_bytes(result.reserved_bytes)} planned for context and fragmentation"
-        if result.reserved_bytes
+        f" + {format_bytes(plan.reserved_bytes)} planned for context and fragmentation"
+        if plan.reserved_bytes
         else ""
     )
     console.print(

@@ -367,12 +367,12 @@ def _plan_recipe(
     spec = _read(loaded.recipe.model.path, loaded.where("model.path"))
     if loaded.recipe.parallel.submodels is None:
         return plan_recipe(loaded.recipe, devices, loaded.where, spec), named
-    from hyper_parallel.trainer.job import plan_with_submodels, resolve_submodels, with_proof
+    from hyper_parallel.trainer.job import plan_with_submodels, resolve_submodels
 
     loaded, notes, proof = resolve_submodels(loaded, devices)
     plan = plan_recipe(loaded.recipe, None if notes else devices, loaded.where, spec)
-    plan = plan_with_submodels(loaded, replace(plan, notes=(*plan.notes, *notes)))
-    return with_proof(plan, proof), named
+    plan = replace(plan, notes=(*plan.notes, *notes))
+    return plan_with_submodels(loaded, plan, proof), named
 
 
 def _share(text: str) -> float:

@@ -15,6 +15,7 @@ from hyper_parallel.cost._cards import (
     cards_for_ranks,
     device_card,
     load_card,
+    matching_card,
     numbers_of,
     own_cards,
     own_cards_by_ranks,
@@ -27,7 +28,7 @@ from hyper_parallel.cost._collectives import (
     LINEAR_ENTRY,
     Rows,
     check_stage_layers,
-    cut_layers,
+    partition,
     rank_model,
     stage_layers,
     step_collectives,
@@ -48,7 +49,7 @@ from hyper_parallel.cost._offload_copies import (
     interpolate_copies,
     move_to_host,
 )
-from hyper_parallel.cost._pricing_case import Machine, Places, PricingCase, Ring
+from hyper_parallel.cost._pricing_case import Machine, Places, PricingCase
 from hyper_parallel.cost._time import BlockPrices, LayerPrices, Scores, score, step_seconds
 from hyper_parallel.cost.candidates import (
     ORDERS,
@@ -78,7 +79,6 @@ __all__ = [
     "Places",
     "PricingCase",
     "RankStages",
-    "Ring",
     "Rows",
     "Scores",
     "StackCard",
@@ -86,12 +86,12 @@ __all__ = [
     "card_names",
     "cards_for_ranks",
     "check_stage_layers",
-    "cut_layers",
     "device_card",
     "distinct",
     "interpolate_copies",
     "kept_bytes",
     "load_card",
+    "matching_card",
     "memory_key",
     "memory_terms",
     "min_recompute_layers",
@@ -101,6 +101,7 @@ __all__ = [
     "own_cards",
     "own_cards_by_ranks",
     "own_path",
+    "partition",
     "rank_model",
     "read_card",
     "score",

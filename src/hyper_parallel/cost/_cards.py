@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -52,9 +52,8 @@ class DeviceCard:
     portable: float
     attention_head: float  # head width that reaches half of the `attention` rate
     attention_len: float  # sequence length that reaches half of the `attention` rate
-    elementwise: (
-        float  # share of the memory bandwidth that element-wise and normalising kernels reach
-    )
+    # share of the memory bandwidth that element-wise and normalising kernels reach
+    elementwise: float
     stream: float  # share of the memory bandwidth that one long pass reaches, as in the optimizer
     link: float  # share of the bandwidth of the innermost links that collectives reach
     network: float  # share of the bandwidth of the links of outer tiers that collectives reach
@@ -67,9 +66,8 @@ class DeviceCard:
     context_bytes: float  # bytes of driver context, communicators and workspaces
     # memory reserved by the allocator but unusable, as a share of transient bytes
     fragmentation: float
-    latency: float = (
-        1.0  # seconds of a collective with a tiny message, relative to the topology's latency
-    )
+    # seconds of a collective with a tiny message, relative to the topology's latency
+    latency: float = 1.0
     # share of the compute units that a collective occupies, so that overlapped computation and communication are
     # slower; with 1, overlap gains no time
     collective_share: float = 1.0
@@ -165,16 +163,16 @@ class StackCard:
     # for pp per microbatch
     host_s: Mapping[str, float] = field(default_factory=dict)
     step_s: float = 0.0  # seconds per step not explained by other terms: data, logging, host
-    straggle: float = (
-        0.0  # relative increase of the step time per doubling of the number of devices
-    )
+    # relative increase of the step time per doubling of the number of devices
+    straggle: float = 0.0
     logit_bytes: float = 10.0  # bytes per logit at the peak of the loss
     kept: float = 1.0  # activations kept for backward, relative to the formula
     # memory of workspaces and of the allocator's reserve, without the device's context
     reserve_bytes: float = 0.0
     # 1 where operators are not fused, so that norms, gates and attention keep copies for backward
     eager: float = 0.0
-    # 1 if the peak of sharded training is its fullest phase; 0 if all terms are added
+    # 1 for HyperParallel's own runtime: memory is predicted per phase of a step, and tensor parallelism replicates
+    # parts without a sharding rule; 0 for other frameworks: memory terms are added, and all parts are sharded
     phased: float = 0.0
     gradient_copy_bytes: float = 0.0  # bytes per parameter of a second copy of the gradients
     # 2 where embedding and head are gathered separately, 1 where they are gathered together
@@ -186,6 +184,11 @@ class StackCard:
     sources: Mapping[str, str] = field(default_factory=dict)
     # value assumed before the fit to runs, by attribute
     priors: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_own_runtime(self) -> bool:
+        """Whether the card describes HyperParallel's own runtime, by the key `phased`."""
+        return self.phased > 0.0
 
     def half_width(self, kind: str) -> float:
         """Return h; 80 % of step times are expected between `t / e**h` and `t * e**h` for a prediction t.
@@ -321,12 +324,14 @@ def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
     """
     file = _parsed(path)
     numbers = file.numbers()
-    if file.ranks is None or not all(numbers):
+    parts = (("device", numbers[0]), ("stack", numbers[1]), ("ranks", file.ranks))
+    if missing := [key for key, value in parts if not value]:
         raise CardUnreadable(
-            "the calibration file of this machine lacks `device`, `stack` or `ranks`",
+            f"the calibration file of this machine lacks the keys {', '.join(missing)}",
             where=str(path),
             hint="hyper-parallel calibrate",
         )
+    assert file.ranks is not None, "the file has a number of ranks"
     cards = {}
     for ranks, fewer in sorted({**file.fewer, file.ranks: _Part()}.items()):
         device, stack = file.cards(fewer.over(numbers), path)
@@ -351,13 +356,19 @@ def device_card(device_name: str, kind: str) -> DeviceCard:
         device_name: Name of the device in its topology.
         kind: cuda, npu, tpu or cpu.
     """
-    for name in card_names():
-        card = load_card(name)[0]
-        if card and any(fnmatch.fnmatchcase(device_name.lower(), g.lower()) for g in card.devices):
-            return card
-    card = load_card("cpu" if kind == "cpu" else "accelerator")[0]
+    shipped = (load_card(name)[0] for name in card_names())
+    card = matching_card((card for card in shipped if card), device_name)
+    card = card or load_card("cpu" if kind == "cpu" else "accelerator")[0]
     assert card is not None, "the shipped cards of a kind are complete"
     return card
+
+
+def matching_card(cards: Iterable[DeviceCard], device_name: str) -> DeviceCard | None:
+    """Return the first card with a glob that matches a device name, in any case; None if no card matches."""
+    name = device_name.lower()
+    return next(
+        (c for c in cards if any(fnmatch.fnmatchcase(name, g.lower()) for g in c.devices)), None
+    )
 
 
 def stack_card(name: str) -> StackCard:
@@ -396,7 +407,7 @@ def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -
 LOCAL_CARD: Final = "local"
 """Name of a card that was measured on this machine."""
 
-Cards = tuple[DeviceCard, StackCard]
+CardPair = tuple[DeviceCard, StackCard]
 
 
 def own_path() -> Path:
@@ -404,37 +415,35 @@ def own_path() -> Path:
     return cache_dir() / "card.yaml"
 
 
-def own_cards(device_name: str, ranks: int, path: Path | None = None) -> Cards | None:
+def own_cards(device_name: str, ranks: int) -> CardPair | None:
     """Return the cards that `hyper-parallel calibrate` wrote for this device; None if it has not run on this device.
 
     Args:
         device_name: Name of the device in its topology.
         ranks: Number of concurrent ranks.
-        path: The file; None: `own_path()`.
 
     Raises:
         CardUnreadable: HP313 when the file is damaged.
     """
-    by_ranks = own_cards_by_ranks(device_name, path)
+    by_ranks = own_cards_by_ranks(device_name)
     return cards_for_ranks(by_ranks, ranks) if by_ranks else None
 
 
-def own_cards_by_ranks(device_name: str, path: Path | None = None) -> dict[int, Cards]:
+def own_cards_by_ranks(device_name: str) -> dict[int, CardPair]:
     """Return a dict from measured number of ranks to this device's cards; empty if the device was not calibrated.
 
     Raises:
         CardUnreadable: HP313 when the file is damaged.
     """
-    path = path or own_path()
+    path = own_path()
     if not path.is_file():
         return {}
     by_ranks = dict(read_cards_by_ranks(path))
     device, _ = next(iter(by_ranks.values()))
-    same = any(fnmatch.fnmatchcase(device_name, glob) for glob in device.devices)
-    return by_ranks if same else {}
+    return by_ranks if matching_card([device], device_name) else {}
 
 
-def cards_for_ranks(by_ranks: Mapping[int, Cards], ranks: int) -> Cards:
+def cards_for_ranks(by_ranks: Mapping[int, CardPair], ranks: int) -> CardPair:
     """Return the cards for a number of concurrent ranks, interpolated between measured numbers."""
     low_ranks = max((k for k in by_ranks if k <= ranks), default=min(by_ranks))
     high_ranks = min((k for k in by_ranks if k >= ranks), default=max(by_ranks))

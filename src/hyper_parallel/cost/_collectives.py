@@ -1,8 +1,8 @@
 """Split of layers into pipeline stages, and the collectives of one optimizer step on a rank, in calls and bytes.
 
-The slowest stage limits a pipeline, so the split minimizes the cost of the most expensive stage. Among such splits, the
-one with the least sum of squared costs is chosen, to balance the other stages. The cost of a layer is its training
-FLOPs per token: matmuls and causal attention. The last stage adds the output projection; the embedding has no FLOPs.
+The slowest stage limits a pipeline, so the split minimizes the cost of the most expensive stage. The cost of a layer is
+its training FLOPs per token: matmuls and causal attention. The last stage adds the output projection; the embedding has
+no FLOPs.
 
 A `shard.Boundary` is a collective with its elements, its group and its calls per forward, backward and recomputation.
 `shard` lists the boundaries of every kind of layer, and this module adds them up over a step. Tests compare the result
@@ -18,9 +18,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Final
+
+import numpy as np
 
 from hyper_parallel.errors import NotDivisible
 from hyper_parallel.ir import (
@@ -54,83 +56,63 @@ from hyper_parallel.shard import (
 from hyper_parallel.units import DTYPE_BYTES
 
 
-def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Return the number of layers per stage, at least one, such that the most expensive stage costs least.
-
-    The result is exact, by dynamic programming over (layer, stage). Among splits with the least maximum, the one with
-    the least sum of squared costs wins. Ties prefer fewer layers in earlier stages, which hold the most activations.
+def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple[int, ...]:
+    """Partition a sequence of costs into contiguous nonempty parts such that the greatest sum of a part is least.
 
     Args:
-        costs: Cost of every layer, in order; whole numbers, for exact comparisons.
-        stages: Number of stages.
-        first: Cost added to the first stage, for modules before the layers.
-        last: Cost added to the last stage, for modules after the layers.
+        costs: Cost of every element, in order.
+        parts: Number of parts, at most the number of elements.
+        last: Extra cost of the last part.
 
-    Raises:
-        NotDivisible: HP203 for more stages than layers.
+    Returns:
+        Number of elements of every part. Among optimal partitions, later parts get as many elements as possible,
+        because the first stages hold the most activations.
+
+    Cost: O(n^2 log n). The greatest sum is one of the n (n + 1) / 2 sums of contiguous elements. A binary search over
+    the sorted sums finds the least one that a greedy partition satisfies. The result is exact.
     """
-    count = len(costs)
-    _check_stage_count(stages, count)
-    prefix = [0, *accumulate(costs)]
+    n = len(costs)
+    prefix = np.array([0.0, *accumulate(costs)])
+    sums = prefix[None, :] - prefix[:, None]
+    upper = np.triu_indices(n + 1, 1)
+    values = np.sort(np.concatenate([sums[upper], prefix[n] - prefix[:n] + last]))
 
-    def cost(start: int, stop: int, stage: int) -> int:
-        extra = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
-        return prefix[stop] - prefix[start] + extra
+    def cut(limit: float) -> list[int] | None:
+        sizes, end = [], n
+        for part in range(parts, 0, -1):
+            room = limit - (last if part == parts else 0.0)
+            start = end - 1
+            while start > part - 1 and prefix[end] - prefix[start - 1] <= room * (1 + 1e-12):
+                start -= 1
+            if start < part - 1 or prefix[end] - prefix[start] > room * (1 + 1e-12):
+                return None
+            sizes.append(end - start)
+            end = start
+        return sizes[::-1] if end == 0 else None
 
-    def ends(start: int, stage: int) -> range:
-        """Return the possible ends of a stage that begins at layer `start`; every later stage needs a layer."""
-        later = stages - 1 - stage
-        return range(start + 1 if later else count, count - later + 1)
-
-    @cache
-    def largest(start: int, stage: int) -> int:
-        """Return the least cost of the most expensive stage from `stage` on; `stage` begins at layer `start`."""
-        if stage == stages:
-            return 0
-        stops = ends(start, stage)
-        return min(max(cost(start, s, stage), largest(s, stage + 1)) for s in stops)
-
-    limit = largest(0, 0)
-
-    @cache
-    def squares(start: int, stage: int) -> tuple[float, int]:
-        """Return (least sum of squared costs of `stage` and later stages, end of `stage`); no cost exceeds `limit`."""
-        if stage == stages:
-            return 0, count
-        costs_to = {s: cost(start, s, stage) for s in ends(start, stage)}
-        options = ((c**2 + squares(s, stage + 1)[0], s) for s, c in costs_to.items() if c <= limit)
-        return min(options, default=(math.inf, count))
-
-    layers, start = [], 0
-    for stage in range(stages):
-        stop = squares(start, stage)[1]
-        layers.append(stop - start)
-        start = stop
-    return tuple(layers)
-
-
-def _check_stage_count(stages: int, layers: int) -> None:
-    """Raise NotDivisible (HP203) for more stages than layers."""
-    if not 1 <= stages <= layers:
-        raise NotDivisible(
-            f"{stages} pipeline stages are more than the {layers} layers of the model",
-            got=f"{stages} stages, {layers} layers",
-            allowed=f"1 to {layers} stages",
-            changes={"parallel.pp": layers, "parallel.virtual_stages": 1},
-        )
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if cut(float(values[middle])) is None:
+            low = middle + 1
+        else:
+            high = middle
+    best = cut(float(values[low]))
+    assert best is not None, "the greatest candidate admits every partition"
+    return tuple(best)
 
 
 @lru_cache(maxsize=256)
 def stage_layers(model: ModelSpec, strategy: Strategy, seq_len: int) -> tuple[int, ...]:
-    """Return the number of decoder layers of each (virtual) stage: `strategy.stage_layers` if set, else `cut_layers`.
+    """Return the number of decoder layers of each (virtual) stage: `strategy.stage_layers` if set, else by `partition`.
 
     Args:
         model: The model.
-        strategy: Strategy with the number of stages.
+        strategy: Strategy with at most as many stages as the model has layers.
         seq_len: Tokens per sequence, for the FLOPs of attention.
 
     Raises:
-        NotDivisible: HP203 for more stages than layers, or explicit numbers that do not add up to the layers.
+        NotDivisible: HP203 for explicit numbers that do not add up to the layers.
     """
     if strategy.stage_layers:
         check_stage_layers(strategy, model.num_layers)
@@ -138,7 +120,7 @@ def stage_layers(model: ModelSpec, strategy: Strategy, seq_len: int) -> tuple[in
     blocks = [model.block_of(layer) for layer in range(model.num_layers)]
     outside = [b for b in model.blocks if not b.layers]
     head = sum(6 * b.num_matmul_params for b in outside if b.name == "head")
-    return cut_layers([_layer_flops(b, seq_len) for b in blocks], strategy.stages, last=head)
+    return partition([_layer_flops(b, seq_len) for b in blocks], strategy.stages, last=head)
 
 
 def check_stage_layers(strategy: Strategy, layers: int) -> None:
@@ -149,13 +131,14 @@ def check_stage_layers(strategy: Strategy, layers: int) -> None:
     """
     stages, explicit = strategy.stages, strategy.stage_layers
     if explicit and (len(explicit) != stages or sum(explicit) != layers or min(explicit) < 1):
-        near = cut_layers([1] * layers, stages) if stages <= layers else ()
+        ends = [layers * stage // stages for stage in range(stages + 1)]
+        near = [end - start for start, end in itertools.pairwise(ends)]
         raise NotDivisible(
             "`stage_layers` must give every stage at least one layer and every layer one stage",
             where="parallel.stage_layers",
             got=f"{list(explicit)}: {len(explicit)} stages, {sum(explicit)} layers",
             allowed=f"{stages} numbers that add up to {layers}",
-            changes={"parallel.stage_layers": near} if near else None,
+            changes={"parallel.stage_layers": near} if stages <= layers else None,
         )
 
 
@@ -232,7 +215,10 @@ LINEAR_ENTRY = (
     "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "llama", "mistral", "mixtral", "olmo2",
     "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
-"""Families whose code only scales the embedding before the first layer: the embedding's all-reduce can wait for it."""
+"""Families whose code only scales embeddings before the first layer.
+
+The reduce-scatter before this layer can therefore also sum the partial embeddings of a sharded vocabulary.
+"""
 
 _LAST_NORMS = ("post_feedforward", "post_mlp")
 """Substrings in the names of norms that end a layer."""

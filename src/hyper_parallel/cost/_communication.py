@@ -48,7 +48,7 @@ class BlockCommunication:
 class Communication(BlockCommunication):
     """Seconds of all collectives of one layer and microbatch on one rank.
 
-    With pipeline parallelism, gradients are accumulated unsharded and reduced once per step (`step_tail`). Then
+    With pipeline parallelism, and with ZeRO 0 and 1, gradients are reduced once per step (`step_tail`). Then
     `fsdp_scatter` and `outside` are 0, and so is `fsdp_gather` unless parameters are freed after forward.
     """
 
@@ -86,7 +86,7 @@ def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
     """Return the seconds of one call; `size`: bytes of the full tensor, or for all_to_all of one rank's part."""
     machine, places = s.machine, s.places
     if kind == "all_to_all" and b.axes == ("ep",):
-        copies = s.n.experts_per_token / s.n.moe_share if machine.stack.ep_dedup else 1.0
+        copies = s.n.routed_experts_per_token if machine.stack.ep_dedup else 1.0
         token = s.n.hidden * machine.width
         return machine.all_to_all_seconds(size, *places.experts["ep"], copies=copies, message=token)
     if kind == "all_to_all" and b.axes == ("cp",):
@@ -119,9 +119,8 @@ def layer_communication(s: PricingCase, work: Compute, blocks: BlockCommunicatio
                 scatter = scatter + b.backward * seconds
     fsdp = exposed(gather, work.forward, stack.overlap_dp)
     fsdp = fsdp + exposed(regather + scatter, work.backward, stack.overlap_dp)
-    for b in _sharing_boundaries(
-        s, s.ends(float(n.embedding_weights + n.head_params)), freed=False
-    ):
+    outside_elements = s.ends(float(n.embedding_weights + n.head_params))
+    for b in _sharing_boundaries(s, outside_elements, freed=False):
         if np.any(b.forward + b.backward):
             outside = outside + (b.forward + b.backward) * call_seconds(s, b)
     inside = (blocks.tp, blocks.tp_whole, blocks.cp, blocks.cp_whole)
@@ -161,13 +160,11 @@ def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
     if (c.tp <= 1).all():
         return total
     local_experts = (c.ep > 1) | s.whole_experts  # experts process the tokens of their rank
+    attention_layers = 1.0 - s.uncut.attention * s.keeps_whole
+    mlp_layers = 1.0 - s.uncut.mlp * s.keeps_whole - np.where(local_experts, n.moe_share, 0.0)
     for block, column, layers in (
-        (_attention_widths(n), c.attention_shape, 1.0 - s.uncut.attention * s.keeps_whole),
-        (
-            _mlp_widths(n),
-            c.mlp_shape,
-            1.0 - s.uncut.mlp * s.keeps_whole - np.where(local_experts, n.moe_share, 0.0),
-        ),
+        (_attention_widths(n), c.attention_shape, attention_layers),
+        (_mlp_widths(n), c.mlp_shape, mlp_layers),
     ):
         for index, shape in enumerate(SHAPES):
             used = flat | (column == index) if shape == "1d" else ~flat & (column == index)
@@ -224,10 +221,8 @@ def _context(s: PricingCase, work: Compute) -> tuple[Array, Array]:
                 continue
             seconds = call_seconds(s, b)
             if b.kind == "send_recv":
-                ring_forward, ring_backward = (
-                    ring_forward + forward * seconds,
-                    ring_backward + backward * seconds,
-                )
+                ring_forward = ring_forward + forward * seconds
+                ring_backward = ring_backward + backward * seconds
             else:
                 unhidden = unhidden + (forward + backward) * seconds
     overlap, forward_passes = s.machine.stack.overlap_cp, 1.0 + full
@@ -245,7 +240,7 @@ def expert_seconds(s: PricingCase, backward: float = 1.0) -> Array:
     total: Array = np.zeros(1)
     if not n.experts:
         return total
-    rows = s.tokens / c.tp * (n.experts_per_token / n.moe_share) * s.machine.stack.imbalance
+    rows = s.tokens / c.tp * n.routed_experts_per_token * s.machine.stack.imbalance
     for b in expert_boundaries(n.hidden, n.experts, c.ep, rows, cut_experts=s.etp):
         # A few bytes; the router's host work is a term of its own
         if b.purpose == Purpose.EXPERT_ROW_COUNTS:

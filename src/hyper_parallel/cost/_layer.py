@@ -48,6 +48,16 @@ class Compute:
         products = 2.0 * self.matmul + self.attention_backward
         return products + self.elementwise_backward + self.quantize_backward
 
+    @property
+    def launched_forward(self) -> Array:
+        """Seconds of the forward and its kernel launches."""
+        return self.forward + self.launch / 3.0
+
+    @property
+    def launched_backward(self) -> Array:
+        """Seconds of the backward and of recomputation, and their kernel launches."""
+        return self.backward + self.recompute + self.launch / 1.5
+
 
 def matmul_seconds(
     machine: Machine, rows: Array, outputs: Array | float, inputs: Array | float
@@ -70,11 +80,8 @@ def layer_compute(s: PricingCase) -> Compute:
     attention, attention_backward = _attention(s)
 
     dense, expert = n.saved_elements, n.expert_saved_width
-    uncut = n.whole_bytes(s.uncut, 1.0, 0.0)
-    whole = 0.0 if stack.sequence_parallel or s.uncut.stream else 5.0 * n.hidden
+    moved = sum(moved_elements(s))
     routed = s.over_tp(s.uncut.stream)
-    moved = (dense - whole - uncut) / c.tp + whole + uncut * s.over_tp(1.0)
-    moved = moved + expert * stack.moe * stack.imbalance * routed
     passes = stack.passes * moved + stack.bias_passes * n.bias_width / c.tp
     passing = tokens * passes * machine.width / machine.passing_bytes_s
     elementwise, elementwise_backward = 0.4 * passing, 0.6 * passing
@@ -106,6 +113,29 @@ def layer_compute(s: PricingCase) -> Compute:
     )  # fmt: skip
 
 
+def moved_elements(s: PricingCase) -> tuple[Array, Array, Array, Array]:
+    """Return the elements per token that element-wise work of an average layer moves on one rank.
+
+    Returns:
+        Elements of the attention block, of the feed-forward part without routed experts, of routed experts, and of rows
+        that are copied to send buffers of experts and from their results.
+    """
+    n, c, stack = s.n, s.c, s.machine.stack
+    dense, uncut = n.saved_elements, n.whole_bytes(s.uncut, 1.0, 0.0)
+    whole = 0.0 if stack.sequence_parallel or s.uncut.stream else 5.0 * n.hidden
+    blocks = (dense - whole - uncut) / c.tp + whole + uncut * s.over_tp(1.0)
+    attention = (2.0 * n.hidden + n.attention_width) / dense
+    experts = n.expert_saved_width * stack.moe * stack.imbalance * s.over_tp(s.uncut.stream)
+    # Experts keep the copied rows, 2 h per choice of a token, and their own activations.
+    copied = min(1.0, 2.0 * n.hidden * n.experts_per_token / max(n.expert_saved_width, 1e-9))
+    return (
+        attention * blocks,
+        (1.0 - attention) * blocks,
+        (1.0 - copied) * experts,
+        copied * experts,
+    )
+
+
 def forward_launch(s: PricingCase, seconds: Array) -> Array:
     """Return the seconds of kernel launches in a layer's forward that kernels of `seconds` in total do not hide."""
     stack = s.machine.stack
@@ -134,7 +164,6 @@ def matmuls(
         row: True: only row-parallel projections; False: only column-parallel projections; None: all.
     """
     n, machine, c, tokens = s.n, s.machine, s.c, s.tokens
-    visited = n.experts_per_token / max(n.moe_share, 1e-9)
     total: Array = np.zeros(1)
     flat = c.tp_y <= 1
     x = {"attention": c.attention_shape, "mlp": c.mlp_shape}
@@ -144,17 +173,15 @@ def matmuls(
             continue
         if m.part == "expert":
             # Routing is uniform over the experts of the ranks that share them.
-            copies = tokens * s.over_tp(s.uncut.stream)
-            copies = copies * n.experts_per_token / max(n.moe_share, 1e-9)
+            copies = tokens * s.over_tp(s.uncut.stream) * n.routed_experts_per_token
             rows = copies * c.ep * s.etp / n.experts
             experts = n.experts / c.ep
             if visited_experts is not None:
                 rows, experts = rows * experts / visited_experts, visited_experts
-            cut_in = np.where(m.row, s.etp, 1.0)
-            cut_out = np.where(m.row, 1.0, s.etp)
+            cut_in, cut_out = (s.etp, 1.0) if m.row else (1.0, s.etp)
             seconds = matmul_seconds(machine, rows, m.outputs / cut_out, m.inputs / cut_in)
             # One matmul per expert of the rank; `m.count` is the number per token.
-            share = experts * m.count / visited
+            share = experts * m.count / n.routed_experts_per_token
             stretch = machine.stack.imbalance * (1.0 + machine.stack.expert_rows / rows)
             total = total + seconds * share * stretch
             continue

@@ -1,8 +1,8 @@
 """Peak memory of the fullest device as one term per cause, each an array over candidates; and inputs of offload.
 
 Matmuls read a copy of the parameters in the compute format; ZeRO-3 gathers the copy of one layer at a time, ZeRO-2 the
-copies of all layers. If the stack's card says `phased`, the peak is that of the fullest phase of a step, see `_phases`.
-Otherwise the maxima of all terms are added.
+copies of all layers. With `phased` on the stack's card, the peak of ZeRO-2 and ZeRO-3 is that of the fullest phase of a
+step, see `_phases`. Otherwise the maxima of all terms are added.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def activation_bytes(s: PricingCase) -> Array:
     dense = n.saved_elements * width + stack.dropout * 2.0 * n.hidden
     uncut, whole = n.whole_bytes(s.uncut, width, stack.eager), 0.0
     if stack.eager and n.measured is not None:
-        uncut = min(n.whole_share * n.known_bytes * width / 2.0, dense + n.eager_bytes(width))
+        uncut = min(n.whole_share * n.predicted_bytes * width / 2.0, dense + n.eager_bytes(width))
     if not stack.sequence_parallel and not s.uncut.stream:
         # Inputs of both norms and both column matmuls, and a dropout mask per block.
         whole = 4.0 * n.hidden * width + stack.dropout * 2.0 * n.hidden
@@ -90,9 +90,9 @@ def activation_bytes(s: PricingCase) -> Array:
     total = (dense - whole - uncut + stack.eager * n.eager_bytes(width)) / c.tp + whole
     total = total + uncut * s.over_tp(1.0)
     if stack.eager:
-        total = (total + n.latent_bytes(width)) * n.unknown_share
+        total = (total + n.latent_bytes(width)) * n.measured_ratio
         if n.measured is not None:  # measurements exclude experts
-            whole_copies = s.over_tp(s.uncut.stream) - n.unknown_share / c.tp
+            whole_copies = s.over_tp(s.uncut.stream) - n.measured_ratio / c.tp
             total = total + n.expert_copies * width * whole_copies
     total = total + extra + experts * s.over_tp(s.uncut.stream)
     if not stack.flash:
@@ -101,10 +101,8 @@ def activation_bytes(s: PricingCase) -> Array:
         scores = per_token * s.over_tp(s.uncut.attention)
         total = total + np.where(c.recompute == 1, 0.0, scores)
     if stack.eager:
-        repeated = n.repeated_elements(s.workload.seq_len) * width
-        total = total + np.where(
-            c.cp > 1, 0.0, (repeated + s.scores) * s.over_tp(s.uncut.attention)
-        )
+        eager_bytes = n.repeated_elements(s.workload.seq_len) * width + s.scores
+        total = total + np.where(c.cp > 1, 0.0, eager_bytes * s.over_tp(s.uncut.attention))
     # Log-sum-exp of fused attention, float32.
     statistics = 4.0 * n.num_heads * s.over_tp(s.uncut.attention) if stack.flash else 0.0
     if stack.eager:
@@ -134,7 +132,7 @@ def memory_terms(
 ) -> tuple[SpaceTerm, ...]:
     """Return all terms of the peak memory of the fullest device; their sum is the predicted peak.
 
-    If the stack's card says `phased` and FSDP shards parameters, the terms are those of the fullest phase of a step.
+    With `phased` on the stack's card and ZeRO-2 or ZeRO-3, the terms are those of the fullest phase of a step.
     Otherwise the terms are assumed to have their maxima at the same time.
 
     Args:
@@ -188,16 +186,13 @@ def min_recompute_layers(s: PricingCase, kind: int, capacity_bytes: float) -> tu
     totals = [np.broadcast_to(t, shape_of(end.c)) for t in total_bytes(memory_parts(end), end)]
     plain, whole, *except_last = zip(*totals, strict=True)
     needed, peak = layers, np.max(whole, axis=0)
-    for alternative, limit in (
-        (whole, layers - 1.0),
-        *((o, layers - _NOT_RECOMPUTED * c.vpp) for o in except_last),
-    ):
+    limits = (layers - 1.0, layers - _NOT_RECOMPUTED * c.vpp)
+    for alternative, limit in zip((whole, *except_last), limits, strict=False):
         num_layers, largest = np.ones(1), np.full(1, -np.inf)
         with np.errstate(divide="ignore", invalid="ignore"):
             for a, b in zip(plain, alternative, strict=True):
-                fit = np.where(
-                    a > b, np.ceil((a - capacity_bytes) / (a - b) * layers - _TIE), np.inf
-                )
+                fit = np.ceil((a - capacity_bytes) / (a - b) * layers - _TIE)
+                fit = np.where(a > b, fit, np.inf)
                 num_layers = np.maximum(num_layers, np.where(a <= capacity_bytes, 1.0, fit))
             if kind > 1 and alternative is whole:
                 num_layers = np.maximum(num_layers, layers - _NOT_RECOMPUTED * c.vpp + 1.0)
@@ -259,7 +254,7 @@ def total_bytes(parts: Sequence[Parts], s: PricingCase) -> list[Array]:
         for p in parts
     ]
     if len(parts) > 1:
-        sharded = (s.c.zero > 1) & (s.machine.stack.phased > 0.0)
+        sharded = (s.c.zero > 1) & s.machine.stack.is_own_runtime
         if not sharded.all():
             first, *phased_totals = totals
             totals = [np.where(sharded, -np.inf, first)]
@@ -276,7 +271,7 @@ def memory_parts(s: PricingCase, stages: Sequence[RankStages] = ()) -> list[Part
     """
     c, layer = s.c, _layer_memory(s)
     parts: list[Parts] = []
-    if s.machine.stack.phased and bool((c.zero > 1).any()):
+    if s.machine.stack.is_own_runtime and bool((c.zero > 1).any()):
         parts = _rank_phases(s, stages) if stages else _critical_stages(s, layer)
         if bool((c.zero > 1).all()):
             return parts
@@ -295,17 +290,14 @@ def _layer_memory(s: PricingCase) -> LayerMemory:
     saved = kept_bytes(s, one_layer)
     exchange = combine = np.zeros(1)
     if n.experts:
-        routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * s.machine.width
+        routed = n.routed_experts_per_token * n.hidden * s.machine.width
         routed_bytes = 2.0 * s.tokens / c.tp * (routed * s.machine.stack.imbalance)
         exchange = np.where(c.ep > 1, routed_bytes, 0.0)
         # Rows of one layer in float32, before and after weighting, plus the experts' outputs and their cast.
         combine = routed_bytes * (4.0 / s.machine.width + 1.0) * n.wide_combine
     scale = s.tokens * s.machine.width / 2.0 * s.over_tp(n.whole_share)
-    recomputed = np.where(
-        (c.recompute > 1) & (c.recompute < FULL_EXCEPT_LAST),
-        one_layer + scale * n.fullest_bytes,
-        0.0,
-    )
+    fully = (c.recompute > 1) & (c.recompute < FULL_EXCEPT_LAST)
+    recomputed = np.where(fully, one_layer + scale * n.fullest_bytes, 0.0)
     freed = np.where(c.recompute < FULL_EXCEPT_LAST, saved, one_layer)
     whole = (c.recompute < 1) | (c.recompute >= FULL_EXCEPT_LAST)
     freed = np.maximum(freed + np.where(whole & (c.pp <= 1), scale * n.last_bytes, 0.0), 0.0)
@@ -316,16 +308,12 @@ def _rank_phases(s: PricingCase, stages: Sequence[RankStages]) -> list[Parts]:
     """Return the bytes by term in the phases of every pipeline rank, with the sizes of its own layers."""
     n, parts = s.n, list[Parts]()
     for rank, stage in enumerate(stages):
-        rank_case = replace(s, n=stage.numbers)
+        own = replace(s, n=stage.numbers)
         outside = n.embedding_weights * stage.first
         outside += (n.head_params if stage.first else n.head_weights) * stage.last
-        num_in_flight = in_flight(s.c, rank)
-        logits = rank_case.logits if stage.last else np.zeros(1)
-        layers = np.full(1, float(stage.numbers.layers))
-        elements = np.full(1, float(outside))
-        parts += phases(
-            rank_case, _layer_memory(rank_case), layers, elements, num_in_flight, logits
-        )
+        logits = own.logits if stage.last else np.zeros(1)
+        layers, elements = np.full(1, float(stage.numbers.layers)), np.full(1, float(outside))
+        parts += phases(own, _layer_memory(own), layers, elements, in_flight(s.c, rank), logits)
     return parts
 
 
@@ -341,14 +329,11 @@ def _critical_stages(s: PricingCase, layer: LayerMemory) -> list[Parts]:
     cut = split_layers_closed_form(c, n.layers, np.full(1, flops), head, even)
     # Every stage has at least one layer.
     last = np.where(single_stage, n.layers, np.maximum(cut.last, 1.0))
-    first = np.where(
-        single_stage, n.layers, np.ceil((n.layers - last) / np.maximum(c.pp - 1.0, 1.0))
-    )
-    all_elements = n.embedding_weights + n.head_params
-    embedding, output = (
-        np.where(single_stage, all_elements, part) * 1.0
-        for part in (n.embedding_weights, n.head_weights)
-    )
+    first = np.ceil((n.layers - last) / np.maximum(c.pp - 1.0, 1.0))
+    first = np.where(single_stage, n.layers, first)
+    all_elements = float(n.embedding_weights + n.head_params)
+    embedding = np.where(single_stage, all_elements, n.embedding_weights)
+    output = np.where(single_stage, all_elements, n.head_weights)
     parts = phases(s, layer, first, embedding, in_flight(c), np.where(single_stage, s.logits, 0.0))
     if single_stage.all():  # the last stage is the first
         return list(parts)
@@ -362,9 +347,8 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
     elements, mean_layer, vocabulary = stage_elements(s), s.dense() + s.experts(), s.ends(s.outside)
     states = state_bytes(s, elements)
     if stack.vocabulary_groups > 1:
-        vocabulary = np.minimum(
-            vocabulary, max(n.embedding_weights, n.head_weights) / s.vocabulary_ranks
-        )
+        larger = max(n.embedding_weights, n.head_weights)
+        vocabulary = np.minimum(vocabulary, larger / s.vocabulary_ranks)
     # Half-batches are in two layers while a third one is prefetched.
     most_gathered = np.where(c.halves > 1, 3.0, 2.0)
     gathered_layers = np.where(c.zero > 2, np.minimum(most_gathered, s.layers), s.layers)
@@ -394,10 +378,10 @@ def in_flight_last(c: Candidates) -> Array:
 
 
 def offloaded_bytes(s: PricingCase, choices: Sequence[tuple[int, int]]) -> Array:
-    """Return the peak bytes on the device after offload, [choices, candidates].
+    """Return the peak bytes on the device, [choices, candidates]; after offload for candidates with column `offload`.
 
-    If the bytes beyond the capacity of the device can be evicted, the result is at most the capacity. Otherwise it is
-    the least possible peak.
+    With offload, the peak is at most the capacity of the device if enough bytes can be evicted. Otherwise it is the
+    least possible peak.
 
     Args:
         s: Pricing case, columns of one length; `regather` and `recompute` are not read.
@@ -434,9 +418,7 @@ def offload_demand(s: PricingCase, parts: Sequence[Parts] | None = None) -> Offl
     totals = total_bytes(parts, s)
     need, full = _excess(parts, totals, s)
     # The persistent bytes must also fit in phases without activations.
-    persistent = [
-        total - transient_bytes for total, transient_bytes in zip(totals, transient, strict=True)
-    ]
+    persistent = [total - passing for total, passing in zip(totals, transient, strict=True)]
     end, empty = _excess(parts, persistent, s, ending=True)
     offloading = c.offload > 0
     staged = _staged(s) + np.zeros(shape)

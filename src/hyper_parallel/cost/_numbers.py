@@ -169,20 +169,18 @@ class ModelNumbers:
     matmuls: tuple[Matmul, ...]  # the matmuls of an average layer
     normed_width: float  # width of the normalized query and key heads of a layer; 0 for most models
     head_norms: float  # number of norms of query and key heads in an average layer
-    # Bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
+    # bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
     norm_bytes: float
-    head_norm_bytes: (
-        float  # bytes that norms of query and key heads save per element of their input
-    )
+    # bytes that norms of query and key heads save per element of their input
+    head_norm_bytes: float
     latent_width: float  # width of the MLA latents that an average layer normalizes
-    # width of the storage of MLA's values minus the width of the keys of all heads; 0 without MLA
+    # output width of MLA's `kv_b_proj` minus the width of the keys of all heads; 0 without MLA
     latent_rest: float
     sinks: float  # share of the layers whose attention has sinks
     # width of the dense feed-forward part a token visits: dense MLPs and shared experts
     mlp_width: float
-    clamped_widths: (
-        float  # number of further tensors of expert width that an activation with clamps saves
-    )
+    # number of further tensors of expert width that an activation with clamps saves
+    clamped_widths: float
     wide_combine: bool  # whether outputs of routed experts are summed in float32
     # elements per token that the feed-forward part saves for backward: 3f with a gate, else 2f
     mlp_saved_width: float
@@ -207,7 +205,7 @@ class ModelNumbers:
     embedding_weights: int  # elements of the embedding block
     head_weights: int  # elements of the output projection as a matmul, V h, tied or not
     head_params: int  # elements the head stores: 0 when tied
-    # The last two layers, which are gathered and reduced at the peak
+    # the last two layers, which are gathered and reduced at the peak
     last_layers: tuple[LayerElements, ...]
 
     @classmethod
@@ -333,20 +331,25 @@ class ModelNumbers:
         )
 
     @property
-    def known_bytes(self) -> float:
+    def routed_experts_per_token(self) -> float:
+        """Routed experts that a token visits in a layer with experts; 0 for a dense model."""
+        return self.experts_per_token / max(self.moe_share, 1e-9)
+
+    @property
+    def predicted_bytes(self) -> float:
         """Predicted bytes per token that a layer saves in bfloat16, without experts and attention scores."""
         formula_bytes = 2.0 * self.saved_elements + self.eager_bytes(2.0) + self.latent_bytes(2.0)
         return formula_bytes - 2.0 * self.expert_copies + 2.0 * self.repeated_elements(_MEASURED)
 
     @property
-    def unknown_share(self) -> float:
+    def measured_ratio(self) -> float:
         """Measured divided by predicted bytes of saved activations of a layer, without experts and attention scores.
 
         1 without a measurement.
         """
         if self.measured is None:
             return 1.0
-        share = self.measured.layer[0] / self.known_bytes
+        share = self.measured.layer[0] / self.predicted_bytes
         # Some routing activations are measured with the experts, so a ratio below 1 is raised to 1.
         return max(1.0, share) if self.experts else share
 
@@ -359,14 +362,14 @@ class ModelNumbers:
 
     @property
     def fullest_bytes(self) -> float:
-        """Measured bytes per token in bfloat16, of the layer that saves most, minus those of an average layer."""
+        """Measured bytes per token (bfloat16) that the layer with most saved bytes saves beyond an average layer."""
         if self.measured is None or self.measured.fullest is None:
             return 0.0
         return max(0.0, self.measured.fullest - self.measured.layer[0])
 
     @property
     def last_bytes(self) -> float:
-        """Measured saved bytes per token in bfloat16 of the last layer, minus an average layer's; may be negative."""
+        """Measured bytes per token (bfloat16) that the last layer saves beyond an average layer; may be negative."""
         if self.measured is None or self.measured.last is None:
             return 0.0
         return self.measured.last - self.measured.layer[0]
@@ -380,7 +383,7 @@ class ModelNumbers:
         return max(0.0, slope * seq_len)
 
     @property
-    def unknown_logit_bytes(self) -> float:
+    def unpredicted_logit_bytes(self) -> float:
         """Measured bytes per token saved after the last layer, such as capped logits, except by the final norm."""
         # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
         formula_bytes = (_NORM_BYTES + 2.0) * self.hidden
@@ -430,9 +433,9 @@ def _head_norms(block: Block) -> list[int]:
 def _norm_bytes(block: Block, hidden: int, norm_kept_bytes: float) -> float:
     """Return the bytes per token that the norms of a layer save beyond `saved_elements`, divided by h.
 
-    An unfused norm saves its float32 input and the normalized input: `norm_kept_bytes` per element. A norm with a bias
-    is torch's fused LayerNorm, which saves only its input. If a layer has a single LayerNorm, attention and MLP share
-    its output, and the layer saves 4h bytes less.
+    An unfused norm saves its float32 input and the normalized input: `norm_kept_bytes` per element. They replace the
+    4h bytes of the inputs in `saved_elements`. A norm with a bias is torch's fused LayerNorm, which saves only its
+    input. If a layer has a single LayerNorm, attention and MLP share its output, and the layer saves 4h bytes less.
     """
     norms = [p for p in block.params if "norm" in p.name and p.shape == (hidden,)]
     fused = sum(p.name.endswith("bias") for p in norms)
@@ -447,7 +450,7 @@ def _latent_width(block: Block) -> int:
 
 
 def _latent_rest(block: Block) -> int:
-    """Return the width of the storage of MLA's values minus the width of the keys of all heads; 0 without MLA."""
+    """Return the output width of MLA's `kv_b_proj` minus the width of the keys of all heads; 0 without MLA."""
     a = block.attention
     rows = sum(p.shape[0] for p in block.params if _LATENT_VALUES.search(p.name))
     return rows - a.num_kv_heads * a.qk_head_dim if a is not None and rows else 0
@@ -499,9 +502,7 @@ def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> fl
     return total
 
 
-def _last_layers(
-    decoders: Iterable[Block], whole: frozenset[str] = frozenset()
-) -> tuple[LayerElements, ...]:
+def _last_layers(decoders: Iterable[Block], whole: frozenset[str]) -> tuple[LayerElements, ...]:
     """Return the numbers of parameters of the last two layers; `whole` are the names of the replicated matrices."""
     last = sorted(((layer, b) for b in decoders for layer in b.layers), key=lambda pair: pair[0])
     parts = [

@@ -98,7 +98,7 @@ class OffloadDemand:
 
     @classmethod
     def of_term(cls, term: CostTerm) -> OffloadDemand:
-        """Return the demand that `inputs` stored in a cost term."""
+        """Return the demand in the inputs of a cost term, as written by `inputs`."""
         return cls(**{f.name: np.full(1, term.inputs[f.name]) for f in fields(cls)})
 
     def interpolate(self, target: OffloadDemand, share: float) -> OffloadDemand:
@@ -128,14 +128,13 @@ class OffloadDemand:
         seconds = self.seconds(options)
         cheapest_option = np.expand_dims(np.argmin(seconds, axis=0), 0)
 
-        def of(values: Array) -> Array:
-            allocate_kinds = np.broadcast_to(values, seconds.shape)
-            selected: Array = np.take_along_axis(allocate_kinds, cheapest_option, axis=0)[0]
+        def at_cheapest(values: Array) -> Array:
+            values = np.broadcast_to(values, seconds.shape)
+            selected: Array = np.take_along_axis(values, cheapest_option, axis=0)[0]
             return selected
 
-        return Offloaded(**{f.name: of(getattr(options, f.name)) for f in fields(Offloaded)}), of(
-            seconds
-        )
+        chosen = {f.name: at_cheapest(getattr(options, f.name)) for f in fields(Offloaded)}
+        return Offloaded(**chosen), at_cheapest(seconds)
 
     def _options(self) -> Offloaded:
         """Return feasible options along a new first dim; the best of them is optimal or close to it.

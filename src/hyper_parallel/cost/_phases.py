@@ -78,13 +78,11 @@ def state_bytes(s: PricingCase, elements: tuple[Array, Array]) -> Parts:
     param, compute = s.param_width, s.machine.width
     whole, sharded = elements
     fully, trained = s.c.zero > 1, s.workload.trained
-    master = np.where(fully | (param == compute), 0.0, param)
+    state_width = 2.0 * param + np.where(fully | (param == compute), 0.0, param)
     return {
         "parameters": np.where(fully, sharded * param, whole * compute),
         "gradients": np.where(fully, sharded, whole) * param * trained,
-        "optimizer states": np.where(s.c.zero > 0, sharded, whole)
-        * (2.0 * param + master)
-        * trained,
+        "optimizer states": np.where(s.c.zero > 0, sharded, whole) * state_width * trained,
     }
 
 
@@ -133,7 +131,7 @@ def _work_space(s: PricingCase) -> tuple[Array, Array]:
     working = working + 2.0 * tokens * width * n.mlp_width * s.over_tp(s.uncut.mlp)
     if n.every_expert_bytes:
         # The last layers have experts, so a mean over all layers would be too small.
-        visited = n.experts_per_token / max(n.moe_share, 1e-9) * n.expert_width
+        visited = n.routed_experts_per_token * n.expert_width
         working = working + 2.0 * tokens * width * visited * s.over_tp(s.uncut.stream)
     working = working + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
     # The gradients of probabilities and scores exist in addition to the kept probabilities. Unfused operators have them
@@ -240,11 +238,9 @@ def _gathered_parameters(stage: _Stage) -> _Columns:
     # A stage of a pipeline prefetches its first layer for the next microbatch.
     num_gathered = np.where(stage.piped, stage.layers + 1.0, stage.layers)
     resident = stage.layers * stage.mean_layer
-    one = copies * np.where(
-        c.zero > 2, np.minimum(1.0, num_gathered) * stage.layer_elements, resident
-    )
-    two = copies * np.where(
-        c.zero > 2, np.minimum(2.0, num_gathered) * stage.layer_elements, resident
+    one, two = (
+        copies * np.where(c.zero > 2, np.minimum(n, num_gathered) * stage.layer_elements, resident)
+        for n in (1.0, 2.0)
     )
     # Experts with ep > 1 are a separate FSDP group. No other group of experts is gathered during its reduction.
     separate_experts = (c.ep > 1) & (c.zero > 2)
@@ -265,10 +261,8 @@ def _gradients(stage: _Stage) -> _Columns:
     gradients = np.where(piped & s.copies, 0.0, stage.states["gradients"])
     earlier = np.where(several, gradients, 0.0)
     inner = np.maximum(gradients - stage.outer_gradients, 0.0)
-    first = (
-        np.where(s.sharded, dense / s.shards + experts / s.expert_shards, stage.layer_elements)
-        * s.param_width
-    )
+    own_elements = dense / s.shards + experts / s.expert_shards
+    first = np.where(s.sharded, own_elements, stage.layer_elements) * s.param_width
     first = np.where(piped & s.copies, 0.0, np.minimum(first * s.workload.trained, inner))
     # A group of one rank divides its gradients into a copy, which is added to the sums of earlier microbatches.
     lone = several & ~piped & s.copies & s.sharded & (s.expert_shards <= 1)
@@ -315,19 +309,17 @@ def _end_buffers(stage: _Stage) -> Array:
     trained_width = s.machine.width * s.workload.trained
     single = np.where(s.copies, np.where(s.sharded, stage.reduction_width, 3.0 * wide), 0.0)
     reduced = np.where(s.sharded & s.copies, wide * vocabulary + stage.outer_gradients, 0.0)
-    reduced = reduced + trained_width * np.minimum(vocabulary, s.ends(s.largest_end))
-    return np.where(
-        s.sharded & s.copies, np.maximum(single * vocabulary, reduced), single * vocabulary
-    )
+    larger = float(max(s.n.embedding_weights, s.n.head_params))
+    reduced = reduced + trained_width * np.minimum(vocabulary, s.ends(larger))
+    single = single * vocabulary
+    return np.where(s.sharded & s.copies, np.maximum(single, reduced), single)
 
 
 def _activations(stage: _Stage, layer: LayerMemory, flight: Array, logits: Array) -> _Columns:
     s, layers, zeros = stage.s, stage.layers, np.zeros(1)
     # The final norm keeps its input in float32, and its output in both formats.
-    final_width = 4.0 + 2.0 * s.machine.width
-    final = np.where(
-        logits > 0.0, s.tokens * s.n.hidden * final_width * s.over_tp(s.uncut.stream), 0.0
-    )
+    final_bytes = s.tokens * s.n.hidden * (4.0 + 2.0 * s.machine.width) * s.over_tp(s.uncut.stream)
+    final = np.where(logits > 0.0, final_bytes, 0.0)
     saved = _saved_activations(s, layer, layers, flight, stage.sums)
     after_last = np.maximum(saved - layer.freed, 0.0) + layer.recomputed
     remaining = layers * (flight - 1.0) * layer.saved + np.minimum(2.0, layers) * layer.saved

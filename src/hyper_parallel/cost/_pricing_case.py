@@ -170,9 +170,9 @@ class Machine:
 
     def link_share(self, tier: Tier) -> float:
         """Return the fraction of a tier's bandwidth that collectives achieve."""
-        return (
-            self.card.link if self._is_innermost(tier) else self.card.network * self.stack.network
-        )
+        if self._is_innermost(tier):
+            return self.card.link
+        return self.card.network * self.stack.network
 
     def _is_innermost(self, tier: Tier) -> bool:
         return tier is self.tiers[0] or tier.shares_links
@@ -375,9 +375,6 @@ class Places:
         return product
 
 
-_ALL_CUT: Final = Uncut()
-
-
 @dataclass(frozen=True)
 class PricingCase:
     """Candidate strategies for a model on a machine; properties are columns over the candidates."""
@@ -437,7 +434,7 @@ class PricingCase:
     @property
     def uncut(self) -> Uncut:
         """Parts that tensor parallelism replicates; none for other frameworks, which are assumed to shard all parts."""
-        return self.n.uncut if self.machine.stack.phased else _ALL_CUT
+        return self.n.uncut if self.machine.stack.is_own_runtime else Uncut()
 
     def over_tp(self, uncut: float) -> Array:
         """Return the fraction of some work on one tensor-parallel rank, if a fraction `uncut` of it is replicated."""
@@ -463,7 +460,7 @@ class PricingCase:
     @cached_property
     def whole_experts(self) -> NDArray[np.bool_]:
         """True if every tensor-parallel rank has all experts, which HyperParallel assumes of itself if ep = 1."""
-        return np.asarray((self.c.ep <= 1) & bool(self.machine.stack.phased))
+        return np.asarray((self.c.ep <= 1) & self.machine.stack.is_own_runtime)
 
     def experts(self, layers: Array | float = 1.0) -> Array:
         """Return the number of expert parameters of `layers` average layers on one expert-parallel rank."""
@@ -497,11 +494,6 @@ class PricingCase:
         largest = max(n.embedding_weights, n.head_weights)
         return np.where(self.c.pp > 1, largest, n.embedding_weights + n.head_params) * 1.0
 
-    @property
-    def largest_end(self) -> float:
-        """Number of parameters of the larger of embedding and head."""
-        return float(max(self.n.embedding_weights, self.n.head_params))
-
     @cached_property
     def vocabulary_ranks(self) -> Array:
         """Number of ranks that shard the rows of embedding and head: 1 if tensor parallelism cannot shard them.
@@ -509,11 +501,10 @@ class PricingCase:
         Frameworks other than HyperParallel pad the vocabulary, so that tensor parallelism can always shard it.
         """
         c, n = self.c, self.n
-        if not self.machine.stack.phased:
+        if not self.machine.stack.is_own_runtime:
             return c.tp
-        return np.where(
-            (n.vocab % c.tp == 0) & ~(self.keeps_whole * self.uncut.vocabulary > 0.0), c.tp, 1.0
-        )
+        is_replicated = self.keeps_whole * self.uncut.vocabulary > 0.0
+        return np.where((n.vocab % c.tp == 0) & ~is_replicated, c.tp, 1.0)
 
     @cached_property
     def logit_ranks(self) -> Array:
@@ -541,11 +532,10 @@ class PricingCase:
         stack = self.machine.stack
         ranks = self.logit_ranks
         elements = self.tokens * self.n.vocab / ranks
+        width = stack.logit_bytes * max(self.machine.width, 2.0) / 2.0
         converted = 8.0 * stack.eager * np.minimum(elements, _LOSS_BLOCK)
-        unknown = stack.eager * self.tokens * self.n.unknown_logit_bytes / ranks
-        return (
-            elements * stack.logit_bytes * max(self.machine.width, 2.0) / 2.0 + converted + unknown
-        )
+        unpredicted = stack.eager * self.tokens * self.n.unpredicted_logit_bytes / ranks
+        return elements * width + converted + unpredicted
 
     @cached_property
     def sharded(self) -> NDArray[np.bool_]:

@@ -290,15 +290,14 @@ def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
 
 
 def _pipeline_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
-    """Return the terms of pipelining: the bubble, and sends between stages."""
     c, machine, m, stages = s.c, s.machine, s.c.accumulation, step.stages
     stack, work, comm = machine.stack, step.prices.work, step.prices.comm
     bubble = sends = hop = np.zeros(1)
     if (c.pp > 1).any():
         traffic = (comm.tp + step.ep + comm.cp) / 2.0
         bubble = bubble_seconds(
-            c, stages.remaining_s + (c.pp - 1.0) * comm.outside, work.forward + work.launch / 3.0 + traffic,
-            work.backward + work.recompute + work.launch / 1.5 + traffic, work.matmul, machine.pace,
+            c, stages.remaining_s + (c.pp - 1.0) * comm.outside, work.launched_forward + traffic,
+            work.launched_backward + traffic, work.matmul, machine.pace,
         )  # fmt: skip
         hop = hop_seconds(s)
         sends = 2.0 * (m * c.vpp + c.pp - 1.0) * hop * (1.0 - stack.overlap_pp)
@@ -322,11 +321,8 @@ def step_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
     tail_parts, last = step_tail(s), work.backward * layers + step.prices.head
     tail = exposed(tail_parts["scatter_s"], last, overlap) + tail_parts["late_s"]
     tail = tail + exposed(tail_parts["gather_s"], last / 2.0, overlap)
-    tail = (
-        tail
-        + exposed(tail_parts["first_s"], work.forward * layers, overlap)
-        + per_tensor_latency_s(s)
-    )
+    tail = tail + exposed(tail_parts["first_s"], work.forward * layers, overlap)
+    tail = tail + per_tensor_latency_s(s)
     norm = machine.ring(*s.places.group(AXES)).seconds(np.full(1, 4.0))
     elements = stage_elements(s)
     optimizer_bytes = optimizer_traffic(s, elements)
@@ -390,8 +386,8 @@ def _timed_offload_demand(s: PricingCase, step: Step, optimizer_s: Array) -> Off
     layers, head = step.stages.layers, step.prices.head * step.stages.head
     exposed, none = comm.tp + step.ep + comm.cp, 0.0 * demand.need_bytes
     half = (exposed + comm.fsdp) / 2.0
-    forward = layers * (work.forward + work.launch / 3.0 + half) + head / 3.0
-    backward = layers * (work.backward + work.recompute + work.launch / 1.5 + half) + head / 1.5
+    forward = layers * (work.launched_forward + half) + head / 3.0
+    backward = layers * (work.launched_backward + half) + head / 1.5
     products = work.matmul + work.quantize + work.launch / 3.0 + exposed / 2.0
     alternates = demand.alternating > 0
     return replace(

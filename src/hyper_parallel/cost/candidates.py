@@ -44,19 +44,13 @@ The peak is in the backward of these last layers, so it includes no recomputed a
 """
 
 
-def _orders() -> tuple[tuple[str, ...], ...]:
-    units = (("pp",), ("dp_replicate", "dp_shard"), ("cp",), ("tp_x",), ("tp_y",))
-    orders = (tuple(itertools.chain(*order)) for order in itertools.permutations(units))
-    # permutations() starts with the input order: index 0 is the mesh's own order.
-    return tuple(orders)
-
-
-ORDERS: Final = _orders()
+_ORDERED: Final = (("pp",), ("dp_replicate", "dp_shard"), ("cp",), ("tp_x",), ("tp_y",))
+"""Groups of adjacent mesh axes in the order of `ir.AXES`."""
+ORDERS: Final = tuple(tuple(itertools.chain(*axes)) for axes in itertools.permutations(_ORDERED))
 """Orders of the mesh axes, outer to inner; column `order` is an index, 0 the order of `ir.AXES`.
 
 The two data-parallel axes stay adjacent, so that experts fold over ranks of one replica.
 """
-
 
 _DEFAULTS: Final = {
     **dict.fromkeys(
@@ -201,10 +195,9 @@ class Candidates:
         """
         row = {name: int(getattr(self, name)[index]) for name in Candidates.__slots__}
         ulysses = row["cp_ulysses"]
-        ring_kind: CpKind = "all_gather" if row["cp_gather"] else "ring"
-        kind: CpKind = (
-            ring_kind if ulysses == 1 else "ulysses" if ulysses == row["cp"] else "hybrid"
-        )
+        kind: CpKind = "all_gather" if row["cp_gather"] else "ring"
+        if ulysses > 1:
+            kind = "ulysses" if ulysses == row["cp"] else "hybrid"
         folded = 1 if row["ep"] > 1 else row["tp_x"] * row["tp_y"]
         strategy = replace(
             base,
@@ -223,11 +216,8 @@ class Candidates:
             ),
         )  # fmt: skip
         if strategy.pp == 1:  # without a pipeline, choices of pipelining have their defaults
-            names, default = (
-                ("schedule", "schedule_file", "virtual_stages", "stage_layers"),
-                Strategy(),
-            )
-            strategy = replace(strategy, **{name: getattr(default, name) for name in names})
+            names = ("schedule", "schedule_file", "virtual_stages", "stage_layers")
+            strategy = replace(strategy, **{name: getattr(Strategy(), name) for name in names})
         resolved = replace(
             workload, microbatch=row["microbatch"], accumulation_steps=row["accumulation"]
         ).resolve(strategy.dp)
@@ -370,8 +360,8 @@ def in_flight(c: Candidates, rank: int = 0) -> Array:
 
     A microbatch counts as 1 if all layers of the rank hold its activations, as 1 / v if one of v virtual stages does.
     On the first rank, the number is p for 1F1B, ZB-H1 and ZBV, m for GPipe, p + (p - 1) / v for interleaved schedules,
-    and p + 1/2 for DualPipeV. In 1F1B and ZB-H1, every rank has one microbatch fewer than the previous rank; in
-    interleaved schedules, 2 / v fewer. In GPipe and the V-shaped schedules, all ranks have equal numbers.
+    and p + 1/2 for DualPipeV, but at most m. In 1F1B and ZB-H1, every rank has one microbatch fewer than the previous
+    rank; in interleaved schedules, 2 / v fewer. In GPipe and the V-shaped schedules, all ranks have equal numbers.
 
     Sources: Korthikanti et al. 2022, section 4.2.3; Qi et al. 2023, section 6; DeepSeek-AI 2024, table 2.
     """

@@ -71,11 +71,9 @@ def _attention_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
     """
     if a.kind == "mla":
         return a.num_heads * (2.0 * a.qk_head_dim + a.v_head_dim) / ranks
-    return (
-        0.0
-        if a.num_heads == a.num_kv_heads
-        else _cached_elements(a, ranks) * a.num_heads / a.num_kv_heads
-    )
+    if a.num_heads == a.num_kv_heads:
+        return 0.0
+    return _cached_elements(a, ranks) * a.num_heads / a.num_kv_heads
 
 
 def pass_seconds(
@@ -98,11 +96,8 @@ def pass_seconds(
     decode: PassSeconds = {}
     for layers, n, latent in kinds:
         attention_s = layer_compute(replace(whole, n=n)).attention / passes
-        _add(
-            prefill,
-            layers * passes,
-            _layer(replace(chunk, n=n), mean_prefill_length, attention_s, latent),
-        )
+        terms = _layer(replace(chunk, n=n), mean_prefill_length, attention_s, latent)
+        _add(prefill, layers * passes, terms)
         flops = sum(
             count / n.layers * a.forward_flops_per_token(int(mean_decode_length))
             for count, a in n.attentions
@@ -136,7 +131,7 @@ def _layer(
     work, read, visited = layer_compute(s), s.dense(), None
     if n.experts:
         # Expected number of distinct experts of a rank chosen by the tokens of its group, with uniform routing.
-        unvisited = 1.0 - n.experts_per_token / n.moe_share / n.experts
+        unvisited = 1.0 - n.routed_experts_per_token / n.experts
         visited = n.experts / c.ep * (1.0 - unvisited ** (s.tokens * c.ep * s.etp / c.tp))
         read = read + s.experts() * visited * c.ep / n.experts
     matmul = np.maximum(matmuls(s, visited), read * machine.width / rate)
@@ -147,11 +142,9 @@ def _layer(
     cached_tokens = c.microbatch * length
     attention = np.maximum(attention_s, cached_tokens * moved * machine.width / rate)
     if latent is not None:  # projection of the whole cache instead of the new tokens alone
-        rows = (
-            matmul_seconds(machine, r, latent[0] / c.tp, latent[1])
-            for r in (cached_tokens, s.tokens)
-        )
-        attention = attention + next(rows) - next(rows)
+        for rows, sign in ((cached_tokens, 1.0), (s.tokens, -1.0)):
+            seconds = matmul_seconds(machine, rows, latent[0] / c.tp, latent[1])
+            attention = attention + sign * seconds
     seconds = matmul + attention + work.elementwise
     tp, ep, gather, _ = forward_communication(s)
     return {
@@ -182,36 +175,33 @@ def _ends(s: PricingCase) -> PassSeconds:
     calls.append(Boundary("all_gather", ("tp_x", "tp_y"), c.tp, rows * n.vocab, Purpose.LOGITS))
     tp: Array = sum((call_seconds(s, b) for b in calls), np.zeros(1))
     hops = (c.pp - 1.0) * hop_seconds(s) + machine.latency((c.pp, s.places.axis("pp")[1]))
-    # Ranks agree on whether any has work; replicas of whole parameters need no agreement.
+    # Replicas of whole parameters need no agreement.
     agreement = 2.0 * machine.ring(*s.places.group(AXES)).seconds(np.full(1, 8.0))
+    agreement = np.where(c.world_size > c.dp_replicate, agreement, 0.0)
     return {
         "head and choice": head + choice,
         "tp communication": np.where(c.tp > 1, tp, 0.0),
         "fsdp communication": forward_communication(s)[3],
         "pipeline sends": np.where(c.pp > 1, hops, 0.0),
-        "agreement": np.broadcast_to(
-            np.where(c.world_size > c.dp_replicate, agreement, 0.0), shape_of(c)
-        ),
+        "agreement": np.broadcast_to(agreement, shape_of(c)),
     }
 
 
 def pass_bytes(s: PricingCase, work: GenerateWorkload) -> tuple[Array, Array]:
     """Return the bytes on a rank other than weights and KV cache, as (fixed bytes, bytes per sequence).
 
-    The fixed bytes are the device context, and the gathered parameters of two layers, embedding and head. The bytes of
-    a sequence are the activations of one layer in a prefill (as many as training saves for backward), keys and values
-    repeated for all query heads, and logits with two float64 copies.
+    The fixed bytes are the device context, and with FSDP the gathered parameters of two layers, embedding and head. The
+    bytes of a sequence are the activations of one layer in a prefill (as many as training saves for backward), keys and
+    values repeated for all query heads, and logits with two float64 copies.
     """
     n, c, card, width = s.n, s.c, s.machine.card, s.machine.width
-    single = _of_length(
-        s.with_columns(microbatch=np.ones(1)), -(-work.prompt_len // work.prompt_passes)
-    )
+    chunk = -(-work.prompt_len // work.prompt_passes)
+    single = _of_length(s.with_columns(microbatch=np.ones(1)), chunk)
     expanded = sum(count / n.layers * _attention_elements(a, c.tp) for count, a in n.attentions)
     per_sequence = (
         activation_bytes(single) + work.columns * expanded * width + n.vocab * (width + 16.0)
     )
     gathered = (2.0 * (s.dense() + s.experts()) + s.ends(s.outside)) * width
     overhead = 1.0 + card.fragmentation
-    return card.context_bytes + overhead * np.where(
-        c.dp_shard > 1, gathered, 0.0
-    ), overhead * per_sequence
+    gathered = np.where(c.dp_shard > 1, gathered, 0.0)
+    return card.context_bytes + overhead * gathered, overhead * per_sequence

@@ -1,11 +1,11 @@
 """Exposed communication of layers whose collectives overlap with computation, from a simulated program of the layers.
 
 A program is a list of tasks on two lanes, computation (0) and communication (1); its span is the time from its start to
-its end. A layer is a chain of tasks: gather, attention, scatter, gather, feed-forward part, scatter, dispatch, experts,
-combine. With half-batches, a microbatch has two parts (halves), whose chains share the lanes. Chunks of the experts'
-tokens repeat the last three tasks. A part takes the time of a smaller microbatch, because it has its own launches and
-latencies, and smaller matmuls. Backward is the same program in reverse, so its span is that of the forward program with
-other durations.
+its end. A layer is a chain of tasks: gather, attention, scatter, gather, feed-forward part, scatter, copy of rows to
+send buffers, dispatch, experts, combine, copy of results. With half-batches, a microbatch has two parts (halves), whose
+chains share the lanes. Chunks of the experts' tokens repeat the last five tasks. A part takes the time of a smaller
+microbatch, because it has its own launches and latencies, and smaller matmuls. Backward is the same program in reverse,
+so its span is that of the forward program with other durations.
 
 Chunks of a block's tokens divide its collectives, its column-parallel and its row-parallel matmuls; see
 `block_program`. Weight gradients are tasks of backward only, at the positions where forward reads the weights. With
@@ -18,6 +18,7 @@ the first and the last layer in which only one half is in flight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final
@@ -25,7 +26,7 @@ from typing import Final
 import numpy as np
 
 from hyper_parallel.cost._communication import Communication, expert_seconds, tensor_seconds
-from hyper_parallel.cost._layer import Compute, layer_compute, matmuls
+from hyper_parallel.cost._layer import Compute, layer_compute, matmuls, moved_elements
 from hyper_parallel.cost._pricing_case import PricingCase
 from hyper_parallel.cost.candidates import Array, distinct, shape_of
 from hyper_parallel.sim import LaneProgram, Ranks
@@ -43,6 +44,10 @@ _COLUMNS: Final = (6, 7)
 """Rows of `PassSeconds.durations` that are column-parallel matmuls."""
 _FIRST, _WEIGHTS = 11, 12
 """Rows of `PassSeconds.durations` for the first chunk of experts and its weight gradients, if separate tasks."""
+_COPY, _COPY_BACK = 13, 14
+"""Rows of `PassSeconds.durations` for copies of rows before a dispatch and after a combine."""
+_NOT_WAITING: Final = (*_COLLECTIVES, _WEIGHTS, _COPY)
+"""Rows of `PassSeconds.durations` that are issued without waiting for earlier collectives of the same half."""
 _RANKS: Final = 8
 """Maximum number of ranks of a simulated group.
 
@@ -77,6 +82,8 @@ class PassSeconds:
     )  # column-parallel matmuls of the feed-forward part
     # weight gradients of the first chunk, a part of `experts`, that are computed while its rows are in flight
     expert_weights: Array = field(default_factory=_no_work)
+    # copy of one chunk's rows to its send buffer, or of its results from there
+    copy: Array = field(default_factory=_no_work)
     # whether ranks exchange the numbers of rows before a dispatch; both halves wait for this exchange
     counts_rows: bool = field(default=False, kw_only=True)
 
@@ -90,6 +97,7 @@ class PassSeconds:
             self.attention, self.mlp, self.experts, self.attention_collective, self.mlp_collective,
             self.exchange, self.attention_column, self.mlp_column, _no_work(),
             _no_work(), _no_work(), self.experts - self.expert_weights, self.expert_weights,
+            self.copy, self.copy,
         )  # fmt: skip
 
 
@@ -136,7 +144,7 @@ def block_program(chunks: int) -> LaneProgram:
 
 @lru_cache(maxsize=256)
 def layer_program(
-    layers: int, halves: int, chunks: int, used: tuple[bool, ...] = (True,) * 6 + (False,) * 7
+    layers: int, halves: int, chunks: int, used: tuple[bool, ...] = (True,) * 6 + (False,) * 9
 ) -> LaneProgram:
     """Return the forward program of `layers` consecutive layers; durations are those of `PassSeconds.durations`.
 
@@ -178,7 +186,7 @@ def _order(rows: list[int], halves: int) -> list[tuple[int, int]]:
             for step in range(begin, len(rows)):
                 row, before = rows[step], rows[step - 1] if step > begin else None
                 # Backward computes deferred weight gradients before it waits.
-                waits = before in (*_COLLECTIVES, _WEIGHTS) and row not in (*_COLLECTIVES, _WEIGHTS)
+                waits = before in (*_COLLECTIVES, _WEIGHTS) and row not in _NOT_WAITING
                 if waits and row == _NORM and before in _SCATTERS:
                     soon_starting.add(half)
                 if waits or (before in _COLUMNS and soon_starting - {half}):
@@ -202,10 +210,11 @@ def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, 
     for _ in range(layers):
         for row in (_NORM, 3, 6, 0, 3, _NORM, 4, 7, 1, 4, _COUNTS, _SPLITS):
             ready = add(row, ready)
-        sent = [add(5, ready) for _ in range(chunks)]
+        sent = [add(5, add(_COPY, ready)) for _ in range(chunks)]
         add(_WEIGHTS, ready)
         work = [_FIRST if used[_WEIGHTS] else 2] + [2] * (chunks - 1)
-        results = [add(5, add(row, dispatch)) for row, dispatch in zip(work, sent, strict=True)]
+        combined = [add(5, add(row, dispatch)) for row, dispatch in zip(work, sent, strict=True)]
+        results = [add(_COPY_BACK, combine) for combine in combined]
         ready = tuple(sorted({n for result in results for n in result}))
     return chain
 
@@ -336,12 +345,12 @@ def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
         before = seconds.attention + seconds.attention_column + seconds.mlp + seconds.mlp_column
         alone = replace(
             PassSeconds(*[np.zeros(1)] * 6), attention=before, experts=experts, exchange=seconds.exchange,
-            expert_weights=seconds.expert_weights,
+            expert_weights=seconds.expert_weights, copy=seconds.copy,
         )  # fmt: skip
         span = pass_span(
             alone, 1, chunks, np.ones(1), s.machine.card.collective_share, ranks=_ranks(s)
         )
-        total = total + times * (span - before - whole.experts)
+        total = total + times * (span - before - whole.experts - 2.0 * whole.copy)
     return np.maximum(total, 0.0)
 
 
@@ -431,7 +440,7 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
         PassSeconds(
             blocks[i][0] - (1 + i) * columns[0], blocks[i][1] - (1 + i) * columns[1], experts[i][2],
             traffic[i] / 2.0 / (1.0 + mlp), mlp * traffic[i] / 2.0 / (1.0 + mlp), exchange,
-            (1 + i) * columns[0], (1 + i) * columns[1], i * deferred * experts[i][2],
+            (1 + i) * columns[0], (1 + i) * columns[1], i * deferred * experts[i][2], 0.5 * experts[i][3],
             counts_rows=i == 0 and bool(np.any(exchange > 0.0)),
         )
         for i in (0, 1)
@@ -439,22 +448,44 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
     return forward, backward
 
 
-def _block_seconds(s: PricingCase) -> list[tuple[Array, Array, Array]]:
-    """Return the compute seconds of a layer as (attention, MLP, experts), first for forward, then for backward.
+def _block_seconds(s: PricingCase) -> list[tuple[Array, Array, Array, Array]]:
+    """Return the compute seconds of a layer, first for forward, then for backward.
 
-    Element-wise work, casts and launches are divided in proportion to the matmuls. Selective recomputation is part of
-    backward.
+    Returns:
+        Seconds of attention, of the feed-forward part without routed experts, of routed experts, and of both copies of
+        their rows. Casts and launches are divided in proportion to the others. Selective recomputation is part of
+        backward.
     """
     work, redone = layer_compute(s), np.asarray(s.full)
     launch = work.launch / (3.0 + redone)
     selective = np.where(redone > 0.0, 0.0, work.recompute)
-    totals = work.forward + launch, work.backward + selective + 2.0 * launch
     products = [matmuls(s, part=part) for part in ("attention", "mlp", "expert")]
-    result = []
-    for total, times, scores in zip(
-        totals, (1.0, 2.0), (work.attention, work.attention_backward), strict=True
-    ):
-        attention, mlp, experts = (times * seconds for seconds in products)
-        scale = total / (attention + scores + mlp + experts)
-        result.append(((attention + scores) * scale, mlp * scale, experts * scale))
-    return result
+    moved = moved_elements(s)
+    forward, backward = (
+        _block_shares(total, [times * p for p in products], scores, [p * elementwise / sum(moved) for p in moved])
+        for total, times, scores, elementwise in (
+            (work.forward + launch, 1.0, work.attention, work.elementwise),
+            (
+                work.backward + selective + 2.0 * launch, 2.0, work.attention_backward,
+                work.elementwise_backward,
+            ),
+        )
+    )  # fmt: skip
+    return [forward, backward]
+
+
+def _block_shares(
+    total: Array, products: Sequence[Array], scores: Array, elementwise: Sequence[Array]
+) -> tuple[Array, Array, Array, Array]:
+    """Divide `total` seconds in proportion to the seconds of the kernels of the four parts of `_block_seconds`.
+
+    Args:
+        total: Seconds of a pass of one layer.
+        products: Seconds of matmuls with weights, of the first three parts.
+        scores: Seconds of attention scores and their product with the values.
+        elementwise: Seconds of element-wise kernels, of all parts.
+    """
+    attention, mlp, experts = (p + e for p, e in zip(products, elementwise[:3], strict=True))
+    copies = elementwise[3]
+    scale = total / (attention + scores + mlp + experts + copies)
+    return (attention + scores) * scale, mlp * scale, experts * scale, copies * scale

@@ -99,7 +99,10 @@ def name_of_snapshot(directory: str | os.PathLike[str]) -> HubName | None:
 
 
 def stay_offline() -> None:
-    """Set Hugging Face libraries in this process offline, unless an environment variable does; `fetch` still works."""
+    """Set Hugging Face libraries in this process offline; `fetch` still works.
+
+    The environment stays unchanged if the user has set `HF_HUB_OFFLINE` or does not permit downloads.
+    """
     if downloads_allowed() and not os.environ.get("HF_HUB_OFFLINE"):
         os.environ[_ALLOWED] = os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -281,7 +284,7 @@ def _refusal(
         ),
         "no files": (
             f"`{name.repository}` has no files that make up a {part}",
-            f"{full_command}, to see its files",
+            full_command,
         ),
         "network": ("the hub does not answer", _command(name, part)),
     }  # fmt: skip

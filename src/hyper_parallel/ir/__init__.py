@@ -23,7 +23,6 @@ from hyper_parallel.ir.boxes import (
 )
 from hyper_parallel.ir.layout import (
     AXES,
-    CollectiveStep,
     Layout,
     Mesh,
     Partial,
@@ -32,7 +31,6 @@ from hyper_parallel.ir.layout import (
     Shard,
     StridedShard,
     placements,
-    redistribute,
 )
 from hyper_parallel.ir.memory import (
     COPIES,
@@ -118,7 +116,6 @@ __all__ = [
     "Certificate",
     "Choice",
     "Collective",
-    "CollectiveStep",
     "Cores",
     "CostTerm",
     "Counter",
@@ -184,7 +181,6 @@ __all__ = [
     "overlap",
     "placements",
     "qkv_parts",
-    "redistribute",
     "replay",
     "role_tasks",
     "runs_of_splits",

@@ -38,10 +38,7 @@ def panel(plan: Plan, half_width: float | None, width: int) -> str:
     for label, items in summary(plan, half_width).items():
         for index, item in enumerate(items):
             head = f"  {label if not index else '':<11}"
-            lines += textwrap.wrap(
-                item, width, initial_indent=head, subsequent_indent=" " * len(head),
-                break_long_words=False, break_on_hyphens=False,
-            )  # fmt: skip
+            lines += _wrap(item, width, head, len(head))
     return "\n".join(lines)
 
 
@@ -190,10 +187,15 @@ def explain(plan: Plan, width: int | None = None) -> str:
 def _wrapped(text: str, width: int) -> Iterator[str]:
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
-        yield from textwrap.wrap(
-            line.strip(), width, initial_indent=indent, subsequent_indent=" " * 8,
-            break_long_words=False, break_on_hyphens=False,
-        ) or [""]  # fmt: skip
+        yield from _wrap(line.strip(), width, indent, 8) or [""]
+
+
+def _wrap(text: str, width: int, head: str, indent: int) -> list[str]:
+    """Return a text in lines of `width` characters; later lines are indented by `indent` blanks."""
+    return textwrap.wrap(
+        text, width, initial_indent=head, subsequent_indent=" " * indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def _section(title: str, lines: Iterable[str]) -> str:

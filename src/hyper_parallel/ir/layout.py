@@ -1,4 +1,4 @@
-"""Mesh, layout of one tensor over it, purposes of collectives, and redistribution from one layout to another.
+"""Mesh, layout of one tensor over it, and purposes of collectives.
 
 A mesh is an n-dimensional arrangement of device ids, axes written outer to inner. Neighbours on the innermost axis have
 neighbouring ids, so inner axes lie on faster links.
@@ -17,31 +17,14 @@ ceil(size / degree); the last slices may be shorter or empty. Order is part of t
 shard one dim, the first axis of the mesh is the outer one. Another order requires a strided shard. With FSDP inside
 tensor parallelism, the mesh is (dp_shard, tp_x), dim 0 is sharded by (tp_x, dp_shard), and the entry of dp_shard is
 StridedShard(dim=0, split_factor=tp).
-
-`redistribute` finds the cheapest sequence of collectives between two layouts. Every intermediate state is a layout, so
-a step can remove only the innermost axis of a dim, and an added axis becomes the innermost:
-
-    slice           replicating axis      -> innermost of a dim        free
-    all_gather      innermost of a dim    -> replicating axis          (g-1) * part before
-    reduce_scatter  partial sums          -> innermost of a dim        (g-1) * part after
-    all_reduce      partial sums          -> replicating axis          2 (g-1) * ceil(part / g)
-    all_to_all      innermost of a dim    -> innermost of another dim  (g-1) * block
-
-The last column is the cost: bytes that one rank sends in ring algorithms over g ranks, including the padding of uneven
-parts. A part is the largest local shard, before or after the step. The block of an all_to_all is the largest piece that
-one rank sends to another. Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", section 3. The search is Dijkstra's over layouts, exact for these steps on the axes that the two layouts
-use.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import count
 from typing import Final, Literal, TypeAlias
 
 from hyper_parallel.errors import LayoutError, MeshError
@@ -237,14 +220,6 @@ class Layout:
         old = self.parts or (1,) * len(self.axes)
         return replace(self, parts=tuple(parts if i == dim else n for i, n in enumerate(old)))
 
-    def check(self, mesh: Mesh) -> None:
-        """Raise LayoutError if the layout uses an axis that the mesh does not have."""
-        missing = [a for a in (*self.sharding_axes, *self.partial) if a not in mesh.names]
-        if missing:
-            raise LayoutError(
-                "a layout uses an axis that the mesh does not have", got=missing, allowed=mesh.names
-            )
-
     def split(self, dim: int, *axes: str) -> Layout:
         """Return the layout with `axes` appended to the axes that shard a dim, as the innermost axes."""
         if not 0 <= dim < len(self.axes):
@@ -433,6 +408,7 @@ class Purpose(StrEnum):
     EXPERT_ROWS = "expert dispatch and combine"
     EXPERT_LOAD = "expert load"
     BALANCE_LOSS = "balance loss"
+    HALF_BATCHES = "agreement on half-batches"
 
     # Pipeline stages
     PIPELINE_ACTIVATIONS = "pipeline activations"
@@ -454,21 +430,18 @@ class Purpose(StrEnum):
     @property
     def parallelism(self) -> str:
         """Kind of parallelism that needs the collective: dp, tp, cp, ep, pp, submodels or step (once per step)."""
-        name = self.name
-        if name in ("EXPERT_ROW_COUNTS", "EXPERT_ROWS", "EXPERT_LOAD", "BALANCE_LOSS"):
-            return "ep"
-        if name in ("GRADIENT_NORM", "STEP_LOG"):
-            return "step"
-        return next((kind for start, kind in _PARALLELISMS if name.startswith(start)), "tp")
+        return next((kind for start, kind in _PARALLELISMS if self.name.startswith(start)), "tp")
 
 
 _PARALLELISMS = (
+    *((start, "ep") for start in ("EXPERT_ROW", "EXPERT_LOAD", "BALANCE_", "HALF_")),
+    *((start, "step") for start in ("GRADIENT_NORM", "STEP_")),
     *((start, "dp") for start in ("FSDP_", "EXPERT_", "REPLICA_", "UNIT_")),
     *((start, "cp") for start in ("KEYS_", "KEY_VALUE_GRADIENTS", "HEADS_FOR", "TOKENS_FOR")),
     ("SUBMODELS_", "submodels"),
     *((start, "pp") for start in ("PIPELINE_", "SHARED_")),
 )
-"""(prefix of a purpose's name, kind of parallelism); names without such a prefix belong to tensor parallelism."""
+"""(prefix of a purpose's name, kind of parallelism); the first match counts. All other names belong to tp."""
 _PAIRS = (
     (Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER),
     (Purpose.HEAD_GATHER, Purpose.HEAD_SCATTER),
@@ -479,139 +452,3 @@ _PAIRS = (
     (Purpose.PIPELINE_ACTIVATIONS, Purpose.PIPELINE_GRADIENTS),
 )
 _BACKWARD = {**dict(_PAIRS), **{b: a for a, b in _PAIRS}}
-
-
-StepKind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveStep:
-    """Collective or local slice of a redistribution, with the resulting layout.
-
-    Attributes:
-        kind: Kind of collective, or `slice`.
-        axis: Mesh axis of the group.
-        dim: Tensor dim that is gathered, scattered or sliced; for all_to_all, the dim that the axis no longer shards.
-            None for all_reduce.
-        to_dim: Tensor dim that the axis shards after an all_to_all; None for other kinds.
-        sent_bytes: Bytes sent by a rank with a shard of the largest size.
-        layout: Layout after the step.
-    """
-
-    kind: StepKind
-    axis: str
-    dim: int | None
-    to_dim: int | None
-    sent_bytes: int
-    layout: Layout
-
-    def __str__(self) -> str:
-        dims = "" if self.dim is None else f", dim {self.dim}"
-        dims += "" if self.to_dim is None else f" -> {self.to_dim}"
-        return f"{self.kind}({self.axis}{dims}) {self.sent_bytes} B"
-
-
-def redistribute(
-    src: Layout, dst: Layout, mesh: Mesh, shape: Sequence[int], dtype_bytes: int
-) -> tuple[CollectiveStep, ...]:
-    """Return the sequence of collectives from one layout to another in which a rank sends the fewest bytes.
-
-    Among sequences with equal bytes, the shortest is returned.
-
-    Args:
-        src: Layout of the tensor before the steps.
-        dst: Layout after the steps. Axes of degree 1 are ignored.
-        mesh: Mesh with the degrees.
-        shape: Logical shape of the tensor.
-        dtype_bytes: Width of one element.
-
-    Raises:
-        LayoutError: HP202 when a layout does not fit the shape or the mesh, when the memory kinds differ, or when only
-            `dst` has partial sums over an axis.
-    """
-    for layout in (src, dst):
-        _check(layout, mesh, shape)
-    start = _without_trivial(src, mesh)
-    goal = _without_trivial(replace(src, axes=dst.axes, partial=dst.partial), mesh)
-    if src.memory != dst.memory:
-        moved = f"{src.memory} to {dst.memory}"
-        raise LayoutError(
-            "redistribution cannot move a tensor between memory kinds",
-            got=moved,
-            hint="use the same memory kind in both layouts",
-        )
-    if new := [a for a in goal.partial if a not in start.partial]:
-        raise LayoutError(
-            "redistribution cannot turn a complete tensor into partial sums",
-            got=f"partial({', '.join(new)})",
-            allowed=f"partial({', '.join(start.partial)}) or less",
-        )
-    axes = sorted({*start.sharding_axes, *start.partial, *goal.sharding_axes, *goal.partial})
-    # Equal costs leave the heap first in, first out: the result does not depend on hashing.
-    order = count()
-    heap: list[tuple[int, int, int, Layout, tuple[CollectiveStep, ...]]] = []
-    heapq.heappush(heap, (0, 0, next(order), start, ()))
-    done: set[Layout] = set()
-    while True:
-        sent, length, _, layout, path = heapq.heappop(heap)
-        if layout == goal:
-            return path
-        if layout in done:
-            continue
-        done.add(layout)
-        for step in _steps(layout, axes, mesh, shape, dtype_bytes):
-            cost = sent + step.sent_bytes
-            heapq.heappush(heap, (cost, length + 1, next(order), step.layout, (*path, step)))
-
-
-def _check(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
-    layout.check(mesh)
-    if len(layout.axes) != len(shape):
-        raise LayoutError(
-            f"the layout has {len(layout.axes)} dims, but the tensor has {len(shape)}",
-            got=f"{layout}, shape {tuple(shape)}",
-            hint="use a layout with one entry per dim of the tensor",
-        )
-    if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):
-        raise LayoutError("redistribution does not support dims with stacked parts", got=layout)
-    if layout.one_of:
-        raise LayoutError("redistribution does not support layouts with `one_of`", got=layout)
-
-
-def _without_trivial(layout: Layout, mesh: Mesh) -> Layout:
-    """Return the layout without axes of degree 1 and with sorted partial axes."""
-    axes = tuple(tuple(a for a in dim if mesh.degree(a) > 1) for dim in layout.axes)
-    partial = tuple(sorted(a for a in layout.partial if mesh.degree(a) > 1))
-    return replace(layout, axes=axes, partial=partial)
-
-
-def _steps(
-    layout: Layout, axes: Sequence[str], mesh: Mesh, shape: Sequence[int], dtype_bytes: int
-) -> Iterator[CollectiveStep]:
-    """Yield every collective or local slice that can be applied to a layout."""
-    part = layout.max_local_shape(shape, mesh)
-    for axis in axes:
-        peers = mesh.degree(axis) - 1
-        holder = next((i for i, dim in enumerate(layout.axes) if axis in dim), None)
-        if axis in layout.partial:
-            summed = replace(layout, partial=tuple(a for a in layout.partial if a != axis))
-            slot_bytes = -(-math.prod(part) // (peers + 1)) * dtype_bytes
-            yield CollectiveStep("all_reduce", axis, None, None, 2 * peers * slot_bytes, summed)
-            for dim in range(len(shape)):
-                new = summed.split(dim, axis)
-                sent = peers * math.prod(new.max_local_shape(shape, mesh)) * dtype_bytes
-                yield CollectiveStep("reduce_scatter", axis, dim, None, sent, new)
-        elif holder is None:
-            for dim in range(len(shape)):
-                yield CollectiveStep("slice", axis, dim, None, 0, layout.split(dim, axis))
-        elif layout.axes[holder][-1] == axis:
-            freed = tuple(d[:-1] if i == holder else d for i, d in enumerate(layout.axes))
-            gathered = replace(layout, axes=freed)
-            sent = peers * math.prod(part) * dtype_bytes
-            yield CollectiveStep("all_gather", axis, holder, None, sent, gathered)
-            for dim in range(len(shape)):
-                if dim != holder:
-                    block = [-(-s // (peers + 1)) if i == dim else s for i, s in enumerate(part)]
-                    sent = peers * math.prod(block) * dtype_bytes
-                    new = gathered.split(dim, axis)
-                    yield CollectiveStep("all_to_all", axis, holder, dim, sent, new)

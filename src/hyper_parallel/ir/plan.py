@@ -2,7 +2,7 @@
 
 A plan for reinforcement learning has a `RolesPlan`: the split of the devices into samplers and learners. A plan for a
 multimodal model may have a `SubmodelsPlan`: the ranks of its parts, which are the language part and the towers. A tower
-is an encoder of images or audio. Loading refuses a plan with a number out of its range (`range_problem`).
+is an encoder of images or audio. Loading refuses a plan with a number out of its range.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Collective:
     """Predicted collectives of one kind and purpose over one group of mesh axes, in one step.
 
     Attributes:
-        kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast.
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or send_recv.
         axes: Mesh axes of the group.
         purpose: `Purpose` of the collectives.
         count: Calls per rank and step.
@@ -509,7 +509,7 @@ class Plan:
         data.pop("fingerprint", None)
         try:
             plan = decode(cls, data)
-            if problem := range_problem(plan):
+            if problem := next(_range_problems(plan), ""):
                 raise DecodeError(problem)
         except (DecodeError, TypeError) as error:
             raise PlanUnreadable(
@@ -556,12 +556,8 @@ _DEGREES: Final = (
 )  # fmt: skip
 
 
-def range_problem(plan: Plan) -> str:
-    """Return a sentence about the first number of a plan that is out of range; "" if all numbers are in range."""
-    return next(_problems(plan), "")
-
-
-def _problems(plan: Plan) -> Iterator[str]:
+def _range_problems(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about each number of a plan that is out of range."""
     strategies = {"$.strategy": plan.strategy}
     strategies |= {f"$.rejected[{i}].strategy": r.strategy for i, r in enumerate(plan.rejected)}
     strategies |= {f"$.pareto[{i}].strategy": a.strategy for i, a in enumerate(plan.pareto)}

@@ -223,7 +223,7 @@ class Schedule:
             if edge[1] >= self.stages:
                 raise ScheduleError(
                     f"the edge {edge[0]}>{edge[1]} names a stage that does not exist",
-                    allowed=range(self.stages),
+                    allowed=f"0 to {self.stages - 1}",
                 )
 
     def before(self, stage: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import Final, Literal
+from typing import Final, Literal, NoReturn
 
 from hyper_parallel.errors import BadValue, BatchMismatch
 from hyper_parallel.ir.layout import AXES, Layout, Mesh
@@ -440,7 +440,7 @@ class Workload:
             micro, steps = micro or 1, steps or 1
             tokens = micro * steps * dp * self.seq_len
         unit = self.seq_len * dp
-        if tokens % unit:
+        if tokens < 1 or tokens % unit:
             near = max(1, round(tokens / unit)) * unit
             raise BatchMismatch(
                 "tokens_per_step is not a multiple of seq_len x data-parallel ranks",
@@ -453,22 +453,29 @@ class Workload:
         if steps is None:
             steps = per_rank // micro if micro else 0
         if micro < 1 or steps < 1 or micro * steps != per_rank:
-            fitting = divisors(per_rank)
-            if self.microbatch and self.accumulation_steps:
-                name = "tokens_per_step"
-                value = self.microbatch * self.accumulation_steps * unit
-            else:
-                name = "microbatch" if self.microbatch else "accumulation_steps"
-                requested = self.microbatch or self.accumulation_steps or 1
-                value = min(fitting, key=lambda d: abs(d - requested))
-            raise BatchMismatch(
-                f"microbatch * accumulation_steps = {micro * steps}, but a data-parallel rank has {per_rank} sequences "
-                "per step",
-                got=f"tokens_per_step={tokens}, microbatch={micro}, accumulation_steps={steps}",
-                allowed=[f"microbatch={m}" for m in fitting],
-                changes={f"training.{name}": value},
-            )
+            self._refuse_batch(tokens, dp, per_rank)
         return replace(self, tokens_per_step=tokens, microbatch=micro, accumulation_steps=steps)
+
+    def _refuse_batch(self, tokens: int, dp: int, per_rank: int) -> NoReturn:
+        """Raise BatchMismatch (HP308) for `per_rank` sequences per step of a data-parallel rank."""
+        sequences = f"{per_rank} sequences per step of a data-parallel rank"
+        got = f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}"
+        if self.microbatch is not None and self.accumulation_steps is not None:
+            product = self.microbatch * self.accumulation_steps
+            raise BatchMismatch(
+                f"microbatch * accumulation_steps = {product} differs from the {sequences}",
+                got=f"{got}, microbatch={self.microbatch}, accumulation_steps={self.accumulation_steps}",
+                changes={"training.tokens_per_step": product * dp * self.seq_len},
+            )
+        name = "accumulation_steps" if self.microbatch is None else "microbatch"
+        requested = getattr(self, name)
+        fitting = divisors(per_rank)
+        raise BatchMismatch(
+            f"{name}={requested} does not divide the {sequences}",
+            got=got,
+            allowed=[f"{name}={number}" for number in fitting],
+            changes={f"training.{name}": min(fitting, key=lambda d: abs(d - requested))},
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 An executor runs one task at a time: the compute stream of a rank, a copy engine, a link, a worker of a pool. A lane is
 the row of a timeline with the tasks of one executor. Executors may share the cores of one device: while more executors
-are busy than there are cores, all slow down equally. Tasks may also demand shares of named resources, such as compute
-units, memory bandwidth or a link.
+are busy than there are cores, all slow down equally.
 
 Tasks are listed in an order that respects every dependency. So the graph has no cycle, and executors that run tasks in
 list order cannot deadlock. Times of tasks are integer nanoseconds, so results are exact.
@@ -33,12 +32,10 @@ class Task:
         duration_ns: Nanoseconds from start to end without contention.
         kind: Category in the timeline: compute, communication, copy, ...
         deps: Indices of the tasks that must end first; each smaller than the task's own.
-        bytes: Bytes moved, for reports.
         at_start: Bytes allocated (negative: freed) when the task starts, as (memory lane, bytes) pairs:
             `("rank 0/device", 4096)`.
         at_end: Bytes allocated (negative: freed) when the task ends.
         priority: Priority on an executor with the policy `priority`; the smallest runs first.
-        demands: (resource, amount used at full speed) pairs: `("cores", Fraction(1))`.
     """
 
     name: str
@@ -46,11 +43,9 @@ class Task:
     duration_ns: int
     kind: str = "compute"
     deps: tuple[int, ...] = ()
-    bytes: int = 0
     at_start: tuple[tuple[str, int], ...] = ()
     at_end: tuple[tuple[str, int], ...] = ()
     priority: int = 0
-    demands: tuple[tuple[str, Fraction], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +78,15 @@ class TaskGraph:
             ready first, then list order.
         initial_bytes: Dict from memory lane to its bytes before the first task.
         cores: Cores that some executors share; None: every executor has its own cores.
-        capacities: Dict from resource to its capacity. If running tasks demand more in total, the resource serves them
-            at the rate capacity / total demand. A task runs at the lowest rate of its resources.
 
     Raises:
-        TaskGraphError: HP321 when a task depends on itself or a later one, has a negative duration, demands a resource
-            without capacity, or demands resources on shared cores.
+        TaskGraphError: HP321 when a task depends on itself or a later one, or has a negative duration.
     """
 
     tasks: tuple[Task, ...]
     policies: dict[str, Literal["order", "priority"]] = field(default_factory=dict)
     initial_bytes: dict[str, int] = field(default_factory=dict)
     cores: Cores | None = None
-    capacities: dict[str, Fraction] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for number, task in enumerate(self.tasks):
@@ -108,23 +99,8 @@ class TaskGraph:
                     raise TaskGraphError(
                         f"task {number} `{task.name}` depends on task {dep}, which is not listed before it",
                         got=task.deps,
-                        allowed=f"0 to {number - 1}",
+                        allowed=f"0 to {number - 1}" if number else "no dependencies",
                     )
-            self._check_demands(number, task)
-
-    def _check_demands(self, number: int, task: Task) -> None:
-        for resource, amount in task.demands:
-            if self.capacities.get(resource, 0) <= 0 or amount < 0:
-                raise TaskGraphError(
-                    f"task {number} `{task.name}` uses a resource that has no capacity",
-                    got=f"{resource}: {amount}",
-                    allowed=tuple(self.capacities),
-                )
-        if task.demands and self.cores is not None and task.executor in self.cores.executors:
-            raise TaskGraphError(
-                f"task {number} `{task.name}` uses resources, but its executor runs on shared cores",
-                got=task.executor,
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ An item is one live range, or two ranges of a storage that must get the same add
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -22,9 +22,7 @@ _MANY_ITEMS = 3000  # more items are stacked instead of first fit
 _ROUNDS = 12  # rounds of first fit
 _HOT_FRACTION = 0.9  # fraction of the live peak; ranges live at times above it are placed first
 _PROMOTION = 0.65  # factor on the rank of an item that ends at an address above the live peak
-_HEAT_CLASSES = (
-    10  # number of classes of stacked ranges, by the maximum of bytes live at the same time
-)
+_HEAT_CLASSES = 10  # number of classes of stacked ranges, by the maximum of bytes live with them
 
 Item = tuple[Extent, ...]
 """Live ranges at one address: a single range, or the last and first range of a storage (see the module docstring)."""
@@ -42,18 +40,14 @@ def assign_addresses(
     Returns:
         The live ranges with offsets, in the same order, and the bytes of the arena.
     """
-    end = max((live_range.stop for live_range in ranges), default=0)
+    end = max((e.stop for e in ranges), default=0)
     offset: dict[Extent, int] = {}
     bottom = 0
-    always = [
-        live_range for live_range in ranges if live_range.start == 0 and live_range.stop == end
-    ]
-    for live_range in sorted(
-        always, key=lambda live_range: (-sizes[live_range.storage], live_range.storage)
-    ):
-        offset[live_range] = bottom
-        bottom += sizes[live_range.storage]
-    items = _items([live_range for live_range in ranges if live_range not in offset], end)
+    always = [e for e in ranges if e.start == 0 and e.stop == end]
+    for e in sorted(always, key=lambda e: (-sizes[e.storage], e.storage)):
+        offset[e] = bottom
+        bottom += sizes[e.storage]
+    items = _items([e for e in ranges if e not in offset], end)
     offsets, arena = _pack(items, sizes)
     for item, low in zip(items, offsets, strict=True):
         offset.update(dict.fromkeys(item, bottom + int(low)))
@@ -69,10 +63,8 @@ def wrong_address(plan: MemoryPlan) -> str | None:
     unit = plan.program.address_bytes
     if any(e.offset_bytes % unit for e in plan.addresses):
         return f"an address is not a multiple of {unit}"
-    if any(
-        len({live_range.offset_bytes for live_range in item}) > 1
-        for item in _items(plan.addresses, len(plan.actions))
-    ):
+    items = _items(plan.addresses, len(plan.actions))
+    if any(len({e.offset_bytes for e in item}) > 1 for item in items):
         return "a storage ends the step at another address than it begins the next one"
     return find_overlap(plan.addresses, plan.program.spans, plan.arena_bytes)
 
@@ -101,21 +93,11 @@ def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: in
 
 def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
     """Group live ranges into items; the last and first range of a storage resident at both ends form one item."""
-    first = {
-        live_range.storage: live_range
-        for live_range in ranges
-        if live_range.start == 0 and live_range.stop < end
-    }
-    last = {
-        live_range.storage: live_range
-        for live_range in ranges
-        if live_range.stop == end and live_range.start > 0 and live_range.storage in first
-    }
-    wrapped = {live_range: (last[s], live_range) for s, live_range in first.items() if s in last}
+    first = {e.storage: e for e in ranges if e.start == 0 and e.stop < end}
+    last = {e.storage: e for e in ranges if e.start > 0 and e.stop == end and e.storage in first}
+    wrapped = {e: (last[s], e) for s, e in first.items() if s in last}
     ends = set(last.values())
-    return [
-        wrapped.get(live_range, (live_range,)) for live_range in ranges if live_range not in ends
-    ]
+    return [wrapped.get(e, (e,)) for e in ranges if e not in ends]
 
 
 def _pack(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]:
@@ -126,20 +108,15 @@ def _pack(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]
     Clements 1999). More than `_MANY_ITEMS` items are stacked: this takes a fifth of the time and wastes less space.
     """
     size = np.array([sizes[item[0].storage] for item in items], np.int64)
-    times = np.array(
-        [sum(live_range.stop - live_range.start for live_range in item) for item in items], np.int64
-    )
-    ranges = [(number, live_range) for number, item in enumerate(items) for live_range in item]
-    owner = np.array([number for number, _ in ranges], np.int64)
-    start, stop = (
-        np.array([getattr(live_range, end) for _, live_range in ranges], np.int64)
-        for end in ("start", "stop")
-    )
+    times = np.array([sum(e.stop - e.start for e in item) for item in items], np.int64)
+    owner = np.array([number for number, item in enumerate(items) for _ in item], np.int64)
+    start = np.array([e.start for item in items for e in item], np.int64)
+    stop = np.array([e.stop for item in items for e in item], np.int64)
     clashes = []
     for item in items:
-        clash = np.zeros(len(ranges), bool)
-        for live_range in item:
-            clash |= (start < live_range.stop) & (stop > live_range.start)
+        clash = np.zeros(len(owner), bool)
+        for e in item:
+            clash |= (start < e.stop) & (stop > e.start)
         clashes.append(owner[clash])
     change = np.zeros(int(stop.max(initial=0)) + 1, np.int64)
     np.add.at(change, start, size[owner])
@@ -158,19 +135,17 @@ def _pack(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]
         hot = int(live[first : max(last, first + 1)].max()) >= _HOT_FRACTION * floor
         return int(not hot), distance, -int(size[i] if distance else times[i])
 
-    order: list[int] = np.lexsort((-times, -size)).tolist()
-    best = np.zeros(len(items), np.int64), int(size.sum()) + 1
-    for count in range(_ROUNDS):
-        if count == 1:
-            order = sorted(range(len(items)), key=priority)
-        low = _first_fit(clashes, size, order)
-        best = min(best, (low, int((low + size).max(initial=0))), key=lambda fit: fit[1])
-        if best[1] <= _TIGHT * floor:
-            break
-        too_high = low + size > floor
-        rank = {i: n * _PROMOTION if too_high[i] else float(n) for n, i in enumerate(order)}
-        order = sorted(order, key=rank.__getitem__)
-    return best
+    def attempts() -> Iterator[np.ndarray]:
+        yield _first_fit(clashes, size, np.lexsort((-times, -size)).tolist())
+        order = sorted(range(len(items)), key=priority)
+        for _ in range(1, _ROUNDS):
+            low = _first_fit(clashes, size, order)
+            yield low
+            too_high = low + size > floor
+            rank = {i: n * _PROMOTION if too_high[i] else float(n) for n, i in enumerate(order)}
+            order.sort(key=rank.__getitem__)
+
+    return _tightest(attempts(), size, floor)
 
 
 def _pack_in_stacks(
@@ -191,9 +166,16 @@ def _pack_in_stacks(
         (np.lexsort((-size, -times)), 0.015),
         (np.argsort(-times * np.sqrt(size), kind="stable"), 0.03),
     )
-    best = np.zeros(len(items), np.int64), int(size.sum()) + 1
-    for order, preference in orders:
-        low = _stack(clashes, size, order, preference * floor)
+    attempts = (_stack(clashes, size, order, part * floor) for order, part in orders)
+    return _tightest(attempts, size, floor)
+
+
+def _tightest(
+    attempts: Iterator[np.ndarray], size: np.ndarray, floor: int
+) -> tuple[np.ndarray, int]:
+    """Return the first offsets that are close to the live peak `floor`, or the best ones, and the arena's bytes."""
+    best = np.zeros(len(size), np.int64), int(size.sum()) + 1
+    for low in attempts:
         best = min(best, (low, int((low + size).max(initial=0))), key=lambda fit: fit[1])
         if best[1] <= _TIGHT * floor:
             break

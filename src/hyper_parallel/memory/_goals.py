@@ -41,11 +41,7 @@ def least_time(
 ) -> _PlannedProgram:
     """Return the fastest program whose arena and staging buffers fit the budget, with its plan.
 
-    Args:
-        search: Search for programs in one order of the operators.
-        budget: Device bytes.
-        finish: Function that assigns addresses to a program and returns its plan.
-        limit_s: Step time in seconds; slower programs are not returned.
+    `finish` assigns addresses to a program and returns its plan. Programs that take longer than `limit_s` are excluded.
 
     Raises:
         BudgetImpossible: HP402 when no program fits the budget and the time.
@@ -129,7 +125,7 @@ def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _Pl
     """
     arena_budget = budget - search.program.staging_bytes
     floor = working_set_bytes(search.program)
-    fresh = search.without_cache()
+    fresh = search.for_machine(search.machine)
     last = _descending_peaks(fresh, fresh.identity, float("inf"), refused=True)[-1]
     lowest = {id(e): e for e in (last, fresh.best_seen)}
     plans = {key: finish(e) for key, e in lowest.items()}
@@ -201,7 +197,7 @@ def _descending_peaks(
         if close():
             break
         target = (low + high) // 2
-        if search.feasible(target, limit_s):
+        if search.rounding.feasible(target, limit_s):
             high = target
         else:
             low = target
@@ -247,14 +243,22 @@ def _capacity_error(
     sufficient = _sufficient_capacity(machine, plan)
     if not sufficient:
         return None
-    return _tier_full(budget, machine, {**sufficient, "device": error.least_bytes})
+    dram = "unlimited" if machine.dram_bytes is None else f"{machine.dram_bytes} bytes"
+    flash = "unlimited" if machine.flash_bytes is None else f"{machine.flash_bytes} bytes"
+    if machine.copy_out is None:
+        flash = "none"
+    refusal = TierFull(
+        "the device budget needs more bytes in DRAM or flash than the machine allows",
+        got=f"budget {budget} bytes, dram {dram}, flash {flash}",
+    )
+    return with_capacity_hint(refusal, {**sufficient, "device": error.least_bytes})
 
 
 def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, int]:
-    """Return a dict from tier (`dram`, `flash`) to capacity in bytes with which planning succeeds.
+    """Return, per tier (`dram`, `flash`), a capacity in bytes that suffices if the other tier is unchanged.
 
-    Each capacity is sufficient with the other tier unchanged. A tier without a sufficient capacity is omitted. `plan`
-    plans on a machine with other capacities; it returns None if planning fails.
+    A tier without a sufficient capacity is omitted. `plan` plans on a machine with other capacities; it returns None if
+    planning fails.
     """
     result = dict[str, int]()
     if machine.dram_bytes is not None:
@@ -274,30 +278,10 @@ def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, in
     return result
 
 
-def _tier_full(
-    budget_bytes: int, machine: MemoryMachine, sufficient: Mapping[str, int]
-) -> TierFull:
-    """Return the error HP403 with the capacities of all tiers and a hint with sufficient capacities.
-
-    `sufficient` maps a tier to the bytes that are sufficient if the other tiers stay unchanged.
-    """
-    dram = "unlimited" if machine.dram_bytes is None else f"{machine.dram_bytes} bytes"
-    flash = "unlimited" if machine.flash_bytes is None else f"{machine.flash_bytes} bytes"
-    if machine.copy_out is None:
-        flash = "none"
-    error = TierFull(
-        "the device budget needs more bytes in DRAM or flash than the machine allows",
-        got=f"budget {budget_bytes} bytes, dram {dram}, flash {flash}",
-    )
-    return with_capacity_hint(error, sufficient)
-
-
 def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFull:
     """Return the error with a hint that lists recipe keys; setting any one of them is sufficient.
 
-    Args:
-        error: Error to change.
-        sufficient: Dict from tier (`dram`, `flash`, `device`) to sufficient bytes.
+    `sufficient` maps tiers (`dram`, `flash`, `device`) to sufficient bytes.
     """
     keys = {"dram": "dram", "flash": "flash", "device": "budget"}
     options = [

@@ -114,12 +114,17 @@ class InFlightCopies:
         if item.detaches:
             self._ledger.emit("detach", s, "device" if item.destination == "dram" else "dram")
         elif item.destination == "dram" and not (
-            s in self.stored_early or self.homes[s] == "dram" or self._is_leaving(s, "flash")
+            s in self.stored_early
+            or self.homes[s] == "dram"
+            or any(p.storage == s and p.destination == "flash" for p in self.outgoing)
         ):
             self._ledger.emit("detach", s, "dram")
 
-    def _is_leaving(self, s: int, destination: str) -> bool:
-        return any(p.storage == s and p.destination == destination for p in self.outgoing)
+    def retain(self, s: int) -> None:
+        """Wait for the outgoing copies of a storage, and keep the sources of these copies."""
+        for item in [p for p in self.outgoing if p.storage == s]:
+            item.detaches = False
+            self.finish(item)
 
     def evict(self, gap: Gap) -> None:
         """Evict a storage to `gap.tier`; copy nothing if the content is in that tier or in flight to it."""
@@ -129,9 +134,7 @@ class InFlightCopies:
         # The copy of an earlier eviction may still run. Its content is current: a write would have waited for it.
         running_copies = {p.destination: p for p in self.outgoing if p.storage == s}
         if gap.tier == "flash" and tiers.get("flash") and "flash" not in running_copies:
-            for item in running_copies.values():
-                item.detaches = False
-                self.finish(item)
+            self.retain(s)
             self._ledger.emit("detach", s, "device")
             if "dram" in tiers:
                 self._ledger.emit("detach", s, "dram")
@@ -186,7 +189,5 @@ class InFlightCopies:
 
     def release(self, s: int) -> None:
         """Free a storage in every tier, after waiting for its outgoing copies."""
-        for item in [p for p in self.outgoing if p.storage == s]:
-            item.detaches = False
-            self.finish(item)
+        self.retain(s)
         self._ledger.emit("free", s)

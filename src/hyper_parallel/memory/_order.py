@@ -43,15 +43,13 @@ def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ..
         if proposal == order:
             continue
         new_peak, new_mean = _measure(program, proposal)
-        if new_peak <= peak and new_mean < mean:
-            statement.append(
-                f"order: {label}: peak {peak} -> {new_peak} bytes, mean {mean:.0f} -> {new_mean:.0f} bytes"
-            )
+        accepted = new_peak <= peak and new_mean < mean
+        statement.append(
+            f"order: {label}: {'' if accepted else 'rejected, '}peak {peak} -> {new_peak} bytes, "
+            f"mean {mean:.0f} -> {new_mean:.0f} bytes"
+        )
+        if accepted:
             order, peak, mean = proposal, new_peak, new_mean
-        else:
-            statement.append(
-                f"order: {label}: not taken, the peak would be {new_peak} against {peak} bytes"
-            )
     blocked = _blocked_updates(program, before)
     return order, (*statement, *([blocked] if blocked else []))
 
@@ -73,17 +71,14 @@ def order_peak(program: MemoryProgram, order: Sequence[int]) -> int:
 
 
 def order_seconds(program: MemoryProgram, order: Sequence[int]) -> float:
-    """Return the simulated step time of an order in seconds, without offload and recomputation.
-
-    The time includes waits for other ranks.
-    """
+    """Return the simulated seconds of a step in an order, with waits for collectives, without offload and recompute."""
     return clocked(program, None, identity_actions(program, order)).now_s
 
 
 def _updates_early(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the order with every optimizer operator right after its last dependency."""
+    """Return the order with every optimizer operator that is not `ordered` right after its last dependency."""
     del order  # the keys below are positions of the original order
     key: list[int] = []
     for index, op in enumerate(program.operators):
@@ -118,10 +113,10 @@ def _results_late(
             last[s] = index
 
     def frees_nothing(op: Operator) -> bool:
-        index_free = all(
+        keeps_operands = all(
             program.storages[s].at_end or program.operators[last[s]] is not op for s in op.reads
         )
-        return bool(op.allocs) and not op.writes and index_free
+        return bool(op.allocs) and not op.writes and keeps_operands
 
     return _sink(program, before, order, frees_nothing)
 
@@ -198,8 +193,7 @@ def _hoist_collectives(
 ) -> tuple[int, ...]:
     """Return the order with each collective hoisted just early enough to end before its first use.
 
-    All communication is assumed to run in series. The operators that only prepare a collective's operands move with it.
-    See `overlapped` for `depth`.
+    The operators that only prepare a collective's operands move with it. See `overlapped` for `depth`.
     """
     operators = program.operators
     starts = list(accumulate((operators[i].seconds for i in order), initial=0.0))
@@ -235,10 +229,7 @@ def _hoist_collectives(
 def _first_uses(
     program: MemoryProgram, order: Sequence[int], collectives: Sequence[int]
 ) -> dict[int, int]:
-    """Return, per collective, the first position that needs its results or changes its operands.
-
-    If there is none, the value is the number of positions.
-    """
+    """Return, per collective, the first position that needs its results or changes its operands, or `len(order)`."""
     chains = use_definitions(program, order)
     place = {index: position for position, index in enumerate(order)}
     first_use = {}

@@ -6,7 +6,7 @@ A position is an index in the order. A gap is a range of positions during which 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +15,7 @@ import numpy as np
 
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.memory.copy_issue import Gap
-from hyper_parallel.memory.def_use import use_definitions
+from hyper_parallel.memory.def_use import live_bytes, use_definitions
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
 
@@ -26,7 +26,6 @@ class OffloadCandidate:
 
     Attributes:
         gaps: One gap; two for both ends of the step; one over the whole step if no operator uses the storage.
-        num_bytes: Device bytes of the storage.
         idle_s: Duration of the gaps in seconds.
     """
 
@@ -65,13 +64,14 @@ class OffloadCandidates:
         recomputes: Recomputes,
         movable: Collection[int],
     ) -> None:
-        self.program, self.machine, self.recomputes = program, machine, recomputes
+        self.program, self.machine, self.order = program, machine, order
+        self.recomputes = recomputes
         self.movable = frozenset(movable)
         self.seconds = [program.operators[i].seconds for i in order]
         self._ends_s = np.cumsum(self.seconds)
         self._starts_s = self._ends_s - self.seconds
         self.n = len(order)
-        self._writes = use_definitions(program, order).writes
+        self.writes = use_definitions(program, order).writes
         self.profile = self._profile()
 
     @cached_property
@@ -84,25 +84,39 @@ class OffloadCandidates:
     def is_unmodified(self, gap: Gap) -> bool:
         """Return whether the storage exists at the start of the step and is unmodified until the start of the gap."""
         s = gap.storage
-        return self.program.storages[s].at_start and gap.first < min(
-            self._writes[s], default=self.n
-        )
+        return self.program.storages[s].at_start and gap.first < min(self.writes[s], default=self.n)
 
     def is_written(self, s: int) -> bool:
         """Return whether an operator writes the storage on the device."""
-        return bool(self._writes[s])
+        return bool(self.writes[s])
 
     def content_since(self, gap: Gap) -> int:
-        """Return the position of the last write before the eviction of a gap, or of the allocation.
+        """Return the position of the last write before a gap, or of the allocation; then the content may be copied.
 
-        After this position, the content is final and may be copied. 0: the content exists from the start of the step.
+        0: the content exists from the start of the step.
         """
         s = gap.storage
-        writes = self._writes[s]
-        index = bisect_right(writes, gap.first)
+        index = bisect_right(self.writes[s], gap.first)
         if index:
-            return writes[index - 1]
+            return self.writes[s][index - 1]
         return 0 if self.program.storages[s].at_start else self.recomputes.uses[s][0]
+
+    def early_stores(self, gaps: Sequence[Gap]) -> list[list[Gap]]:
+        """Return, per position, the gaps whose storage gets its final content there and can be stored before eviction.
+
+        Gaps on flash are excluded. Storages that are dropped for recomputation are excluded too, because no copy of a
+        storage may be in flight when it is dropped.
+        """
+        early: list[list[Gap]] = [[] for _ in self.order]
+        dropped = self.recomputes.dropped
+        for gap in gaps:
+            s = gap.storage
+            if gap.first < 0 or gap.tier != "dram" or s in dropped or not self.recomputes.uses[s]:
+                continue
+            since = self.content_since(gap)
+            if since < gap.first:
+                early[since].append(gap)
+        return early
 
     def _for_storage(self, s: int) -> list[OffloadCandidate]:
         size, storage = self.program.sizes[s], self.program.storages[s]
@@ -128,21 +142,10 @@ class OffloadCandidates:
 
     def _profile(self) -> np.ndarray:
         """Return the device bytes at every position, with recomputation and without offload."""
-        change = np.zeros(self.n + 1, np.int64)
+        profile = live_bytes(self.program, self.recomputes.uses)
         sizes = self.program.sizes
-        for s, storage in enumerate(self.program.storages):
-            uses = self.recomputes.uses[s]
-            if not uses and not storage.persistent:
-                continue
-            change[0 if storage.at_start else uses[0]] += sizes[s]
-            if not storage.at_end:
-                change[uses[-1] + 1] -= sizes[s]
-            if s in self.recomputes.gaps:
-                a, b = self.recomputes.gaps[s]
-                change[a + 1] -= sizes[s]
-                change[b] += sizes[s]
+        for s, (dropped, recomputed) in self.recomputes.gaps.items():
+            profile[dropped + 1 : recomputed] -= sizes[s]
         for position, helpers in self.recomputes.helpers.items():
-            extra = sum(sizes[h] for h in helpers)
-            change[position] += extra
-            change[position + 1] -= extra
-        return np.cumsum(change[:-1])
+            profile[position] += sum(sizes[h] for h in helpers)
+        return profile

@@ -11,7 +11,7 @@ waits for may be free, so a long queue costs little.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -26,7 +26,6 @@ class Gap:
     """Range of positions in the operator order during which a storage is off the device.
 
     Attributes:
-        storage: Storage index.
         first: Position after which the storage is evicted; -1: the storage is off the device at the start of the step.
         last: Position before which the storage is reloaded; the number of operators: it stays off until the end of the
             step.
@@ -44,7 +43,6 @@ class OutgoingCopy:
     """Copy in flight out of the device or out of DRAM.
 
     Attributes:
-        storage: Storage index.
         destination: Tier that the storage is copied to.
         detaches: Whether the source is released when the copy ends; False if an operator still needs the storage.
     """
@@ -88,39 +86,6 @@ def issue_positions(
     return [(position, gap, kind) for position, _, gap, kind in events]
 
 
-def early_stores(
-    gaps: Sequence[Gap],
-    program: MemoryProgram,
-    num_positions: int,
-    uses: Sequence[Sequence[int]],
-    writes: Sequence[Sequence[int]],
-    dropped: Collection[int],
-) -> list[list[Gap]]:
-    """Return, per position, the gaps whose storage gets its final content there and can be stored before its eviction.
-
-    Args:
-        gaps: Gaps of evicted storages; gaps on flash are ignored.
-        program: Program with the storages.
-        num_positions: Length of the order.
-        uses: Positions that access each storage.
-        writes: Positions that change each storage after it was allocated, ascending.
-        dropped: Storages that are dropped for recomputation; they are excluded, because no copy of a storage may be in
-            flight when it is dropped.
-    """
-    early: list[list[Gap]] = [[] for _ in range(num_positions)]
-    for g in gaps:
-        accesses = uses[g.storage]
-        if g.first < 0 or not accesses or g.tier != "dram" or g.storage in dropped:
-            continue
-        written = writes[g.storage]
-        index = bisect_right(written, g.first)
-        begun = 0 if program.storages[g.storage].at_start else accesses[0]
-        since = written[index - 1] if index else begun
-        if since < g.first:
-            early[since].append(g)
-    return early
-
-
 class ReloadQueue:
     """Queue of the reloads of one emission. A reload that lacks memory sleeps until enough may be free.
 
@@ -149,10 +114,7 @@ class ReloadQueue:
     ) -> Iterator[tuple[int, Gap, MemoryActionKind]]:
         """Yield the reloads to try at a position, as (index of the event, gap, kind).
 
-        Args:
-            position: Position that is being emitted.
-            free_bytes: Function that returns the free device bytes.
-            has_dram_buffer: Function that returns whether DRAM has a free buffer of a size in bytes.
+        `free_bytes` returns the free device bytes, `has_dram_buffer` whether DRAM has a free buffer of a size in bytes.
         """
         ready = self._ready
         for number in self._alarms.pop(position, ()):

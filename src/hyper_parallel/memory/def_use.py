@@ -78,8 +78,7 @@ class CommsInFlight:
     def defer_release(self, storage: int, position: int) -> bool:
         """Defer the release of a storage until the last operator in flight that uses it is joined.
 
-        Returns:
-            True if the release is deferred; False if no operator in flight uses the storage.
+        Return False if no operator in flight uses the storage.
         """
         users = [i for i in self._running if storage in self._program.touched[i]]
         for index in users[-1:]:  # the last one to finish
@@ -96,57 +95,12 @@ class CommsInFlight:
         return bool(deferred)
 
     def deferring(self) -> list[int]:
-        """Return the collectives with deferred releases, in the order in which they began.
-
-        Messages are omitted, because their peer may be late.
-        """
+        """Return the collectives in flight that defer releases, oldest first; no messages, whose peers may be late."""
         return [i for i, h in self._running.items() if h and not self._program.operators[i].message]
 
     def join(self, index: int) -> list[tuple[int, int]]:
         """Record that an operator is joined; return its deferred releases as (storage, position)."""
         return list(self._running.pop(index).items())
-
-
-def plain_actions(
-    program: MemoryProgram, order: Sequence[int], last_use: Sequence[int]
-) -> list[MemoryAction]:
-    """Return actions that run every operator once and free every storage after its last use, without copies.
-
-    A collective is joined before the first use of its results. If a `free` waits for the collective, it is joined as
-    soon as it is complete. `last_use` has the position after which each storage is freed; -1: never.
-    """
-    actions: list[MemoryAction] = []
-    comms, clock = CommsInFlight(program), ProgramClock(program)
-
-    def emit(action: MemoryAction) -> None:
-        actions.append(action)
-        clock.apply(action)
-
-    def release(s: int, position: int) -> None:
-        if last_use[s] == position and not comms.defer_release(s, position):
-            actions.append(MemoryAction("free", s))
-
-    def join(index: int) -> None:
-        emit(MemoryAction("join", index))
-        for s, position in comms.join(index):
-            release(s, position)
-
-    for position, index in enumerate(order):
-        operator = program.operators[index]
-        if comms:
-            for running in comms.deferring():
-                if clock.done_s(running) <= clock.now_s:
-                    join(running)
-            for running in comms.required_joins(operator):
-                join(running)
-        emit(MemoryAction("run", index))
-        if operator.group:
-            comms.begin(index)
-        for s in program.touched[index]:
-            release(s, position)
-    for running in comms.running:
-        join(running)
-    return actions
 
 
 @dataclass(frozen=True)
@@ -182,15 +136,17 @@ def use_definitions(program: MemoryProgram, order: Sequence[int]) -> UseDef:
     return UseDef(tuple(order), tuple(map(tuple, uses)), tuple(map(tuple, writes)), tuple(producer))
 
 
-def live_bytes(program: MemoryProgram, chains: UseDef) -> np.ndarray:
-    """Return the device bytes at every position, without offload and recomputation."""
-    change = np.zeros(len(chains.order) + 1, np.int64)
-    for s, storage in enumerate(program.storages):
-        uses = chains.uses[s]
-        if uses or storage.persistent:
-            change[0 if storage.at_start else uses[0]] += program.sizes[s]
+def live_bytes(program: MemoryProgram, uses: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the device bytes at every position, without offload and recomputation.
+
+    `uses` has the positions that access each storage.
+    """
+    change = np.zeros(len(program.operators) + 1, np.int64)
+    for storage, size, accesses in zip(program.storages, program.sizes, uses, strict=True):
+        if accesses or storage.persistent:
+            change[0 if storage.at_start else accesses[0]] += size
             if not storage.at_end:
-                change[uses[-1] + 1] -= program.sizes[s]
+                change[accesses[-1] + 1] -= size
     return np.cumsum(change[:-1])
 
 
@@ -242,16 +198,48 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
 
 
 def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[MemoryAction, ...]:
-    """Return the actions of a step without offload and recomputation, in an order."""
-    chains = use_definitions(program, order)
-    keep = [s.at_end for s in program.storages]
-    unused = [
-        MemoryAction("free", s)
-        for s, storage in enumerate(program.storages)
-        if storage.at_start and not storage.at_end and not chains.uses[s]
+    """Return the actions of a step without offload and recomputation, in an order.
+
+    Every operator runs once, and every storage is freed after its last use. A collective is joined before the first use
+    of its results. If a `free` waits for the collective, it is joined as soon as it is complete.
+    """
+    uses = use_definitions(program, order).uses
+    freed = [s for s, storage in enumerate(program.storages) if not storage.at_end]
+    last_use = {s: uses[s][-1] for s in freed if uses[s]}
+    actions = [
+        MemoryAction("free", s) for s in freed if program.storages[s].at_start and not uses[s]
     ]
-    last = [-1 if k or not uses else uses[-1] for k, uses in zip(keep, chains.uses, strict=True)]
-    return (*unused, *plain_actions(program, order, last))
+    comms, clock = CommsInFlight(program), ProgramClock(program)
+
+    def emit(action: MemoryAction) -> None:
+        actions.append(action)
+        clock.apply(action)
+
+    def release(s: int, position: int) -> None:
+        if last_use.get(s) == position and not comms.defer_release(s, position):
+            actions.append(MemoryAction("free", s))
+
+    def join(index: int) -> None:
+        emit(MemoryAction("join", index))
+        for s, position in comms.join(index):
+            release(s, position)
+
+    for position, index in enumerate(order):
+        operator = program.operators[index]
+        if comms:
+            for running in comms.deferring():
+                if clock.done_s(running) <= clock.now_s:
+                    join(running)
+            for running in comms.required_joins(operator):
+                join(running)
+        emit(MemoryAction("run", index))
+        if operator.group:
+            comms.begin(index)
+        for s in program.touched[index]:
+            release(s, position)
+    for running in comms.running:
+        join(running)
+    return tuple(actions)
 
 
 def working_set_bytes(program: MemoryProgram) -> int:

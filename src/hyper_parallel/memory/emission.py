@@ -13,60 +13,42 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from hyper_parallel.ir import MemoryAction, MemoryActionKind, MemoryProgram, MemoryTier
+from hyper_parallel.ir import MemoryAction, MemoryActionKind, MemoryTier
 from hyper_parallel.memory._in_flight import EmissionLedger, InFlightCopies
-from hyper_parallel.memory.copy_issue import Gap, ReloadQueue, early_stores, issue_positions
-from hyper_parallel.memory.def_use import CommsInFlight, use_definitions
-from hyper_parallel.memory.memory_machine import MemoryMachine
-from hyper_parallel.memory.recompute import Recomputes
-
-
-@dataclass(frozen=True)
-class EmissionOptions:
-    """Budget of one emission, and expected bytes and waits.
-
-    Attributes:
-        budget_bytes: Limit of device bytes; operators and early reloads wait for memory to stay below. None: no limit.
-        planned: Expected device bytes at every position; emission adds the bytes of early reloads in place.
-        pauses_s: Expected seconds of waiting and recomputation at every position.
-        on_demand: True: the operator that needs a storage issues its reload. False: reloads are issued earlier.
-    """
-
-    budget_bytes: int | None
-    planned: np.ndarray | None = None
-    pauses_s: np.ndarray | None = None
-    on_demand: bool = False
+from hyper_parallel.memory.candidates import OffloadCandidates
+from hyper_parallel.memory.copy_issue import Gap, ReloadQueue, issue_positions
+from hyper_parallel.memory.def_use import CommsInFlight
 
 
 class Emitter:
     """Emitter of one program: `emit` returns the actions, `ledger` has their bytes and simulated time.
 
-    Attributes:
-        live_bytes: Device bytes while each position runs.
+    Args:
+        candidates: Program, machine, order and recomputation.
+        gaps: Gaps of the evicted storages.
+        budget_bytes: Limit of device bytes; operators and early reloads wait for memory to stay below. None: no limit.
+        planned: Expected device bytes at every position; emission adds the bytes of early reloads in place.
+        pauses_s: Expected seconds of waiting at every position; None: no waits.
     """
 
     def __init__(
         self,
-        program: MemoryProgram,
-        machine: MemoryMachine,
-        order: Sequence[int],
+        candidates: OffloadCandidates,
         gaps: Sequence[Gap],
-        recomputes: Recomputes,
-        options: EmissionOptions,
+        budget_bytes: int | None,
+        planned: np.ndarray,
+        pauses_s: np.ndarray | None = None,
     ) -> None:
-        self.program, self.recomputes, self.order = program, recomputes, order
-        self.planned = np.zeros(0, np.int64) if options.planned is None else options.planned
-        self.budget = options.budget_bytes
-        self.live_bytes: list[int] = []
+        program, machine, recomputes = candidates.program, candidates.machine, candidates.recomputes
+        self.program, self.recomputes, self.order = program, recomputes, candidates.order
+        self.planned, self.budget = planned, budget_bytes
         self._waited_s: list[float] = []  # total wait before each position
-        starts = np.cumsum([0.0, *(program.operators[i].seconds for i in order)])[:-1]
-        paused = starts if options.pauses_s is None else starts + np.cumsum(options.pauses_s)
-        due = issue_positions(gaps, paused, program, machine)
-        self.reloads = ReloadQueue(() if options.on_demand else due)
+        starts = np.cumsum([0.0, *candidates.seconds])[:-1]
+        paused = starts if pauses_s is None else starts + np.cumsum(pauses_s)
+        self.reloads = ReloadQueue(issue_positions(gaps, paused, program, machine))
         # Copies to and from flash pass through a buffer of exactly their size.
         passing = {program.sizes[g.storage]: 1 for g in gaps if g.tier == "flash"}
         self.ledger = EmissionLedger(program, machine, passing)
@@ -91,10 +73,8 @@ class Emitter:
         self.remaining_s: list[float] = remaining_s.tolist()
         # Next use of storages whose eviction is still in flight when their reload is due.
         self.late_reloads: dict[int, int] = {}
-        self.writes = use_definitions(program, order).writes
-        self.early = early_stores(
-            gaps, program, len(order), recomputes.uses, self.writes, recomputes.dropped
-        )
+        self.writes = candidates.writes
+        self.early = candidates.early_stores(gaps)
 
     @property
     def waited_s(self) -> np.ndarray:
@@ -201,7 +181,6 @@ class Emitter:
             if not self.comms.defer_release(h, position):
                 ledger.emit("detach", h, "device")
         ledger.emit("run", index)
-        self.live_bytes.append(ledger.live["device"])
         if op.group:
             self.comms.begin(index)
         ends = self.ends[position]
@@ -237,9 +216,7 @@ class Emitter:
                 self.copies.evict(gap)
         elif dropped:
             if now < self.recomputes.gaps[s][1]:
-                for item in [p for p in self.copies.outgoing if p.storage == s]:
-                    item.detaches = False  # the eviction behind this copy was cancelled
-                    self.copies.finish(item)
+                self.copies.retain(s)  # the evictions behind these copies were cancelled
                 self.ledger.emit("detach", s, "device")
         else:
             self.copies.release(s)
@@ -272,24 +249,17 @@ class Emitter:
                     self._join(index, position)
         if not self.copies.outgoing:
             return
-        late = set[MemoryTier]()
+        clock, late = self.ledger.clock, set[MemoryTier]()
         for item in list(self.copies.outgoing):
-            if (
-                self.ledger.clock.arrival_s(item.storage, item.destination)
-                <= self.ledger.clock.now_s
-            ):
-                if (
-                    item.detaches
-                    and item.destination == "dram"
-                    and item.storage in self.late_reloads
-                ):
-                    last = self.late_reloads[item.storage]
-                    item.detaches = self._earliest_fit(item.storage, position, last) is not None
-                self.copies.finish(item)
-            else:
+            if clock.arrival_s(item.storage, item.destination) > clock.now_s:
                 late.add(item.destination)
                 if len(late) == self.num_host_tiers:
                     return  # a lane completes its copies in order
+                continue
+            last = self.late_reloads.get(item.storage)
+            if item.detaches and item.destination == "dram" and last is not None:
+                item.detaches = self._earliest_fit(item.storage, position, last) is not None
+            self.copies.finish(item)
 
     def _reload(self, number: int, gap: Gap, kind: MemoryActionKind, position: int) -> None:
         """Issue a planned reload, or let it sleep in the queue if it lacks memory."""
@@ -362,9 +332,7 @@ class Emitter:
                 if item.storage == s:
                     item.detaches = False
             return
-        for item in [p for p in self.copies.outgoing if p.storage == s]:
-            item.detaches = False
-            self.copies.finish(item)
+        self.copies.retain(s)
         if not tiers.get("dram"):
             self.copies.copy_in(s)
         self.ledger.emit("prefetch", s)
@@ -374,30 +342,28 @@ class Emitter:
         """Wait for the copy of a storage to the device, then release host copies without a later use."""
         if (s, "device") not in self.copies.incoming:
             return
-        for tier in ("dram", "device"):
+        arrivals: tuple[MemoryTier, ...] = ("dram", "device")
+        for tier in arrivals:
             if (s, tier) in self.copies.incoming:
                 del self.copies.incoming[s, tier]
-                self.ledger.emit("wait", s, "dram" if tier == "dram" else "device")
+                self.ledger.emit("wait", s, tier)
         later = [p for p in self.evictions_of.get(s, ()) if p >= position]
         clean = later and not any(position <= w <= later[0] for w in self.writes[s])
-        home = self.copies.homes[s]
-        if "dram" in self.ledger.valid[s] and home != "dram" and not clean:
-            self.ledger.emit("detach", s, "dram")
-        if "flash" in self.ledger.valid[s] and home != "flash" and not clean:
-            self.ledger.emit("detach", s, "flash")
+        host_tiers: tuple[MemoryTier, ...] = () if clean else ("dram", "flash")
+        for tier in host_tiers:
+            if tier in self.ledger.valid[s] and tier != self.copies.homes[s]:
+                self.ledger.emit("detach", s, tier)
 
     def _make_room(self, need: int, keep: set[int], position: int) -> None:
         """Wait for stores and communication in flight until `need` more device bytes fit the budget."""
-        if self.budget is None:
-            return
+        assert self.budget is not None
+        clock = self.ledger.clock
         while self.ledger.live["device"] + need > self.budget:
             outgoing = (p for p in self.copies.outgoing if p.detaches and p.destination == "dram")
             item = next((p for p in outgoing if p.storage not in keep), None)
             collective = next(iter(self.comms.deferring()), None)
             if collective is not None and (
-                item is None
-                or self.ledger.clock.done_s(collective)
-                <= self.ledger.clock.arrival_s(item.storage, "dram")
+                item is None or clock.done_s(collective) <= clock.arrival_s(item.storage, "dram")
             ):
                 self._join(collective, position)
             elif item is None:

@@ -12,21 +12,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hyper_parallel.ir import MEMORY_TIERS, MemoryAction, MemoryProgram, MemoryTier
-from hyper_parallel.memory._order import order_peak, order_seconds
+from hyper_parallel.ir import MEMORY_TIERS, MemoryAction, MemoryProgram, MemoryTier, replay
 from hyper_parallel.memory.candidates import OffloadCandidate
 from hyper_parallel.memory.copy_issue import Gap
 from hyper_parallel.memory.def_use import identity_actions
-from hyper_parallel.memory.emission import EmissionOptions, Emitter
+from hyper_parallel.memory.emission import Emitter
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
 from hyper_parallel.memory.rounding import ResidencyChoice, Rounding
+from hyper_parallel.memory.timeline import clocked
 
-_DRAM_SHARES = (
-    0.75,
-    0.5,
-    0.25,
-)  # fractions of DRAM to fill with storages that stay there, tried in turn
+# Fractions of DRAM to fill with storages that stay there, tried in turn.
+_DRAM_SHARES = (0.75, 0.5, 0.25)
 _POLISHED_OPERATORS, _POLISH_PASSES = 300, 3  # programs of up to 300 operators are polished
 # Targets of the linear program are lowered by these multiples of the mean size of an offloaded storage. Programs of up
 # to `_FAST_PROGRAM` operators try more multiples.
@@ -77,60 +74,13 @@ class EmittedProgram:
 def identity_program(program: MemoryProgram, order: tuple[int, ...]) -> EmittedProgram:
     """Return the program of an order without offload and recomputation."""
     actions = identity_actions(program, order)
-    peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
-    peaks["device"] = order_peak(program, order)
-    seconds = order_seconds(program, order)
+    peak_bytes = replay(program, program.on_device, actions).peak_bytes
+    peaks = {tier: peak_bytes[tier] for tier in MEMORY_TIERS}
+    seconds = clocked(program, None, actions).now_s
     waited_s = np.zeros(len(order) + 1)
     return EmittedProgram(
         actions, program.on_device, seconds, peaks, 0, (), None, "identity", waited_s
     )
-
-
-def emit(
-    program: MemoryProgram,
-    machine: MemoryMachine,
-    order: tuple[int, ...],
-    choice: ResidencyChoice,
-    limit_bytes: int | None,
-    limit_s: float,
-    pauses_s: np.ndarray,
-    statement: str,
-) -> EmittedProgram | None:
-    """Emit the actions of a residency choice and return the program; None if the step takes longer than `limit_s`.
-
-    Args:
-        program: Operators and storages.
-        machine: Channels and capacities.
-        order: Order of the operators.
-        choice: Storages to offload and to recompute.
-        limit_bytes: Limit of device bytes, see `EmissionOptions.budget_bytes`.
-        limit_s: Seconds after which emission stops.
-        pauses_s: Expected seconds of waiting and recomputation at every position.
-        statement: Phrase about the choice, for the statement of the plan.
-    """
-    recomputes, emitted = choice.candidates.recomputes, None
-    for share in _DRAM_SHARES:
-        gaps = assign_tiers(program, machine, choice.offloaded, share)
-        options = EmissionOptions(limit_bytes, choice.profile.copy(), pauses_s)
-        emitter = Emitter(program, machine, order, gaps, recomputes, options)
-        actions = emitter.emit(limit_s * (1 + 1e-9))
-        if actions is None:
-            return None
-        ledger = emitter.ledger
-        emitted = EmittedProgram(
-            actions,
-            tuple(emitter.copies.homes),
-            ledger.clock.now_s,
-            ledger.peaks,
-            ledger.dram_bytes,
-            tuple(gaps),
-            recomputes,
-            statement,
-            emitter.waited_s,
-        )
-        if machine.copy_out is None or not emitted.excess_bytes(machine):
-            break
-    return emitted
 
 
 def assign_tiers(
@@ -170,9 +120,6 @@ class Search:
     """Search for emitted programs in one order of the operators, with a cache.
 
     Attributes:
-        program: Operators and storages.
-        machine: Channels and capacities.
-        order: Order of the operators.
         rounding: Rounded linear program, which returns the choice for a target.
         identity: Program without offload and recomputation.
         best_seen: Program of least peak so far.
@@ -191,31 +138,19 @@ class Search:
     def __post_init__(self) -> None:
         self.best_seen = self.identity
 
-    def without_cache(self) -> Search:
-        """Return the search with an empty cache."""
-        return replace(self, rounding=self.rounding.without_cache(), _emissions={})
-
     def for_machine(self, machine: MemoryMachine) -> Search:
-        """Return the search on a machine with other capacities, with an empty cache."""
+        """Return the search on a machine, with an empty cache."""
         return replace(
             self, machine=machine, rounding=self.rounding.for_machine(machine), _emissions={}
         )
 
-    def feasible(self, target: int, limit_s: float) -> bool:
-        """Return whether the linear program meets a target in device bytes within `limit_s`."""
-        return self.rounding.feasible(target, limit_s)
-
     def programs(
         self, target: int, limit_s: float = float("inf"), lowers: bool = False
     ) -> list[EmittedProgram]:
-        """Return emitted programs for a target that respect the capacities of DRAM and flash.
+        """Return emitted programs for a target in device bytes that respect the capacities of DRAM and flash.
 
-        The programs may miss the target or the time limit; the caller checks.
-
-        Args:
-            target: Device bytes to reach.
-            limit_s: Seconds of a step; emission of a slower program stops.
-            lowers: Whether only the fastest program is wanted, so that each result lowers `limit_s`.
+        The programs may miss the target or the time limit; the caller checks. With `lowers`, only the fastest program
+        is wanted, so each result lowers `limit_s`.
         """
         result: list[EmittedProgram] = []
         emissions: list[tuple[ResidencyChoice, EmittedProgram]] = []
@@ -317,9 +252,8 @@ class Search:
 
     def _emit(self, choice: ResidencyChoice, target: int, limit_s: float) -> EmittedProgram | None:
         """Return the program of a choice, cached; None if it takes longer than `limit_s`."""
-        recomputed = choice.candidates.recomputes.gaps
         key = (
-            tuple(recomputed.items()),
+            tuple(choice.candidates.recomputes.gaps.items()),
             frozenset(choice.offloaded),
             target,
             tuple(choice.optimum.waits_s),
@@ -328,16 +262,38 @@ class Search:
             limited_s, known = self._emissions[key]
             if known is not None or limit_s <= limited_s:
                 return known
-        label = "copies and recompute" if recomputed else "copies"
-        emitted = emit(
-            self.program,
-            self.machine,
-            self.order,
-            choice,
-            target,
-            limit_s,
-            self.rounding.expected_waits_s(choice),
-            f"{label} in {choice.optimum.seconds:.6g} s by the linear program",
-        )
+        emitted = self._emit_anew(choice, target, limit_s)
         self._emissions[key] = limit_s, emitted
+        return emitted
+
+    def _emit_anew(
+        self, choice: ResidencyChoice, target: int, limit_s: float
+    ) -> EmittedProgram | None:
+        """Emit the program of a choice with the largest of `_DRAM_SHARES` that fits the capacities of DRAM and flash.
+
+        If none fits, use the smallest share. Return None if a program takes longer than `limit_s`.
+        """
+        recomputes, emitted = choice.candidates.recomputes, None
+        pauses_s = self.rounding.expected_waits_s(choice)
+        label = "copies and recompute" if recomputes.gaps else "copies"
+        for share in _DRAM_SHARES:
+            gaps = assign_tiers(self.program, self.machine, choice.offloaded, share)
+            emitter = Emitter(choice.candidates, gaps, target, choice.profile.copy(), pauses_s)
+            actions = emitter.emit(limit_s * (1 + 1e-9))
+            if actions is None:
+                return None
+            ledger = emitter.ledger
+            emitted = EmittedProgram(
+                actions,
+                tuple(emitter.copies.homes),
+                ledger.clock.now_s,
+                ledger.peaks,
+                ledger.dram_bytes,
+                tuple(gaps),
+                recomputes,
+                f"{label} in {choice.optimum.seconds:.6g} s by the linear program",
+                emitter.waited_s,
+            )
+            if self.machine.copy_out is None or not emitted.excess_bytes(self.machine):
+                break
         return emitted

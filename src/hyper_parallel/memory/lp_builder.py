@@ -2,8 +2,6 @@
 
 A position is an index in the order of the operators, and a gap is a range of positions between two uses of a storage. A
 store copies a storage from the device to DRAM. One linear program covers all candidates for offload and recomputation.
-Gradients that wait for their norm before clipping are no special case: they are candidates between their production and
-their use.
 """
 
 from __future__ import annotations
@@ -79,10 +77,7 @@ class LPBuilder:
         return cls(candidates, finder, np.array(fullest))
 
     def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
-        """Return the optimum for a target in device bytes; None if the target is infeasible or the solver fails.
-
-        See `ResidencyLP.solve`.
-        """
+        """Return the optimum of `ResidencyLP.solve`; None if the target is infeasible or the solver fails."""
         try:
             return self.model.solve(target_bytes, reserve)
         except SolverFailed as error:  # another target may still be solved
@@ -90,14 +85,9 @@ class LPBuilder:
             return None
 
     def add_store(self, s: int, since: int, leaves: int) -> int:
-        """Return the variable for the fraction of a storage that is copied to DRAM; add it on the first call.
+        """Return the variable for the fraction of a storage that is copied to DRAM; there is one per content.
 
-        There is one variable per storage and content.
-
-        Args:
-            s: Storage.
-            since: Position of the last write of the content.
-            leaves: First position at which the storage may be off the device.
+        `since` is the position of the last write of the content. The storage is on the device before `leaves`.
         """
         fraction, first = self._stored.get((s, since)) or (self.model.add_fraction(), leaves)
         self._stored[s, since] = fraction, min(first, leaves)
@@ -125,10 +115,8 @@ class LPBuilder:
     ) -> None:
         """Add the variable for an early end of a gap, because recomputations inside the gap read the storage.
 
-        Args:
-            s: Storage.
-            gap: First position, end, and variable of the offloaded fraction.
-            wanted: Dict from position to the variables of recomputations there that read the storage.
+        `gap` is (first position, end, variable of the offloaded fraction). `wanted` maps positions to the variables of
+        recomputations there.
         """
         low, _, whole = gap
         fraction = self.add_offload(s, low, min(wanted), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hyper_parallel.ir import MemoryProgram, Operator
+from hyper_parallel.ir import COPIES, MemoryProgram, Operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,6 @@ class Channel:
     def seconds(self, num_bytes: int) -> float:
         """Return the duration of one copy in seconds."""
         return self.latency_s + num_bytes / self.bytes_s
-
-    @property
-    def latency_bytes(self) -> float:
-        """Bytes that the channel could carry during the latency of one copy."""
-        return self.latency_s * self.bytes_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +43,7 @@ class Roofline:
     def annotate(self, program: MemoryProgram, link: Channel | None = None) -> MemoryProgram:
         """Return the program with the `seconds` of every operator from its FLOPs and access bytes.
 
-        `link` is the link between ranks, for the `comm_s` of collectives; None: collectives are timed like other
-        operators.
+        `link` connects the ranks and times collectives (`comm_s`); None: collectives are timed like other operators.
         """
 
         def timed(op: Operator) -> Operator:
@@ -61,9 +55,9 @@ class Roofline:
 
 
 def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> MemoryProgram:
-    """Return the program with measured seconds of its operators.
+    """Return the program with measured seconds of its operators; None: with its present seconds.
 
-    Collectives, and operators with 0 measured seconds, keep their present seconds. `None` changes nothing.
+    Collectives, and operators with 0 measured seconds, keep their present seconds.
     """
     if measured is None:
         return program
@@ -76,7 +70,7 @@ def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> Me
 
 @dataclass(frozen=True, slots=True)
 class MemoryMachine:
-    """Channels and capacities of the three tiers.
+    """Channels and capacities of the three tiers; a channel has the name of its copying action, a key of `COPIES`.
 
     Attributes:
         store: Channel from device to DRAM.
@@ -96,26 +90,16 @@ class MemoryMachine:
 
     def derated(self, margin: float) -> MemoryMachine:
         """Return the machine with the rate of every channel divided by 1 + margin."""
-
-        def slower(channel: Channel | None) -> Channel | None:
-            return channel and replace(channel, bytes_s=channel.bytes_s / (1 + margin))
-
-        return replace(
-            self,
-            store=replace(self.store, bytes_s=self.store.bytes_s / (1 + margin)),
-            prefetch=replace(self.prefetch, bytes_s=self.prefetch.bytes_s / (1 + margin)),
-            copy_out=slower(self.copy_out),
-            copy_in=slower(self.copy_in),
-        )
+        channels = {
+            kind: replace(channel, bytes_s=channel.bytes_s / (1 + margin))
+            for kind in COPIES
+            if (channel := getattr(self, kind)) is not None
+        }
+        return replace(self, **channels)
 
     def channel(self, kind: str) -> Channel:
         """Return the channel of a copying action, such as `store` or `prefetch`."""
-        channel = {
-            "store": self.store,
-            "prefetch": self.prefetch,
-            "copy_out": self.copy_out,
-            "copy_in": self.copy_in,
-        }[kind]
+        channel: Channel | None = getattr(self, kind)
         if channel is None:
             raise ValueError(f"the plan uses {kind}, but the machine has no flash tier")
         return channel

@@ -4,10 +4,9 @@ The goal is the least peak at a bounded slowdown, or the least time under a byte
 of operators, a linear program for offload and recomputation, rounding to whole storages, emission of actions, and
 address assignment. Each candidate plan is judged by exact replay and simulation of its actions, not by an estimate.
 
-With the cache, a step is planned once per machine and goal. A file is named by the fingerprint of all inputs of a plan
-(program, machine, goal, planner version) and holds only the decisions, as columns of numbers. Its content is checked:
-the actions are replayed on the caller's program and timed on the caller's machine, and the addresses are checked for
-overlap. If a check fails, the failure is logged and the step is planned again.
+A cache file is named by the fingerprint of all inputs of a plan (program, machine, goal, planner version) and holds the
+decisions, as columns of numbers. Reading it replays and times the actions and checks the addresses. If a check fails,
+the failure is logged and the step is planned again.
 """
 
 from __future__ import annotations
@@ -53,6 +52,25 @@ from hyper_parallel.units import MiB
 _MARGIN = 0.3  # a least-peak plan keeps its time limit on channels that are slower by this fraction
 
 
+@dataclass(frozen=True)
+class _Goal:
+    """Goal and options of `plan_memory`, see there; part of the fingerprint of a cached plan."""
+
+    budget_bytes: int | None
+    max_slowdown: float | None
+    recompute: bool
+    reorder: bool
+    move: Collection[StorageKind] | None = None
+    bandwidth_margin: float | None = None
+
+    @property
+    def margin(self) -> float:
+        """Fraction by which the search assumes slower channels."""
+        if self.bandwidth_margin is not None:
+            return self.bandwidth_margin
+        return _MARGIN if self.budget_bytes is None else 0.0
+
+
 def plan_memory(
     program: MemoryProgram,
     machine: MemoryMachine,
@@ -91,12 +109,11 @@ def plan_memory(
             got=f"budget_bytes={budget_bytes}, max_slowdown={max_slowdown}",
             hint="give budget_bytes=... for the least time, or max_slowdown=0.02 for the least peak",
         )
-    margin = bandwidth_margin
-    if margin is None:
-        margin = _MARGIN if budget_bytes is None else 0.0
-    if margin < 0:
-        raise BadValue("`bandwidth_margin` must not be negative", got=margin, allowed="0 or more")
-    goal = _Goal(budget_bytes, max_slowdown, move, recompute, margin)
+    if bandwidth_margin is not None and bandwidth_margin < 0:
+        raise BadValue(
+            "`bandwidth_margin` must not be negative", got=bandwidth_margin, allowed="0 or more"
+        )
+    goal = _Goal(budget_bytes, max_slowdown, recompute, reorder, move, bandwidth_margin)
     # Collections of cycles take a quarter of the planning time.
     with paused_garbage_collection():
         orders, statement = _orders(program, reorder)
@@ -140,17 +157,6 @@ def _orders(program: MemoryProgram, reorder: bool) -> tuple[list[tuple[int, ...]
     ), statement
 
 
-@dataclass(frozen=True)
-class _Goal:
-    """Arguments of `plan_memory` that do not depend on the order."""
-
-    budget_bytes: int | None
-    max_slowdown: float | None
-    move: Collection[StorageKind] | None
-    recompute: bool
-    margin: float
-
-
 def _plan_best_order(
     program: MemoryProgram,
     machine: MemoryMachine,
@@ -158,10 +164,7 @@ def _plan_best_order(
     orders: Sequence[tuple[int, ...]],
     statement: tuple[str, ...],
 ) -> MemoryPlan:
-    """Plan in the fastest order and in the order of least peak, and return the better plan.
-
-    Both orders are selected without offload and recomputation.
-    """
+    """Plan in the orders that are fastest and of least peak without offload, and return the better plan."""
     unmoved = {order: identity_program(program, order) for order in orders}
     fast = min(orders, key=lambda o: (unmoved[o].seconds, unmoved[o].peak))
     small = min(orders, key=lambda o: (unmoved[o].peak, unmoved[o].seconds))
@@ -202,11 +205,10 @@ def _plan_in_order(
     limit_s: float | None = None,
     best_s: float = float("inf"),
 ) -> MemoryPlan:
-    """Return the plan of one order.
+    """Return the plan of one order; `statement` has sentences about earlier passes.
 
-    The search assumes that the channels of `true_machine` are slower by `goal.margin`. `statement` has sentences about
-    earlier passes. When the peak is minimized, `limit_s` limits the seconds of the step; None: it follows from
-    `max_slowdown` and this order. With a budget and no margin, the search is limited to plans faster than `best_s`.
+    When the peak is minimized, `limit_s` limits the seconds of the step; None: it follows from `max_slowdown` and this
+    order. With a budget and no margin, the search is limited to plans that take at most `best_s`.
     """
     machine = true_machine.derated(goal.margin)
     budget_bytes, max_slowdown = goal.budget_bytes, goal.max_slowdown
@@ -295,16 +297,6 @@ _CHOICE_KINDS = ("offload", "recompute", "stream")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _CachedGoal:
-    """Arguments of `plan_memory` that state the goal; part of the fingerprint of a cached plan."""
-
-    budget_bytes: int | None
-    max_slowdown: float | None
-    recompute: bool
-    reorder: bool
-
-
 _LIMITS: Final = Limits(256 * MiB, num_elements=20_000_000)
 """Size limits of a cache file, for plans of about a million actions."""
 
@@ -327,13 +319,12 @@ def plan_memory_cached(
     """Return the result of `plan_memory`, read from the cache after an earlier call with equal arguments.
 
     `cache` is the directory of the cache; None: `plans` in the user's cache directory. `measured` has measured seconds
-    of the operators. They vary between runs, so they are not part of the fingerprint: a cached plan keeps the seconds
-    with which it was planned.
+    of the operators, which vary between runs: a cached plan keeps the seconds with which it was planned.
 
     Raises:
         HyperParallelError: See `plan_memory`. A failure to read or write the cache is logged, not raised.
     """
-    goal = _CachedGoal(budget_bytes, max_slowdown, recompute, reorder)
+    goal = _Goal(budget_bytes, max_slowdown, recompute, reorder)
     key = fingerprint(program, machine, (goal, measured is not None))
     path = (cache or cache_dir() / "plans") / f"{key[:32]}.json"
     if path.exists():
@@ -401,7 +392,7 @@ def _write(path: Path, key: str, plan: MemoryPlan, timed: bool) -> None:
 
 
 def _read(
-    path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _CachedGoal
+    path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _Goal
 ) -> MemoryPlan:
     """Return the plan in a cache file, checked against the goal and the machine."""
     try:
@@ -458,7 +449,7 @@ def _natural_number(value: Any) -> int:
     return value
 
 
-def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _CachedGoal) -> None:
+def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _Goal) -> None:
     """Raise _UnusableFile if a plan misses its goal, exceeds a capacity, or has wrong addresses."""
     if goal.budget_bytes is not None and plan.device_bytes > goal.budget_bytes:
         raise _UnusableFile(f"it takes {plan.device_bytes} bytes of the device, above the budget")

@@ -93,7 +93,7 @@ class ChainFinder:
 
     def __init__(self, program: MemoryProgram, chains: UseDef) -> None:
         self.program, self.chains = program, chains
-        self.place = _places(chains)
+        self.place = {index: position for position, index in enumerate(chains.order)}
         self.retained: set[int] | None = None  # None: anything may be retained
         dependent_bytes = [0] * len(program.storages)
         for s, size in enumerate(program.sizes):
@@ -156,10 +156,9 @@ class ChainFinder:
         return Chain(tuple(operators), tuple(helpers), tuple(inputs), tuple(retained), seconds)
 
     def _better_retained(self, s: int, chain: Chain | None) -> bool:
-        """Return whether a dead input `s` should be retained instead of recomputed by `chain`.
+        """Return whether a dead input `s` is retained instead of recomputed by `chain`.
 
-        While `self.retained` is None, return True if `chain` is None, needs FLOPs, or would retain more bytes than `s`
-        has.
+        While `self.retained` is None, it is retained if `chain` is None, needs FLOPs, or retains more bytes than `s`.
         """
         if self.retained is not None:
             return s in self.retained
@@ -174,8 +173,7 @@ class ChainFinder:
 def choose_recomputes(finder: ChainFinder, chosen: Collection[int]) -> Recomputes:
     """Return the recomputation of the chosen storages; those that cannot be recomputed are omitted.
 
-    Storages are added from the latest producer to the earliest. The inputs of a recomputed storage become uses of
-    earlier storages, which must then be recomputed before them.
+    Storages are added from the latest producer to the earliest, because recomputation reads results of earlier ones.
     """
     program, chains, place = finder.program, finder.chains, finder.place
     result = Recomputes([list(u) for u in chains.uses])
@@ -210,14 +208,6 @@ def choose_recomputes(finder: ChainFinder, chosen: Collection[int]) -> Recompute
                 result.uses[x].sort()
         result.seconds += chain.seconds
     return result
-
-
-def _places(chains: UseDef) -> list[int]:
-    """Return a list from operator index to its position in the order."""
-    place = [0] * len(chains.order)
-    for position, index in enumerate(chains.order):
-        place[index] = position
-    return place
 
 
 def longest_gap(uses: list[int] | tuple[int, ...]) -> tuple[int, int] | None:

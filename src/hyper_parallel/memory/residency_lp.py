@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     import highspy
 
 
-_SCALE = (
-    1e4  # factor on costs, because differences of unscaled costs are below the solver's tolerance
-)
+_SCALE = 1e4  # factor on costs: differences of unscaled costs are below the solver's tolerance
 _METHODS: tuple[dict[str, str | float], ...] = (
     {"solver": "simplex"}, {"solver": "ipm"}, {"solver": "simplex", "presolve": "off"},
 )  # fmt: skip
@@ -248,10 +246,7 @@ class ResidencyLP:
         return self._sample[a] == self._sample[b]
 
     def add_absence(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
-        """Subtract `num_bytes` times a fraction from the device bytes at positions [low, high), without copies.
-
-        Negative `num_bytes` add device bytes.
-        """
+        """Subtract `num_bytes` (may be negative) times a fraction from the device bytes at positions [low, high)."""
         self._spans.append((fraction, low, high, num_bytes))
         self._add_span(self._absent, fraction, low, high, num_bytes)
 
@@ -296,10 +291,7 @@ class ResidencyLP:
     def add_gap_stall(
         self, fraction: int, low: int, high: int, num_bytes: int, stored: bool
     ) -> None:
-        """Add a wait if the copies of a fraction take longer than the positions [low, high) of its gap.
-
-        The copies are the prefetch and, if `stored`, the store.
-        """
+        """Add a wait if prefetch (and store, if `stored`) of a fraction take longer than the positions [low, high)."""
         copies_s = self._prefetch.seconds(num_bytes)
         if stored:
             copies_s += self._store.seconds(num_bytes)
@@ -368,10 +360,7 @@ class ResidencyLP:
         )
 
     def sum_by_sample(self, seconds: np.ndarray) -> np.ndarray:
-        """Return, per sample, the sum of `seconds` over the positions after the previous sample up to this one.
-
-        The last sum is over the positions after the last sample.
-        """
+        """Return the sum of `seconds` per sample, since the previous one; the last sum is for the rest of the step."""
         sums = np.concatenate(([0.0], np.cumsum(seconds)))
         return np.diff(sums[np.concatenate(([0], self.positions + 1, [len(seconds)]))])
 
@@ -452,7 +441,7 @@ class ResidencyLP:
 
     def _channel_units(self, channel: Channel, num_bytes: int) -> float:
         """Return the bytes of a copy plus the bytes that its latency costs on the channel, in units of the solver."""
-        return (num_bytes + channel.latency_bytes) / self._unit
+        return (num_bytes + channel.latency_s * channel.bytes_s) / self._unit
 
     def _traffic_cost(self, seconds: float) -> float:
         return _TRAFFIC_COST * seconds / self._unit_s

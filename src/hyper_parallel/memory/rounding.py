@@ -62,8 +62,7 @@ class ResidencyChoice:
 class Rounding:
     """Residency linear program of one order of operators, with optima rounded to whole storages.
 
-    `movable_kinds` are the storage kinds that may be offloaded; None: all except inputs and outputs. `recompute` states
-    whether results may be recomputed.
+    `movable_kinds` are the storage kinds that may be offloaded; None: all except inputs and outputs.
     """
 
     def __init__(
@@ -76,8 +75,8 @@ class Rounding:
         recompute: bool,
     ) -> None:
         self._program, self._machine, self._order = program, machine, order
-        self._recompute = recompute
         self._finder = ChainFinder(program, use_definitions(program, order))
+        self._lp_finder = self._finder if recompute else None
         self._movable = [
             s
             for s, storage in enumerate(program.storages)
@@ -92,9 +91,7 @@ class Rounding:
 
     @cached_property
     def _builder(self) -> LPBuilder:
-        return LPBuilder.sampled(
-            self._candidates_for(()), self._finder if self._recompute else None
-        )
+        return LPBuilder.sampled(self._candidates_for(()), self._lp_finder)
 
     def _solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
         """Return the optimum for a target in device bytes; None if the target is infeasible.
@@ -110,16 +107,11 @@ class Rounding:
             if not len(violated) or refinement == _MAX_REFINEMENTS:
                 break
             positions = np.union1d(self._builder.model.positions, violated)
-            finder = self._finder if self._recompute else None
-            self._builder = LPBuilder(self._candidates_for(()), finder, positions)
+            self._builder = LPBuilder(self._candidates_for(()), self._lp_finder, positions)
         return optimum
 
-    def without_cache(self) -> Rounding:
-        """Return a copy without solver state, because results may depend on the solution from which a solver starts."""
-        return self.for_machine(self._machine)
-
     def for_machine(self, machine: MemoryMachine) -> Rounding:
-        """Return a copy for a machine with other capacities, without solver state."""
+        """Return a copy for a machine, without solver state: results may depend on a solver's first solution."""
         copied = copy(self)
         copied.__dict__.pop("_builder", None)
         copied._machine, copied._candidates = machine, {}
@@ -130,10 +122,7 @@ class Rounding:
     ) -> ResidencyChoice | None:
         """Return the rounded optimum for a target; None if the target is infeasible or the step exceeds `limit_s`.
 
-        Args:
-            target_bytes: Device bytes.
-            reserve: Dict from position to bytes to keep free there.
-            limit_s: Limit of the step time in seconds.
+        `reserve` maps positions to bytes to keep free there.
         """
         optimum = self._solve(target_bytes, reserve)
         if optimum is None or optimum.seconds > limit_s * (1 + 1e-9):
@@ -167,10 +156,7 @@ class Rounding:
         return result
 
     def excess_by_position(self, choice: ResidencyChoice, target_bytes: int) -> dict[int, float]:
-        """Return a dict from sampled position to the largest excess of a rounded choice over the target, in bytes.
-
-        The excess is the largest one between the previous sample and this sample.
-        """
+        """Return, per sample that exceeds the target, the largest excess in bytes since the previous sample."""
         model = choice.builder.model
         excess = model.max_by_sample(choice.profile - target_bytes)
         return {
@@ -182,12 +168,9 @@ class Rounding:
     def unexpected_waits(self, choice: ResidencyChoice, waited_s: np.ndarray) -> dict[int, float]:
         """Return a dict from position to bytes to keep free, because an emitted program waits there unexpectedly.
 
-        A wait is unexpected if the optimum of the linear program does not include it. They are the bytes that the store
-        channel could copy during the wait. The sample before the wait gets at least as many bytes.
-
-        Args:
-            choice: Emitted choice.
-            waited_s: Seconds that the emitted program waits at every position, and at the end.
+        A wait is unexpected if the optimum of the linear program does not include it. The bytes are those that the
+        store channel could copy during the wait. The sample before the wait gets at least as many bytes. `waited_s` has
+        the seconds that the emitted program waits at every position, and at the end.
         """
         model = choice.builder.model
         excess_s = model.sum_by_sample(waited_s[:-1]) - self._expected_waits_s(choice)
@@ -207,10 +190,7 @@ class Rounding:
         return waits.clip(0.0)
 
     def most_fractional(self, choice: ResidencyChoice) -> list[int | OffloadCandidate]:
-        """Return the decisions whose fractions are closest to 0.5: storages to recompute and candidates to offload.
-
-        There are at most `_NUM_FRACTIONAL` decisions of each kind.
-        """
+        """Return the `_NUM_FRACTIONAL` storages to recompute, and candidates, whose fractions are closest to 0.5."""
         recomputed = {
             s: float(choice.optimum.fractions[fraction])
             for s, fraction in choice.builder.recomputed.items()

@@ -4,9 +4,6 @@ A lane is a serial queue of work: one for computation, one per copy direction, o
 issues the actions in program order. An operator on the compute lane takes its seconds, every other action takes no
 time. The other lanes work in the order of issue; a copy also waits for the copy that fills its source. A `wait` or
 `join` blocks the compute lane until the named copy or collective ends.
-
-Emission asks for the time at which an action would end, thousands of times per plan, so the clock applies one action at
-a time. A test compares it with the event simulation of the same actions.
 """
 
 from __future__ import annotations
@@ -95,11 +92,7 @@ def peak_by_kind(plan: MemoryPlan) -> dict[StorageKind, int]:
 
 
 def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
-    """Return the timeline of a plan, shortened for a chart.
-
-    Consecutive operators of one phase become one span. Copies are named by the kind of their storage. Counters keep
-    only samples whose value changes.
-    """
+    """Return the timeline of a plan for a chart: one span per phase, copies named by kind, changes of counters only."""
     operators = plan.program.operators
     runs = iter(
         [

@@ -1,7 +1,7 @@
 """Schedule of one step of a multimodal model: stage 0 is a tower (encoder), the others are language stages.
 
-Ranks of the schedule are called lanes. Lane k < p runs language stage k + 1. Copies of the tower run on lanes of the
-language part, where they fill bubbles, or on lanes of their own. Each microbatch passes through one copy.
+Ranks of the schedule are called lanes. With p language stages, lane k < p runs stage k + 1. Copies of the tower run on
+lanes of the language part, where they fill bubbles, or on lanes of their own. Each microbatch passes through one copy.
 
 A tower whose parameters are sharded over several lanes computes in rounds: every lane computes one microbatch, at the
 same place of the order of all actions. So the collectives have one order on all lanes. If a lane has several ranks of a
@@ -157,8 +157,7 @@ def submodel_schedule(
         ahead: Extra microbatches in flight on lanes with the tower, beyond 1F1B.
 
     Raises:
-        ScheduleError: HP320 if the number of costs is not the number of stages, or `microbatches` is not a multiple of
-            `lanes.width`.
+        ScheduleError: HP320 for a wrong number of costs, or if `microbatches` is not a multiple of `lanes.width`.
     """
     if lanes.padded(microbatches) != microbatches:
         raise ScheduleError(

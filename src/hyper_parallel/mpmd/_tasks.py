@@ -344,7 +344,7 @@ class _Builder:
         device = f"rank {rank}/device"
         starts, ends = (((device, n),) if n else () for n in (at_start, at_end))
         ns, executor = nanoseconds(seconds), f"rank {rank}/{lane}"
-        self.tasks.append(Task(name, executor, ns, lane, tuple(deps), 0, starts, ends))
+        self.tasks.append(Task(name, executor, ns, lane, tuple(deps), starts, ends))
         return len(self.tasks) - 1
 
     def _needs(self, action: Action, rank: int) -> Iterator[_Key]:

@@ -194,7 +194,7 @@ def _wrong_rounds(schedule: Schedule, spots: dict[Action, _Spot]) -> Iterator[_W
 def _wrong_messages(
     schedule: Schedule, spots: dict[Action, _Spot], homes: dict[tuple[int, int | None], int]
 ) -> Iterator[_Wrong]:
-    """Yield edges between ranks that lack a send or receive, and messages received out of order."""
+    """Yield sends and receives that are missing, misplaced or out of order."""
     expected: set[Action] = set()
     pairs = (
         (spot, send) for computed, spot in spots.items() for send in schedule.messages(computed)
@@ -235,7 +235,7 @@ def _wrong_messages(
 
 
 def _wrong_sharding(schedule: Schedule) -> Iterator[_Wrong]:
-    """Yield computations without gathered parameters, and gradients reduced before the last backward or never."""
+    """Yield gathers, frees and gradient reductions that are missing, repeated or misplaced."""
     sharded = any(leaf.kind == "UNSHARD" for _, _, leaf in schedule.leaves())
     # Stage and rank: every copy of a stage gathers and reduces for itself.
     gathered: set[tuple[int, int]] = set()

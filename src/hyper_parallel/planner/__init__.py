@@ -4,7 +4,6 @@ from hyper_parallel.planner._explain import half_width
 from hyper_parallel.planner._objective import plan
 from hyper_parallel.planner._recipe import parse_strategy, plan_recipe
 from hyper_parallel.planner._simulate import gantt, plan_tasks, simulate_plan
-from hyper_parallel.planner.plan_builder import recheck
 from hyper_parallel.planner.request import default_workload
 from hyper_parallel.planner.saved_plan import check_saved_plan, launch_settings, plan_overrides
 from hyper_parallel.planner.submodels import MEDIA
@@ -21,6 +20,5 @@ __all__ = [
     "plan_overrides",
     "plan_recipe",
     "plan_tasks",
-    "recheck",
     "simulate_plan",
 ]

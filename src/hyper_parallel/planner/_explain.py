@@ -47,7 +47,7 @@ def half_width(plan: Plan) -> float | None:
 
 def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
     """Return the reason why a strategy that fits was rejected: its slowdown, and the cost term that grew most."""
-    share = best.step_s * (loser.per_token_s / best.per_token_s) / best.step_s - 1.0
+    share = loser.per_token_s / best.per_token_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:
         return "equally fast, but neither simpler (smaller tp, cp, pp, ep) nor smaller in memory"

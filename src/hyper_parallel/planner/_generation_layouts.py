@@ -13,11 +13,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hyper_parallel.cost import Candidates, PricingCase
+from hyper_parallel.cost import Candidates, PricingCase, partition
 from hyper_parallel.cost.generation_passes import cache_bytes, pass_bytes, pass_seconds
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import GenerateWorkload, Strategy
-from hyper_parallel.planner.pricing import partition
 from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.units import DTYPE_BYTES, divisors
 
@@ -140,10 +139,8 @@ class GenerationPricer:
         """
         terms = pass_bytes(self._case(layouts), self.work)
         fixed, per_sequence = (np.broadcast_to(b, len(layouts)) for b in terms)
-        rows, capacity = (
-            zip(layouts, fixed, per_sequence, strict=True),
-            self.request.machine.memory_bytes,
-        )
+        capacity = self.request.machine.memory_bytes
+        rows = zip(layouts, fixed, per_sequence, strict=True)
         max_sequences = [np.min((capacity - x.weights - f) // (x.cache + e)) for x, f, e in rows]
         return fixed, per_sequence, np.array(max_sequences)
 
@@ -158,9 +155,7 @@ class GenerationPricer:
         kinds = [(len(layers), n, self._latent(layers[0])) for layers, n in r.layer_kinds]
         terms = pass_seconds(case, kinds, work)
         fixed, per_sequence, largest = self.memory(layouts)
-        stored, compute = (
-            DTYPE_BYTES[d] for d in (r.workload.param_dtype, r.workload.compute_dtype)
-        )
+        stored, compute = DTYPE_BYTES[r.workload.param_dtype], DTYPE_BYTES[r.workload.compute_dtype]
         casts = (work.prompt_passes + work.new_tokens - 1) * float(stored != compute)
         # Casts of the current and the next layer, embedding and head; `fixed` includes those of gathered weights.
         inside = 2.0 * (case.dense() + case.experts()) + case.ends(case.outside)

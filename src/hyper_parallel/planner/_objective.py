@@ -28,7 +28,6 @@ MEMORY_STEPS: Final = 10
 
 
 def _check_types(model: object, topology: object, workload: object) -> None:
-    """Raise BadValue (HP102) if an argument of `plan` has an unsupported type."""
     for name, value, kinds, allowed in (
         ("model", model, (str, os.PathLike, ModelSpec), "a name, a path, or a ModelSpec"),
         ("topology", topology, (str, os.PathLike, Supernode), "a name, a path, or a Supernode"),
@@ -69,7 +68,7 @@ def plan(
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
         workload: Training step; missing batch numbers are assumed, with a note. None: a default workload.
         num_devices: Number of devices to use; None: those of `strategy`, else all of the topology.
-        strategy: Strategy to evaluate; None: search for the best one.
+        strategy: Strategy to evaluate, without a search: the arguments below have no effect. None: search for the best.
         pins: Choices that the search must use, such as `{"tp": 8}` (tp_x = 8, tp_y = 1) or `{"schedule": "zbv"}`. If
             this version cannot run them, the plan is a prediction only, with a note; on `local` they are refused.
         exclude: Axes whose degree stays 1, and choices of `EXCLUDABLE` that keep their default.
@@ -77,8 +76,7 @@ def plan(
             all devices or fewer. `memory`: the least peak memory. `fewest-devices`: as few as `deadline_s` permits.
         deadline_s: Maximum seconds per step, for the objectives `fewest-devices` (required) and `memory`.
         top: Maximum number of runners-up in the plan.
-        offload: Whether bytes that exceed device memory may be offloaded to host memory or recomputed. Ignored if
-            `strategy` is set, because a strategy has its own `offload`.
+        offload: Whether bytes that exceed device memory may be offloaded to host memory or recomputed.
         all_layouts: Whether to search strategies that this version cannot run, for studies; notes name them.
         memory_headroom: Fraction of device memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
         towers: Image or audio encoders of a multimodal model, from `model.towers_of`, to include in the search.
@@ -98,8 +96,12 @@ def plan(
         return evaluate(request, strategy, num_devices=num_devices)
     request = resolve(model, topology, workload, num_devices)
     local = request.supernode.name == LOCAL
-    request = _restrict(request, pins, exclude, offload, executable=local or not all_layouts)
-    request = request.with_headroom(memory_headroom)
+    request = replace(
+        request,
+        pins={**check_pins(pins), **check_exclusions(exclude, pins or {})},
+        executable=local or not all_layouts,
+        offload=HostMemory() if offload else None,
+    ).with_headroom(memory_headroom)
     find = partial(_best_for, objective=objective, deadline_s=deadline_s, top=top)
     if towers:
         find = partial(plan_with_towers, towers=towers, media=media, find=find)
@@ -120,19 +122,6 @@ def _find_executable(
             with suppress(NoLegalStrategy):
                 return find(replace(request, executable=False))
         raise
-
-
-def _restrict(
-    request: PlanRequest,
-    pins: Mapping[str, int | str] | None,
-    exclude: Sequence[str],
-    offload: bool,
-    executable: bool,
-) -> PlanRequest:
-    if offload:
-        request = replace(request, offload=HostMemory())
-    fixed = {**check_pins(pins), **check_exclusions(exclude, pins or {})}
-    return replace(request, pins=fixed, executable=executable)
 
 
 def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:

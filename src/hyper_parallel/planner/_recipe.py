@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, Final, Literal
@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import yaml
 from pydantic import Field
 
+from hyper_parallel.config import Overlap as OverlapSection
 from hyper_parallel.config import Parallel, Recipe, parse_yaml, validated
 from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch, UnsupportedSharding
 from hyper_parallel.ir import Overlap, Plan, Rule, Strategy, Workload
@@ -62,31 +63,37 @@ def plan_recipe(
         DegreesMismatch: HP301 when explicit degrees, or `parallel.world_size`, do not match the number of ranks.
         HyperParallelError: As raised by `plan`.
     """
-    chosen = _plan_auto if recipe.parallel.auto else _plan_explicit
-    return chosen(recipe, world_size, where, model, trained, half_batches)
+    auto, in_recipe, strategy = recipe.parallel.auto, recipe.parallel.world_size, _strategy(recipe)
+    if not auto:
+        check_degrees(strategy, in_recipe, where("parallel.world_size"))
+        check_degrees(strategy, world_size, where(_culprit(strategy)))
+    elif None not in (world_size, in_recipe) and world_size != in_recipe:
+        raise DegreesMismatch(
+            f"`parallel.world_size` is {in_recipe}, but {world_size} ranks were started",
+            where=where("parallel.world_size"),
+            got=in_recipe,
+            allowed=world_size,
+            changes={"parallel.world_size": world_size},
+        )
+    stated = world_size or in_recipe
+    request = _request(recipe, model, stated if auto else strategy.world_size, trained)
+    request = replace(request, half_batches=half_batches)
+    if auto:
+        return _plan_auto(recipe, request, strategy, where)
+    return _plan_explicit(recipe, request, strategy, where, stated)
 
 
 def _plan_explicit(
     recipe: Recipe,
-    world_size: int | None,
+    request: PlanRequest,
+    strategy: Strategy,
     where: Callable[[str], str],
-    model: ModelSpec | None,
-    trained: float | None,
-    half_batches: bool,
+    num_devices: int | None,
 ) -> Plan:
-    parallel, strategy = recipe.parallel, _strategy(recipe)
-    culprit = where(_culprit(strategy))
-    check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
-    check_degrees(strategy, world_size, culprit)
-    request = _request(recipe, model, strategy.world_size, trained)
-    others = recipe.grpo.sampling_ranks if recipe.stage == "grpo" else parallel.tower_ranks
+    others = recipe.grpo.sampling_ranks if recipe.stage == "grpo" else recipe.parallel.tower_ranks
     request = request.sharing_cores_with(strategy.world_size + others)
-    request = replace(request, half_batches=half_batches)
-    num_devices = world_size or parallel.world_size
-    if _searches_overlap(recipe):
-        plan = _evaluate_overlaps(request, strategy, culprit, num_devices)
-    else:
-        plan = evaluate(request, strategy, culprit, num_devices)
+    price = _evaluate_overlaps if _searches_overlap(recipe) else evaluate
+    plan = price(request, strategy, where(_culprit(strategy)), num_devices)
     if recipe.stage == "grpo":
         from hyper_parallel.planner._roles import with_roles
 
@@ -109,29 +116,13 @@ def _evaluate_overlaps(
 
 
 def _plan_auto(
-    recipe: Recipe,
-    world_size: int | None,
-    where: Callable[[str], str],
-    model: ModelSpec | None,
-    trained: float | None,
-    half_batches: bool,
+    recipe: Recipe, request: PlanRequest, strategy: Strategy, where: Callable[[str], str]
 ) -> Plan:
-    parallel, strategy = recipe.parallel, _strategy(recipe)
-    if None not in (world_size, parallel.world_size) and world_size != parallel.world_size:
-        raise DegreesMismatch(
-            f"`parallel.world_size` is {parallel.world_size}, but {world_size} ranks were started",
-            where=where("parallel.world_size"),
-            got=parallel.world_size,
-            allowed=world_size,
-            changes={"parallel.world_size": world_size},
-        )
     # The search has no columns for these choices.
     names = ("rules", "schedule_file", "stage_layers", "overlap")
     base = Strategy(**{name: getattr(strategy, name) for name in names})
-    request = _request(recipe, model, world_size or parallel.world_size, trained)
     pins = _pins(recipe, strategy, where)
     request = replace(request, from_recipe=True, executable=True, pins=pins, base=base)
-    request = replace(request, half_batches=half_batches)
     if recipe.stage == "grpo":
         from hyper_parallel.planner._roles import split_devices
 
@@ -162,26 +153,29 @@ def _request(
         optimizer=t.optimizer,
     )
     request = resolve(model or recipe.model.path, recipe.topology, workload, num_devices)
+    notes = list(request.notes)
     share = trained_share(request.model, recipe) if trained is None else trained
     if share != 1.0:
-        workload = replace(request.workload, trained=share)
-        note = f"{share:.3%} of the parameters are trained; passes are timed as if all were"
-        request = replace(request, workload=workload, notes=(*request.notes, note))
-    drops_inputs = (
-        recipe.lora is not None and recipe.lora.lora_dropout > 0 and not t.disable_dropout
-    )
-    request = replace(request, token_chunks=not (t.compile or drops_inputs))
-    if recipe.stage == "grpo":
-        request = replace(request, group_sequences=recipe.grpo.num_generations)
+        workload = replace(workload, trained=share)
+        notes.append(f"{share:.3%} of the parameters are trained; passes are timed as if all were")
+    group = recipe.grpo.num_generations if recipe.stage == "grpo" else 1
     if not has_batch and recipe.parallel.auto:
-        tokens = workload.seq_len * request.num_devices * request.group_sequences
+        tokens = workload.seq_len * request.num_devices * group
         workload = replace(workload, tokens_per_step=tokens, microbatch=None)
-        unit = "one sequence" if request.group_sequences == 1 else "one group of completions"
-        note = f"tokens per step assumed: {unit} per rank, {tokens}"
-        request = replace(request, workload=workload, notes=(*request.notes, note))
+        unit = "one sequence" if group == 1 else "one group of completions"
+        notes.append(f"tokens per step assumed: {unit} per rank, {tokens}")
     if t.optimizer not in ("adamw", "adam"):
-        note = f"optimizer states and time of {t.optimizer} are predicted as for adamw: two states per parameter"
-        request = replace(request, notes=(*request.notes, note))
+        notes.append(
+            f"optimizer states and time of {t.optimizer} are predicted as for adamw: two states per parameter"
+        )
+    drops_inputs = recipe.lora and recipe.lora.lora_dropout > 0 and not t.disable_dropout
+    request = replace(
+        request,
+        workload=workload,
+        notes=tuple(notes),
+        token_chunks=not (t.compile or drops_inputs),
+        group_sequences=group,
+    )
     if not offload.on:
         return request
     budget = offload.budget if isinstance(offload.budget, int) else None
@@ -268,7 +262,7 @@ def _strategy(recipe: Recipe) -> Strategy:
         recompute=t.recompute,
         recompute_layers=t.recompute_layers,
         offload=recipe.offload.on,
-        overlap=_overlap(recipe),
+        overlap=_overlap(recipe.overlap),
     )
 
 
@@ -277,8 +271,7 @@ def _searches_overlap(recipe: Recipe) -> bool:
     return recipe.overlap.auto and recipe.moe.capacity_factor is None
 
 
-def _overlap(recipe: Recipe) -> Overlap:
-    section = recipe.overlap
+def _overlap(section: OverlapSection) -> Overlap:
     return Overlap(
         half_batch="half-batch" in (section.tp, section.ep),
         ep_chunks=section.chunks if section.ep == "chunks" else 1,
@@ -309,17 +302,58 @@ class StrategyWords(Parallel):
     """Recomputed layers per rank. None: all."""
 
 
-def parse_strategy(text: str) -> Strategy:
+class StepWords(StrategyWords):
+    """Keys of the strategy of a training step written as text, with those of a recipe's `overlap` section."""
+
+    overlap: OverlapSection = OverlapSection()
+    """Communication within a layer that overlaps with computation."""
+
+
+def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
     """Return the strategy written as a list of `key=value` words.
 
     Args:
         text: Recipe keys with YAML values, separated by spaces; the prefix `parallel.` is optional. Examples:
             `dp_shard=4 tp=2`, `pp=2 schedule=zb-h1 recompute=full`, `tp=2 rules.layers.*.up=colwise`.
+        of_step: Whether the strategy is that of a training step, which may have keys such as `overlap.tp`.
 
     Raises:
         UnknownKey: HP101 for an unknown key.
         BadValue: HP102 for a word that is no `key=value`, a value that is not allowed, `auto`, or `world_size`.
     """
+    values = _values_by_key(text, nested=("rules", "overlap") if of_step else ("rules",))
+    words = validated(
+        StepWords if of_step else StrategyWords,
+        values,
+        lambda key: f"{_WHERE}: {key}" if key else _WHERE,
+        lambda key, value, _: f"{key}={value}",
+    )
+    overlap = words.overlap if isinstance(words, StepWords) else OverlapSection()
+    if overlap.auto:
+        raise BadValue(
+            "`overlap=auto` needs a search, but no search runs for a given strategy",
+            where=_WHERE,
+            got=text,
+            hint="overlap.tp=chunks",
+        )
+    if words.auto or words.world_size is not None:
+        raise BadValue(
+            "a strategy needs explicit degrees, because no search runs",
+            where=_WHERE,
+            got=text,
+            allowed="degrees, whose product is the number of ranks",
+            hint="dp_shard=4 tp=2",
+        )
+    return strategy_of(
+        words,
+        recompute=words.recompute,
+        recompute_layers=words.recompute_layers,
+        overlap=_overlap(overlap),
+    )
+
+
+def _values_by_key(text: str, nested: Collection[str]) -> dict[str, Any]:
+    """Return the `key=value` words of a strategy as a dict, with an inner dict for the keys of `nested` sections."""
     values: dict[str, Any] = {}
     for word in shlex.split(text):
         key, equals, value = word.partition("=")
@@ -333,26 +367,14 @@ def parse_strategy(text: str) -> Strategy:
             )
         for prefix in _PREFIXES:
             key = key.removeprefix(prefix)
-        rule = key.removeprefix("rules.")
-        if rule == key:
+        section, dot, name = key.partition(".")
+        if not dot or section not in nested:
             values[key] = _value(key, value)
-        else:
-            values.setdefault("rules", {})[rule] = value
-    words = validated(
-        StrategyWords,
-        values,
-        lambda key: f"{_WHERE}: {key}" if key else _WHERE,
-        lambda key, value, _: f"{key}={value}",
-    )
-    if words.auto or words.world_size is not None:
-        raise BadValue(
-            "a strategy needs explicit degrees, because no search runs",
-            where=_WHERE,
-            got=text,
-            allowed="degrees, whose product is the number of ranks",
-            hint="dp_shard=4 tp=2",
-        )
-    return strategy_of(words, recompute=words.recompute, recompute_layers=words.recompute_layers)
+            continue
+        inner = values.get(section)
+        inner = inner if isinstance(inner, dict) else {}
+        values[section] = {**inner, name: value if section == "rules" else _value(key, value)}
+    return values
 
 
 def _value(key: str, text: str) -> Any:

@@ -170,9 +170,8 @@ class Roles:
             strategy = replace(copy, dp_replicate=ranks // copy.world_size)
         if reason := self._unpriced(strategy):
             return reason
-        s = Strategy(
-            **{n: getattr(strategy, n) for n in ("tp_x", "dp_replicate", "dp_shard", "ep")}
-        )
+        axes = ("tp_x", "dp_replicate", "dp_shard", "ep")
+        s = Strategy(**{name: getattr(strategy, name) for name in axes})
         ((_, price),) = self._price([s], rows, slots)
         if isinstance(price, str):
             return price
@@ -195,9 +194,8 @@ class Roles:
             n: self._step_s(sample_s, learn_s, ranks, n) / grpo.num_iterations
             for n in ({0, allowed or 1} if ranks else {0})
         }
-        return Split(
-            ranks, tp, learner, sample_s, learn_s, each, allowed, resident + working, working
-        )
+        memory = resident + working
+        return Split(ranks, tp, learner, sample_s, learn_s, each, allowed, memory, working)
 
     def _unpriced(self, s: Strategy) -> str | None:
         """Return why sampling with a strategy cannot be predicted; None if it can. Legality is not checked."""

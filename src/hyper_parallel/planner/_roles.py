@@ -51,17 +51,15 @@ def with_roles(
         _check_copy(roles, tp, where)
     split = roles.split(ranks, tp, plan)
     if isinstance(split, str):
-        return replace(
-            plan, notes=(*plan.notes, f"the predicted step covers learning only: {split}")
-        )
+        note = f"the predicted step covers learning only: {split}"
+        return replace(plan, notes=(*plan.notes, note))
     memory, capacity = split.memory_bytes, roles.capacity_bytes
     if ranks and memory > capacity:
         raise _memory_error(roles, split, where)
     notes = [*plan.notes, *roles.notes(split)]
     if memory > capacity:
-        notes.append(
-            f"{format_bytes(memory)} while ranks sample exceed the device's {format_bytes(capacity)}"
-        )
+        used, usable = format_bytes(memory), format_bytes(capacity)
+        notes.append(f"{used} while ranks sample exceed the device's {usable}")
     return replace(plan, roles=roles_plan(split, [split]), notes=tuple(notes))
 
 
@@ -105,11 +103,8 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
             f"{roles.devices} devices for both roles: of {len(splits)} ways to split them {fit} are legal and fit, and "
             "were priced"
         )
-    return replace(
-        plan,
-        roles=roles_plan(best, [split for split, _ in prices.fitting]),
-        notes=(*plan.notes, *notes),
-    )
+    fitting = [split for split, _ in prices.fitting]
+    return replace(plan, roles=roles_plan(best, fitting), notes=(*plan.notes, *notes))
 
 
 @dataclass(slots=True)
@@ -152,11 +147,7 @@ def _price_splits(roles: Roles, splits: Sequence[tuple[int, int]]) -> _SplitPric
     for devices in dict.fromkeys(roles.devices - ranks for ranks, _ in splits):
         outcomes = map(find_best, roles.requests(devices))
         prices.learners[devices] = [o for o in outcomes if o.fits]
-    learned = [
-        (*split, outcome)
-        for split in splits
-        for outcome in prices.learners[roles.devices - split[0]]
-    ]
+    learned = [(*s, outcome) for s in splits for outcome in prices.learners[roles.devices - s[0]]]
     shared = roles.colocated() if (0, 1) in splits else []
 
     def price(k: int, least_s: float | None) -> float | None:
@@ -185,14 +176,14 @@ def _plan_without_split(
     """
     if prices.oversized:
         raise _memory_error(roles, min(prices.oversized, key=lambda s: s.memory_bytes), where)
-    devices = roles.devices - splits[0][0] if splits else roles.devices
+    grpo, devices = roles.grpo, roles.devices - splits[0][0] if splits else roles.devices
     request = replace(roles.request, num_devices=devices)
     if len(splits) != 1:
         require_fit(request, find_best(request))
         raise UnsupportedSharding(
             f"the devices cannot be split among the roles: {prices.reason}",
             where=where("grpo.rollout_ranks"),
-            got="rollout_ranks=auto",
+            got=f"rollout_ranks={grpo.rollout_ranks}, rollout_tp={grpo.rollout_tp}",
             hint="grpo.rollout_ranks=0 grpo.rollout_tp=1",
         )
     plan = search(request)
@@ -210,9 +201,7 @@ def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
         keys = {"tp": "rollout_tp", "tp_x": "rollout_tp", "ep": "rollout_ep"}
         changes = {key.removeprefix("parallel."): value for key, value in error.changes.items()}
         error.where = where("grpo.rollout_ep" if "ep" in changes else "grpo.rollout_tp")
-        error.changes = {
-            f"grpo.{keys[key]}": value for key, value in changes.items() if key in keys
-        }
+        error.changes = {f"grpo.{keys[k]}": v for k, v in changes.items() if k in keys}
         error.hint = overrides(error.changes) or "grpo.rollout_tp=1 grpo.rollout_ep=1"
         raise
 
@@ -224,16 +213,11 @@ def _memory_error(roles: Roles, split: Split, where: Callable[[str], str]) -> Do
     rows = (work.tokens_per_step or 0) // work.seq_len or 1
     batches = [b for b in divisors(rows) if b < (work.microbatch or 1)]
     changes = [
-        *((f"grpo.rollout_tp={tp}", tp, learner) for tp in range(split.tp + 1, split.ranks + 1)),
-        *(
-            (
-                f"training.microbatch={b}",
-                split.tp,
-                replace(learner, workload=replace(work, microbatch=b)),
-            )
-            for b in reversed(batches)
-        ),
+        (f"grpo.rollout_tp={tp}", tp, learner) for tp in range(split.tp + 1, split.ranks + 1)
     ]
+    for b in reversed(batches):
+        smaller = replace(learner, workload=replace(work, microbatch=b))
+        changes.append((f"training.microbatch={b}", split.tp, smaller))
     hint = f"a smaller model, or {topology_hint()}"
     for change, tp, changed in changes:
         alternative = roles.split(split.ranks, tp, changed)

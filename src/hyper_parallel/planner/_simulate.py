@@ -70,9 +70,7 @@ def plan_tasks(plan: Plan) -> TaskGraph:
     microbatch_graph = schedule_tasks(schedule, costs)
     place = schedule.placement()
     tasks = list(microbatch_graph.tasks)
-    last: dict[str, int] = {}
-    for number, task in enumerate(tasks):
-        last[task.executor] = number
+    last = {task.executor: number for number, task in enumerate(tasks)}
     reductions = []
     for stage, cost in enumerate(costs):
         rank = place[stage]
@@ -85,10 +83,8 @@ def plan_tasks(plan: Plan) -> TaskGraph:
     for stage, cost in enumerate(costs):
         lane = f"rank {place[stage]}/compute"
         for name, seconds in _tail(plan, cost.update_s):
-            category = _TAIL_CATEGORIES.get(name, "optimizer")
-            tasks.append(
-                Task(f"{stage} {name}", lane, nanoseconds(seconds), category, tuple(reductions))
-            )
+            category, ns = _TAIL_CATEGORIES.get(name, "optimizer"), nanoseconds(seconds)
+            tasks.append(Task(f"{stage} {name}", lane, ns, category, tuple(reductions)))
     graph = TaskGraph(tuple(tasks), microbatch_graph.policies, microbatch_graph.initial_bytes)
     return on_shared_cores(graph, plan.pace)
 
@@ -120,9 +116,7 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
     """
     s, microbatches = plan.strategy, plan.workload.accumulation_steps or 1
     drawn = min(microbatches, max(2 * s.pp, 4))
-    if drawn < microbatches:
-        short = replace(plan.workload, accumulation_steps=drawn)
-        plan = replace(plan, workload=short)
+    plan = replace(plan, workload=replace(plan.workload, accumulation_steps=drawn))
     timeline = simulate_plan(plan)
     end = timeline.end_s or 1.0
     rows: dict[int, list[str]] = {rank: ["."] * width for rank in range(s.pp)}
@@ -135,11 +129,9 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
         for column in range(first, max(last, first + 1)):
             if column < width and (lane == "compute" or row[column] == "."):
                 row[column] = _mark(span.name, span.category)
-    shown = (
-        [*rows]
-        if s.pp <= MAX_RANKS
-        else [*range(MAX_RANKS // 2), *range(s.pp - MAX_RANKS // 2, s.pp)]
-    )
+    shown = [*rows]
+    if s.pp > MAX_RANKS:
+        shown = [*shown[: MAX_RANKS // 2], *shown[-MAX_RANKS // 2 :]]
     lines = []
     for previous, rank in zip([-1, *shown], shown, strict=False):
         if rank != previous + 1:

@@ -124,9 +124,8 @@ class RelaxedMachine(Machine):
                 sets.append(bandwidth)
         first, latency = machine.tiers[0], min(t.latency_s.value for t in machine.tiers)
         rate = replace(first.bytes_s, value=max(sets) / machine.link_share(first))
-        relaxed_tier = Tier(
-            "relaxed", 0, rate, replace(first.latency_s, value=latency), "full_mesh"
-        )
+        least_latency = replace(first.latency_s, value=latency)
+        relaxed_tier = Tier("relaxed", 0, rate, least_latency, "full_mesh")
         domains = link_domains(machine)
         return cls(
             **{name: getattr(machine, name) for name in Machine.__slots__}
@@ -245,13 +244,9 @@ class Pricer:
 
         The bound is the time of the layers for one microbatch, on equal stages and without FSDP.
         """
-        once = dict.fromkeys(("pp", "dp_shard", "dp_replicate", "vpp"), 1.0)
-        fixed = {
-            **once,
-            "zero": 0.0,
-            "accumulation": _MANY_MICROBATCHES,
-            "regather": float(self.fastest_choice[1]),
-        }
+        fixed = dict.fromkeys(("pp", "dp_shard", "dp_replicate", "vpp"), 1.0)
+        fixed |= {"zero": 0.0, "accumulation": _MANY_MICROBATCHES}
+        fixed["regather"] = float(self.fastest_choice[1])
         starts = range(0, count(columns), _ROWS_IN_CACHE)
         parts = ({n: c[at : at + _ROWS_IN_CACHE] for n, c in columns.items()} for at in starts)
         step = np.concatenate([step_seconds(self.case(p, **fixed), "pace") for p in parts])
@@ -262,14 +257,10 @@ class Pricer:
     def peak(self, columns: Columns) -> Array:
         """Return lower bounds of the peak bytes under every choice, [choices, rows]."""
         peaks = []
-        for offload in self.space.offloads:
-            options = [
-                offloaded_bytes(
-                    self.case(columns, **zero_column, offload=float(offload)), self._pairs
-                )
-                for zero_column in self._zero_choices(columns)
-            ]
-            peaks.append(np.minimum.reduce(options))
+        for offload in map(float, self.space.offloads):
+            zeros = self._zero_choices(columns)
+            cases = [self.case(columns, **zero, offload=offload) for zero in zeros]
+            peaks.append(np.minimum.reduce([offloaded_bytes(c, self._pairs) for c in cases]))
         return np.concatenate(peaks)
 
     def min_recompute_layers(self, columns: Columns, choice: Choice) -> tuple[Array, Array]:
@@ -279,10 +270,8 @@ class Pricer:
         for zero_column in self._zero_choices(columns):
             case = self.case(columns, **zero_column, offload=0.0, regather=float(regather))
             layers, peaks = min_recompute_layers(case, kind, self.capacity)
-            peak, min_layers = (
-                np.where(layers < min_layers, peaks, peak),
-                np.minimum(layers, min_layers),
-            )
+            peak = np.where(layers < min_layers, peaks, peak)
+            min_layers = np.minimum(layers, min_layers)
         return min_layers, peak
 
     def _zero_choices(self, columns: Columns) -> list[dict[str, float]]:

@@ -101,7 +101,7 @@ def plan_generation(
     pricer = GenerationPricer(r, work)
     layouts = [*_layouts(pricer, ruled_out, explicit)]
     if not layouts:
-        raise _no_legal_layout_error(pricer, ruled_out)
+        raise _no_legal_layout_error(pricer, ruled_out, explicit)
     # An explicit layout is priced even if it does not fit: predictions may be wrong, and there is no choice to make.
     ranked = _ranked(pricer, layouts, all_at_once, keep_all=explicit is not None)
     ruled_out["memory"] += len(layouts) - len(ranked)
@@ -179,11 +179,14 @@ def _request(
         )
     context = spec.max_position_embeddings
     if context is not None and work.columns > context:
+        room = context - work.new_tokens
         raise BadValue(
             "prompt and continuation are longer than the context of the model",
             got=f"{work.prompt_len} + {work.new_tokens} tokens",
             allowed=f"up to {context}",
-            hint=f"--prompt-len {max(1, context - work.new_tokens)}",
+            hint=f"--prompt-len {room}"
+            if room > 0
+            else f"--prompt-len 1 --new-tokens {context - 1}",
             where="--prompt-len",
         )
     formats = replace(formats, compute_dtype=dtype, param_dtype=dtype, reduce_dtype=dtype)
@@ -221,27 +224,29 @@ def _layouts(
 
 
 def _with_devices(pricer: GenerationPricer, num_devices: int) -> GenerationPricer:
-    """Return the predictor for the same prompts on another number of devices."""
     return GenerationPricer(replace(pricer.request, num_devices=num_devices), pricer.work)
 
 
-def _no_legal_layout_error(pricer: GenerationPricer, ruled_out: Counter[str]) -> NoLegalStrategy:
+def _no_legal_layout_error(
+    pricer: GenerationPricer, ruled_out: Counter[str], chosen: Strategy | None
+) -> NoLegalStrategy:
     """Return the error if no layout is legal.
 
-    Its hint is the largest number of devices below the requested one that has a legal layout. `ruled_out` is the number
-    of layouts by reason.
+    Its hint is the largest number of devices, at most the requested one, that has a legal layout. `ruled_out` is the
+    number of layouts by reason, and `chosen` the layout of the user.
     """
     r = pricer.request
     near = next(
         n
-        for n in range(r.num_devices - 1, 0, -1)
+        for n in range(r.num_devices - (chosen is None), 0, -1)
         if any(_layouts(_with_devices(pricer, n), Counter()))
     )
+    leave_out = "" if chosen is None else f", without {_WHERE}"
     reasons = ", ".join(f"{reason} ({n})" for reason, n in ruled_out.items())
     return NoLegalStrategy(
         f"no layout can run generation of {r.model.name} on {r.num_devices} devices: {reasons}",
         got=f"{pricer.work.prompts} prompts",
-        hint=f"--devices {near}",
+        hint=f"--devices {near}{leave_out}",
     )
 
 

@@ -132,11 +132,11 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
         elif not key.values and str(value).isdigit() and int(value) >= 1:
             checked[key.name] = int(value)
         else:
-            shown = key.values if 0 < len(key.values) < 10 else "1 and more"
+            examples = (*key.values[:3], "...") if len(key.values) >= 10 else key.values
             raise BadValue(
                 f"`{key.name}` cannot be pinned to `{value}`",
                 got=f"{name}={value}",
-                allowed=shown,
+                allowed=examples or "1 and more",
                 hint=f"--pin {name}={key.values[0] if key.values else 1}",
                 where="--pin",
             )
@@ -167,7 +167,7 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
             checked[axis] = 0
             continue
         if axis not in (*DEGREES, "tp", "dp"):
-            allowed = (*DEGREES, "tp", *EXCLUDABLE)
+            allowed = (*DEGREES, "tp", "dp", *EXCLUDABLE)
             near = get_close_matches(axis, allowed, 1)
             hint = f"--exclude {near[0]}" if near else f"leave out --exclude {axis}"
             raise BadValue(

@@ -1,25 +1,18 @@
-"""Construction of plans from one strategy, from the result of a search, and from a loaded plan."""
+"""Construction of plans from one strategy, and from the result of a search."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from hyper_parallel.cost import step_collectives
-from hyper_parallel.errors import HyperParallelError, PlanMismatch, UnsupportedSharding, overrides
+from hyper_parallel.errors import HyperParallelError, UnsupportedSharding, overrides
 from hyper_parallel.ir import Alternative, Certificate, Layout, Plan, Rejected, Strategy, Workload
-from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import step_schedule
-from hyper_parallel.planner._explain import (
-    offload_note,
-    search_note,
-    sensitivity,
-    slower_reason,
-)
+from hyper_parallel.planner._explain import offload_note, search_note, sensitivity, slower_reason
 from hyper_parallel.planner.bounds import FREED, join, ranked, select, strategy_at, tuples
 from hyper_parallel.planner.pricing import PricedStrategy, price, with_stage_memory
 from hyper_parallel.planner.refinement import Outcome, find_best
@@ -31,11 +24,10 @@ from hyper_parallel.planner.refusals import (
     follow_changes,
     no_legal_strategy_error,
 )
-from hyper_parallel.planner.request import LOCAL, PlanRequest, resolve, unimplemented
+from hyper_parallel.planner.request import LOCAL, PlanRequest, unimplemented
 from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Columns
 from hyper_parallel.shard import check_overlap
-from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
 
 MAX_OVERSIZED: Final = 2
@@ -62,11 +54,9 @@ def faster_oversized_strategies(
             faster.append((priced, int(misses["memory_bytes"][position])))
     rejected: list[Rejected] = []
     for priced, least_bytes in sorted(faster, key=lambda pair: pair[0].per_token_s):
-        reason = (
-            _oversize_reason(request, priced, least_bytes)
-            if len(rejected) < MAX_OVERSIZED
-            else None
-        )
+        if len(rejected) == MAX_OVERSIZED:
+            break
+        reason = _oversize_reason(request, priced, least_bytes)
         if reason is not None:
             rejected.append(Rejected(priced.strategy, reason, priced.step_s, priced.memory_bytes))
     return tuple(rejected)
@@ -78,9 +68,8 @@ def barred_note(
     """Return the note about the fastest strategy that fits but that this version cannot run; () if none is faster."""
     fastest: PricedStrategy | None = None
     for position in _fastest(result.barred, best.per_token_s, set()):
-        priced = price(
-            request, *strategy_at(result.barred, position, request.base, request.workload)
-        )
+        row = strategy_at(result.barred, position, request.base, request.workload)
+        priced = price(request, *row)
         if priced.per_token_s < (fastest or best).per_token_s:
             fastest = priced
     if fastest is None:
@@ -110,10 +99,7 @@ def _without_limit(
 ) -> PricedStrategy:
     """Return the strategy of one row, priced with its fastest choices, as if memory were unlimited."""
     pricer, row = result.pricer, select(rows, np.array([position]))
-    allowed = (
-        c for c, selectable in zip(pricer.choices, pricer.selectable, strict=True) if selectable
-    )
-    chosen = dict(zip(FREED, next(allowed), strict=True))
+    chosen = dict(zip(FREED, pricer.choices[int(np.argmax(pricer.selectable))], strict=True))
     strategies = []
     for zero in result.space.zeros_of(int(row["pp"][0])):
         columns = {name: np.full(1, float(v)) for name, v in {**chosen, "zero": zero}.items()}
@@ -352,45 +338,3 @@ def _check_symmetric_memory(request: PlanRequest, strategy: Strategy, workload: 
         got=f"topology {request.supernode.name}, devices of kind {device.kind}",
         changes={"overlap.tp": other},
     )
-
-
-def recheck(
-    plan: Plan, model: str | Path | ModelSpec, topology: str | Supernode | None = None
-) -> Plan:
-    """Return a loaded plan with layouts, cost and memory computed again, because its file may have been edited.
-
-    Degrees, `recompute` and the batch numbers may be edited.
-
-    Args:
-        plan: The loaded plan.
-        model: The model of the run.
-        topology: The machine; None: the machine of the plan.
-
-    Raises:
-        PlanMismatch: HP307 when the plan was made for another model or another machine.
-        HyperParallelError: As raised by `plan` for an illegal strategy.
-    """
-    strategy = plan.strategy
-    # `accumulation_steps` is derived again, because its old value may contradict an edited degree.
-    workload = replace(plan.workload, accumulation_steps=None)
-    machine = topology if topology is not None else plan.topology
-    rechecked = evaluate(resolve(model, machine, workload, strategy.world_size), strategy)
-    if rechecked.model.fingerprint != plan.model.fingerprint:
-        raise PlanMismatch(
-            "the plan was made for another model",
-            got=f"plan for {plan.model.name} ({plan.model.fingerprint})",
-            allowed=f"{rechecked.model.name} ({rechecked.model.fingerprint})",
-            hint=f"hyper-parallel plan {rechecked.model.name} -o plan.json",
-        )
-    if rechecked.topology != plan.topology:
-        raise PlanMismatch(
-            "the plan was made for another machine",
-            got=plan.topology,
-            allowed=rechecked.topology,
-            hint=f"hyper-parallel plan {rechecked.model.name} --topology {rechecked.topology} -o plan.json",
-        )
-    merged = {**dict.fromkeys(plan.notes), **dict.fromkeys(rechecked.notes)}
-    notes = tuple(merged)
-    if rechecked.layouts != plan.layouts:
-        notes += ("layouts were rebuilt for the degrees in the file",)
-    return replace(rechecked, rejected=plan.rejected, notes=notes)

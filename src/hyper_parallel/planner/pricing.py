@@ -5,7 +5,6 @@ The closed form is the step time by formulas, without the simulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
@@ -25,6 +24,7 @@ from hyper_parallel.cost import (
     kept_bytes,
     memory_terms,
     move_to_host,
+    partition,
     rank_model,
     score,
 )
@@ -95,10 +95,9 @@ def with_stage_memory(request: PlanRequest, priced: PricedStrategy) -> PricedStr
         for rank in range(s.pp)
     ]
     candidate = Candidates.of(replace(s, recompute_layers=None), w)
+    case = PricingCase(request.numbers, request.machine, w, candidate)
     recomputed_layers = s.recompute_layers if s.recompute != "none" else None
-    terms = memory_terms(
-        PricingCase(request.numbers, request.machine, w, candidate), recomputed_layers, ranks
-    )
+    terms = memory_terms(case, recomputed_layers, ranks)
     return replace(priced, memory=tuple(t.term_of(0) for t in terms if t.bytes[0] > 0.0))
 
 
@@ -127,10 +126,9 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
         terms = memory_terms(recomputed_case, recomputed_layers)
         memory = move_to_host(tuple(t.term_of(0) for t in terms if t.bytes[0] > 0.0), cost)
     sends = next(t for t in scores.time if t.name == "pipeline sends")
+    send_s = _scalar(sends.inputs["send_s"])
     costs = _layer_seconds(request, recomputed_case, plain, share)
-    stages = _stages(
-        strategy, workload, cost, costs, _scalar(sends.inputs["send_s"]), layers * kept_per_layer
-    )
+    stages = _stages(strategy, workload, cost, costs, send_s, layers * kept_per_layer)
     priced = PricedStrategy(strategy, workload, cost, memory, stages)
     closed = sum(t.seconds for t in cost if t.name not in ("data-parallel reduction", *STEP_TAIL))
     if strategy.pp == 1 or closed > MAX_SIMULATED_S:
@@ -139,9 +137,8 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
     if longer <= max(0.0, MIN_SCHEDULE_SHARE * priced.step_s):
         return priced
     formula = "simulated schedule - its closed form: uneven layers, full links"
-    schedule_term = CostTerm(
-        "schedule", longer, formula, {"stages": float(len(stages))}, "event simulation"
-    )
+    inputs = {"stages": float(len(stages))}
+    schedule_term = CostTerm("schedule", longer, formula, inputs, "event simulation")
     return replace(priced, cost=(*cost, schedule_term))
 
 
@@ -240,11 +237,10 @@ def _stages(
     ranges = [range(end - size, end) for end, size in zip(accumulate(cut), cut, strict=True)]
     recomputed_layers: set[int] = set()
     if strategy.recompute != "none":  # full or selective
+        full = replace(strategy, recompute="full")
         for rank in range(strategy.pp):
             own = strategy.stages_of(rank) if strategy.pp > 1 else (0,)
-            recomputed_layers |= replace(strategy, recompute="full").recomputed(
-                [ranges[s] for s in own]
-            )
+            recomputed_layers |= full.recomputed([ranges[s] for s in own])
     stages = []
     for index, layer_range in enumerate(ranges):
         columns = zip(*(layers[layer] for layer in layer_range), strict=True)
@@ -263,58 +259,6 @@ def _stages(
             reduce_grad_s=reduce_s * share,
             update_s=update_s * share,
         )
-        stages.append(
-            Stage(
-                layer_range.start,
-                len(layer_range),
-                len(recomputed_layers.intersection(layer_range)),
-                times,
-            )
-        )
+        num_recomputed = len(recomputed_layers.intersection(layer_range))
+        stages.append(Stage(layer_range.start, len(layer_range), num_recomputed, times))
     return tuple(stages)
-
-
-def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple[int, ...]:
-    """Partition a sequence of costs into contiguous nonempty parts such that the greatest sum of a part is least.
-
-    Args:
-        costs: Cost of every element, in order.
-        parts: Number of parts, at most the number of elements.
-        last: Extra cost of the last part.
-
-    Returns:
-        Number of elements of every part. Among optimal partitions, later parts get as many elements as possible,
-        because the first stages hold the most activations.
-
-    Cost: O(n^2 log n). The greatest sum is one of the n (n + 1) / 2 sums of contiguous elements. A binary search over
-    the sorted sums finds the least one that a greedy partition satisfies. The result is exact.
-    """
-    n = len(costs)
-    prefix = np.array([0.0, *accumulate(costs)])
-    sums = prefix[None, :] - prefix[:, None]
-    upper = np.triu_indices(n + 1, 1)
-    values = np.sort(np.concatenate([sums[upper], prefix[n] - prefix[:n] + last]))
-
-    def cut(limit: float) -> list[int] | None:
-        sizes, end = [], n
-        for part in range(parts, 0, -1):
-            room = limit - (last if part == parts else 0.0)
-            start = end - 1
-            while start > part - 1 and prefix[end] - prefix[start - 1] <= room * (1 + 1e-12):
-                start -= 1
-            if start < part - 1 or prefix[end] - prefix[start] > room * (1 + 1e-12):
-                return None
-            sizes.append(end - start)
-            end = start
-        return sizes[::-1] if end == 0 else None
-
-    low, high = 0, len(values) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if cut(float(values[middle])) is None:
-            low = middle + 1
-        else:
-            high = middle
-    best = cut(float(values[low]))
-    assert best is not None, "the greatest candidate admits every partition"
-    return tuple(best)

@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """True if any strategy is legal and fits in memory."""
+        """True if any strategy is legal, fits in memory and is fast enough."""
         return bool(self.ranked)
 
     @property

@@ -135,10 +135,9 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
     """
     workload, devices, pins = request.workload, request.num_devices, request.pins
     shown = ", ".join(shown_pin(*pin) for pin in pins.items()) or "no pins"
-    counted = [
+    reasons = ", ".join(_impossible_pins(request)) or ", ".join(
         f"{reason} ({n} combination{'' if n == 1 else 's'})" for reason, n in ruled_out.items()
-    ]
-    reasons = ", ".join(list(_impossible_pins(request)) or counted)
+    )
     hint = allowed = None
     for name in pins:
         legal = _legal_values(request, name)
@@ -156,10 +155,9 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
     if hint is None and request.supernode.name != LOCAL:
         # The nearest number of devices, fewer first.
         near_by = (n for d in range(1, devices) for n in (devices - d, devices + d))
-        for near_devices in near_by:
-            if _any_legal(replace(request, num_devices=near_devices)):
-                hint = request.hint("--devices ", "parallel.world_size", near_devices)
-                break
+        legal_devices = (n for n in near_by if _any_legal(replace(request, num_devices=n)))
+        if near_devices := next(legal_devices, None):
+            hint = request.hint("--devices ", "parallel.world_size", near_devices)
     return NoLegalStrategy(
         f"no combination of degrees is legal for {request.model.name} on {devices} devices"
         + (f": {reasons}" if reasons else ""),

@@ -5,6 +5,7 @@ Launch settings are the text of a HyperParallel recipe, or flags of Megatron-LM.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -97,10 +98,8 @@ def recipe_values(plan: Plan) -> dict[str, Any]:
 
 def _recipe(plan: Plan) -> str:
     """Return the YAML text of the recipe; a comment at its top lists the keys that a plan does not determine."""
-    return (
-        _HEAD.format(model=plan.model.name)
-        + str(yaml.safe_dump(recipe_values(plan), sort_keys=False)).rstrip()
-    )
+    text: str = yaml.safe_dump(recipe_values(plan), sort_keys=False)
+    return _HEAD.format(model=plan.model.name) + text.rstrip()
 
 
 def _host_bytes(plan: Plan) -> dict[str, int]:
@@ -191,9 +190,8 @@ def _not_in_megatron(plan: Plan) -> Iterator[str]:
         yield f"two tensor-parallel axes {s.tp_x} x {s.tp_y}; {s.tp} ranks on one axis are used instead"
     offloaded = _host_bytes(plan)
     if offloaded and set(offloaded) != {"optimizer states"}:
-        yield "offload of " + ", ".join(
-            f"{format_bytes(b)} of {name}" for name, b in offloaded.items()
-        )
+        amounts = (f"{format_bytes(b)} of {name}" for name, b in offloaded.items())
+        yield f"offload of {', '.join(amounts)}"
     if s.pp > 1 and s.schedule not in ("1f1b", "interleaved"):
         yield f"schedule {s.schedule}; 1F1B is used instead"
     layers = _layers_per_rank(plan)
@@ -278,6 +276,4 @@ def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
 
 
 def _as_yaml(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

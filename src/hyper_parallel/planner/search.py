@@ -63,8 +63,7 @@ from hyper_parallel.planner.strategy_space import (
 class PeakBytes:
     """Cache of peak bytes and recomputed layers by kind: rows of one kind have equal memory, see `cost.memory_key`.
 
-    A kind is an integer. Memory depends on few columns, so there are far fewer kinds than rows. Expanded rows have the
-    kind of the row from which they were expanded.
+    A kind is an integer. Memory depends on few columns, so there are far fewer kinds than rows.
     """
 
     def __init__(self, pricer: Pricer) -> None:
@@ -79,10 +78,8 @@ class PeakBytes:
         first, index = distinct(key)
         table = np.column_stack(key)[first]
         known, raw, width = len(numbers), table.tobytes(), table.itemsize * len(key)
-        starts = range(0, len(raw), width)
-        kind_list = [
-            numbers.setdefault(raw[start : start + width], len(numbers)) for start in starts
-        ]
+        entries = (raw[start : start + width] for start in range(0, len(raw), width))
+        kind_list = [numbers.setdefault(entry, len(numbers)) for entry in entries]
         kinds = np.array(kind_list, dtype=np.intp)
         new = first[kinds >= known]
         if len(new):
@@ -103,9 +100,8 @@ class PeakBytes:
         unique_kinds, first = np.unique(kinds, return_index=True)
         new = np.isnan(known[0, unique_kinds])
         if new.any():
-            known[:, unique_kinds[new]] = self.pricer.min_recompute_layers(
-                select(columns, first[new]), choice
-            )
+            rows = select(columns, first[new])
+            known[:, unique_kinds[new]] = self.pricer.min_recompute_layers(rows, choice)
         layers, peaks = known[:, kinds]
         return layers, peaks
 
@@ -163,12 +159,6 @@ class Completer:
         self.cut["slower by its bound"] += int((~fast).sum())
         return fast
 
-    def promising(self, columns: Columns) -> Columns:
-        """Return the rows whose lower bound under the fastest choice is within the threshold."""
-        pricer = self.pricer
-        per_token_s = pricer.seconds(columns, pricer.fastest_choice) / pricer.tokens(columns)
-        return select(columns, self.faster(per_token_s))
-
     def fit(self, columns: Columns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
         """Return the kind of every row (see `PeakBytes`), and the mask of rows that fit in memory under any choice."""
         kinds = self.peaks.kinds(columns)
@@ -211,9 +201,8 @@ class Completer:
             improvable = feasible[number] & (best > least * (1 + TIE))
             if overlaps.any() and not pricer.space.overlaps_with(offload, regather):
                 improvable &= ~overlaps
-            indices = np.flatnonzero(
-                improvable & (cut_by_tp | (regather == pricer.fastest_choice[1]))
-            )
+            improvable &= cut_by_tp | (regather == pricer.fastest_choice[1])
+            indices = np.flatnonzero(improvable)
             start = seconds(indices, (0, regather, 0))
             indices, start = indices[start <= limit[indices]], start[start <= limit[indices]]
             if not len(indices):
@@ -403,9 +392,7 @@ class BranchAndBound:
         Many rows need the same memory, so memory is checked before the expanded rows are built.
         """
         tp = columns["tp_x"] * columns["tp_y"]
-        keys = dict(
-            zip(_MEMORY_COLUMNS, (tp, *(columns[n] for n in _MEMORY_COLUMNS[1:])), strict=True)
-        )
+        keys = {"tp_x": tp} | {n: columns[n] for n in _MEMORY_COLUMNS[1:]}
         first, index = distinct([*keys.values()])
         names = (*_PIPELINE_COLUMNS, "filled", "fits")
         added, source = _expand_rows(names, self._pipelines_of(select(keys, first)), index)
@@ -415,11 +402,9 @@ class BranchAndBound:
         misses, accepted = np.flatnonzero(fast & ~fits), np.flatnonzero(fast & fits)
         self.completer.cut["does not fit in memory"] += len(misses)
         misses = misses[:MAX_MISSES]
-        self._misses.append({**select(columns, source[misses]), **select(added, misses)})
+        self._misses.append(select(columns, source[misses]) | select(added, misses))
         columns = self.pricer.price_blocks(columns)
-        rows = self.completer.complete(
-            {**select(columns, source[accepted]), **select(added, accepted)}
-        )
+        rows = self.completer.complete(select(columns, source[accepted]) | select(added, accepted))
         return _drop_columns(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
     def _pipelines_of(self, columns: Columns) -> list[Array]:
@@ -433,17 +418,14 @@ class BranchAndBound:
         if new:
             kinds = select(columns, np.array(new))
             kinds |= {"kind": np.arange(float(len(new))), "tp_y": np.ones(len(new))}
-            expanded = self._expand(
-                kinds, _PIPELINE_COLUMNS, self._schedules, *(kinds[n] for n in _MEMORY_COLUMNS[:3])
-            )
+            key = [kinds[n] for n in _MEMORY_COLUMNS[:3]]
+            expanded = self._expand(kinds, _PIPELINE_COLUMNS, self._schedules, *key)
             ranks = expanded["dp"] * expanded["tp_x"] * expanded["cp"]
             expanded = select(expanded, ranks % (expanded["ep"] * expanded["etp"]) == 0)
             # 1F1B fills and drains p - 1 microbatches, interleaved 1/v of that; for other schedules the bound is 0.
             plain = np.isin(expanded["schedule"], _BUBBLE_SCHEDULES)
-            idle = (
-                np.where(plain, (expanded["pp"] - 1.0) / expanded["vpp"], 0.0)
-                / expanded["accumulation"]
-            )
+            idle = np.where(plain, (expanded["pp"] - 1.0) / expanded["vpp"], 0.0)
+            idle = idle / expanded["accumulation"]
             # Memory grows with the padding of sequences, which is least if all ranks of cp exchange heads.
             expanded |= {"dp_shard": expanded["dp"], "cp_ulysses": expanded["cp"]}
             _, fits = self.completer.fit(_drop_columns(expanded, "kind"))
@@ -485,15 +467,14 @@ class BranchAndBound:
             self._complete(expanded | dict.fromkeys(OVERLAP_COLUMNS, np.ones(count(expanded))))
         if self.space.overlaps != (Overlap(),):
             # Rows without overlap were priced first, which lowered the threshold: most rows are now pruned.
-            fast = self.completer.promising(expanded)
-            overlaps = self._expand(
-                fast, OVERLAP_COLUMNS, self._overlaps_of, *(fast[n] for n in OVERLAP_KEY)
-            )
-            self._complete(overlaps)
+            seconds = self.pricer.seconds(expanded, self.pricer.fastest_choice)
+            per_token_s = seconds / self.pricer.tokens(expanded)
+            fast = select(expanded, self.completer.faster(per_token_s))
+            key = [fast[n] for n in OVERLAP_KEY]
+            self._complete(self._expand(fast, OVERLAP_COLUMNS, self._overlaps_of, *key))
         return columns, bound
 
     def _complete(self, rows: Columns) -> None:
-        """Find the choices of complete strategies, and record the strategies."""
         if count(rows):
             self._record(self.completer.complete(rows))
 
@@ -563,14 +544,11 @@ class BranchAndBound:
         # Full recomputation re-gathers its inputs in any case.
         regather = regather if kind != FULL else pricer.fastest_choice[1]
         order, zero = self.space.request.pins.get("order", 0), pricer.leanest[0]
-        chosen = dict(
-            zip(("zero", "order", *FREED), (zero, order, offload, regather, kind), strict=True)
-        )
-        memory = pricer.peak(columns)[-1]
+        values = (zero, order, offload, regather, kind)
+        chosen = dict(zip(("zero", "order", *FREED), values, strict=True))
+        prices = (per_token[indices], pricer.peak(columns)[-1], -np.ones(len(indices)))
         columns |= {n: np.full(len(indices), float(v)) for n, v in chosen.items()}
-        return columns | dict(
-            zip(PRICES, (per_token[indices], memory, -np.ones(len(indices))), strict=True)
-        )
+        return columns | dict(zip(PRICES, prices, strict=True))
 
 
 def _expand_rows(

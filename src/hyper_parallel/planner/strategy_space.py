@@ -111,14 +111,12 @@ class Space:
         def runnable(**choice: Any) -> bool:
             return not runs or not unimplemented(Strategy(**choice))
 
-        self.zeros = self._allowed(
-            "zero", [z for z in (3, 2, 1, 0) if runnable(dp_shard=2, zero=z)]
-        )
+        zeros = [z for z in (3, 2, 1, 0) if runnable(dp_shard=2, zero=z)]
+        self.zeros = self._allowed("zero", zeros)
         kinds = [i for i, kind in enumerate(RECOMPUTE) if runnable(recompute=kind)]
         self.recomputes = self._allowed("recompute", kinds)
-        self._orders = self._allowed(
-            "order", range(len(ORDERS) if runnable(order=ORDERS[1]) else 1)
-        )
+        num_orders = len(ORDERS) if runnable(order=ORDERS[1]) else 1
+        self._orders = self._allowed("order", range(num_orders))
         self._any_etp, self._zero_1_staged = runnable(etp=2), runnable(pp=2, dp_shard=2, zero=1)
         self.regathers = self._allowed("gathered_inputs", (0, 1))
         host = request.offload is not None and request.machine.host_bytes_s > 0
@@ -227,17 +225,14 @@ class Space:
         keep = divides & enough
         return np.column_stack([table[keep], micro[keep], steps[keep]])
 
-    def kv_legal(self, ranks: int) -> bool:
-        """Return whether the number of key-value heads divides the number of ranks, or is divisible by it."""
-        heads = self.request.model.num_kv_heads
-        return heads % ranks == 0 or ranks % heads == 0
-
     def whole_heads(self, ranks: int) -> bool:
         """Return whether the attention heads can be sharded over `ranks` ranks without dividing a head.
 
         Otherwise 2-D attention scatters tokens instead of heads.
         """
-        return self.request.model.num_heads % ranks == 0 and self.kv_legal(ranks)
+        model = self.request.model
+        kv_heads = model.num_kv_heads
+        return model.num_heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
     def shapes(self, x: int, y: int) -> tuple[list[int], list[int]]:
         """Return the legal shapes (see `ir.BLOCK_SHAPES`) of attention and MLP, as indices into `cost.SHAPES`.
@@ -295,7 +290,7 @@ class Space:
     def _experts(self, tp: int, ranks: int) -> list[tuple[int, int]]:
         """Return the legal (ep, etp) for `tp` tensor-parallel ranks and `ranks` ranks of a pipeline stage."""
         r = self.request
-        inner = math.gcd(self.request.experts, ranks) if self.request.experts else 1
+        inner = math.gcd(r.experts, ranks) if r.experts else 1
         divisible = not r.experts or all(w % tp == 0 for w in r.model.intermediate_sizes)
         free = r.experts and self._any_etp
         return [
@@ -320,12 +315,10 @@ class Space:
     def _ulysses(self, tp: int, cp: int) -> list[int]:
         r, kind = self.request, self._cp_kind()
         local, kv = r.model.num_heads // tp, max(1, r.model.num_kv_heads // tp)
-        candidates = {"ulysses": [cp], "hybrid": divisors(cp)[1:-1], "": divisors(cp)}.get(
-            kind, [1]
-        )
+        candidates = {"ulysses": [cp], "hybrid": divisors(cp)[1:-1], "": divisors(cp)}
         return [
             u
-            for u in (candidates if cp > 1 else [1])
+            for u in (candidates.get(kind, [1]) if cp > 1 else [1])
             if local % u == 0 and (kv % u == 0 or u % kv == 0) and r.allows("cp_ulysses", u)
         ]
 
@@ -361,9 +354,8 @@ class Space:
         key = (staged, shard, cp, x, y, *columns.values())
         if key not in self._refusals:
             row = Candidates.of_columns(pp=staged, dp_shard=shard, cp=cp, tp_x=x, tp_y=y, **columns)
-            strategy, _ = row.strategy_at(
-                0, self.request.base, Workload(self.request.workload.seq_len)
-            )
+            workload = Workload(self.request.workload.seq_len)
+            strategy, _ = row.strategy_at(0, self.request.base, workload)
             self._refusals[key] = self.request.refusal(strategy)
         return self._refusals[key]
 
@@ -375,10 +367,9 @@ class Space:
         if self.overlaps == (Overlap(),):
             return {}
         chunks = max(o.ep_chunks for o in self.overlaps)
+        halves = any(o.half_batch for o in self.overlaps)
         halved = (columns["cp"] == 1) & (columns["tp_y"] == 1) & (columns["microbatch"] % 2 == 0)
-        halved &= (np.asarray(columns.get("pp", 1.0)) == 1) & any(
-            o.half_batch for o in self.overlaps
-        )
+        halved &= (np.asarray(columns.get("pp", 1.0)) == 1) & halves
         chunked = (columns["ep"] > 1) & (chunks > 1)
         tokens = max(o.tp_chunks for o in self.overlaps)
         divided = (columns["tp_x"] > 1) & (columns["tp_y"] == 1) & (tokens > 1)
@@ -454,10 +445,9 @@ class Space:
             return has_pinned
         single_microbatch = rows["accumulation"] == 1
         single_shard = rows["dp_shard"] * rows["cp"] == 1
-        distinct: NDArray[np.bool_] = ~((rows["zero"] == 1) & single_microbatch) & ~(
-            (rows["zero"] == 0) & single_shard
-        )
-        return distinct
+        is_zero, is_one = rows["zero"] == 0, rows["zero"] == 1
+        repeated = (is_one & single_microbatch) | (is_zero & single_shard)
+        return np.asarray(~repeated)
 
     def has_pinned_zero(self, shards: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Return the mask of strategies with dp_shard * cp = `shards` ranks to which a pinned ZeRO stage applies.

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise, product
 from typing import Any, Final
@@ -64,7 +65,7 @@ class TowerPrice:
 
     Attributes:
         cost: Cost of one microbatch. Backward takes twice as long as forward, and is all in `weight_grad_s`.
-        memory: Terms of parameters, gradients, optimizer states, and the activations of one microbatch.
+        memory: Memory terms, those of `ir.RESERVED` excluded; with the activations of one microbatch.
     """
 
     cost: StageCost
@@ -141,10 +142,11 @@ class DividedStep:
     frozen: bool = False
     language_memory: tuple[MemoryTerm, ...] = ()
     inline: bool = False
-    count: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "count", self.plan.workload.accumulation_steps or 1)
+    @property
+    def count(self) -> int:
+        """Number of microbatches per step."""
+        return self.plan.workload.accumulation_steps or 1
 
     @cached_property
     def costs(self) -> list[StageCost]:
@@ -163,10 +165,8 @@ class DividedStep:
     @cached_property
     def _alone_s(self) -> float:
         """Seconds of all forwards and backwards of the language part alone, under 1F1B."""
-        lanes, costs = (
-            TowerLanes(self.lanes.stages, (0,)),
-            [StageCost(0.0, 0.0, 0.0), *self.costs[1:]],
-        )
+        lanes = TowerLanes(self.lanes.stages, (0,))
+        costs = [StageCost(0.0, 0.0, 0.0), *self.costs[1:]]
         return simulate(schedule_tasks(rounds_schedule(lanes, self.count, costs), costs)).end_s
 
     @cached_property
@@ -185,21 +185,17 @@ class DividedStep:
         if not self.language_memory:
             return 0
         parts = [_bytes(self.language_memory), *(_bytes(t) for t in self._tower_memory.values())]
+        loads = Counter[int]()
+        for num_bytes, ranks in zip(parts, self.members.values(), strict=True):
+            loads.update(dict.fromkeys(ranks, num_bytes))
         reserved = _bytes([t for t in self.language_memory if t.name in RESERVED])
-        ranks = {rank for ranks in self.members.values() for rank in ranks}
-        loads = {
-            rank: sum(
-                n for n, ranks in zip(parts, self.members.values(), strict=True) if rank in ranks
-            )
-            + (0 if rank in self.members[LANGUAGE] else reserved)
-            for rank in ranks
-        }
+        loads.update(dict.fromkeys({*loads}.difference(self.members[LANGUAGE]), reserved))
         return max(loads.values())
 
     @cached_property
     def _tower_memory(self) -> dict[str, tuple[MemoryTerm, ...]]:
         """Dict from tower to its memory terms, with the activations of all microbatches in flight."""
-        limits = self.lanes.limits() if self.joint else self.lanes.limits(0 if self.inline else 1)
+        limits = self.lanes.limits() if self.joint else self.lanes.limits(int(not self.inline))
         flight = max(limits[lane] for lane in self.lanes.towers)
         # Interleaved schedules start up to p microbatches more on the first stage.
         flight += self.lanes.stages * (self.plan.strategy.virtual_stages > 1)
@@ -280,8 +276,6 @@ def _bytes(terms: Sequence[MemoryTerm]) -> int:
 def _sum(costs: Sequence[StageCost], sends_back: bool) -> StageCost:
     """Return the cost of all stages of a pipeline rank; without `sends_back`, the rank sends no gradients."""
     last = costs[-1]
-    if len(costs) == 1:
-        return replace(last, send_backward_s=last.send_backward_s * sends_back)
     names = (
         "forward_s",
         "input_grad_s",
@@ -313,9 +307,8 @@ def choose_step(
         steps: Predicted steps, one per assignment of ranks to parts.
         capacity_bytes: Memory of a device; None: no limit.
     """
-    fitting = [
-        k for k, s in enumerate(steps) if capacity_bytes is None or s.max_bytes <= capacity_bytes
-    ]
+    limit = math.inf if capacity_bytes is None else capacity_bytes
+    fitting = [k for k, step in enumerate(steps) if step.max_bytes <= limit]
     plans: dict[int, Plan] = {}
 
     def tokens(k: int) -> int:
@@ -542,9 +535,7 @@ def _fitting_step(
     """
     capacity = limit = int(request.machine.memory_bytes)
     pins, notes, needed = dict(request.pins), list[str](), 0
-    first_limit = (
-        0  # memory limit with which the first plan would leave enough memory for the towers
-    )
+    first_limit = 0  # with which the first plan would leave enough memory for the towers
     while limit > 0:
         try:
             plan = find(replace(request, capacity_bytes=limit, headroom=0.0, pins=pins))
@@ -654,9 +645,8 @@ def _step_apart(
     strategies = {LANGUAGE: plan.strategy, tower.name: own}
     members = {LANGUAGE: tuple(range(size)), tower.name: ranks}
     lanes, joint = submodel_lanes(strategies, members)
-    items = (
-        media * (plan.workload.microbatch or 1) * (1.0 if joint else plan.strategy.dp / len(ranks))
-    )
+    share = 1.0 if joint else plan.strategy.dp / len(ranks)
+    items = media * (plan.workload.microbatch or 1) * share
     count = plan.workload.accumulation_steps or 1
     price = price_tower(request, tower, own, items, microbatches=count)
     return DividedStep(

@@ -102,8 +102,8 @@ def plan_of(
 
     Args:
         model: Any module, also on the meta device; only its structure and parameter shapes are read.
-        strategy: A `Strategy`, or keys of a recipe's `parallel` section as text, such as `"dp_shard=4 tp=2"`. An empty
-            text means a single rank.
+        strategy: A `Strategy`, or keys of a recipe's sections `parallel` and `overlap` as text, such as
+            `"dp_shard=4 tp=2 overlap.tp=chunks"`. An empty text means a single rank.
         workload: Sequence length, batch sizes and dtypes of a step. None: the dtypes of the module, and default sizes
             that the plan's notes list.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
@@ -118,13 +118,14 @@ def plan_of(
     """
     words = strategy if isinstance(strategy, str) else None
     if isinstance(strategy, str):
-        strategy = parse_strategy(strategy)
+        strategy = parse_strategy(strategy, of_step=True)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     spec = read_model(model, name)
     if workload is None:
         workload = replace(
             default_workload(spec, detect_local(strategy.world_size), strategy.world_size),
             **dict.fromkeys(("compute_dtype", "param_dtype", "reduce_dtype"), spec.dtype),
+            microbatch=2 if strategy.overlap.half_batch else None,
         )
     try:
         return plan(spec, topology, workload, strategy=strategy)
@@ -143,12 +144,15 @@ def _say_in_words(error: HyperParallelError, words: str) -> None:
         changes = {"parallel.rules": dict(pair.split(": ") for pair in match[1].split(", "))}
     keys = {key.removeprefix("parallel.").removeprefix("training."): key for key in changes}
     if not changes or not all(
-        key in (f"parallel.{k}", "training.recompute") for k, key in keys.items()
+        key in (f"parallel.{k}", "training.recompute") or key.split(".")[0] == "overlap"
+        for k, key in keys.items()
     ):
         return
     words_by_name: dict[str, Any] = {}
     for word in shlex.split(words):
-        if "parallel.rules" in changes and "rules." in word:
+        if ("rules" in keys and "rules." in word) or (
+            "overlap" in keys and word.startswith("overlap.")
+        ):
             continue
         name, _, value = word.removeprefix("parallel.").removeprefix("training.").partition("=")
         words_by_name["tp" if name == "tp_x" else name] = value

@@ -15,22 +15,13 @@ from hyper_parallel.errors import CaptureUnsupported
 
 def models_of(step: Callable[..., Any]) -> list[torch.nn.Module]:
     """Return the modules to which a step function refers, except submodules of another such module."""
-    modules = _referenced_objects(step, torch.nn.Module)
+    modules = referenced_objects(step, torch.nn.Module)
     inside = {id(part) for value in modules for part in [*value.modules()][1:]}
     return [value for value in modules if id(value) not in inside]
 
 
-def optimizers_of(step: Callable[..., Any]) -> list[torch.optim.Optimizer]:
-    """Return the optimizers to which a step function refers."""
-    return _referenced_objects(step, torch.optim.Optimizer)
-
-
-def schedulers_of(step: Callable[..., Any]) -> list[Any]:
-    """Return the learning-rate schedulers to which a step function refers."""
-    return _referenced_objects(step, torch.optim.lr_scheduler.LRScheduler)
-
-
-def _referenced_objects(step: Callable[..., Any], kind: type) -> list[Any]:
+def referenced_objects(step: Callable[..., Any], kind: type) -> list[Any]:
+    """Return the objects of a class to which a step function refers, each once."""
     return list({id(v): v for v in _values(step, set()) if isinstance(v, kind)}.values())
 
 
@@ -150,7 +141,8 @@ def refuse_schedule(
         if isinstance(group["lr"], torch.Tensor)
     }
     changed = {captured.state[s].untyped_storage()._cdata for s in captured.written_state}
-    if schedulers_of(step) and not rates.isdisjoint(changed):
+    schedulers = referenced_objects(step, torch.optim.lr_scheduler.LRScheduler)
+    if schedulers and not rates.isdisjoint(changed):
         raise CaptureUnsupported(
             "a scheduler changes the learning rate inside of the step",
             hint="call `scheduler.step()` outside of the step, after it",

@@ -158,7 +158,7 @@ def _check_schedule(
     if layout is None:
         raise ScheduleError(
             "encoder and language part have no joint schedule in this layout",
-            got=f"{strategies}",
+            got=", ".join(f"{name}: {strategy}" for name, strategy in strategies.items()),
             allowed=_JOINT,
             hint="schedule=None",
         )
@@ -244,7 +244,7 @@ def _exchange_sides(
 ) -> dict[str, Tower | Reader]:
     """Return this rank's ends of the exchange of features and gradients, by sub-model, the language part first.
 
-    Collective over all ranks, because process groups are created.
+    All ranks must call this function, because it creates process groups.
     """
     for name, strategy in strategies.items():  # all ranks create the groups of all sub-models
         world.mesh(strategy, members[name])
@@ -298,16 +298,15 @@ def _validated_strategies(
     world_size: int,
     ranks: Mapping[str, Sequence[int]] | None,
 ) -> dict[str, Strategy]:
-    """Parse and check the layouts of the sub-models of `division`; see `submodel_strategies`."""
     names = {*division.kinds, LANGUAGE}
     unknown, missing = sorted(layouts.keys() - names), sorted(names - layouts.keys())
     if unknown or missing:
         key, changes = "parallel.submodels", [f"{name}=null" for name in unknown]
         changes += [f"{name}.dp_shard=1" for name in missing]
         raise BadValue(
-            f"`{unknown[0]}` is not a part of the model"
+            f"the model has no sub-model `{unknown[0]}`"
             if unknown
-            else f"`{missing[0]}` is missing",
+            else f"the sub-model `{missing[0]}` has no layout",
             where=key,
             got=", ".join(layouts) or "no sub-models",
             allowed=" and ".join(sorted(names)),
@@ -348,7 +347,7 @@ def _check_stages(language: Strategy) -> None:
     """Raise UnsupportedSharding (HP205) if a rank of the language part has several pipeline stages."""
     if language.pp > 1 and language.virtual_stages > 1:
         raise UnsupportedSharding(
-            "a rank has several pipeline stages of the language part",
+            "a rank must not have several pipeline stages of the language part",
             where="parallel.submodels.language.pp",
             got=f"pp={language.pp}, virtual_stages={language.virtual_stages}",
             allowed="pp=1, or one stage per rank",

@@ -164,6 +164,7 @@ class World:
 
         Raises:
             DeviceUnavailable: HP502 when the machine has fewer accelerators than local ranks.
+            ForkUnsafe: HP605 when the process that forked this rank has initialized the device driver.
             LauncherIncomplete: HP315 when environment variables of the launcher are missing or invalid.
         """
         rank, world_size, local_rank = launched_rank()

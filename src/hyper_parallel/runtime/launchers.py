@@ -339,7 +339,9 @@ def launch_on_ray(
         places = ray.get([actor.place.remote() for actor in actors])
         running = {}
         for rank, actor in enumerate(actors):
-            environment = _environment(rank, per_node, places, restart)
+            first = rank // per_node * per_node
+            environment = rank_environment(rank, range(first, first + per_node), places)
+            environment["TORCHELASTIC_RESTART_COUNT"] = str(restart)
             running[actor.run.remote(fn, environment)] = rank
         return _results(running, [place[0] for place in places])
 
@@ -378,21 +380,26 @@ def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
     return actors
 
 
-def _environment(
-    rank: int, per_node: int, places: list[tuple[str, str, int, list[str]]], restart: int
+def rank_environment(
+    rank: int, machine: Sequence[int], places: Sequence[tuple[str, str, int, list[str]]]
 ) -> dict[str, str]:
-    first = rank // per_node * per_node
+    """Return the environment variables that torchrun would set for an actor.
+
+    Args:
+        rank: Rank of the actor.
+        machine: Ranks on the machine of the actor, ascending.
+        places: Result of `Rank.place` of every rank.
+    """
     variables: dict[str, Any] = {
         "RANK": rank,
         "WORLD_SIZE": len(places),
-        "LOCAL_RANK": rank - first,
-        "LOCAL_WORLD_SIZE": per_node,
+        "LOCAL_RANK": machine.index(rank),
+        "LOCAL_WORLD_SIZE": len(machine),
         "MASTER_ADDR": places[0][1],
         "MASTER_PORT": places[0][2],
-        "TORCHELASTIC_RESTART_COUNT": restart,
     }
     # A rank selects its device by its local rank, so the devices of its neighbours must be visible.
-    if devices := [d for place in places[first : first + per_node] for d in place[3]]:
+    if devices := [d for neighbour in machine for d in places[neighbour][3]]:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return {name: str(value) for name, value in variables.items()}
 

@@ -124,10 +124,12 @@ def launch(
                     if ending():
                         raise KeyboardInterrupt
                     folder = None if rank == echo_rank else logs
-                    where = (world, scratch, folder, threads, board, records)
-                    ranks.append(_fork(fn, rank, world_size, where))
+                    arguments = (fn, rank, world, scratch, folder, threads, board, records)
+                    process = ForkProcess(target=_child, args=arguments)
+                    start_rank(process, rank, world_size)
+                    ranks.append(process)
                     if deadlines is not None:
-                        board.started(rank, ranks[-1].pid or 0)
+                        board.started(rank, process.pid or 0)
             with _places_on_sigterm(board):
                 failures, hang = _wait(ranks, timeout_s, watch)
         finally:
@@ -144,15 +146,6 @@ def _world_of_ranks(worlds: Sequence[int]) -> Iterator[range]:
     for first, stop in pairwise(accumulate(worlds, initial=0)):
         for _ in range(first, stop):
             yield range(first, stop)
-
-
-def _fork(
-    fn: Callable[[int], Any], rank: int, world_size: int, where: tuple[Any, ...]
-) -> ForkProcess:
-    """Fork a rank and return its process; `where` contains the arguments of `_child` after `rank`."""
-    process = ForkProcess(target=_child, args=(fn, rank, *where))
-    start_rank(process, rank, world_size)
-    return process
 
 
 def _kill(ranks: Sequence[ForkProcess]) -> None:
@@ -219,21 +212,13 @@ def _child(
         begin_forked()
         if logs is not None:
             _redirect(logs / f"rank_{rank}.log")
-        faulthandler.register(
-            signal.SIGUSR1, file=2
-        )  # the parent sends this signal when a rank hangs
+        # The parent sends this signal when a rank hangs.
+        faulthandler.register(signal.SIGUSR1, file=2)
         import torch
 
         torch.set_num_threads(threads)
-        os.environ |= {
-            "RANK": str(rank - world.start),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(len(world)),
-            "LOCAL_WORLD_SIZE": str(len(world)),
-            INIT_METHOD: f"file://{scratch / f'store_{world.start}'}",
-        }
-        os.environ[BOARD_VARIABLE] = f"{board.ranks} {board.path}"
-        HeartbeatWriter(board, rank)
+        store = scratch / f"store_{world.start}"
+        publish_rank(rank - world.start, len(world), rank, store, board)
         torch.manual_seed(rank)
         result = fn(rank)
         if torch.distributed.is_initialized():
@@ -251,6 +236,27 @@ def _child(
             with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(status)
+
+
+def publish_rank(rank: int, size: int, local_rank: int, store: Path, board: HeartbeatBoard) -> None:
+    """Set the environment variables with which a forked rank joins its world, and write its first heartbeat.
+
+    Args:
+        rank: Rank in the world.
+        size: Number of ranks in the world, all on this machine.
+        local_rank: Index of the rank's device, and of its slot on the board.
+        store: File through which the ranks of the world rendezvous.
+        board: Heartbeat slots of the machine.
+    """
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        INIT_METHOD: f"file://{store}",
+        BOARD_VARIABLE: f"{board.ranks} {board.path}",
+    }
+    HeartbeatWriter(board, local_rank)
 
 
 def _redirect(log: Path) -> None:
@@ -283,6 +289,10 @@ def _wait(
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(ranks)}
     failures: dict[int, str] = {}
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+
+    def ask_for_stacks(stopped: Collection[int] = ()) -> None:
+        _ask_for_stacks({rank: ranks[rank] for rank in running.values()}, stopped)
+
     try:
         while running:
             poll_s = _POLL_S if isinstance(watch, HangDetector) else _QUIET_POLL_S
@@ -300,18 +310,18 @@ def _wait(
             elif not failures and watch.ends_start():
                 raise KeyboardInterrupt
             elif not failures and (hang := watch.poll(running.values())):
-                _ask_for_stacks({rank: ranks[rank] for rank in running.values()}, hang.stopped)
+                ask_for_stacks(hang.stopped)
                 return {}, hang
             if not ended and time.monotonic() >= deadline:
                 outcome = "stopped because another rank failed"
                 if not failures:
                     outcome = f"not finished after {timeout_s} s"
-                    _ask_for_stacks({rank: ranks[rank] for rank in running.values()})
+                    ask_for_stacks()
                 return failures | dict.fromkeys(running.values(), outcome), None
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:  # a time limit of the caller, such as a test timeout
-        _ask_for_stacks({rank: ranks[rank] for rank in running.values()})
+        ask_for_stacks()
         raise
     return failures, None
 
@@ -341,7 +351,7 @@ def _places_on_sigterm(board: HeartbeatBoard) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()) -> None:
+def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int]) -> None:
     """Signal ranks to write their stacks to their log files.
 
     A rank stopped by a signal can write only after SIGCONT. All other ranks are killed before SIGCONT, because the

@@ -46,7 +46,7 @@ from hyper_parallel.errors import (
     StepChanged,
     TierFull,
 )
-from hyper_parallel.ir import MemoryPlan, MemoryProgram
+from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import (
     Channel,
     MemoryMachine,
@@ -57,7 +57,7 @@ from hyper_parallel.memory import (
 )
 from hyper_parallel.runtime._step_refusals import (
     models_of,
-    optimizers_of,
+    referenced_objects,
     refuse_compiled,
     refuse_odd_arguments,
     refuse_reads,
@@ -176,17 +176,22 @@ def offload(
         A callable with the signature of `step`.
 
     Raises:
-        BadValue: HP102 unless either `budget` or `max_slowdown` is given, and for a step without optimizer.
+        BadValue: HP102 unless exactly one of `budget` and `max_slowdown` is given, and for a step without optimizer.
         CaptureUnsupported: HP511 for compiled code. The second call raises HP511 if the step cannot be replayed.
         BudgetImpossible: HP402 in the second call, on all ranks, with the smallest feasible budget.
     """
     if (budget is None) == (max_slowdown is None):
         raise BadValue(
-            "offload needs either `budget` or `max_slowdown`", got=f"budget={budget!r}, max_slowdown={max_slowdown!r}",
+            "offload needs exactly one of `budget` and `max_slowdown`",
+            got=f"budget={budget!r}, max_slowdown={max_slowdown!r}",
             hint='hp.offload(step, budget="24GiB")',
         )  # fmt: skip
     models = models_of(step) if model is None else _as_list(model)
-    optimizers = optimizers_of(step) if optimizer is None else _as_list(optimizer)
+    optimizers = (
+        referenced_objects(step, torch.optim.Optimizer)
+        if optimizer is None
+        else _as_list(optimizer)
+    )
     if not optimizers:
         raise BadValue(
             "no optimizer was found in the step",
@@ -239,14 +244,6 @@ def _step_machine(topology: str, optimizers: Sequence[torch.optim.Optimizer]) ->
     )
 
 
-@dataclass(slots=True)
-class _Planned:
-    """Recorded step for an input shape, and its memory plan."""
-
-    captured: Captured
-    plan: MemoryPlan
-
-
 class OffloadedStep:
     """Training step under a memory plan, created by `offload`; called like the user's step.
 
@@ -274,11 +271,11 @@ class OffloadedStep:
         self._parameters = list({id(p): p for p in candidates}.values())
         self._machine = machine
         self._budget_bytes, self._max_slowdown = budget_bytes, max_slowdown
-        self._planned: dict[_Key, _Planned] = {}
+        self._planned: dict[_Key, tuple[Captured, MemoryPlan]] = {}
         self._device: tuple[_Key, PlannedDevice] | None = None
         replicas = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-        # Number of remaining eager steps: two with DDP, which reorders its buckets in the second step.
-        self._plain = 2 if replicas else 1
+        # DDP reorders its buckets in the second step.
+        self._num_eager_steps = 2 if replicas else 1
         self._zeroes_first = False
         self.plan: MemoryPlan | None = None
         self.measured: Measured | None = None
@@ -289,13 +286,13 @@ class OffloadedStep:
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         for group in groups:
             # In this case Adam rejects tensor learning rates. `refuse_reads` later refuses its Python step counter.
-            number = "betas" in group and group.get("foreach") and not group.get("capturable")
-            if not number and not isinstance(group["lr"], torch.Tensor):
+            keeps_number = "betas" in group and group.get("foreach") and not group.get("capturable")
+            if not keeps_number and not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=device)
         update_wrapper(self, step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step and return the outputs of the user's step, as tensors with storages of their own.
+        """Run a step and return the outputs of the user's step.
 
         Raises:
             StepChanged: HP512 when the model, the optimizer or a value read by Python differs from the recording.
@@ -307,8 +304,8 @@ class OffloadedStep:
         facts = ((v.shape, v.dtype, v.device) if isinstance(v, torch.Tensor) else v for v in leaves)
         key = nest, tuple(facts)
         refuse_odd_arguments(leaves)
-        if self._plain:  # a counter, because SGD has no state even after a step
-            self._plain -= 1
+        if self._num_eager_steps:  # a counter, because SGD has no state even after a step
+            self._num_eager_steps -= 1
             # On a CPU this mode does not move tensors.
             with spill_mode(self._compute_device, owned=self._owned) as mode:
                 result = self._step(*args, **kwargs)
@@ -319,11 +316,9 @@ class OffloadedStep:
             return self._recorded(key, leaves, tensors)
         if self._device is None or self._device[0] != key:
             self.close()
-            known = self._planned[key]
-            device = PlannedDevice(
-                known.captured, known.plan, self._machine.memory, copies="threads"
-            )
-            self._device, self.plan = (key, device), known.plan
+            captured, self.plan = self._planned[key]
+            device = PlannedDevice(captured, self.plan, self._machine.memory, copies="threads")
+            self._device = key, device
         outputs, self.measured = self._device[1].step(tensors)
         return outputs
 
@@ -367,7 +362,7 @@ class OffloadedStep:
                 "the step reads gradients of the previous step",
                 hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
             )
-        self._planned[key] = _Planned(captured, self._plan_step(captured))
+        self._planned[key] = captured, self._plan_step(captured)
         return returned.pop()
 
     def _previous_gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -403,19 +398,17 @@ class OffloadedStep:
         captured.source, captured.owned = CaptureSource(self._model, *self._optimizers), self._owned
         program = self._machine.roofline.annotate(captured.program, self._machine.link)
         try:
-            timed = with_seconds(program, captured.seconds)
-            return agree_on_plan(partial(self._plan_of, timed), program, self._machine.memory)
+            make_plan = partial(
+                plan_memory,
+                with_seconds(program, captured.seconds),
+                self._machine.memory,
+                budget_bytes=self._budget_bytes,
+                max_slowdown=self._max_slowdown,
+            )
+            return agree_on_plan(make_plan, program, self._machine.memory)
         except BudgetImpossible as error:
             error.hint = f"hp.offload(step, budget={error.least_bytes})"
             raise
-
-    def _plan_of(self, program: MemoryProgram) -> MemoryPlan:
-        return plan_memory(
-            program,
-            self._machine.memory,
-            budget_bytes=self._budget_bytes,
-            max_slowdown=self._max_slowdown,
-        )
 
     @contextmanager
     def materialized(self) -> Iterator[None]:

@@ -117,12 +117,8 @@ def keep_whole(
         p.parent for p in result if len(p.shape) == 2 and p.style in ("colwise", "qkv", "gate_up")
     }
     for param in result:
-        layer = param.module.rpartition(".")[2]
-        if (
-            param.style == WHOLE
-            and param.pattern in into
-            and not (layer == "*" or layer.isdecimal())
-        ):
+        is_layer = param.leaf == "*" or param.leaf.isdecimal()
+        if param.style == WHOLE and param.pattern in into and not is_layer:
             raise UnsupportedSharding(
                 f"no rule covers `{starred(param.name)}`, which lies between sharded projections",
                 got=f"shape {param.shape}, tp={sizes.tp}",

@@ -35,13 +35,16 @@ def block_shape(param: Param, strategy: Strategy) -> BlockShape:
     return strategy.attention_shape if param.in_attention else strategy.mlp_shape
 
 
-def exchanges_rows(strategy: Strategy) -> bool:
-    """Return whether attention shards queries by token over y, so that keys and values are gathered over y."""
+def shards_queries_by_token(strategy: Strategy) -> bool:
+    """Return whether attention shards queries by token over y; keys and values are then gathered over y."""
     return Purpose.KEY_VALUE_GATHER in block_program(strategy, 1, False)
 
 
-def cuts_hidden(params: list[Param], strategy: Strategy) -> bool:
-    """Return whether the residual stream is sharded over y, because all matrices of the layers are in 2d blocks."""
+def shards_hidden_over_y(params: list[Param], strategy: Strategy) -> bool:
+    """Return whether the hidden dim of the residual stream is sharded over y.
+
+    This requires that all matrices of the layers are in 2d blocks.
+    """
     if strategy.tp_y == 1 or {strategy.attention_shape, strategy.mlp_shape} != {"2d"}:
         return False
     ends = ("vocab", "head")
@@ -74,7 +77,7 @@ def tensor_axes(param: Param, strategy: Strategy, hidden_cut: bool) -> Axes:
         if param.style == "kv_replicate":
             return whole
         # A direct vector of the attention module, such as its sinks, is sharded like the heads.
-        own = param.owner == param.name and not exchanges_rows(strategy)
+        own = param.owner == param.name and not shards_queries_by_token(strategy)
         return (both,) if shape == "1d" or own else ((X,),)
     if param.style == "rowwise":
         return ((), both) if shape == "1d" else ((Y,), (X,))

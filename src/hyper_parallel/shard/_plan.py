@@ -40,7 +40,7 @@ from hyper_parallel.shard._fit import (
     refuse_shapes,
     rule_hint,
 )
-from hyper_parallel.shard._grid import cuts_hidden, tensor_axes
+from hyper_parallel.shard._grid import shards_hidden_over_y, tensor_axes
 from hyper_parallel.shard._rules import REFUSED, STYLES, WHOLE, applies
 from hyper_parallel.shard._sizes import check_context, fit_sizes
 
@@ -115,7 +115,7 @@ def plan_layouts(
             assigned = [
                 p if p.style == EXPERTS else replace(p, style="replicate") for p in assigned
             ]
-        hidden_cut = cuts_hidden(assigned, strategy)
+        hidden_cut = shards_hidden_over_y(assigned, strategy)
         layouts = {param.name: _layout(param, strategy, hidden_cut) for param in assigned}
         _check_tied(layouts, tied or {})
     except HyperParallelError as error:
@@ -158,7 +158,7 @@ def replicated_matrices(
         (names of the matrices, whether every rank holds the residual stream of all tokens). The second is true if a
         parameter other than a norm has no supported style.
     """
-    assigned = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
+    assigned = _assign(params, rules)
     cut = ("vocab", "head", EXPERTS)
     whole = (None, *REFUSED, WHOLE, "replicate")
     names = (
@@ -175,12 +175,16 @@ def covers(
     head_dim: int,
 ) -> bool:
     """Return whether the rules assign a consistent style to all parameters, so that the residual stream is sharded."""
-    assigned = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
+    assigned = _assign(params, rules)
     try:
         check_pairs(assigned, Sizes(Strategy(), num_heads, num_kv_heads, head_dim, 1))
     except UnsupportedSharding:
         return False
     return is_covered(assigned)
+
+
+def _assign(params: Iterable[tuple[str, tuple[int, ...]]], rules: Sequence[Rule]) -> list[Param]:
+    return mark_experts([_find((name, shape, ()), rules) for name, shape in params])
 
 
 def _find(param: tuple[str, tuple[int, ...], tuple[str, ...]], rules: Sequence[Rule]) -> Param:

@@ -92,37 +92,29 @@ def applies(rule: Rule, param: str) -> str | None:
     return param.rpartition(".")[0] if whole_subtree else None
 
 
-def normalise_plan(
-    plan: Mapping[str, str] | None, prefix: str = ""
-) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """Return the rules of a Hugging Face tensor-parallel plan, and notes.
+def normalise_plan(plan: Mapping[str, str] | None, prefix: str = "") -> tuple[Rule, ...]:
+    """Return the rules of a Hugging Face tensor-parallel plan, longest pattern first.
+
+    An unknown style becomes `unsupported`: `plan_layouts` replicates the module, or raises HP205 if it lies between
+    sharded projections.
 
     Args:
         plan: Dict from pattern to style name, such as `base_model_tp_plan` of a configuration class or `_tp_plan` of a
             model; None if there is none.
         prefix: Prefix of every pattern; `model.` for the base model inside a causal language model.
-
-    Returns:
-        (rules, longest pattern first; notes about unknown styles). An unknown style becomes `unsupported`:
-        `plan_layouts` replicates the module, or raises HP205 if it lies between sharded projections.
     """
     plan = plan or {}
     expert_modules = tuple(p for p, style in plan.items() if style == "moe_tp_experts")
-    rules, notes = [], []
+    rules = []
     for pattern, theirs in plan.items():
-        style = _FROM_HUGGING_FACE.get(theirs)
-        if style is None:
-            style = "unsupported"
-            notes.append(
-                f"`{prefix}{pattern}`: style `{theirs}` of the model's plan is not implemented"
-            )
+        style = _FROM_HUGGING_FACE.get(theirs, "unsupported")
         if style == "gather_output" and "*" not in pattern:
             style = "head"  # outside of layers the only projection is the head; the loss accepts sharded logits
         if pattern.startswith(tuple(f"{module}." for module in expert_modules)):
             style = "experts"
         rules.append(Rule(prefix + pattern, style))
     rules.sort(key=lambda rule: -len(rule.pattern.split(".")))
-    return tuple(rules), tuple(notes)
+    return tuple(rules)
 
 
 def _of(module: str, **styles: str) -> dict[str, str]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from hyper_parallel.errors import NotDivisible, RuleError, UnsupportedSharding
 from hyper_parallel.ir import (
@@ -28,7 +28,7 @@ from hyper_parallel.ir import (
 )
 from hyper_parallel.shard._boundary import TokenCut
 from hyper_parallel.shard._fit import Param, Sizes, rule_hint
-from hyper_parallel.shard._grid import block_shape, exchanges_rows
+from hyper_parallel.shard._grid import block_shape, shards_queries_by_token
 from hyper_parallel.units import divisors
 
 PACKED = ("qkv", "gate_up")
@@ -61,29 +61,22 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
         workload: Workload with a resolved microbatch.
     """
     s, overlap = strategy, strategy.overlap
-
-    def refuse(problem: str, got: str, **changes: object) -> NoReturn:
-        named = {key.replace("__", "."): value for key, value in changes.items()}
-        raise UnsupportedSharding(problem, where="overlap", got=got, changes=named)
-
     if overlap.ep_chunks > 1 and s.ep == 1:
-        refuse("`overlap.ep=chunks` needs expert parallelism", f"ep={s.ep}", overlap__ep="none")
+        problem = "`overlap.ep=chunks` needs expert parallelism"
+        raise _overlap_error(problem, f"ep={s.ep}", {"overlap.ep": "none"})
     if overlap.block_executor != "serial":
         _check_blocks(strategy, workload)
     if not overlap.half_batch:
         return
     if s.tp == 1 and s.ep == 1:
-        refuse(
-            "half-batches need tensor or expert parallelism: a layer has no other communication",
-            f"tp={s.tp}, ep={s.ep}",
-            overlap="none",
+        problem = (
+            "half-batches need tensor or expert parallelism: a layer has no other communication"
         )
+        raise _overlap_error(problem, f"tp={s.tp}, ep={s.ep}", {"overlap": "none"})
     illegal = {
         "pipeline parallelism": (s.pp > 1, f"pp={s.pp}"),
         "context parallelism": (s.cp > 1, f"cp={s.cp}"),
-        "a second tensor-parallel axis": (s.tp_y > 1, f"tp_y={s.tp_y}"),
-        "re-gathered inputs": (s.gathered_inputs == "re-gather", "gathered_inputs=re-gather"),
-        "a memory plan": (s.offload, "offload"),
+        **_features_without_overlap(s),
         "experts sharded over data-parallel ranks": (
             s.ep > 1 and s.expert_mesh().degree("edp") > 1 and s.zero_stage > 0,
             f"ep={s.ep}, dp_shard={s.dp_shard}",
@@ -94,21 +87,28 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
             changes = (
                 {"overlap.ep": "chunks", "overlap.tp": "none"} if s.ep > 1 else {"overlap": "none"}
             )
-            raise UnsupportedSharding(
-                f"half-batches do not work with {feature}",
-                where="overlap",
-                got=got,
-                changes=changes,
-            )
+            raise _overlap_error(f"half-batches do not work with {feature}", got, changes)
     sequences = workload.microbatch or 1
     if overlap.parts(sequences, workload.seq_len) == 1:
-        refuse(
+        even = 2 * sequences if 2 * sequences != workload.seq_len else sequences + 2
+        raise _overlap_error(
             "a microbatch of this size cannot be halved",
             f"microbatch={sequences}, seq_len={workload.seq_len}",
-            training__microbatch=2 * sequences
-            if 2 * sequences != workload.seq_len
-            else sequences + 2,
+            {"training.microbatch": even},
         )
+
+
+def _overlap_error(problem: str, got: str, changes: Mapping[str, object]) -> UnsupportedSharding:
+    return UnsupportedSharding(problem, where="overlap", got=got, changes=changes)
+
+
+def _features_without_overlap(s: Strategy) -> dict[str, tuple[bool, str]]:
+    """Return a dict from each feature that no overlap supports to (whether the strategy uses it, its setting)."""
+    return {
+        "a second tensor-parallel axis": (s.tp_y > 1, f"tp_y={s.tp_y}"),
+        "re-gathered inputs": (s.gathered_inputs == "re-gather", "gathered_inputs=re-gather"),
+        "a memory plan": (s.offload, "offload"),
+    }
 
 
 def _check_blocks(strategy: Strategy, workload: Workload) -> None:
@@ -117,26 +117,19 @@ def _check_blocks(strategy: Strategy, workload: Workload) -> None:
     features = {
         "one tensor-parallel rank": (s.tp == 1, f"tp={s.tp}"),
         "half-batches": (s.overlap.half_batch, "overlap.ep=half-batch"),
-        "a second tensor-parallel axis": (s.tp_y > 1, f"tp_y={s.tp_y}"),
-        "re-gathered inputs": (s.gathered_inputs == "re-gather", "gathered_inputs=re-gather"),
-        "a memory plan": (s.offload, "offload"),
+        **_features_without_overlap(s),
     }
     for feature, (is_used, got) in features.items():
         if is_used:
-            raise UnsupportedSharding(
-                f"`overlap.tp={s.overlap.block_executor}` does not work with {feature}",
-                where="overlap",
-                got=got,
-                changes={"overlap.tp": "none"},
-            )
+            problem = f"`overlap.tp={s.overlap.block_executor}` does not work with {feature}"
+            raise _overlap_error(problem, got, {"overlap.tp": "none"})
     tokens = TokenCut.of(s, workload).piece
     if tokens % chunks:
         fitting = [n for n in range(chunks - 1, 1, -1) if tokens % n == 0]
-        raise UnsupportedSharding(
+        raise _overlap_error(
             f"the tokens of a rank cannot be divided into {chunks} chunks",
-            where="overlap",
-            got=f"{tokens} tokens of a microbatch per tensor-parallel rank",
-            changes={"overlap.chunks": fitting[0]} if fitting else {"overlap.tp": "none"},
+            f"{tokens} tokens of a microbatch per tensor-parallel rank",
+            {"overlap.chunks": fitting[0]} if fitting else {"overlap.tp": "none"},
         )
 
 
@@ -371,7 +364,7 @@ def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> P
 
 def _check_two_axes(params: Sequence[Param], sizes: Sizes) -> None:
     """Raise UnsupportedSharding (HP205) for combinations that two tensor-parallel axes do not support."""
-    s, spans = sizes.strategy, exchanges_rows(sizes.strategy)
+    s, spans = sizes.strategy, shards_queries_by_token(sizes.strategy)
     degrees, shape = f"tp_x={s.tp_x}, tp_y={s.tp_y}", f"attention {_shown(s)}"
     if s.tp_x == 1:
         raise UnsupportedSharding(

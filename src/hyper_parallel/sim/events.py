@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from heapq import heappop, heappush
 
 from hyper_parallel.ir import Counter, Span, Task, TaskGraph, Timeline
@@ -102,50 +101,32 @@ class _Clock:
     """Running tasks and the current time in nanoseconds.
 
     All tasks on shared cores have the same rate, so one counter suffices for the work that each has done. A task ends
-    when the counter has grown by its duration. Each task with demands has its own rate and remaining work. The end of
-    every other task is known at its start. Work is rounded down to nanoseconds at every event and times are rounded up,
-    so no task takes less than its duration.
+    when the counter has grown by its duration. The end of every other task is known at its start. Work is rounded down
+    to nanoseconds at every event and times are rounded up, so no task takes less than its duration.
     """
 
     def __init__(self, graph: TaskGraph, lanes: tuple[str, ...]) -> None:
         self.now = 0
-        self._tasks, self._capacities, self._cores = graph.tasks, graph.capacities, graph.cores
+        self._tasks, self._cores = graph.tasks, graph.cores
         self._shared = [graph.cores is not None and name in graph.cores.executors for name in lanes]
         self._shared_work_ns = 0
         self._own: list[tuple[int, int]] = []
         self._sharing: list[tuple[int, int]] = []
-        self._left_ns: dict[int, int] = {}  # remaining work of tasks with demands
 
     @property
     def idle(self) -> bool:
-        return not self._own and not self._sharing and not self._left_ns
+        return not self._own and not self._sharing
 
     def start(self, lane: int, number: int) -> None:
-        task = self._tasks[number]
-        if task.demands:
-            self._left_ns[number] = task.duration_ns
-        elif self._shared[lane]:
-            heappush(self._sharing, (self._shared_work_ns + task.duration_ns, number))
+        duration_ns = self._tasks[number].duration_ns
+        if self._shared[lane]:
+            heappush(self._sharing, (self._shared_work_ns + duration_ns, number))
         else:
-            heappush(self._own, (self.now + task.duration_ns, number))
-
-    def _rates(self) -> dict[int, Fraction]:
-        """Return a dict from each running task with demands to its rate, at most 1."""
-        demanded: dict[str, Fraction] = {}
-        for number in self._left_ns:
-            for resource, amount in self._tasks[number].demands:
-                demanded[resource] = demanded.get(resource, Fraction(0)) + amount
-        rate_of = {
-            r: min(Fraction(1), self._capacities[r] / total) if total else Fraction(1)
-            for r, total in demanded.items()
-        }
-        return {n: min(rate_of[r] for r, _ in self._tasks[n].demands) for n in self._left_ns}
+            heappush(self._own, (self.now + duration_ns, number))
 
     def advance(self) -> list[int]:
         """Advance to the next time at which tasks end, and return the indices of these tasks in ascending order."""
         instants = [self._own[0][0]] if self._own else []
-        rates = self._rates() if self._left_ns else {}
-        instants += [self.now - (-self._left_ns[n] // rate) for n, rate in rates.items()]
         up = down = 1
         if self._sharing:
             assert self._cores is not None, "only shared cores have lanes that share"
@@ -154,11 +135,7 @@ class _Clock:
         elapsed_ns, self.now = min(instants) - self.now, min(instants)
         if self._sharing:
             self._shared_work_ns += elapsed_ns * up // down
-        for number, rate in rates.items():
-            self._left_ns[number] -= int(elapsed_ns * rate)
-        ended = [number for number, left_ns in self._left_ns.items() if left_ns <= 0]
-        for number in ended:
-            del self._left_ns[number]
+        ended: list[int] = []
         while self._own and self._own[0][0] == self.now:
             ended.append(heappop(self._own)[1])
         while self._sharing and self._sharing[0][0] <= self._shared_work_ns:

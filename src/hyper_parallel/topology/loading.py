@@ -102,9 +102,8 @@ class Accelerator:
 
 def parse_nvidia_smi(text: str) -> list[Accelerator]:
     """Return the devices in the output of `nvidia-smi --query-gpu=name,memory.total --format=csv`."""
-    rows = (
-        re.fullmatch(r"\s*(\S.*?)\s*,\s*(\d+)\s*MiB\s*", line) for line in text.splitlines()[1:]
-    )
+    pattern = re.compile(r"\s*(\S.*?)\s*,\s*(\d+)\s*MiB\s*")
+    rows = map(pattern.fullmatch, text.splitlines()[1:])
     return [Accelerator("cuda", row[1], int(row[2]) * MiB) for row in rows if row]
 
 
@@ -113,18 +112,17 @@ def parse_npu_smi(text: str) -> list[Accelerator]:
 
     Rows have NPU id, chip id, logic id and chip name. A row without a logic id is a controller, not a device.
     """
-    rows = (re.fullmatch(r"\s*\d+\s+\d+\s+\d+\s+(.*?\d.*?)\s*", line) for line in text.splitlines())
+    pattern = re.compile(r"\s*\d+\s+\d+\s+\d+\s+(.*?\d.*?)\s*")
+    rows = map(pattern.fullmatch, text.splitlines())
     return [Accelerator("npu", row[1], 0) for row in rows if row]
 
 
+_NVIDIA_SMI: Final = "nvidia-smi --query-gpu=name,memory.total --format=csv"
 _TOOLS: Final = (
-    (
-        "nvidia-smi --query-gpu=name,memory.total --format=csv",
-        parse_nvidia_smi,
-        "CUDA_VISIBLE_DEVICES",
-    ),
+    (_NVIDIA_SMI, parse_nvidia_smi, "CUDA_VISIBLE_DEVICES"),
     ("npu-smi info -m", parse_npu_smi, "ASCEND_RT_VISIBLE_DEVICES"),
 )
+"""(command that lists the devices, parser of its output, variable that restricts the devices) per vendor."""
 
 
 def find_accelerators() -> list[Accelerator]:
@@ -167,11 +165,14 @@ def match_preset(accelerator: Accelerator) -> Supernode | None:
     """Return the preset whose device matches the accelerator's name; None if there is none."""
     for name in preset_names():
         supernode = load_topology(name)
-        if supernode.device.kind == accelerator.kind and any(
-            fnmatch.fnmatchcase(accelerator.name, glob) for glob in supernode.device.reported_as
-        ):
+        if supernode.device.kind == accelerator.kind and _is_reported_as(accelerator, supernode):
             return supernode
     return None
+
+
+def _is_reported_as(accelerator: Accelerator, supernode: Supernode) -> bool:
+    globs = supernode.device.reported_as
+    return any(fnmatch.fnmatchcase(accelerator.name, glob) for glob in globs)
 
 
 def detect_local(
@@ -239,7 +240,7 @@ def is_this_machine(topology: str) -> bool:
     """Return whether the device of a topology, given by name or file, is the device of this machine."""
     if topology == "local":
         return True
-    device, accelerators = load_topology(topology).device, find_accelerators()
-    if not accelerators or not device.reported_as:
-        return device.kind == (accelerators[0].kind if accelerators else "cpu")
-    return any(fnmatch.fnmatchcase(accelerators[0].name, glob) for glob in device.reported_as)
+    supernode, accelerators = load_topology(topology), find_accelerators()
+    if not accelerators or not supernode.device.reported_as:
+        return supernode.device.kind == (accelerators[0].kind if accelerators else "cpu")
+    return _is_reported_as(accelerators[0], supernode)

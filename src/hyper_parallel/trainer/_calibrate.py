@@ -187,7 +187,7 @@ def time_probes(
         pick: Function that combines a probe's seconds in all rounds but the first: the minimum to compare layouts, or
             the median to predict a run.
     """
-    runs = [_TimedProbe(probe, world) for probe in probes]
+    runs = [_timed_step(probe, world) for probe in probes]
     # A real run has a single model, so garbage collection must not traverse the objects of all models.
     gc.collect()
     gc.freeze()
@@ -195,7 +195,7 @@ def time_probes(
     rounds: list[list[float]] = []
     spent = torch.zeros(1, device=world.device)
     while len(rounds) < _MIN_ROUNDS or (len(rounds) < _MAX_ROUNDS and float(spent) < _BUDGET_S):
-        rounds.append([run.turn() for run in runs])
+        rounds.append([run() for run in runs])
         spent.fill_(time.perf_counter() - start)
         if world.world_size > 1:
             dist.all_reduce(spent, dist.ReduceOp.MAX)  # all ranks stop at the same round
@@ -223,38 +223,31 @@ def short_step(
     return loss
 
 
-class _TimedProbe:
-    """Parallelized model, optimizer and data of a probe on this rank."""
+def _timed_step(probe: Probe, world: World) -> Callable[[], float]:
+    """Build a probe on this rank; return a function that runs a step after a barrier and returns its seconds."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    def __init__(self, probe: Probe, world: World) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**probe.config)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        ).train()
+    parallelize(model, probe.plan, world)
+    materialize(model, seed=0, device=world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    work = probe.plan.workload
+    tokens = torch.arange(work.seq_len, device=world.device).repeat(work.microbatch or 1, 1) % 1000
+    batches = [{"input_ids": tokens, "shift_labels": tokens}] * (work.accumulation_steps or 1)
 
-        with torch.device("meta"):
-            config = AutoConfig.for_model(**probe.config)
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=False
-            ).train()
-        parallelize(model, probe.plan, world)
-        materialize(model, seed=0, device=world.device)
-        self._model, self._world = model, world
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        work = probe.plan.workload
-        tokens = (
-            torch.arange(work.seq_len, device=world.device).repeat(work.microbatch or 1, 1) % 1000
-        )
-        self._batches = [{"input_ids": tokens, "shift_labels": tokens}] * (
-            work.accumulation_steps or 1
-        )
-        self._tokens = work.tokens_per_step or 1
-
-    def turn(self) -> float:
-        """Run a step after a barrier, and return its seconds."""
-        if self._world.world_size > 1:
+    def turn() -> float:
+        if world.world_size > 1:
             dist.barrier()
         start = time.perf_counter()
-        loss = short_step(self._model, self._optimizer, self._batches, self._tokens, self._world)
+        loss = short_step(model, optimizer, batches, work.tokens_per_step or 1, world)
         float(loss)  # synchronizes with the device
         return time.perf_counter() - start
+
+    return turn
 
 
 def calibrate_local(

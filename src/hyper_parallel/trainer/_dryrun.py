@@ -19,19 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from hyper_parallel.backends.torch import (
-    FusedAttention,
-    allocate,
-    local,
-)
+from hyper_parallel.backends.torch import FusedAttention, allocate, local
 from hyper_parallel.backends.torch.memory import (
-    FakeKernels,
     Peak,
     Recorder,
     Workspace,
     collectives_of,
     cpu_workspace,
     device_workspace,
+    fake_kernels,
     peak_of,
 )
 from hyper_parallel.config import LoadedRecipe, Training
@@ -46,7 +42,7 @@ from hyper_parallel.trainer.engine.recipe_model import (
     refuse_submodels,
     trained_of,
 )
-from hyper_parallel.trainer.engine.step_gauges import PhaseSpans
+from hyper_parallel.trainer.engine.step_gauges import MemoryGauge, PhaseSpans
 from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs
 
 _ALLOCATOR_BLOCK = 512
@@ -94,13 +90,6 @@ def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
     )
 
 
-class _NoGauge:
-    """Memory gauge that reports 0 bytes, because fake tensors have no storage."""
-
-    def peak_bytes(self) -> int:
-        return 0
-
-
 @contextmanager
 def _fused_attention() -> Iterator[None]:
     """Trace `scaled_dot_product_attention` as a single fused operator even if keys and values differ in width.
@@ -132,20 +121,14 @@ def trace_rank(
     workspace: Workspace | None = None,
     accelerator: bool = False,
 ) -> TracedRank:
-    """Trace a training step on one rank of a plan.
+    """Trace a training step on one rank of a plan, which may have any number of ranks.
 
-    Args:
-        build: Function that returns the model on the meta device.
-        plan: Plan, for any number of ranks.
-        training: Section `training` of the recipe, with optimizer and clipping.
-        rank: Rank to trace.
-        alignment_bytes: Alignment of every allocation.
-        workspace: Function that returns the workspace bytes of an operator; None: not counted.
-        accelerator: Whether to trace attention as an accelerator runs it; see `_fused_attention`.
+    `build` returns the model on the meta device. Without `workspace`, the workspace bytes of operators are not counted.
+    With `accelerator`, attention is a single fused operator, as on accelerators.
     """
     start = time.perf_counter()
     strategy = plan.strategy
-    recorder = Recorder(alignment_bytes, FakeKernels(workspace))
+    recorder = Recorder(alignment_bytes, fake_kernels(workspace))
     with World.fake(rank, strategy.world_size) as world:
         # Meshes and FSDP groups read tensor values, so `parallelize` runs outside the fake-tensor mode.
         model = parallelize(build(), plan, world)
@@ -163,8 +146,8 @@ def trace_rank(
                         if parameter.grad is not None:
                             recorder.name(local(parameter.grad), name, "gradient")
 
-            spans, norm = PhaseSpans(begin), training.max_grad_norm
-            loop = Loop(model, optimizer, plan, world, spans, _NoGauge(), norm)
+            spans, gauge = PhaseSpans(begin), MemoryGauge(world.device)
+            loop = Loop(model, optimizer, plan, world, spans, gauge, training.max_grad_norm)
             recorder.restart("setup")
             _step(loop, recorder, plan, training)
             recorder.enter("after the step")
@@ -245,35 +228,22 @@ class DryRun:
         return max(rank.peaks["hbm"].num_bytes for rank in self.ranks)
 
     @property
-    def planned_bytes(self) -> int:
-        """Planned peak bytes of tensors on the fullest device, for comparison with `peak_bytes`."""
-        return self.plan.tensor_bytes
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Device bytes that the plan reserves besides tensors, for the device context and fragmentation."""
-        return self.plan.reserved_bytes
-
-    @property
     def planned_to_traced(self) -> float:
-        """(`planned_bytes` - `peak_bytes`) / `peak_bytes`; negative if the plan predicts too little."""
-        return self.planned_bytes / self.peak_bytes - 1.0
+        """Relative error of the planned peak of tensors; negative if the plan predicts too little."""
+        return self.plan.tensor_bytes / self.peak_bytes - 1.0
 
     @property
     def fits(self) -> bool:
-        """True if `peak_bytes` plus `reserved_bytes` fit the device memory."""
-        return self.peak_bytes + self.reserved_bytes <= self.capacity_bytes
+        """True if `peak_bytes` plus the reserved bytes of the plan fit the device memory."""
+        return self.peak_bytes + self.plan.reserved_bytes <= self.capacity_bytes
 
 
 def dry_run(
     loaded: LoadedRecipe, *, num_ranks: int | None = None, rank: int | None = None
 ) -> DryRun:
-    """Plan a recipe and trace a training step of its ranks.
+    """Plan a recipe for `num_ranks` ranks (None: as in the recipe), and trace a training step of its ranks.
 
-    Args:
-        loaded: Recipe, with the topology to plan for.
-        num_ranks: Number of ranks of the run; None: as in the recipe.
-        rank: Rank to trace; None: the ranks of `distinct_ranks`.
+    Only `rank` is traced; None: the ranks of `distinct_ranks`.
 
     Raises:
         BadValue: HP102 when `rank` is not a rank of the plan.
@@ -318,7 +288,6 @@ def dry_run(
 
 
 def _check_support(loaded: LoadedRecipe) -> None:
-    """Raise Contradiction (HP104) if torch.distributed is initialized, or for a recipe that cannot be traced."""
     if dist.is_initialized():
         raise Contradiction(
             "a dry run cannot run in a process whose torch.distributed is initialized",

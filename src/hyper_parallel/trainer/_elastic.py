@@ -25,9 +25,7 @@ def replan_for_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
         "training": recipe.training.model_copy(update=numbers),
     }
     origins = {
-        **{
-            key: origin for key, origin in loaded.origins.items() if not key.startswith("parallel.")
-        },
+        **{k: v for k, v in loaded.origins.items() if not k.startswith("parallel.")},
         **dict.fromkeys(("parallel.auto", "parallel.world_size"), derived),
     }
     return replace(loaded, recipe=recipe.model_copy(update=update), origins=origins)
@@ -42,9 +40,9 @@ def replan_for_launched(loaded: LoadedRecipe, launched: int | None) -> LoadedRec
     planned = parallel.world_size
     if not parallel.auto:
         planned = math.prod(getattr(parallel, axis) for axis in DEGREES if axis != "ep")
-    if not loaded.recipe.training.elastic or None in (launched, planned) or launched == planned:
+    if not loaded.recipe.training.elastic or launched is None or planned in (None, launched):
         return loaded
-    return replan_for_ranks(loaded, launched or 1)
+    return replan_for_ranks(loaded, launched)
 
 
 def with_planned_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -51,15 +52,8 @@ _DROPPABLE_AXES: Final = ("dp_replicate", "dp_shard", "tp_y", "cp")
 """Axes that get degree 1, in this order, until at most `_MAX_RANKS` ranks remain."""
 _MAX_FULL_WIDTH_PARAMETERS: Final = 50_000_000
 """Maximum parameters of a model that is reduced in depth only, which is tried if the narrow model fails."""
-_SEQ_LEN: Final = {
-    "pt": 64,
-    "sft": 512,
-    "dpo": 512,
-    "orpo": 512,
-    "kto": 512,
-    "rm": 512,
-    "grpo": 512,
-}
+_TEXT_SEQ_LEN, _RECORD_SEQ_LEN = 64, 512
+"""Maximum sequence lengths for plain text (stage pt), and for conversations and pairs."""
 _MICROBATCHES: Final = 4  # sufficient for two virtual stages on each of two ranks
 
 Steps = list[dict[str, float]]
@@ -128,11 +122,8 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
     """Train a small copy of a recipe's model on a single rank and on the recipe's layout, and compare all metrics.
 
     The two runs have the same seed and data, and use float64 without dropout or clipping. Ranks are local processes
-    with gloo. Degrees above 2 become 2, and axes are dropped until at most 8 ranks remain.
-
-    Args:
-        loaded: Recipe with the origins of its values.
-        steps: Number of optimizer steps of each run.
+    with gloo. Degrees above 2 become 2, and axes are dropped until at most 8 ranks remain. `steps` is the number of
+    optimizer steps of each run.
 
     Raises:
         Contradiction: HP104 in a process of torchrun, or for a recipe with sub-models.
@@ -142,7 +133,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
         raise Contradiction(
             "`parity` launches local ranks itself, so it cannot run under torchrun",
             where="environment of this process",
-            hint=f"hyper-parallel parity {loaded.path}",
+            hint=shlex.join(["hyper-parallel", "parity", str(loaded.path)]),
         )
     refuse_submodels(loaded, "parity compares layouts of a whole model")
     loaded = with_hub_models(loaded)
@@ -230,9 +221,12 @@ def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow:
     small = shrink_config(values, narrow=narrow, keep_vocabulary=tokenizer is not None)
     (model / "config.json").write_text(json.dumps(small), encoding="utf-8")
     microbatch = 2 if recipe.stage in PAIRED_STAGES else 1  # the two answers of a pair
-    seq_len = min(recipe.data.seq_len, _SEQ_LEN[recipe.stage])
+    longest = _TEXT_SEQ_LEN if recipe.stage == "pt" else _RECORD_SEQ_LEN
+    seq_len = min(recipe.data.seq_len, longest)
+    # A CPU may not support other implementations than the default and `eager`.
+    attention = "eager" if recipe.model.attn_implementation == "eager" else None
     update: dict[str, dict[str, Any]] = {
-        "model": {"path": str(model), "init": "random", "attn_implementation": _attention(recipe)},
+        "model": {"path": str(model), "init": "random", "attn_implementation": attention},
         "data": {
             "tokenizer": tokenizer, "seq_len": seq_len, "vocab_size": SIZES["vocab_size"], "holdout": 0.0,
             "validation": None, "validation_split": None,
@@ -262,11 +256,6 @@ def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow:
     return recipe.model_copy(
         update={**sections, **plain, "sample_prompt": None, "sample_answers": 0}
     )
-
-
-def _attention(recipe: Recipe) -> str | None:
-    """Return `eager` if the recipe sets it, else None, because a CPU may not support the implementation."""
-    return recipe.model.attn_implementation if recipe.model.attn_implementation == "eager" else None
 
 
 def _size(loaded: LoadedRecipe) -> int:

@@ -27,9 +27,9 @@ from hyper_parallel.trainer.data.packing import encode
 from hyper_parallel.trainer.data.preview import (
     Example,
     LengthHistogram,
+    documents_of_records,
     example_of,
     is_used,
-    units,
 )
 from hyper_parallel.trainer.data.saved_tokenizer import has_tokenizer, require_tokenizer
 from hyper_parallel.trainer.data.sources import Source
@@ -83,13 +83,9 @@ class Tally:
 
 
 class EncodingHelpers:
-    """Pool of worker processes that encode records; `submit` starts them at its first call.
+    """Pool of `number` worker processes that encode records; the first call of `submit` starts them.
 
-    Args:
-        hf: Tokenizer of transformers.
-        stage: Stage of the recipe.
-        counts: Counts of the source, from which workers copy `seq_len` and `unknown_id`.
-        number: Number of processes.
+    Workers copy `seq_len` and `unknown_id` from `counts`.
     """
 
     def __init__(self, hf: Any, stage: str, counts: DataCounts, number: int) -> None:
@@ -256,11 +252,8 @@ def sample_data(
 ) -> DataSample:
     """Encode the first records of a recipe's data as training does, and count them.
 
-    Args:
-        loaded: Recipe with the origins of its values.
-        max_records: Maximum number of records, divided evenly among the sources.
-        num_examples: Number of examples per source.
-        progress: Whether to show a progress bar if a tokenizer is trained.
+    `max_records` are divided evenly among the sources, each of which has `num_examples` examples. With `progress`, a
+    progress bar is shown if a tokenizer is trained.
 
     Raises:
         NoData, BadValue, Contradiction: Errors of `open_sources`.
@@ -308,7 +301,7 @@ def _sample(
     if is_text:  # a file is one record, of any length
         most = min(source.max_bytes or max_bytes, max_bytes)
         source = replace(source, max_bytes=most)
-    records = units(source, stage)
+    records = documents_of_records(source)
     num_bytes, seen = 0, 0
     # The tokenizer encodes plain text in threads, so no workers are needed.
     number = 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) - 1

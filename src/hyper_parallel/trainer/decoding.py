@@ -261,16 +261,9 @@ def make_decoder(
     ended: Callable[[DecodingSequence], bool] | None = None,
     interrupt: Callable[[], bool] | None = None,
 ) -> Decoder:
-    """Create a decoder with `sequences` queued, and with a key-value cache of sufficient length.
+    """Create a `Decoder` with `sequences` queued, at most `slots` of which run at once, and with a sufficient cache.
 
-    Args:
-        model: Causal language model in evaluation mode, before or after `parallelize`.
-        sequences: Sequences to continue.
-        sampling: See `Decoder`.
-        stops: See `Decoder`.
-        slots: Maximum number of concurrent sequences.
-        ended: See `Decoder`.
-        interrupt: See `Decoder`.
+    The model is a causal language model in evaluation mode, before or after `parallelize`.
     """
     # The last token is not fed to the model, so the cache needs no entry for it.
     length = max((s.start + s.limit - 1 for s in sequences), default=1)

@@ -39,8 +39,7 @@ def nonfinite_hint(job: Job) -> str:
 class DirectoryWatch:
     """Detector of the removal, move or replacement of a run directory, and of a file in it.
 
-    Args:
-        place: The run directory. An open file descriptor refers to it until `close`.
+    An open file descriptor refers to the directory until `close`.
 
     Raises:
         RunDirectoryLost: HP721 when the directory does not exist.

@@ -55,23 +55,13 @@ class Damaged(Exception):
 def check_files(
     directory: Path, entries: Mapping[str, FileEntry], contents: Iterable[str] = ()
 ) -> None:
-    """Check the files of a directory against `entries`, which contain their expected sizes and checksums.
-
-    Args:
-        directory: Directory of the files.
-        entries: Expected entry of each file, by name.
-        contents: Names of files whose checksum is checked too; of all other files only the size is checked.
+    """Check the sizes of the files in `entries`, given by name, and the checksums of the files in `contents`.
 
     Raises:
         Damaged: For the first file that is missing or differs.
     """
     for name, entry in sorted(entries.items()):
-        path = directory / name
-        if not path.is_file():
-            raise Damaged(path, "missing")
-        size = path.stat().st_size
-        if size != entry.size_bytes:
-            raise Damaged(path, f"{size} bytes instead of {entry.size_bytes}")
+        check_size(directory / name, entry.size_bytes)
     for name in contents:
         path = directory / name
         try:
@@ -80,6 +70,14 @@ def check_files(
             raise Damaged(path, f"not readable ({error.strerror})") from None
         if not same:
             raise Damaged(path, "content differs from its checksum")
+
+
+def check_size(path: Path, num_bytes: int) -> None:
+    """Raise Damaged if a file is missing or does not have `num_bytes` bytes."""
+    if not path.is_file():
+        raise Damaged(path, "missing")
+    if (size := path.stat().st_size) != num_bytes:
+        raise Damaged(path, f"{size} bytes instead of {num_bytes}")
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
@@ -92,10 +90,7 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 @contextmanager
 def tensors_written(path: Path) -> Iterator[None]:
-    """Convert write errors inside the context to HP105, and remove the incomplete tensor file.
-
-    Args:
-        path: Path of the file that is written inside the context.
+    """Convert write errors inside the context to HP105, and remove the incomplete tensor file `path`.
 
     Raises:
         OutputNotWritable: HP105 for an error of the operating system or of safetensors.
@@ -159,9 +154,7 @@ def _remove_partials(directory: Path) -> None:
 def check_writable(directory: Path, key: str) -> None:
     """Check that a directory can be created and written, without leaving files behind.
 
-    Args:
-        directory: Directory, which may not exist yet.
-        key: Recipe key or command-line option that names the directory, such as `output_dir`.
+    `key` is the recipe key or command-line option that names the directory, such as `output_dir`.
 
     Raises:
         OutputNotWritable: HP105 with the reason.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -46,13 +46,9 @@ from hyper_parallel.errors import (
     WeightsUnreadable,
 )
 from hyper_parallel.hub import fetch, parse_name
-from hyper_parallel.model import (
-    ConfigFile,
-    list_weight_files,
-    read_config,
-    read_generation_config,
-)
+from hyper_parallel.model import ConfigFile, list_weight_files, read_config, read_generation_config
 from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, load_adapter
+from hyper_parallel.trainer.checkpoints.pieces import check_dtype, dtype_name
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.data.prompt_media import PromptMedia
 from hyper_parallel.trainer.decoding import SLOTS, Decoder, DecodingSequence, Sampling, make_decoder
@@ -75,6 +71,9 @@ from hyper_parallel.trainer.text_codec import (
 )
 
 logger = logging.getLogger(__name__)
+
+DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
+"""Dtypes of the weights of a loaded model."""
 
 
 def pick_device(device: str) -> torch.device:
@@ -167,7 +166,7 @@ def load(
     from transformers.utils import logging
 
     export = find_export(directory)
-    check_dtype(dtype)
+    check_dtype(dtype, DTYPES)
     target_device = pick_device(device)
     tokenizer = load_tokenizer(export, trusted=trusted)
     logging.disable_progress_bar()  # it would overwrite the generated text
@@ -186,13 +185,7 @@ def load(
 
 
 def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) -> Any:
-    """Load an exported model; an adapter is merged into the base model.
-
-    Args:
-        export: Directory of the model, or of an adapter.
-        base: Directory or hub id of the base model; equal to `export` without an adapter.
-        dtype: Dtype of the weights; None: as stored.
-        trusted: Permission to run model code in the directory.
+    """Load the model in directory `export`; an adapter is merged into `base`, the directory or hub id of its model.
 
     Raises:
         WeightsUnreadable: HP703 when the weight files cannot be read, or lack parameters.
@@ -233,19 +226,6 @@ def _export_hint(export: Path) -> str:
     if export.name != "export":
         return "fetch the files of the model again"
     return f"hyper-parallel checkpoint export {shlex.quote(str(export.parent))}"
-
-
-def check_dtype(dtype: str | None) -> None:
-    """Raise BadValue (HP102) unless `dtype` is None or a dtype name that weights can have."""
-    kinds = ("float64", "float32", "bfloat16", "float16")
-    if dtype is not None and dtype not in kinds:
-        raise BadValue(
-            f"unknown dtype `{dtype}` for weights",
-            got=dtype,
-            allowed=kinds,
-            where="--dtype",
-            hint="--dtype float32",
-        )
 
 
 def decode_tokens(
@@ -463,7 +443,7 @@ class Generator:
 
     def _planned_passes(self, sequences: Sequence[DecodingSequence]) -> PlannedSlots:
         assert self.memory is not None
-        limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
+        limits = self.memory.limits(dtype_name(self.model.dtype))
         return PlannedSlots(self.model, _fixed_steps(sequences), limits, self.device)
 
     def _start(
@@ -527,8 +507,6 @@ def _auto_class(base: str) -> Any:
     if not (Path(base) / "config.json").is_file():  # a name of the Hub
         return AutoModelForCausalLM
     file = read_config(base)
-    with suppress(
-        HyperParallelError
-    ):  # a model type that only transformers or custom code can build
+    with suppress(HyperParallelError):  # only transformers or custom code can build the model
         return class_of_config(file)
     return AutoModelForCausalLM

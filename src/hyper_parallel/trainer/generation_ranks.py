@@ -31,11 +31,12 @@ from hyper_parallel.runtime import (
     plan_of,
 )
 from hyper_parallel.topology import rank_threads
+from hyper_parallel.trainer.checkpoints.pieces import check_dtype
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.decoding import SLOTS, DecodingSequence, Sampling
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.recipe_model import check_parameters
-from hyper_parallel.trainer.generation import check_dtype, decode, find_export
+from hyper_parallel.trainer.generation import DTYPES, decode, find_export
 from hyper_parallel.trainer.job import under_torchrun
 from hyper_parallel.trainer.model_properties import properties_of
 from hyper_parallel.trainer.signals import StopRequest
@@ -61,17 +62,9 @@ def generate_on_ranks(
 ) -> list[Generation]:
     """Continue many prompts like `Generator.generate_batch`, on local ranks launched here or on ranks of torchrun.
 
-    Args:
-        directory: Run directory or Hugging Face model directory.
-        prompts: Texts, or results of an earlier call.
-        sampling: Sampling parameters.
-        parallel: Layout as keys of a recipe's `parallel` section, for example `tp=2` or `dp_replicate=2 pp=2`.
-        chat: Whether each prompt is a user message to be answered.
-        slots: Maximum number of concurrent sequences per data-parallel rank.
-        device: `auto`, `cpu`, `cuda`, ...
-        dtype: Dtype of the weights; None: as stored.
-        trusted: Permission to run model code in the directory.
-        stop: Request to stop and return the results so far; None: decode until all sequences have ended.
+    `directory`, `device`, `dtype` and `trusted` are arguments of `Generator`; adapters are not supported. `parallel`
+    is a layout as keys of a recipe's `parallel` section, for example `tp=2` or `dp_replicate=2 pp=2`. `slots` is the
+    maximum number of concurrent sequences per data-parallel rank. After a `stop`, the results so far are returned.
 
     Raises:
         UnsupportedSharding: HP205 for the axis cp, for adapters, and for layouts that `parallelize` does not support.
@@ -86,7 +79,7 @@ def generate_on_ranks(
         hint = "fewer ranks, or torchrun --nnodes=N --nproc-per-node=8 -m hyper_parallel generate"
         check_rank_count(strategy.world_size, local_capacity(kind), _WHERE, hint)
     export = find_export(directory)
-    check_dtype(dtype)
+    check_dtype(dtype, DTYPES)
     model, plan = _model_and_plan(export, strategy, dtype, trusted=trusted)
     tokenizer = load_tokenizer(export, trusted=trusted)
     texts = TextCodec(tokenizer, model.config, model.generation_config.eos_token_id)

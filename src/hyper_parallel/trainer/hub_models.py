@@ -30,12 +30,9 @@ from hyper_parallel.trainer.data.sources import refuse_missing
 def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedRecipe:
     """Download the hub repositories of a recipe; return the recipe with local folders in place of hub ids.
 
-    Folders replace hub ids in `model.path`, `data.tokenizer` and `grpo.reward_funcs`. Data sets are downloaded too. A
-    resumed run uses the commits recorded in its config.yaml, unless the recipe names a revision.
-
-    Args:
-        loaded: Recipe with the origins of its values.
-        weights: Whether to download the weights of a pretrained model, not only its config and tokenizer.
+    Folders replace hub ids in `model.path`, `data.tokenizer` and `grpo.reward_funcs`. Data sets are downloaded too,
+    unless `data.streaming` reads them during training. A resumed run uses the commits recorded in its config.yaml,
+    unless the recipe names a revision. Without `weights`, only config and tokenizer of `model.path` are downloaded.
 
     Raises:
         UnknownModel: HP304 when files cannot be downloaded, or a path does not exist.

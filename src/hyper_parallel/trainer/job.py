@@ -48,12 +48,7 @@ from hyper_parallel.trainer.data import (
     stop_ids,
 )
 from hyper_parallel.trainer.data_record import write_data_record
-from hyper_parallel.trainer.files import (
-    Damaged,
-    check_writable,
-    write_text,
-    write_timeline,
-)
+from hyper_parallel.trainer.files import Damaged, check_writable, write_text, write_timeline
 from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.trainer.loop.callback import Callback
 from hyper_parallel.trainer.loop.preference_rows import check_rewards, check_rows
@@ -155,17 +150,14 @@ class Job:
         written = self.output_dir / "config.yaml"
         return written.exists() and written.stat().st_mtime >= time_s
 
-    @property
-    def _balances(self) -> bool:
-        """True if images and audio are balanced over ranks, which is not supported with several encoders."""
-        return self.recipe.data.balance != "none" and len(self.recipe.parallel.towers) < 2
-
     def train_batches(self) -> Batches | StreamBatches:
         """Return the training batches, which define the sequences of every step."""
         work, train, grpo = self.plan.workload, self.packed.train, self.recipe.grpo
         sequences_per_step = (work.tokens_per_step or 0) // work.seq_len
         if isinstance(train, Stream):
             return StreamBatches(train, sequences_per_step, self.packed.fingerprint)
+        # Balancing is not supported with several encoders on separate ranks.
+        balances = self.recipe.data.balance != "none" and len(self.recipe.parallel.towers) < 2
         return Batches(
             train,
             sequences_per_step=sequences_per_step,
@@ -173,7 +165,7 @@ class Job:
                 self.recipe.training.seed,
                 self.recipe.data.shuffle,
                 self.packed.weights,
-                costs=self.media_costs if self._balances and train.has_media else None,
+                costs=self.media_costs if balances and train.has_media else None,
             ),
             rows=StepRows(
                 repeats=grpo.num_generations if self.recipe.stage == "grpo" else 1,
@@ -218,8 +210,7 @@ class Job:
     def write(self, plan: Plan) -> None:
         """Write the files that describe the run: recipe, plan, simulated step, data record, model config, tokenizer.
 
-        Args:
-            plan: Plan as executed by the ranks.
+        `plan` is the plan as executed by the ranks. The simulated step is that of the prepared plan.
         """
         out = self.output_dir
         mark_run_directory(out)
@@ -271,7 +262,7 @@ def under_torchrun() -> bool:
 
 def _training_ranks(recipe: Recipe) -> int | None:
     """Return the number of training ranks that torchrun has started; None when this process starts the ranks."""
-    if "RANK" not in os.environ:
+    if not under_torchrun():
         return None
     from hyper_parallel.runtime import launched_rank
 
@@ -279,11 +270,12 @@ def _training_ranks(recipe: Recipe) -> int | None:
     if (towers := recipe.parallel.tower_ranks) and ranks > towers:
         return ranks - towers
     if ranks <= sampling:
+        replica = recipe.grpo.copy_ranks
         raise Contradiction(
             "no rank is left to train",
             where="grpo.rollout_ranks",
             got=f"{ranks} ranks, of which {sampling} only sample",
-            hint=f"grpo.rollout_ranks={ranks - 1}",
+            hint=f"grpo.rollout_ranks={(ranks - 1) // replica * replica}",
         )
     return ranks - sampling
 
@@ -346,12 +338,15 @@ def prepare_job(
     )
     job = _with_media_costs(job, model)
     resolved = _resolve_epochs(loaded, job)
-    _check_newest(job := _with_notes(replace(job, recipe=resolved.recipe), model, proof), resolved)
+    job = _with_notes(replace(job, recipe=resolved.recipe), model, proof)
+    _check_newest(job, resolved)
     return job
 
 
-def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
+def plan_with_submodels(loaded: LoadedRecipe, plan: Plan, proof: Certificate | None = None) -> Plan:
     """Add the sub-models of `parallel.submodels` to a plan, with times predicted for the run's data.
+
+    `proof` is the certificate of the search for their layouts, if there was a search.
 
     Raises:
         HyperParallelError: Errors of invalid data or sub-models.
@@ -365,7 +360,7 @@ def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
     check_submodels(loaded, plan, model)
     packed = _prepare_data(loaded, plan, model, progress=False)
     job = _with_media_costs(_bare_job(recipe, plan, packed), model)
-    return _with_notes(job, model).plan
+    return _with_notes(job, model, proof).plan
 
 
 def resolve_submodels(
@@ -373,11 +368,8 @@ def resolve_submodels(
 ) -> tuple[LoadedRecipe, tuple[str, ...], Certificate | None]:
     """Search layouts for `parallel.submodels: auto`; return any other recipe unchanged.
 
-    If section `training` sets no batch size, `tokens_per_step` becomes one sequence per rank.
-
-    Args:
-        loaded: Recipe with the origins of its values.
-        ranks: Number of ranks started by torchrun; None: `parallel.world_size`, or all devices of the topology.
+    If section `training` sets no batch size, `tokens_per_step` becomes one sequence per rank. `ranks` is the number of
+    ranks started by torchrun; None: `parallel.world_size`, or all devices of the topology.
 
     Returns:
         Recipe with the chosen layouts, notes for the plan, and the certificate of the search (None without a search).
@@ -417,27 +409,8 @@ def resolve_submodels(
     return chosen, (note,), proof
 
 
-def with_proof(plan: Plan, proof: Certificate | None) -> Plan:
-    """Store `proof` in the plan as the certificate of the search for the layouts of sub-models.
-
-    Return the plan unchanged if it has no sub-models or `proof` is None.
-    """
-    if plan.submodels is None or proof is None:
-        return plan
-    return replace(plan, submodels=replace(plan.submodels, certificate=proof))
-
-
 def _bare_job(recipe: Recipe, plan: Plan, packed: PackedData) -> Job:
     return Job(recipe, plan, packed, Path(recipe.output_dir), None, {}, False)
-
-
-def _with_submodels(job: Job, model: Any) -> Plan:
-    batches = job.train_batches()
-    if job.recipe.parallel.submodels is None or not isinstance(batches, Batches):
-        return job.plan
-    from hyper_parallel.trainer.engine.recipe_submodels import plan_submodels
-
-    return plan_submodels(job.recipe, job.plan, model, batches)
 
 
 def _with_media_costs(job: Job, model: Any) -> Job:
@@ -455,22 +428,29 @@ def _with_media_costs(job: Job, model: Any) -> Job:
 
 def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
     """Add to the plan of a job: sub-models, their certificate `proof`, and a note on the balancing of media."""
-    plan = with_proof(_with_submodels(job, model), proof)
-    job, batches = replace(job, plan=plan), job.train_batches()
-    if len(job.recipe.parallel.towers) > 1 and job.recipe.data.balance != "none":
-        kept = "data.balance: not supported with several encoders on separate ranks, so records keep the data order"
-        return replace(job, plan=replace(plan, notes=(*plan.notes, kept)))
-    if not isinstance(batches, Batches) or batches.order.costs is None:
+    plan, recipe, batches = job.plan, job.recipe, job.train_batches()
+    if not isinstance(batches, Batches):
         return job
-    from hyper_parallel.trainer.engine.cost_balance import balance_note
+    if recipe.parallel.submodels is not None:
+        from hyper_parallel.trainer.engine.recipe_submodels import plan_submodels
 
-    notes = (*job.plan.notes, balance_note(job.recipe, job.plan, batches))
-    return replace(job, plan=replace(job.plan, notes=notes))
+        plan = plan_submodels(recipe, plan, model, batches)
+    if proof is not None and plan.submodels is not None:
+        plan = replace(plan, submodels=replace(plan.submodels, certificate=proof))
+    note = None
+    if len(recipe.parallel.towers) > 1 and recipe.data.balance != "none":
+        note = "data.balance: not supported with several encoders on separate ranks, so records keep the data order"
+    elif batches.order.costs is not None:
+        from hyper_parallel.trainer.engine.cost_balance import balance_note
+
+        note = balance_note(recipe, plan, batches)
+    notes = plan.notes if note is None else (*plan.notes, note)
+    return replace(job, plan=replace(plan, notes=notes))
 
 
 def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
-    recipe = job.recipe
-    batches, _ = job.train_batches(), job.holdout_batches()
+    recipe, batches = job.recipe, job.train_batches()
+    job.holdout_batches()  # raises the errors of held-out data before any rank starts
     if (epochs := recipe.training.epochs) is None or not isinstance(batches, Batches):
         return loaded
     rows = epochs * batches.num_sequences * batches.rows.unit

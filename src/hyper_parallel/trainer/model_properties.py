@@ -41,16 +41,9 @@ def properties_of(
 ) -> ModelProperties:
     """Return the measured properties of the model of a config.
 
-    Args:
-        file: Config of the model.
-        attention: `attn_implementation` of the run. All implementations except `eager` are measured with the default
-            of transformers.
-        trusted: Permission to run model code in the config's directory.
-        scores: Measure the model as a sequence classifier that scores every token.
-
-    Returns:
-        Measured properties. If no small copy of the model runs, all properties are marked as unmeasured, with the
-        reason.
+    If no small copy of the model runs, all properties are marked as unmeasured, with the reason. All attention
+    implementations except `eager` are measured with the default of transformers. With `scores`, the model is measured
+    as a sequence classifier that scores every token. `trusted` permits model code in the config's directory.
 
     Raises:
         ModelUnreadable: HP305 when transformers cannot build the model.
@@ -87,13 +80,9 @@ def recipe_properties(recipe: Recipe) -> ModelProperties:
 def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
     """Return the measured properties of a recipe's model, after checking that the recipe trains it correctly.
 
-    Args:
-        loaded: Recipe with the origins of its values.
-        plan: Plan of the run.
-
     Raises:
         Contradiction: HP104 when packed documents would attend to each other, when a token attends to its own label,
-            or when layers compute different results on half-batches.
+            when layers compute different results on half-batches, or when flash attention would not mask documents.
     """
     recipe = loaded.recipe
     trusted, scores = recipe.model.trust_remote_code, recipe.stage == "rm"
@@ -161,7 +150,6 @@ def _causal_setting(file: ConfigFile, trusted: bool) -> str | None:
 
 
 def _unmeasured(model_class: str, why: str) -> ModelProperties:
-    """Return properties that are all marked as unmeasured, for the reason `why`."""
     empty = ModelProperties(model_class, measured_on=_NOTHING)
     return replace(empty, **{n: replace(p, reason=why) for n, p in empty.by_name().items()})
 
@@ -184,9 +172,8 @@ def measure_config(
     full: Any = model_from_config(file, torch.float32, **choices)
     # The config may omit sizes, for which its class has defaults.
     config = full.config
-    if config.model_type != file.values.get(
-        "model_type"
-    ):  # `full` is the text part of a larger model
+    if config.model_type != file.values.get("model_type"):
+        # `full` is the text part of a larger model.
         config = AutoConfig.for_model(**file.values)
     complete = json.loads(config.to_json_string(use_diff=False))
     reason = "no small copy of the model was found"

@@ -45,11 +45,7 @@ class _Line(BaseModel, extra="allow", allow_inf_nan=False):
 def read_prompts(
     path: Path, output: Path | None = None
 ) -> tuple[list[dict[str, Any]], list[str | Generation]]:
-    """Read a prompt file, and check that the output file can be written.
-
-    Args:
-        path: Path of the prompt file.
-        output: Path of the output file; None: standard output.
+    """Read a prompt file, and check that the output file can be written; None as `output`: standard output.
 
     Returns:
         Records without the keys of continuations, and for each record its prompt or a `Generation` to resume.
@@ -64,9 +60,8 @@ def read_prompts(
     records: list[dict[str, Any]] = []
     prompts: list[str | Generation] = []
     try:
-        lines = read_text(path, _LIMITS).split(
-            "\n"
-        )  # not splitlines(): texts may contain other line separators
+        # Not splitlines(), because texts may contain other line separators.
+        lines = read_text(path, _LIMITS).split("\n")
     except (OSError, ValueError) as error:
         raise BadValue(
             "the prompt file cannot be read",

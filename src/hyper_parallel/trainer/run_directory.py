@@ -87,8 +87,7 @@ def check_run_directory(loaded: LoadedRecipe) -> None:
     """
     recipe = loaded.recipe
     place = Path(recipe.output_dir)
-    if place.is_dir() and not _is_marked(place):
-        _check_unused(place, recipe)
+    check_claimable(place, recipe)
     if marked := _is_marked(place):
         _check_links(place)
     _check_sources(loaded, place)
@@ -104,12 +103,6 @@ def check_run_directory(loaded: LoadedRecipe) -> None:
         _check_checkpoints(place / "checkpoints")
 
 
-def check_claimable(place: Path) -> None:
-    """Raise OutputNotWritable (HP105) for a directory with files but without the marker of a run."""
-    if place.is_dir() and not _is_marked(place):
-        _check_unused(place, None)
-
-
 def mark_run_directory(place: Path) -> None:
     """Write the marker of a run into a directory that has passed `check_run_directory`."""
     if not _is_marked(place):
@@ -123,8 +116,7 @@ def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
         OutputNotWritable: HP105 for a directory with other files but without a marker.
     """
     place.mkdir(parents=True, exist_ok=True)
-    if not _is_marked(place):
-        _check_unused(place, recipe)
+    check_claimable(place, recipe)
     mark_run_directory(place)
 
 
@@ -192,8 +184,13 @@ def _is_marked(place: Path) -> bool:
     return marker is not None and marker.kind == RUN
 
 
-def _check_unused(place: Path, recipe: Recipe | None) -> None:
-    """Raise HP105 if a directory without marker has entries except logs, `data.cache_dir` and `offload.flash_dir`."""
+def check_claimable(place: Path, recipe: Recipe | None = None) -> None:
+    """Raise OutputNotWritable (HP105) for a directory with files but without the marker of a run.
+
+    Logs, and `data.cache_dir` and `offload.flash_dir` of the recipe, are permitted.
+    """
+    if not place.is_dir() or _is_marked(place):
+        return
     own = set()
     for path in (recipe.data.cache_dir, recipe.offload.flash_dir) if recipe is not None else ():
         inside = None if path is None else _relative(Path(path), place)
@@ -310,12 +307,9 @@ def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
 
 
 def _is_written(path: Path | None, key: str, *, over: bool) -> bool:
-    """Return whether the run would replace or remove an input.
+    """Return whether the run would replace or remove the input of recipe key `key`.
 
-    Args:
-        path: Path of the input relative to the run directory; None: outside of the run directory.
-        key: Recipe key of the input.
-        over: Whether the run starts over and removes an earlier run.
+    `path` is relative to the run directory; None: outside of it. With `over`, the run removes an earlier run.
     """
     if path is None or (key == "recipe" and path == Path(_RECIPE)):
         return False  # the recipe is rewritten with the same values
@@ -369,12 +363,9 @@ _PART_FOLDER: Final = re.compile(r"step_(\d{8,15})")
 
 
 class RunPart:
-    """Part of a run: the steps trained by one process, from its start or resume.
+    """Part of a run: the steps trained by one process, which starts or resumes after `step`.
 
-    Args:
-        directory: Run directory.
-        step: Number of steps completed before the part.
-        changed: Changes of recipe and plan since the checkpoint from which the part resumes.
+    `changed` are the changes of facts since the checkpoint from which the part resumes.
 
     Attributes:
         is_late: Whether config.yaml and plan.json in the run directory describe an earlier part until this part has

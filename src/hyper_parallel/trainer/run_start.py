@@ -105,11 +105,7 @@ def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
     """Train with Ray actors as ranks; return the summary of rank 0.
 
     If an actor dies, all actors are restarted, at most `training.max_restarts` times. Every machine must have model and
-    data at the same paths. An interrupt ends the actors at once.
-
-    Args:
-        job: Prepared run.
-        loaded: Recipe from which every rank prepares the run again.
+    data at the same paths, and every rank prepares the run again from `loaded`. An interrupt ends the actors at once.
 
     Raises:
         RankFailed: HP601 with the machine of the actor that died first.
@@ -185,12 +181,9 @@ def train_rank(
 ) -> Summary | None:
     """Join the process group and train, or sample rollouts; return the summary on rank 0, None on other ranks.
 
-    Args:
-        job: Prepared run.
-        rank: Global rank over all worlds (training ranks and sampling replicas).
-        flash: Folder for offload files of all ranks launched by this process; None without `offload.flash_dir`.
-        stop: Request to end before the last step.
-        snapshots: Folder for snapshots; None without `checkpoint.snapshot_every`.
+    `rank` counts over all worlds (training ranks and sampling replicas). `flash` is the folder for offload files of all
+    ranks launched by this process; None without `offload.flash_dir`. `snapshots` is None without
+    `checkpoint.snapshot_every`.
     """
     if rank >= (train := job.worlds[0]):
         sample_rank(job, (rank - train) // job.recipe.grpo.copy_ranks)

@@ -41,8 +41,7 @@ class Interrupted(KeyboardInterrupt):
 class StopRequest:
     """Request to end the run after the current step, in memory shared with ranks that are forked later.
 
-    Args:
-        promise: Consequence of the request, printed at the first signal.
+    The first signal prints `promise`, the consequence of the request.
     """
 
     def __init__(self, promise: str = _PROMISE) -> None:

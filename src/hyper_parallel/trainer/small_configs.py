@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 HIDDEN, LAYERS, HEADS, VOCAB = 32, 4, 4, 320
@@ -319,22 +320,20 @@ def shrink_config(
             of the small vocabulary.
     """
     unused = itertools.count(VOCAB - 18) if unused is None else unused
+    shrink = partial(shrink_config, narrow=narrow, keep_vocabulary=keep_vocabulary, unused=unused)
     depth = next((config[key] for key in _DEPTH if isinstance(config.get(key), int)), 0)
     layers = _select_layers(config, depth)
     result: dict[str, Any] = {}
     for key, value in config.items():
         result[key] = value
         if isinstance(value, Mapping) and depth > LAYERS and _by_layer(value):
-            choices = {"narrow": narrow, "keep_vocabulary": keep_vocabulary, "unused": unused}
             result[key] = {
-                str(position): shrink_config(value[i], **choices)
+                str(position): shrink(value[i])
                 for position, i in enumerate(map(str, layers))
                 if i in value
             }
         elif isinstance(value, Mapping) and key.endswith("_config"):
-            result[key] = shrink_config(
-                value, narrow=narrow, keep_vocabulary=keep_vocabulary, unused=unused
-            )
+            result[key] = shrink(value)
         elif isinstance(value, list) and depth > LAYERS and len(value) == depth:
             limit = SIZES.get(key) if narrow else None
             result[key] = [_clip(value[i], limit) for i in layers]
@@ -373,9 +372,9 @@ def merge_sizes(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
     merged = dict(config)
     for key, value in own.items():
         old = merged.get(key)
-        merged[key] = value
-        if isinstance(value, Mapping) and isinstance(old, Mapping) and not _by_layer(value):
-            merged[key] = merge_sizes(old, value) if key.endswith("_config") else value
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        is_nested = both and key.endswith("_config") and not _by_layer(value)
+        merged[key] = merge_sizes(old, value) if is_nested else value
     return merged
 
 
@@ -432,11 +431,10 @@ def _select_layers(config: Mapping[str, Any], depth: int) -> list[int]:
 def _adjust_dependent_sizes(config: Mapping[str, Any], result: dict[str, Any]) -> None:
     """Adapt key-value heads and `mrope_section` of `result` to its reduced number and size of heads."""
     heads = config.get("num_attention_heads")
-    if result.get("kv_lora_rank") or heads == config.get("num_key_value_heads", heads):
+    ungrouped = result.get("kv_lora_rank") or heads == config.get("num_key_value_heads", heads)
+    if ungrouped and "num_key_value_heads" in result:
         # Without grouped-query attention, and in latent attention, every head has a key and a value.
-        result.update(
-            {k: result["num_attention_heads"] for k in ("num_key_value_heads",) if k in result}
-        )
+        result["num_key_value_heads"] = result["num_attention_heads"]
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping) and "mrope_section" in rope:
         # The sections for time, height and width must sum to half of the rotated dims.

@@ -66,10 +66,7 @@ class Generation:
 class TextCodec:
     """Conversion of prompts to tokens and of tokens to text for one model.
 
-    Args:
-        tokenizer: Tokenizer of the model.
-        config: Config of the model.
-        stops: Stop token ids of the model's generation config.
+    `stops` are the stop token ids of the model's generation config.
     """
 
     def __init__(self, tokenizer: Any, config: Any, stops: int | list[int] | None) -> None:
@@ -93,8 +90,8 @@ class TextCodec:
                 raise BadValue(
                     "the tokenizer has no chat template",
                     where=self.tokenizer.name_or_path,
-                    got="--chat",
-                    hint="leave out --chat",
+                    got="--chat" if chat else "turns of a conversation",
+                    hint="leave out --chat" if chat else "pass the prompt as a text",
                 )
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             text = render(self.tokenizer, turns, prompt=True)
@@ -185,11 +182,8 @@ class TextCodec:
 class PromptBatch:
     """Sequences to decode for many prompts.
 
-    Args:
-        texts: Text codec of the model.
-        prompts: Texts, or generations of an earlier call. Unfinished generations are continued.
-        sampling: Sampling parameters.
-        chat: Whether each prompt is a user message to be answered.
+    Prompts are texts, or generations of an earlier call, which are continued if unfinished. With `chat`, each prompt is
+    a user message to be answered.
 
     Raises:
         BadValue: HP102 when a prompt and its continuation exceed the context of the model.

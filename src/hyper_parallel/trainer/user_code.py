@@ -12,12 +12,7 @@ from hyper_parallel.errors import NotImportable
 
 
 def load_class(path: str, base: type, where: str) -> type:
-    """Import and return the class `module.Class`; the current directory is added to the import path.
-
-    Args:
-        path: Dotted path.
-        base: Required base class.
-        where: Origin of the path, for errors.
+    """Import and return the class of a dotted path; the current directory is added to the import path.
 
     Raises:
         NotImportable: HP109 when the class cannot be imported, or is not a subclass of `base`.
@@ -35,12 +30,7 @@ def load_class(path: str, base: type, where: str) -> type:
 
 
 def load_function(path: str, where: str, known: Sequence[str] = ()) -> Callable[..., Any]:
-    """Import and return the function `module.function`.
-
-    Args:
-        path: Dotted path.
-        where: Origin of the path, for errors.
-        known: Names of built-in functions, listed in the error.
+    """Import and return the function of a dotted path; the error also lists `known`, the built-in functions.
 
     Raises:
         NotImportable: HP109 when the function cannot be imported, or is not callable.

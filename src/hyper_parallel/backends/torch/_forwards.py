@@ -104,7 +104,8 @@ def replace_forwards(
     halves = None
     if strategy.overlap.half_batch:
         # Wrappers around a layer's forward must not return before the layer is done.
-        halves = HalfBatch(strategy.overlap, tp, joins_layers=per_module)
+        experts_group = None if sharded.experts is None else sharded.experts.group
+        halves = HalfBatch(strategy.overlap, tp, per_module, experts_group)
         halves.watch(model)
     if tp is not None and per_module:
         apply_tensor_parallel(model, view, shard_plan.styles, tp, strategy, trials.tensor)

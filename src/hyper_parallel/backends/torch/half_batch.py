@@ -21,7 +21,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from hyper_parallel.backends.torch.collectives import all_reduce
 from hyper_parallel.backends.torch.data.halved_units import HalvedUnit, UnitPass
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import Turns
@@ -30,7 +32,7 @@ from hyper_parallel.backends.torch.stand_in import StandIn, complete
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Overlap, Strategy
+from hyper_parallel.ir import Overlap, Purpose, Strategy
 
 
 class HalvedTensor(StandIn):
@@ -110,9 +112,24 @@ class HalfBatch:
         whole_layers: Number of layer calls run on whole batches since the last `take_counts`.
     """
 
-    def __init__(self, overlap: Overlap, tp: TpState | None, joins_layers: bool) -> None:
-        """Create an executor; with `joins_layers`, both half-batches are completed at the end of every layer."""
+    def __init__(
+        self,
+        overlap: Overlap,
+        tp: TpState | None,
+        joins_layers: bool,
+        experts_group: ProcessGroup | None = None,
+    ) -> None:
+        """Create an executor.
+
+        Args:
+            overlap: Overlap options of the strategy; they decide which batches are halved.
+            tp: State of tensor parallelism; None without it.
+            joins_layers: Whether both half-batches are completed at the end of every layer.
+            experts_group: Expert-parallel ranks; None without expert parallelism. Their batches may differ, but they
+                must run the same number of exchanges. A pass is halved only if all of them can halve it.
+        """
         self._overlap, self._joins_layers = overlap, joins_layers
+        self._experts_group, self._parts = experts_group, 1
         self._tp = None if tp is None or tp.replicated_activations else tp
         if self._tp is not None:
             self._tp.halves = self
@@ -175,9 +192,19 @@ class HalfBatch:
         model.register_forward_hook(after, always_call=True)
 
     def parts(self, batch: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return 2 if a pass over (B, S) tokens with these arguments of its first layer is halved, else 1."""
+        """Return 2 if a pass over (B, S) tokens with these arguments of its first layer is halved, else 1.
+
+        All ranks call this method once per pass, because expert-parallel ranks exchange their results.
+        """
         parts = self._overlap.parts(*batch) if len(batch) == 2 else 1
-        return 1 if _halves(*_without_hidden(args, kwargs), batch[0]) is None else parts
+        if _halves(*_without_hidden(args, kwargs), batch[0]) is None:
+            parts = 1
+        group = self._experts_group
+        if group is None:
+            return parts
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        total = torch.tensor(parts, device=hidden.device)
+        return 2 if int(all_reduce(total, group, Purpose.HALF_BATCHES)) == 2 * group.size() else 1
 
     def take_counts(self) -> dict[str, int]:
         """Return `halved_layers` and `whole_layers` by name and reset them."""
@@ -215,6 +242,8 @@ class HalfBatch:
     ) -> Any:
         by_keyword = "hidden_states" in kwargs
         hidden = kwargs["hidden_states"] if by_keyword else args[0]
+        if self._tp is None and layer is self._layers[0]:
+            self._parts = self.parts(tuple(hidden.shape[:-1]), args, kwargs)
         batch = self._batch(hidden)
         halves = None if batch is None else _halves(*_without_hidden(args, kwargs), batch)
         if halves is None and batch is not None and self._tp is not None:
@@ -279,8 +308,7 @@ class HalfBatch:
         """Return the number of sequences in the hidden states of a layer; None if the pass runs on a whole batch."""
         if self._tp is not None:
             return 2 * self._tp.batch[0] if self._tp.shape.parts == 2 else None
-        sequences, length = hidden.shape[:2]
-        return sequences if self._overlap.parts(sequences, length) == 2 else None
+        return hidden.shape[0] if self._parts == 2 else None
 
 
 def _half_of(x: Tensor, dim: int) -> Callable[[int], Tensor]:

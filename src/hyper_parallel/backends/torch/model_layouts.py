@@ -149,7 +149,7 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
         return ()
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
-    rules, _ = normalise_plan(getattr(config, "base_model_tp_plan", None), prefix)
+    rules = normalise_plan(getattr(config, "base_model_tp_plan", None), prefix)
     # Plans of transformers since 5.24 contain embedding and head, whose rules come from `_end_rules`.
     rules = [rule for rule in rules if rule.style not in ("vocab", "head")]
     ends = _end_rules(model)

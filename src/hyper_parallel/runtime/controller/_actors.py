@@ -7,14 +7,13 @@ import os
 import signal
 import socket
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 from hyper_parallel.errors import DeviceUnavailable, MissingDependency, RankFailed
 from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
-from hyper_parallel.runtime.launchers import STORE_BYTES, Rank
+from hyper_parallel.runtime.launchers import STORE_BYTES, Rank, rank_environment
 from hyper_parallel.runtime.supervision import process_state
 
 _PLACED_S: Final = 60.0
@@ -123,24 +122,12 @@ class ActorRanks:
             places = ray.get([place for place, _ in requests], timeout=_PLACED_S)
             self._pids = ray.get([process for _, process in requests])
             self._hosts = [place[0] for place in places]
-            num_on_host: Counter[str] = Counter()
             begins = []
-            for rank, (host, *_) in enumerate(places):
-                variables = {
-                    "RANK": rank,
-                    "WORLD_SIZE": size,
-                    "LOCAL_RANK": num_on_host[host],
-                    "LOCAL_WORLD_SIZE": self._hosts.count(host),
-                    "MASTER_ADDR": places[0][1],
-                    "MASTER_PORT": places[0][2],
-                }
-                num_on_host[host] += 1
-                # A rank selects its device by its local rank, so the devices of its neighbours must be visible.
-                if devices := [d for place in places if place[0] == host for d in place[3]]:
-                    variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-                environment = {key: str(value) for key, value in variables.items()}
-                begin = self._actors[rank].begin
-                begins.append(begin.remote(spec, rank, environment, torch.get_num_threads()))
+            for rank, (actor, host) in enumerate(zip(self._actors, self._hosts, strict=True)):
+                machine = [r for r, other in enumerate(self._hosts) if other == host]
+                environment = rank_environment(rank, machine, places)
+                threads = torch.get_num_threads()
+                begins.append(actor.begin.remote(spec, rank, environment, threads))
             ray.get(begins)
         except ray.exceptions.GetTimeoutError as error:
             self.end()

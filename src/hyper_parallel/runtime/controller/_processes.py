@@ -31,15 +31,9 @@ from hyper_parallel.runtime.fork_server import (
     serial_tokenizers,
     start_rank,
 )
-from hyper_parallel.runtime.local_launch import INIT_METHOD
+from hyper_parallel.runtime.local_launch import publish_rank
 from hyper_parallel.runtime.scratch_folders import scratch_folder
-from hyper_parallel.runtime.supervision import (
-    BOARD_VARIABLE,
-    HeartbeatBoard,
-    HeartbeatWriter,
-    hang,
-    process_state,
-)
+from hyper_parallel.runtime.supervision import HeartbeatBoard, hang, process_state
 from hyper_parallel.serde import write_text
 
 
@@ -176,15 +170,7 @@ def _rank(
         import torch
 
         torch.manual_seed(rank)
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(places[rank]),
-            "WORLD_SIZE": str(len(places)),
-            "LOCAL_WORLD_SIZE": str(len(places)),
-            INIT_METHOD: f"file://{folder / 'store'}",
-            BOARD_VARIABLE: f"{board.ranks} {board.path}",
-        }
-        HeartbeatWriter(board, places[rank])
+        publish_rank(rank, len(places), places[rank], folder / "store", board)
         host = RoleHost(spec, rank)
         while pipe.recv_bytes():
             call = json.loads((folder / "call.json").read_text("utf-8"))

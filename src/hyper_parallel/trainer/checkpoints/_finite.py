@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.errors import LossNotFinite
+from hyper_parallel.trainer.checkpoints.pieces import dtype_name
 
 
 def is_finite(tensor: Tensor) -> Tensor:
@@ -23,8 +24,7 @@ def is_finite(tensor: Tensor) -> Tensor:
 def first_not_finite(parts: Iterable[tuple[str, Callable[[], Tensor]]]) -> str | None:
     """Return the name of the first tensor with NaN or infinity, or None; synchronize once per device.
 
-    Args:
-        parts: Pairs of a name and a function that returns the local tensor.
+    `parts` are pairs of a name and a function that returns the local tensor.
     """
     names, flags = list[str](), dict[torch.device, list[tuple[int, Tensor]]]()
     for number, (name, read) in enumerate(parts):
@@ -43,17 +43,10 @@ def first_not_finite(parts: Iterable[tuple[str, Callable[[], Tensor]]]) -> str |
 
 
 def check_finite(name: str, tensor: Tensor, where: str) -> None:
-    """Raise LossNotFinite (HP604) if a parameter to be exported has NaN or infinity.
-
-    Args:
-        name: Name of the parameter.
-        tensor: Unsharded parameter in its stored dtype.
-        where: Path of the export.
-    """
+    """Raise LossNotFinite (HP604) if a parameter to be exported, in its stored dtype, has NaN or infinity."""
     if not bool(is_finite(tensor)):
-        dtype = str(tensor.dtype).removeprefix("torch.")
         raise LossNotFinite(
-            f"parameter `{name}` is not finite in {dtype}, so nothing is exported",
+            f"parameter `{name}` is not finite in {dtype_name(tensor.dtype)}, so nothing is exported",
             where=where,
             hint="export an older checkpoint (--step), or in a dtype of a larger range (--dtype float32)",
         )

@@ -139,7 +139,7 @@ def _json_value(name: str, value: Any) -> Any:
 
 def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return a dict from tensor name to (shape, dtype name)."""
-    return {name: (tuple(t.shape), dtype_name(t)) for name, t in tensors.items()}
+    return {name: (tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items()}
 
 
 def joined_groups(groups: list[StoredGroup]) -> tuple[StoredGroup, ...]:

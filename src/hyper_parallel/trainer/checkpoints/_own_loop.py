@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +12,7 @@ from torch import nn
 from hyper_parallel.backends.torch import handle
 from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.lora import has_adapters
-from hyper_parallel.errors import BadValue, LossNotFinite
+from hyper_parallel.errors import CheckpointCorrupt, CheckpointMismatch, LossNotFinite
 from hyper_parallel.trainer.checkpoints.adapter_files import export_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.model_export import MAX_FILE_BYTES, export_hf
@@ -55,8 +54,6 @@ def save(
         "optimizer": type(optimizer).__name__.lower(),
         "param_dtype": plan.workload.param_dtype,
     }
-    for name, value in extra.items():
-        _check_json(name, value)
     checkpoints = Checkpointer(path, keep=keep or _ALL, asynchronous=False, fingerprint=fingerprint)
     try:
         checkpoints.save(step, model, optimizer, extra)
@@ -94,6 +91,12 @@ def load(
     checkpoints = Checkpointer(path, keep=1, asynchronous=False, fingerprint=None)
     try:
         loaded_step, extra = checkpoints.load(model, optimizer, step)
+    except (CheckpointCorrupt, CheckpointMismatch) as error:
+        # The hints of `Checkpointer` are written for runs of a recipe.
+        error.hint = (error.hint or "").replace(
+            " with `checkpoint.resume=never`", " without `hp.load`"
+        )
+        raise
     finally:
         checkpoints.close()
     return {**extra, "step": loaded_step}
@@ -128,15 +131,3 @@ def save_pretrained(
         return
     config = getattr(model_of_part(model), "config", None)
     export_hf(model, config, tokenizer, path, max_file_bytes=max_file_bytes or MAX_FILE_BYTES)
-
-
-def _check_json(name: str, value: Any) -> None:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as cause:
-        raise BadValue(
-            f"`{name}` cannot be saved with a checkpoint: it is not a JSON value",
-            got=type(value).__name__,
-            allowed="numbers, strings, True, False, None, and lists and dicts of them",
-            hint="pass `value.tolist()` of a tensor or an array",
-        ) from cause

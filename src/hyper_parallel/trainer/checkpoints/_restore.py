@@ -107,10 +107,7 @@ def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
 def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Path) -> None:
     """Raise if the optimizer's parameters differ from the saved ones, or its groups lack a saved hyperparameter.
 
-    Args:
-        group_keys: For each parameter of any rank, the keys of its parameter group, such as `lr`.
-        index: Index of the checkpoint.
-        path: Path of the checkpoint.
+    `group_keys` lists, for each parameter of any rank, the keys of its parameter group, such as `lr`.
 
     Raises:
         CheckpointMismatch: HP702 with the first difference.

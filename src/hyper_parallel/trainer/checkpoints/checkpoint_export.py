@@ -20,7 +20,7 @@ from hyper_parallel.trainer.checkpoints.adapter_files import allocate_trained, e
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.index import Index
 from hyper_parallel.trainer.checkpoints.model_export import export_hf, exported_folder
-from hyper_parallel.trainer.checkpoints.pieces import unknown_dtype
+from hyper_parallel.trainer.checkpoints.pieces import check_dtype
 from hyper_parallel.trainer.engine.base_weights import load_base
 from hyper_parallel.trainer.engine.recipe_model import build_model, set_pad_token_id
 from hyper_parallel.trainer.input_checksums import BASE, RunInputs
@@ -63,8 +63,7 @@ def export_checkpoint(
         CheckpointMismatch: HP702 when the base weights are not those that the adapters were trained on.
         CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: See `Checkpointer.load` and `export_hf`.
     """
-    if dtype is not None and dtype not in _DTYPES:
-        raise unknown_dtype(dtype, _DTYPES)
+    check_dtype(dtype, _DTYPES)
     exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
     model_dir = model_dir.expanduser()
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)

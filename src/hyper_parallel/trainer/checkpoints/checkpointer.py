@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,8 +44,8 @@ from hyper_parallel.trainer.checkpoints._restore import (
 from hyper_parallel.trainer.checkpoints.extra_state import (
     EXTRA,
     CheckExtra,
-    check_size,
     encode_extra,
+    normalize_extra,
     read_extra,
 )
 from hyper_parallel.trainer.checkpoints.index import (
@@ -55,12 +57,7 @@ from hyper_parallel.trainer.checkpoints.index import (
     read_index,
 )
 from hyper_parallel.trainer.checkpoints.manifest import CheckpointDirectory, Manifest
-from hyper_parallel.trainer.checkpoints.pieces import (
-    Resident,
-    StatePart,
-    parts_of,
-    write_pieces,
-)
+from hyper_parallel.trainer.checkpoints.pieces import Resident, StatePart, parts_of, write_pieces
 from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
 from hyper_parallel.trainer.files import Damaged, FileEntry
 
@@ -135,7 +132,8 @@ class Checkpointer:
             OutputNotWritable: HP105 when the directory is not writable. The next `save` or `finish` raises the error of
                 a background write. Older checkpoints stay.
             UnsupportedSharding: HP205 for a shard that is not a union of rectangular blocks.
-            BadValue: HP102 for state that is neither a tensor nor a JSON value, and for values that are too large.
+            BadValue: HP102 for state that is neither a tensor nor a JSON value, and for extra values that are too large
+                or not JSON.
             LossNotFinite: HP604 naming a trained parameter or optimizer state with NaN or infinity; no file is written
                 or removed.
         """
@@ -143,8 +141,7 @@ class Checkpointer:
             raise ValueError("a checkpointer without a fingerprint only loads")
         self._wait_for_background()
         self._failure = None  # only the last save has to succeed
-        extra = json.loads(json.dumps(extra))
-        check_size(extra)
+        extra = normalize_extra(extra)
         index, parts = self._divide(step, model, optimizer, resident)
         if self._asynchronous:
             parts = [part.copy_to_host() for part in parts]
@@ -244,24 +241,20 @@ class Checkpointer:
     def _check(self, step: int) -> tuple[Manifest, Index] | str:
         """Verify all bytes of a checkpoint; return (manifest, index), or the first damage as text, on all ranks."""
         path, share = self.directory / files.step_name(step), (self._ranks.rank, self._ranks.size)
-
-        def check() -> tuple[Manifest, Index] | str:
-            try:
-                return files.check(path, share=share, check_extra=self._check_extra)
-            except Damaged as error:
-                return str(error)
-
-        results: list[tuple[Manifest, Index] | str] = []
+        contents: list[tuple[Manifest, Index]] = []
 
         def problem() -> str | None:
-            results.append(check())
-            return results[0] if isinstance(results[0], str) else None
+            try:
+                contents.append(files.check(path, share=share, check_extra=self._check_extra))
+            except Damaged as error:
+                return str(error)
+            return None
 
         problems = [p for p in self._ranks.everywhere(problem) if p is not None]
         self._checked[step] = not problems
         if problems and self._ranks.rank == 0:
             _log.warning("checkpoint of step %d is damaged: %s", step, problems[0])
-        return problems[0] if problems else results[0]
+        return problems[0] if problems else contents[0]
 
     def _wait_for_background(self) -> None:
         """Wait for the background save; raise or log its error depending on `on_error`."""
@@ -303,10 +296,16 @@ class Checkpointer:
         gathered = self._ranks.everywhere(describe)
         for rank, (_, _, _, bad) in enumerate(gathered):
             if bad is not None:
+                newest = self.latest()
+                saved = (
+                    "no checkpoint was saved"
+                    if newest is None
+                    else f"newest checkpoint: step {newest}"
+                )
                 raise LossNotFinite(
                     f"`{bad}` has NaN or infinity after the update, so nothing is saved",
                     where=f"step {step}",
-                    got=f"on rank {rank}; {self._place.newest_words()}",
+                    got=f"on rank {rank}; {saved}",
                 )
         writer = choose_senders([boxes for _, boxes, _, _ in gathered])
         facts = {k: v for tensors, _, _, _ in gathered for k, v in tensors.items()}
@@ -323,7 +322,6 @@ class Checkpointer:
         """Write this rank's file, publish the checkpoint, and remove old ones; an error is raised on all ranks."""
         path = files.temporary(self.directory, step)
         own = path / f"rank_{self._ranks.rank:05d}.safetensors"
-
         try:
             self._ranks.on_rank_0(lambda: self._place.prepare(step))
             written = self._ranks.everywhere(lambda: write_pieces(own, parts) if parts else [])
@@ -394,3 +392,20 @@ class Checkpointer:
                 values[step] = manifest.metrics[metric]
         order = sorted(values, key=lambda step: (values[step], -step))
         return [step for step in order if self._is_intact(step)][:1]
+
+
+def load_newest(
+    saved: Sequence[Checkpointer], model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[int, dict[str, Any]]:
+    """Load the newest intact checkpoint of several directories; return (step, extra values) like `Checkpointer.load`.
+
+    Raises:
+        CheckpointCorrupt, CheckpointFormat, CheckpointMismatch: See `Checkpointer.load`.
+    """
+    candidates = [
+        (step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)
+    ]
+    for step, number in sorted(candidates, reverse=True) if len(saved) > 1 else []:
+        with suppress(CheckpointCorrupt):  # `load` has logged a warning that names the file
+            return saved[number].load(model, optimizer, step)
+    return saved[0].load(model, optimizer)

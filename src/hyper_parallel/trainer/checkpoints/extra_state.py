@@ -56,7 +56,7 @@ class _Resume(TypedDict):
 
 @with_config(_OPEN)
 class _Stopping(TypedDict):
-    """State of early stopping: best metric, and number of evaluations after the one with the best metric."""
+    """State of early stopping: lowest loss, and number of consecutive evaluations without improvement."""
 
     best: _Number | None
     waited: _Count
@@ -114,12 +114,22 @@ def encode_extra(extra: dict[str, Any]) -> str:
     return text
 
 
-def check_size(extra: dict[str, Any]) -> None:
-    """Raise if `read_extra` would reject extra values because of their size.
+def normalize_extra(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return extra values as `read_extra` will return them, with lists for tuples.
 
     Raises:
-        BadValue: HP102 for values that are too large.
+        BadValue: HP102 for a value that is not JSON, and for values that are too large.
     """
+    for name, value in extra.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as cause:
+            raise BadValue(
+                f"`{name}` cannot be saved with a checkpoint: it is not a JSON value",
+                got=type(value).__name__,
+                allowed="numbers, strings, True, False, None, and lists and dicts of them",
+                hint="pass `value.tolist()` of a tensor or an array",
+            ) from cause
     try:
         encode_extra(extra)
     except LimitExceeded as error:
@@ -128,6 +138,8 @@ def check_size(extra: dict[str, Any]) -> None:
             got=str(error),
             hint="save large states as tensors of the model, or in a file of your own",
         ) from None
+    copy: dict[str, Any] = json.loads(json.dumps(extra))
+    return copy
 
 
 def read_extra(checkpoint: Path) -> dict[str, Any]:

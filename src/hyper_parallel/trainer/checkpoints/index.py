@@ -23,7 +23,7 @@ import xxhash
 from hyper_parallel import serde
 from hyper_parallel.ir import AXES, Box, divided_dims, tile
 from hyper_parallel.received import Limits
-from hyper_parallel.trainer.files import Damaged
+from hyper_parallel.trainer.files import Damaged, check_size
 from hyper_parallel.units import MiB
 
 INDEX = "index.json"
@@ -164,7 +164,7 @@ def read_index(checkpoint: Path) -> Index:
             if piece.begin != begin or piece.end != begin + piece_bytes(dtype, piece.shape):
                 raise Damaged(path, f"bytes {piece.begin} to {piece.end} of {file} are not `{key}`")
             begin = piece.end
-        _check_size(checkpoint / file, begin)
+        check_size(checkpoint / file, begin)
     return index
 
 
@@ -216,13 +216,6 @@ def check_pieces(checkpoint: Path, index: Index, share: tuple[int, int] = (0, 1)
 
 def _header_of(entries: Iterable[tuple[str, str, Piece]]) -> bytes:
     return header([(key, dtype, piece.shape) for key, dtype, piece in entries])
-
-
-def _check_size(path: Path, expected: int) -> None:
-    if not path.is_file():
-        raise Damaged(path, "missing")
-    if (size := path.stat().st_size) != expected:
-        raise Damaged(path, f"{size} bytes instead of {expected}")
 
 
 def _problem(tensor: StoredTensor) -> str:

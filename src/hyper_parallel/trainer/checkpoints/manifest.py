@@ -220,7 +220,7 @@ def check_own(checkpoint: Path) -> None:
             "the checkpoint would replace a folder with files that are not part of a checkpoint",
             where=str(checkpoint),
             got=entries[:3],
-            hint=f"mv {checkpoint} {checkpoint}.moved",
+            hint=shlex.join(["mv", str(checkpoint), f"{checkpoint}.moved"]),
         )
 
 
@@ -326,8 +326,8 @@ class CheckpointDirectory:
         if path.parent.is_dir():
             self._identities[path.parent] = _identity(path.parent)
 
-    def prepare(self, step: int) -> Path:
-        """Remove leftovers of killed runs; create and return the hidden folder to write the checkpoint of `step` into.
+    def prepare(self, step: int) -> None:
+        """Remove leftovers of killed runs, and create the hidden folder for the checkpoint of `step`.
 
         Raises:
             OutputNotWritable: HP105 when the folder or its parent was replaced during the run, or when the checkpoint
@@ -346,14 +346,7 @@ class CheckpointDirectory:
         self._identities = {folder: _identity(folder) for folder in (self._path.parent, self._path)}
         clean(self._path)
         check_own(self._path / step_name(step))
-        hidden = temporary(self._path, step)
-        hidden.mkdir()
-        return hidden
-
-    def newest_words(self) -> str:
-        """Return text for error messages that names the step of the newest checkpoint."""
-        newest = max(steps(self._path), default=None)
-        return "no checkpoint was saved" if newest is None else f"newest checkpoint: step {newest}"
+        temporary(self._path, step).mkdir()
 
 
 def _identity(folder: Path) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -42,7 +42,7 @@ from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.model import GENERATION, read_generation_config
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.trainer.checkpoints._finite import check_finite
-from hyper_parallel.trainer.checkpoints.pieces import Resident
+from hyper_parallel.trainer.checkpoints.pieces import Resident, dtype_name
 from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
 from hyper_parallel.trainer.data import copy_tokenizer
 
@@ -103,9 +103,8 @@ def export_hf(
 
     def open_writer() -> _Writer:
         meta = {n: torch.empty(x[0], dtype=x[1], device="meta") for n, x in stored.items()}
-        writer = _Writer(out, reference, meta, max_file_bytes, carried or carried_weights(model))
-        writer.trained = shards.trained
-        return writer
+        unused = carried or carried_weights(model)
+        return _Writer(out, reference, meta, max_file_bytes, unused, shards.trained)
 
     def close(writer: _Writer) -> None:
         own = getattr(model_of_part(model), "generation_config", None)
@@ -154,7 +153,7 @@ def _write_tensors(
     def begin() -> None:
         nonlocal writer
         writer = open_writer()
-        writer.open()
+        writer.folder.open()
 
     ranks.on_rank_0(begin)
     for name in names:
@@ -167,7 +166,7 @@ def _write_tensors(
 
     def end() -> None:
         assert writer is not None
-        with writer.discarded_on_error():
+        with writer.folder.discarded_on_error():
             if failure is not None:
                 raise failure
             close(writer)
@@ -181,7 +180,10 @@ def exported_folder(out: Path, kind: Literal["export", "adapter"]) -> Replacemen
 
 
 class _Writer:
-    """Writer of the files of an export on rank 0, into a hidden directory that `close` renames to its final name."""
+    """Writer of the files of an export on rank 0, into a hidden directory that `close` renames to its final name.
+
+    `trained` names the parameters that must be finite.
+    """
 
     def __init__(
         self,
@@ -190,12 +192,11 @@ class _Writer:
         meta: dict[str, Tensor],
         max_file_bytes: int,
         carried: CarriedWeights | None,
+        trained: Collection[str],
     ) -> None:
-        self._folder = exported_folder(out, "export")
-        self._temporary = self._folder.partial
-        self.trained: Collection[str] = ()
-        """Names of parameters that must be finite."""
-        self._reference = reference
+        self.folder = exported_folder(out, "export")
+        self._temporary = self.folder.partial
+        self._reference, self._trained = reference, trained
         self._dtypes = {name: tensor.dtype for name, tensor in meta.items()}
         # Convert the model on the meta device to assign a file to each tensor before writing.
         self._groups, sizes = _published_sizes(reference, meta)
@@ -207,16 +208,12 @@ class _Writer:
         self._left = Counter(self._file_of.values())
         self._open: dict[str, dict[str, Tensor]] = {}
 
-    def open(self) -> None:
-        """Create the hidden directory; raise OutputNotWritable (HP105) if `close` would replace other files."""
-        self._folder.open()
-
     def add(self, name: str, full: Tensor) -> None:
         """Convert and add the full parameter `name`; write every file that now has all its tensors."""
         if full.is_floating_point():
             full = full.to(self._dtypes[name])
-        if name in self.trained:
-            check_finite(name, full, str(self._folder.target))
+        if name in self._trained:
+            check_finite(name, full, str(self.folder.target))
         self._waiting[name] = full.cpu()
         group = self._groups[name]
         if not self._waiting.keys() >= {*group}:
@@ -258,10 +255,7 @@ class _Writer:
             own.save_pretrained(self._temporary)
         if tokenizer_dir is not None:
             copy_tokenizer(tokenizer_dir, self._temporary)
-        self._folder.publish()
-
-    def discarded_on_error(self) -> AbstractContextManager[None]:
-        return self._folder.discarded_on_error()
+        self.folder.publish()
 
 
 def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
@@ -272,7 +266,7 @@ def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> A
     tied = actual or not configured
     config = copy.deepcopy(config) if tied else with_tied_embeddings(config, False)
     config.architectures = [type(reference).__name__]
-    config.dtype = str(dtype).removeprefix("torch.")
+    config.dtype = dtype_name(dtype)
     return config
 
 

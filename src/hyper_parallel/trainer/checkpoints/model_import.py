@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.trainer.checkpoints import manifest as files
 from hyper_parallel.trainer.checkpoints.adapter_files import load_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints.pieces import unknown_dtype
+from hyper_parallel.trainer.checkpoints.pieces import check_dtype
 from hyper_parallel.trainer.engine.recipe_model import build_model, read_spec
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,7 @@ def import_checkpoint(
         BadValue: HP102 for an unsupported parameter dtype, or when the directory already has checkpoints.
         ModelUnreadable, WeightsUnreadable, OutputNotWritable: See `build_model`, `load_pretrained`, `Checkpointer`.
     """
-    if dtype not in _DTYPES:
-        raise unknown_dtype(dtype, _DTYPES)
+    check_dtype(dtype, _DTYPES)
     _check_empty(directory)
     model_dir = model_dir.expanduser()
     path, is_adapter = str(model_dir), (model_dir / ADAPTER_CONFIG).is_file()
@@ -87,5 +87,5 @@ def _check_empty(directory: Path) -> None:
             "the directory already has checkpoints",
             where=str(directory),
             got=f"steps {', '.join(map(str, existing))}",
-            hint=f"mv {directory} {directory}.old",
+            hint=shlex.join(["mv", str(directory), f"{directory}.old"]),
         )

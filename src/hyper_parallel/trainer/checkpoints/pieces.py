@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,7 @@ from torch import Tensor
 from hyper_parallel.backends.torch.weights.shard_ranges import local, local_boxes
 from hyper_parallel.errors import BadValue
 from hyper_parallel.ir import Box
-from hyper_parallel.trainer.checkpoints.index import (
-    DTYPES,
-    Piece,
-    checksum,
-    header,
-    piece_key,
-)
+from hyper_parallel.trainer.checkpoints.index import DTYPES, Piece, checksum, header, piece_key
 
 Resident = Callable[[Tensor], Tensor]
 """Function that returns the detached current values of a local tensor, which a memory plan may have offloaded."""
@@ -51,19 +45,21 @@ class StatePart:
         return replace(self, read=lambda: data)
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """Return the name of a tensor's dtype without the prefix `torch.`."""
-    return _name(tensor.dtype)
-
-
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
-def unknown_dtype(dtype: str, allowed: Iterable[str]) -> BadValue:
-    """Return the error for an unsupported value of the command-line option `--dtype`."""
-    hint = "--dtype float32"
-    return BadValue("unknown dtype", where="--dtype", got=dtype, allowed=[*allowed], hint=hint)
+def check_dtype(dtype: str | None, allowed: Collection[str]) -> None:
+    """Raise BadValue (HP102) for an unsupported value of the command-line option `--dtype`; None is supported."""
+    if dtype is not None and dtype not in allowed:
+        raise BadValue(
+            f"unknown dtype `{dtype}` for weights",
+            where="--dtype",
+            got=dtype,
+            allowed=[*allowed],
+            hint="--dtype float32",
+        )
 
 
 def parts_of(
@@ -77,10 +73,10 @@ def parts_of(
     """
     parts = []
     for name, tensor in tensors.items():
-        if dtype_name(tensor) not in DTYPES:
+        if dtype_name(tensor.dtype) not in DTYPES:
             raise BadValue(
                 f"`{name}` cannot be saved: its dtype is not supported",
-                got=dtype_name(tensor),
+                got=dtype_name(tensor.dtype),
                 allowed=", ".join(DTYPES),
                 hint="convert the tensor: `tensor.to(torch.float32)`",
             )
@@ -99,7 +95,7 @@ def write_pieces(path: Path, parts: Sequence[StatePart]) -> list[tuple[str, Piec
     # Larger element sizes come first, which aligns every piece.
     parts = sorted(parts, key=lambda p: (-p.dtype.itemsize, p.box))
     first = header(
-        [(piece_key(p.box.name, p.box.offset), _name(p.dtype), p.box.shape) for p in parts]
+        [(piece_key(p.box.name, p.box.offset), dtype_name(p.dtype), p.box.shape) for p in parts]
     )
     written, begin = [], len(first)
     with path.open("wb") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,17 +25,14 @@ class RankGroup:
         work: Noun for the ranks' output in error messages, for example `checkpoint`.
         place: Path of the output, for error messages.
         own_group: Whether to create a separate process group, which a background thread needs for its collectives.
-
-    Attributes:
-        several: Whether there is a process group.
     """
 
     def __init__(self, work: str, place: Path, *, own_group: bool = False) -> None:
         self._work, self._place = work, place
-        self.several = dist.is_initialized()
-        self.rank = dist.get_rank() if self.several else 0
-        self.size = dist.get_world_size() if self.several else 1
-        self.group = dist.new_group(backend="gloo") if self.several and own_group else None
+        several = dist.is_initialized()
+        self.rank = dist.get_rank() if several else 0
+        self.size = dist.get_world_size() if several else 1
+        self.group = dist.new_group(backend="gloo") if several and own_group else None
 
     def close(self) -> None:
         """Destroy the separate process group, if any."""
@@ -49,9 +47,8 @@ class RankGroup:
         except Exception as error:
             _log.debug("failed on rank %d", self.rank, exc_info=True)
             outcome = None, self._coded(error)
-        gathered = [outcome]
-        if self.several:
-            gathered *= self.size
+        gathered = [outcome] * self.size
+        if self.size > 1:
             dist.all_gather_object(gathered, outcome, group=self.group)
         for _, failure in gathered:
             if failure is not None:
@@ -71,6 +68,6 @@ class RankGroup:
             return OutputNotWritable(
                 f"the {self._work} cannot be written: {reason}",
                 where=str(getattr(error, "filename", None) or self._place),
-                hint=f"df -h {self._place}",
+                hint=shlex.join(["df", "-h", str(self._place)]),
             )
         return RuntimeError(f"{type(error).__name__}: {error}")

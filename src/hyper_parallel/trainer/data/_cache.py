@@ -1,6 +1,6 @@
 """Data cache: directories named by a hash of all inputs that determine their content, published by one rename.
 
-Each directory is one cache entry. Its `meta.json` lists size and SHA-256 of every other file. Opening an entry checks
+Each directory is one cache entry. Its `meta.json` lists size and SHA-256 of every data file. Opening an entry checks
 the sizes of all files, and the checksums of files up to 256 MiB; checksums of larger files would take seconds. An entry
 whose files do not match this list is rebuilt. A lock file serializes processes that open the same entry: the first
 builds the entry, the others wait.
@@ -14,7 +14,7 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,12 @@ from hyper_parallel.units import MiB
 logger = logging.getLogger(__name__)
 
 _META = "meta.json"
-_META_LIMITS = Limits()
 _KIND = "cache"
 _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
 
 def cache_root(directory: str | None) -> Path:
-    """Create and return the cache directory: `directory` or, if it is None, `data` in this package's user cache.
+    """Return the cache directory, which may not exist: `directory`, or `data` in this package's user cache if None.
 
     Raises:
         OutputNotWritable: HP105 when the directory is not writable.
@@ -66,13 +65,16 @@ def entry(
 
     `build` fills the given directory and may return metadata. `key` is a hash of all inputs of the content. In the
     metadata, `cached` tells whether the entry already existed.
+
+    Raises:
+        OutputNotWritable: HP105 when the entry cannot be written, or a damaged entry contains unknown files.
     """
     from filelock import FileLock
 
     target = root / key
-    with written(root), ExitStack() as stack:
+    with written(root):
         root.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(FileLock(root / f"{key}.lock"))
+    with written(root), FileLock(root / f"{key}.lock"):
         meta = _intact(target)
         if meta is not None:
             return target, meta | {"cached": True}
@@ -138,7 +140,7 @@ def _intact(directory: Path) -> dict[str, Any] | None:
     if not directory.is_dir():
         return None
     try:
-        meta: dict[str, Any] = read_json(directory / _META, _META_LIMITS)
+        meta: dict[str, Any] = read_json(directory / _META, Limits())
         files = decode(dict[str, FileEntry], meta["files"])
         small = [n for n, file in files.items() if file.size_bytes <= _CHECKSUM_LIMIT_BYTES]
         check_files(directory, files, small)

@@ -39,15 +39,8 @@ from hyper_parallel.trainer.data._template_work import (
 _MOST_SOURCE: Final = 128 * 1024
 """Maximum characters of a template; the longest published templates have about ten thousand."""
 _DROPPED: Final = (
-    "lipsum",
-    "cycler",
-    "joiner",
-    "urlize",
-    "striptags",
-    "xmlattr",
-    "wordwrap",
-    "pprint",
-)
+    "lipsum", "cycler", "joiner", "urlize", "striptags", "xmlattr", "wordwrap", "pprint",
+)  # fmt: skip
 """Globals and filters of Jinja that chat templates do not use and whose work is hard to bound."""
 
 

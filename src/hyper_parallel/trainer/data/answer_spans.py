@@ -15,10 +15,9 @@ with its words. An answer ends with its end marker, the text at which generation
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from hyper_parallel.errors import BadValue, abbreviated
@@ -26,6 +25,7 @@ from hyper_parallel.trainer.data.document import Conversation, Message
 from hyper_parallel.trainer.data.placeholders import (
     PLACEHOLDER,
     Placeholders,
+    Words,
     WordsPlace,
     forms_of,
     pieces_of,
@@ -39,57 +39,48 @@ from hyper_parallel.trainer.data.template_properties import (
     without_open_tag,
 )
 
-_RESERVED: Final = ("messages", "tools", "add_generation_prompt")
-"""Template variables that are set from a record's turns and tools."""
-_MOST_SHAPES: Final = 256
+_MAX_CACHED_TEXTS: Final = 256
 """Maximum number of cached texts with placeholders; conversations with equal roles usually share a text."""
-_MOST_SHAPE: Final = 2048
+_MAX_CACHED_CHARACTERS: Final = 2048
 """Maximum characters of the turns of a cached text, so that the cache stays below a megabyte or two."""
 _OTHER_FILE: Final = "data.chat_template=FILE"
-
-
-@dataclass(frozen=True, slots=True)
-class Rendering:
-    """Rendered conversation with the spans of the assistant's answers.
-
-    Attributes:
-        text: Text of the whole conversation.
-        spans: [start, end) characters of each answer to train on, with its end marker, in order.
-        turns: Index of the turn of each span.
-    """
-
-    text: str
-    spans: tuple[tuple[int, int], ...] = ()
-    turns: tuple[int, ...] = ()
 
 
 class _Renderer:
     """Renderer of one conversation; its methods raise BadValue (HP102) that names the turn and the cause."""
 
     def __init__(self, tokenizer: Any, conversation: Conversation, where: str) -> None:
-        self._conversation, self._where = conversation, where
+        self._conversation, self._where = conversation, where or "chat template"
         try:
             self.template = properties_of(tokenizer, tools=bool(conversation.tools))
-            self._forms = [self.template.form(message) for message in conversation.messages]
+            self._turns = self._forms(conversation.messages)
         except Exception as error:
             raise self._template_error(error.__cause__ or error) from error
 
-    def text(self, count: int | None = None, *, prompt: bool = False) -> str:
-        """Return the text of the first `count` turns (None: of all), with the generation prompt if `prompt`."""
-        return self._render(self._forms[:count], prompt=prompt)[0]
+    def _forms(self, messages: Sequence[Message]) -> list[Message]:
+        return [self.template.form(message) for message in messages]
 
-    def marked(self) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of all turns, and the [start, end) characters inside `{% generation %}` blocks."""
-        return self._render(self._forms, marks=self.template.has_marks)
+    def render(
+        self, *, prompt: bool = False, marks: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of all turns and, if `marks`, the [start, end) characters of `{% generation %}` blocks.
+
+        The text ends with the generation prompt if `prompt`. Raise if the template does not read a variable of the
+        record, or writes no tool.
+        """
+        self._check_values()
+        text, spans = self._render(self._turns, prompt=prompt, marks=marks)
+        self._check_tools(text)
+        return text, spans
 
     def shaped(self, shape: Placeholders) -> str:
         """Return the text of all turns with placeholders instead of words; cached, as many conversations share it."""
-        messages = shape.of(self._conversation.messages)
+        messages = shape.replace_words(self._conversation.messages)
         key, known = self._shape_key(messages), self.template.shaped_texts
         text = known.get(key)
         if text is None:
-            text = self._render([self.template.form(message) for message in messages])[0]
-            if key and len(known) < _MOST_SHAPES:
+            text = self._render(self._forms(messages))[0]
+            if key and len(known) < _MAX_CACHED_TEXTS:
                 known[key] = text
         return text
 
@@ -100,30 +91,28 @@ class _Renderer:
         if not is_plain or "strftime_now" in self.template.source:
             return ()
         key = tuple(text for m in messages for text in (m["role"], m["content"]))
-        return key if sum(map(len, key)) < _MOST_SHAPE else ()
+        return key if sum(map(len, key)) < _MAX_CACHED_CHARACTERS else ()
 
-    def shaped_prompt(self, shape: Placeholders, count: int) -> str:
-        """Return the text of `count` turns with placeholders and the generation prompt; "" if the template raises."""
-        messages = shape.of(self._conversation.messages[:count])
-        try:
-            return self._render([self.template.form(m) for m in messages], prompt=True)[0]
-        except BadValue:
-            return ""
+    def prompt_before(self, count: int, shape: Placeholders | None = None) -> str | None:
+        """Return the text of the first `count` turns with the generation prompt; None if the template raises.
 
-    def prompt_before(self, count: int) -> str | None:
-        """Return the text of the first `count` turns with the generation prompt; None if the template raises."""
+        With `shape`, placeholders replace the words.
+        """
+        turns = self._turns[:count]
         try:
-            return self.text(count, prompt=True)
+            if shape is not None:
+                turns = self._forms(shape.replace_words(self._conversation.messages[:count]))
+            return self._render(turns, prompt=True)[0]
         except BadValue:
             return None
 
     def _render(
-        self, forms: Sequence[Message], *, prompt: bool = False, marks: bool = False, tools: bool = True
+        self, turns: Sequence[Message], *, prompt: bool = False, marks: bool = False, tools: bool = True
     ) -> tuple[str, list[tuple[int, int]]]:  # fmt: skip
         conversation = self._conversation
         try:
             return self.template.render(
-                forms,
+                turns,
                 prompt=prompt,
                 tools=conversation.tools if tools else (),
                 values=conversation.template_values,
@@ -136,40 +125,35 @@ class _Renderer:
         roles = [message["role"] for message in self._conversation.messages]
         return BadValue(
             "the chat template of the tokenizer rejects a conversation",
-            where=self._where or "chat template",
+            where=self._where,
             got=f"{str(error)[:500] or type(error).__name__}; roles: {', '.join(roles[:20])}",
         )
 
     def error(self, problem: str, turn: int | None = None, **details: Any) -> BadValue:
         """Return an error about the turn of index `turn`; None: about the whole conversation."""
-        where = self._where or "chat template"
+        where = self._where
         if turn is not None:
             where += f", turn {turn + 1} ({self._conversation.messages[turn]['role']})"
         details.setdefault("hint", _OTHER_FILE)
         return BadValue(problem, where=where, **details)
 
-    def check_values(self) -> None:
-        """Raise if the record sets a template variable that the template does not read or that is reserved."""
+    def _check_values(self) -> None:
+        """Raise if the record sets a template variable that the template does not read."""
+        readable = self.template.variables - {"messages", "tools", "add_generation_prompt"}
         for name in self._conversation.template_values:
-            if name in _RESERVED:
-                raise self.error(
-                    f"a record cannot set the variable `{name}` of the chat template",
-                    allowed="variables other than " + ", ".join(_RESERVED),
-                    hint=None,
-                )
-            if name not in self.template.variables:
+            if name not in readable:
                 raise self.error(
                     f"the chat template does not read the variable `{name}` of the record",
                     got=name,
-                    allowed=", ".join(sorted(self.template.variables - {*_RESERVED})),
+                    allowed=", ".join(sorted(readable)) or "no variables",
                 )
 
-    def check_tools(self, text: str) -> None:
+    def _check_tools(self, text: str) -> None:
         """Raise if `text` does not contain every tool of the conversation."""
         if not self._conversation.tools:
             return
-        names = [tool.get("function", tool).get("name", "") for tool in self._conversation.tools]
-        without = self._render(self._forms, tools=False)[0]
+        names = [tool["function"]["name"] for tool in self._conversation.tools]
+        without = self._render(self._turns, tools=False)[0]
         missing = [name for name in names if text.count(name) <= without.count(name)]
         if missing or text == without:
             raise self.error(
@@ -178,24 +162,26 @@ class _Renderer:
             )
 
 
-def render_text(
-    tokenizer: Any, conversation: Conversation, *, prompt: bool = False, where: str = ""
+def render(
+    tokenizer: Any,
+    conversation: Conversation | Sequence[Message],
+    *,
+    prompt: bool = False,
+    where: str = "",
 ) -> str:
     """Return the text of a conversation, with the generation prompt if `prompt`.
 
     Raises:
         BadValue: HP102 for any error that the template raises, and for tools or variables that it does not read.
     """
-    renderer = _Renderer(tokenizer, conversation, where)
-    renderer.check_values()
-    text = renderer.text(prompt=prompt)
-    renderer.check_tools(text)
-    return text
+    if not isinstance(conversation, Conversation):
+        conversation = Conversation(tuple(conversation))
+    return _Renderer(tokenizer, conversation, where).render(prompt=prompt)[0]
 
 
 def locate_answers(
     tokenizer: Any, conversation: Conversation, trained: Sequence[int], where: str = ""
-) -> Rendering:
+) -> tuple[str, list[tuple[int, int]]]:
     """Render a conversation and locate the answers to train on.
 
     Args:
@@ -204,22 +190,22 @@ def locate_answers(
         trained: Indices of the assistant turns to locate.
         where: Location of the record, for error messages.
 
+    Returns:
+        Text of the conversation, and the [start, end) characters of each answer in `trained` with its end marker.
+
     Raises:
         BadValue: HP102 with turn and cause, when the template raises, drops or changes words, ignores tools or
             variables, or writes no end marker.
     """
     renderer = _Renderer(tokenizer, conversation, where)
-    renderer.check_values()
-    text, marks = renderer.marked()
-    renderer.check_tools(text)
+    has_marks = renderer.template.has_marks
+    text, marks = renderer.render(marks=has_marks)
     search = _Search(renderer, conversation.messages, text)
     search.check_words(set(trained))
     spans = [search.span(i) for i in trained]
-    if search.appended:
-        text += search.appended
-    if renderer.template.has_marks:
+    if has_marks:
         spans = [search.narrowed(i, span, marks) for i, span in zip(trained, spans, strict=True)]
-    return Rendering(text, tuple(spans), tuple(trained))
+    return text + search.appended, spans
 
 
 _DROPPED: Final = {
@@ -228,6 +214,9 @@ _DROPPED: Final = {
     "name": "the chat template does not write a tool call",
     "argument": "the chat template does not write an argument of a tool call",
 }
+"""For each kind of words, the error if the template does not write them."""
+_OF_CALLS: Final = frozenset(("name", "argument"))
+"""Kinds of words of tool calls."""
 
 
 class _Search:
@@ -237,14 +226,17 @@ class _Search:
         self._renderer, self._messages, self._text = renderer, messages, text
         self._template: TemplateProperties = renderer.template
         self._shape, self._places = self._find_words()
-        self._of_turn: dict[int, list[int]] = {}
-        for index, place in enumerate(self._places):
-            words = self._shape.words[place.number]
-            own = self._of_turn.setdefault(words.turn, [])
-            if words.kind != "name" or not any(self._places[o].number == place.number for o in own):
-                own.append(index)
+        self._of_turn: defaultdict[int, list[WordsPlace]] = defaultdict(list)
+        """For each turn, the positions of its words; of a name that is written several times, only the first."""
+        for place in self._places:
+            own, words = self._of_turn[self._words(place).turn], self._words(place)
+            if words.kind != "name" or all(earlier.number != place.number for earlier in own):
+                own.append(place)
         self.appended = ""
         """End marker of the last answer, if only a following turn would write it."""
+
+    def _words(self, place: WordsPlace) -> Words:
+        return self._shape.words[place.number]
 
     def _find_words(self) -> tuple[Placeholders, list[WordsPlace]]:
         """Return placeholders from which the text can be reproduced, and the positions of all words in the text."""
@@ -255,13 +247,8 @@ class _Search:
                 got=collision.group(),
                 hint=None,
             )
-        tags = self._template.tags
-        shapes = [
-            Placeholders(None),
-            Placeholders(tags),
-            Placeholders(tags, False),
-            Placeholders(tags, False, False),
-        ]
+        tags, options = self._template.tags, ((True, True), (False, True), (False, False))
+        shapes = [Placeholders(None), *(Placeholders(tags, *option) for option in options)]
         first: BadValue | None = None
         for shape in shapes:
             try:
@@ -278,16 +265,20 @@ class _Search:
 
     def _raise_changed(self) -> NoReturn:
         """Raise the error for a template that changes words, or writes text around turns that depends on the words."""
-        for i, message in enumerate(self._messages):
-            for words in pieces_of(message):
-                if not any(form in self._text for form in forms_of(words)):
-                    raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(words))
+        self._check_contents(answers=True)
         raise self._renderer.error(
             "the text that the chat template writes around the turns depends on their contents, so the assistant's "
             "tokens cannot be identified",
             got=abbreviated(self._text[-80:]),
             allowed="a template that writes the same text around turns of any content",
         )
+
+    def _check_contents(self, *, answers: bool) -> None:
+        """Raise if the text lacks the content of a turn; turns of the assistant count only if `answers`."""
+        for i, message in enumerate(self._messages):
+            for words in pieces_of(message) if answers or message["role"] != "assistant" else ():
+                if not _is_written(words, self._text):
+                    raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(words))
 
     def check_words(self, trained: AbstractSet[int]) -> None:
         """Raise if the template drops, repeats or reorders the words of the conversation."""
@@ -315,19 +306,11 @@ class _Search:
                     got=abbreviated(words.text),
                 )
         if not shape.all_turns:
-            for i, message in enumerate(self._messages):
-                for core in pieces_of(message) if message["role"] != "assistant" else ():
-                    if not any(form in self._text for form in forms_of(core)):
-                        raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(core))
-        turns = [
-            turn for p in places if (turn := shape.words[p.number].turn) in trained
-            and shape.words[p.number].kind != "name"
-        ]  # fmt: skip
+            self._check_contents(answers=False)
+        written = [self._words(place) for place in places]
+        turns = [words.turn for words in written if words.turn in trained and words.kind != "name"]
         if turns != sorted(turns):
             raise self._renderer.error("the chat template writes the answers in another order")
-
-    def words_of(self, i: int) -> list[WordsPlace]:
-        return [self._places[index] for index in self._of_turn.get(i, ())]
 
     def span(self, i: int) -> tuple[int, int]:
         """Return the [start, end) characters of the answer in turn `i`; raise BadValue (HP102) if a check fails."""
@@ -340,7 +323,7 @@ class _Search:
     def _check_alone(self, i: int, start: int, end: int) -> None:
         """Raise if the span of turn `i` contains words of another turn, such as a tool result."""
         inside = [p for p in self._places if start <= p.start < end]
-        foreign = {self._shape.words[p.number].turn for p in inside} - {i}
+        foreign = {self._words(p).turn for p in inside} - {i}
         if not self._shape.all_turns:
             borders = [start, *(edge for p in inside for edge in (p.start, p.end)), end]
             gaps = [self._text[a:b] for a, b in zip(borders[::2], borders[1::2], strict=True)]
@@ -367,20 +350,20 @@ class _Search:
                 raise self._renderer.error(_DROPPED["content"], i, got=tag)
 
     def _start(self, i: int) -> int:
-        own = self.words_of(i)
+        own = self._of_turn[i]
         before = self._renderer.prompt_before(i)
         # The words of an answer may begin with the reasoning block that the generation prompt opens.
         limit = own[0].end if own else len(self._text)
         if before is not None and len(before) <= limit and self._text.startswith(before):
             return len(before)
         self._check_context(i, before)
-        if own and self._shape.words[own[0].number].kind == "content":
+        if own and self._words(own[0]).kind == "content":
             return self._with_space(i, own[0])
         return self._start_of_wrapper(i)
 
     def _check_context(self, i: int, prompt: str | None) -> None:
         """Raise if the text before turn `i` differs from `prompt`, from which generation of the turn would start."""
-        before = [p.end for p in self._places if self._shape.words[p.number].turn < i]
+        before = [p.end for p in self._places if self._words(p).turn < i]
         end = max(before, default=0)
         if prompt is not None and not prompt.startswith(self._text[:end]):
             raise self._renderer.error(
@@ -394,7 +377,7 @@ class _Search:
     def _with_space(self, i: int, place: WordsPlace) -> int:
         """Return the start of the words at `place` in turn `i`, with preceding white space and tags of the content."""
         content = self._messages[i].get("content") or ""
-        lead = content[: content.index(self._shape.words[place.number].text)]
+        lead = content[: content.index(self._words(place).text)]
         start = place.start - len(lead)
         is_kept = lead and (self._template.keeps_space or lead.strip())
         return start if is_kept and self._text[start : place.start] == lead else place.start
@@ -404,12 +387,12 @@ class _Search:
 
         This is the first character after the previous turn that is not part of the generation prompt.
         """
-        own = self.words_of(i)
-        before = [p for p in self._places if self._shape.words[p.number].turn < i]
+        own = self._of_turn[i]
+        before = [p for p in self._places if self._words(p).turn < i]
         previous = max((p.end for p in before), default=0)
         later = [p.start for p in self._places if p.start >= previous]
         shape = Placeholders(self._shape.tags, self._shape.all_turns, self._shape.names)
-        header = PLACEHOLDER.split(self._renderer.shaped_prompt(shape, i))[-1]
+        header = PLACEHOLDER.split(self._renderer.prompt_before(i, shape) or "")[-1]
         gap = self._text[previous : min(later, default=len(self._text))]
         shared = common_prefix(header, gap)
         shared = header if shared == header else without_open_tag(shared)
@@ -422,30 +405,22 @@ class _Search:
 
     def _end(self, i: int, start: int) -> int:
         """Return the end of the end marker of turn `i`, whose answer begins at `start`."""
-        own = self.words_of(i)
+        own = self._of_turn[i]
         words_end = own[-1].end if own else start
-        following = (
-            self._places[self._of_turn[i][-1] + 1 :]
-            if own
-            else [p for p in self._places if p.start >= start]
-        )
-        limit = next(
-            (p.start for p in following if self._shape.words[p.number].turn > i), len(self._text)
-        )
-        rest = self._text[words_end:limit]
+        later = [p for p in self._places if p.start >= words_end and self._words(p).turn > i]
+        rest = self._text[words_end : later[0].start if later else len(self._text)]
         content = (self._messages[i].get("content") or "").strip()
         if content and not own and content not in rest:  # a content of tags only
             raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(content))
         is_last = i == len(self._messages) - 1
-        is_call = bool(own) and self._shape.words[own[-1].number].kind in ("name", "argument")
-        if self._messages[i].get("tool_calls") and not is_call and not self._calls_shown(i):
+        kinds = [self._words(p).kind for p in own]
+        if self._messages[i].get("tool_calls") and not _OF_CALLS.intersection(kinds):
             raise self._renderer.error(_DROPPED["name"], i)
-        if is_call:
-            self._check_values(i, own)
+        if kinds and kinds[-1] in _OF_CALLS:
+            self._check_arguments(i, own)
             length = self._call_end(rest, is_last)
         else:
-            has_words = bool(own) and self._shape.words[own[-1].number].kind == "content"
-            length = self._words_end(rest, is_last, has_words)
+            length = self._words_end(rest, is_last, has_words=kinds[-1:] == ["content"])
         if length is None:
             raise self._renderer.error(
                 "the chat template writes no marker after an answer at which generation stops",
@@ -455,17 +430,13 @@ class _Search:
             )
         return words_end + length
 
-    def _calls_shown(self, i: int) -> bool:
-        kinds = {self._shape.words[p.number].kind for p in self.words_of(i)}
-        return bool(kinds & {"name", "argument"})
-
-    def _check_values(self, i: int, own: Sequence[WordsPlace]) -> None:
+    def _check_arguments(self, i: int, own: Sequence[WordsPlace]) -> None:
         """Raise if the template does not write all arguments of the tool calls in turn `i`."""
         text = self._text[own[0].start :]
         for call in self._messages[i]["tool_calls"]:
             for key, value in _leaves(call["function"].get("arguments")):
                 is_shown = isinstance(value, str) or str(value) in text or json.dumps(value) in text
-                if not is_shown or not any(form in text for form in forms_of(key)):
+                if not is_shown or not _is_written(key, text):
                     raise self._renderer.error(_DROPPED["argument"], i, got=f"{key}: {value!r:.60}")  # fmt: skip
 
     def _words_end(self, rest: str, is_last: bool, has_words: bool) -> int | None:
@@ -515,13 +486,18 @@ class _Search:
         inside = [
             (max(a, span[0]), min(b, span[1])) for a, b in marks if a < span[1] and b > span[0]
         ]
-        own = self.words_of(i)
+        own = self._of_turn[i]
         if not inside or (own and (inside[0][0] > own[0].start or inside[-1][1] < own[-1].end)):
             raise self._renderer.error(
                 "a `{% generation %}` block of the chat template omits words of an answer", i
             )
         # Some templates write the end marker outside the block; the span includes it in any case.
         return inside[0][0], span[1]
+
+
+def _is_written(words: str, text: str) -> bool:
+    """Return whether `text` contains `words` in a form in which templates write them."""
+    return any(form in text for form in forms_of(words))
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ arXiv:2408.04275, section 5.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Final
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 
-MAX_COMPARISONS: Final = 1 << 20
+_MAX_COMPARISONS: Final = 1 << 20
 """Maximum number of pairs of items that a call of `spread` compares; takes milliseconds, and suffices for 64 ranks."""
 
 
@@ -59,13 +59,17 @@ class Grid:
         most = max(map(len, self.owners))
         return [[k for k, own in enumerate(self.owners) if t < len(own)] for t in range(most)]
 
+    def microbatch_costs(self, costs: Int64) -> Int64:
+        """Return the total cost of each microbatch, given the costs of the sequences in order."""
+        return costs.reshape(-1, self.rows).sum(1)
+
     def largest(self, costs: Int64) -> int:
         """Return the cost of the critical path, given the costs of the sequences in order.
 
         This is the largest total cost of a rank. With `in_turns`, it is the sum over turns of the largest microbatch
         cost.
         """
-        loads = costs.reshape(-1, self.rows).sum(1)
+        loads = self.microbatch_costs(costs)
         if not self.in_turns:
             return max(int(loads[[*own]].sum()) for own in self.owners)
         return sum(
@@ -102,9 +106,7 @@ class Balance:
         """Return the imbalance of a step from the costs of its sequences in data order and in balanced order."""
         both = in_order, balanced
         seconds = [
-            grid.seconds(costs.reshape(-1, grid.rows).sum(1))
-            if grid.seconds and in_order.any()
-            else None
+            grid.seconds(grid.microbatch_costs(costs)) if grid.seconds and in_order.any() else None
             for costs in both
         ]
         return cls(media_tokens, *map(grid.imbalance, both), *seconds)
@@ -115,7 +117,7 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
 
     The balanced order has a lower `grid.largest`, or an equal one with a lower largest microbatch cost; otherwise the
     data order is returned. With `grid.seconds`, the result is the fastest of three orders: the data order, and balanced
-    orders with largest or smallest microbatches first.
+    orders with largest or smallest microbatches first. No microbatch costs more than the largest one in data order.
 
     Args:
         costs: [N] cost of each sequence in data order, at least 0.
@@ -124,34 +126,52 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
     data_order = np.arange(len(costs))
     if not costs.any() or (len(grid.owners) == 1 and grid.seconds is None):
         return data_order
-    own = costs.reshape(-1, grid.rows)
-    bins = [*np.split(data_order, len(own))]
-    if grid.rows > 1:
-        spread_bins = spread(costs, [grid.rows] * len(own))
-        if max(costs[b].sum() for b in spread_bins) <= own.sum(1).max():
-            bins = spread_bins
-    loads = np.array([costs[b].sum() for b in bins])
-    order = _in_turns(loads, grid) if grid.in_turns else _in_sum(loads, grid)
-    result = _placed(bins, order, grid)
+
+    def objective(order: Int64) -> tuple[int, int]:
+        return grid.largest(costs[order]), int(grid.microbatch_costs(costs[order]).max())
+
+    orders = []
+    for bins in _microbatches(costs, grid):
+        loads = np.array([costs[b].sum() for b in bins])
+        if loads.max() <= grid.microbatch_costs(costs).max():
+            members = (_in_turns if grid.in_turns else _in_sum)(loads, grid)
+            smallest_first = [numbers[::-1] for numbers in members]
+            orders.append((_placed(bins, members, grid), _placed(bins, smallest_first, grid)))
+    balanced = min(orders, key=lambda pair: objective(pair[0]))
     if grid.seconds is None:
-        return result if _objective(costs[result], grid) < _objective(costs, grid) else data_order
+        return min(data_order, balanced[0], key=objective)
     candidates = [data_order]
-    if _objective(costs[result], grid) <= _objective(costs, grid):
-        candidates += [result, _placed(bins, [members[::-1] for members in order], grid)]
-    microbatches = [costs[one].reshape(-1, grid.rows).sum(1) for one in candidates]
-    return candidates[int(np.argmin([grid.seconds(one) for one in microbatches]))]
+    if objective(balanced[0]) <= objective(data_order):
+        candidates += balanced
+    seconds = [grid.seconds(grid.microbatch_costs(costs[order])) for order in candidates]
+    return candidates[int(np.argmin(seconds))]
 
 
-def _placed(bins: Sequence[Int64], order: Sequence[Sequence[int]], grid: Grid) -> Int64:
-    """Return the sequence index in each position; `order` has the indices of the `bins` (microbatches) of each rank."""
+def _microbatches(costs: Int64, grid: Grid) -> Iterator[list[Int64]]:
+    """Yield divisions of the sequences into microbatches: as in the data, of equal cost, and of equal cost in a turn.
+
+    In the last division, each turn has larger sequences than the next. This is better if fewer ranks compute in the
+    last turn.
+    """
+    count = len(costs) // grid.rows
+    yield np.split(np.arange(len(costs)), count)
+    if grid.rows == 1:
+        return
+    yield spread(costs, [grid.rows] * count)
+    if grid.in_turns:
+        sizes = [len(owners) for owners in grid.turns]
+        ends = np.cumsum(sizes)[:-1] * grid.rows
+        by_turn = np.split(np.argsort(-costs, kind="stable"), ends)
+        parts = zip(by_turn, sizes, strict=True)
+        yield [part[b] for part, size in parts for b in spread(costs[part], [grid.rows] * size)]
+
+
+def _placed(bins: Sequence[Int64], members: Sequence[Sequence[int]], grid: Grid) -> Int64:
+    """Return the sequence index in each position; `members` has the indices of the `bins` (microbatches) of a rank."""
     numbers = np.empty(len(bins), np.int64)
-    for members, own in zip(order, grid.owners, strict=True):
-        numbers[[*own]] = members
+    for own, chosen in zip(grid.owners, members, strict=True):
+        numbers[[*own]] = chosen
     return np.concatenate([bins[number] for number in numbers])
-
-
-def _objective(costs: Int64, grid: Grid) -> tuple[int, int]:
-    return grid.largest(costs), int(costs.reshape(-1, grid.rows).sum(1).max())
 
 
 def _in_sum(loads: Int64, grid: Grid) -> list[list[int]]:
@@ -200,7 +220,7 @@ def _exchange(costs: Int64, members: list[list[int]]) -> list[Int64]:
     bin_of = np.empty(len(costs), np.int64)
     for k, items in enumerate(bins):
         bin_of[items] = k
-    budget = MAX_COMPARISONS
+    budget = _MAX_COMPARISONS
     while len(bins) > 1:
         top = int(loads.argmax())
         budget -= len(bins[top]) * len(costs)

@@ -22,18 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
-from hyper_parallel.trainer.data.balance import Balance as Balance
-from hyper_parallel.trainer.data.balance import Grid as Grid
-from hyper_parallel.trainer.data.balance import arrange
+from hyper_parallel.trainer.data.balance import Balance, Grid, arrange
 from hyper_parallel.trainer.data.media_arrays import media_arrays
-from hyper_parallel.trainer.data.sequences import Int64, JoinedSequences, PackedSequences
+from hyper_parallel.trainer.data.sequences import (
+    Int64,
+    JoinedSequences,
+    PackedSequences,
+    permutation,
+)
 
 logger = logging.getLogger(__name__)
 
 _BLOCK = 1024
-"""Sequences per block of a mixture. Every block has the desired number of sequences of each source, rounded.
-
-The rounding changes the share of a source by at most 1 / 2048."""
+"""Sequences per block of a mixture. Rounding changes the share of a source by less than 1 / 1024."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,6 @@ class Order:
     shuffle: bool = True
     weights: Sequence[float] = ()
     costs: tuple[int, int] | None = None
-
-    def permutation(self, count: int, *key: int) -> Int64:
-        """Return a permutation of `count` indices that depends only on the seed and `key`."""
-        # numpy guarantees that the raw bits of PCG64 never change, but not the results of `permutation`.
-        bits = np.random.PCG64([self.seed, *key]).random_raw(count)
-        return np.argsort(bits, kind="stable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +190,7 @@ class Batches:
         self._picked = every * count // self.num_sequences
         self._origin = 0
         self._shuffled: tuple[int, Int64] = (-1, np.zeros(0, np.int64))
-        self._arranged: tuple[tuple[int, int, Grid] | None, Int64] = (None, self._picked)
+        self._arranged: tuple[tuple[int, Grid] | None, Int64] = (None, self._picked)
         weights = order.weights
         self._shares = np.asarray(weights, np.float64) / sum(weights) if weights else None
         # For each block of a mixture: number of sequences that earlier blocks have read from each source.
@@ -215,22 +210,21 @@ class Batches:
             return np.concatenate([part, np.full(size - len(part), -1, np.int64)])
         seen = self.sequences_seen(step)
         position, end = seen // self.rows.unit, (seen + size) // self.rows.unit
+        length, read = self.num_sequences, self._epoch
+        if self._shares is not None:
+            length, read = _BLOCK, self._mixture_block
         parts = []
-        while position < end and self._shares is not None:
-            block, within = divmod(position, _BLOCK)
-            parts.append(self._mixture_block(block)[within : within + end - position])
-            position += len(parts[-1])
         while position < end:
-            epoch, within = divmod(position, self.num_sequences)
-            parts.append(self._epoch(epoch)[within : within + end - position])
+            block, within = divmod(position, length)
+            parts.append(read(block)[within : within + end - position])
             position += len(parts[-1])
         return self.rows.expand(np.concatenate(parts))
 
     def _mixture_block(self, block: int) -> Int64:
         """Return [_BLOCK] indices of groups of sequences: block number `block` of a mixture of sources.
 
-        After each block, the number of sequences read from a source is its weight times the number of all sequences
-        read so far, rounded. Within a block, the order is random.
+        After each block, the number of sequences read from a source is its share of all sequences read so far, rounded
+        up or down. Within a block, the order is random.
         """
         assert self._shares is not None
         assert isinstance(self.sequences, JoinedSequences)
@@ -243,14 +237,14 @@ class Batches:
                 )
             self._before.append(self._before[-1] + counts)
         first, last = self._before[block], self._before[block + 1]
-        mixed = self.order.permutation(_BLOCK, 2, block)
+        mixed = permutation(_BLOCK, self.order.seed, 2, block)
         sources = np.repeat(np.arange(len(first)), last - first)[mixed]
         chosen = np.empty(_BLOCK, np.int64)
         for source, part in enumerate(self.sequences.parts):
             count = len(part) // self.rows.group_size
             epochs, local = np.divmod(np.arange(first[source], last[source]), count)
             for epoch in np.unique(epochs) if self.order.shuffle else ():
-                order = self.order.permutation(count, 0, int(epoch), source)
+                order = permutation(count, self.order.seed, 0, int(epoch), source)
                 local[epochs == epoch] = order[local[epochs == epoch]]
             chosen[sources == source] = (
                 self.sequences.starts[source] // self.rows.group_size + local
@@ -261,8 +255,8 @@ class Batches:
         if not self.order.shuffle:
             return self._picked
         if self._shuffled[0] != epoch:
-            permutation = self.order.permutation(self.num_sequences, 0, epoch)
-            self._shuffled = (epoch, self._picked[permutation])
+            order = permutation(self.num_sequences, self.order.seed, 0, epoch)
+            self._shuffled = (epoch, self._picked[order])
         return self._shuffled[1]
 
     def num_valid(self, step: int) -> int:
@@ -297,10 +291,9 @@ class Batches:
         return [self._batch(i) for i in local]
 
     def _arrange(self, step: int, grid: Grid) -> Int64:
-        key = (step, self.sequences_per_step, grid)
-        if self._arranged[0] != key:
+        if self._arranged[0] != (step, grid):
             indices = self.step_batch(step)
-            self._arranged = key, indices[arrange(self._costs(indices), grid)]
+            self._arranged = (step, grid), indices[arrange(self._costs(indices), grid)]
         return self._arranged[1]
 
     def balance(self, step: int, grid: Grid) -> Balance:
@@ -322,7 +315,7 @@ class Batches:
         return Batch(inputs, labels, *sizes, media)
 
     def sequences_seen(self, step: int) -> int:
-        """Return the number of rows read before a step, including rows that resumed runs have read.
+        """Return the number of rows read before a step, including those of the runs that this run resumes.
 
         Rows that several steps share (`StepRows.iterations`) count once.
         """

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import IO, Any
 
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer.data.answer_spans import locate_answers, render_text
+from hyper_parallel.trainer.data.answer_spans import locate_answers, render
 from hyper_parallel.trainer.data.document import Conversation, Message
 from hyper_parallel.trainer.data.media_tokens import expand, reference_line
 from hyper_parallel.trainer.data.span_tokens import ids_of, tokens_of_spans
@@ -43,51 +43,13 @@ RAW = (
 """Template of `data.chat_template: none`: contents only; end-of-text after assistant turns."""
 
 
-def render(
-    tokenizer: Any,
-    conversation: Conversation | Sequence[Message],
-    *,
-    prompt: bool = False,
-    where: str = "",
-) -> str:
-    """Return the text of a conversation, with the generation prompt if `prompt`.
-
-    Raises:
-        BadValue: HP102 for any error that the template raises, and for tools or variables that it does not read.
-    """
-    return render_text(tokenizer, _as_conversation(conversation), prompt=prompt, where=where)
-
-
-def _as_conversation(turns: Conversation | Sequence[Message]) -> Conversation:
-    return turns if isinstance(turns, Conversation) else Conversation(tuple(turns))
-
-
 def complete_text(tokenizer: Any, conversation: Conversation, where: str = "") -> str:
     """Return the text of a conversation; raise if the template drops or changes content of a turn.
 
     Raises:
         BadValue: HP102 with turn and cause, when the template does not reproduce the conversation.
     """
-    return locate_answers(tokenizer, conversation, (), where).text
-
-
-def assistant_spans(
-    tokenizer: Any,
-    conversation: Conversation | Sequence[Message],
-    where: str = "",
-    num_context: int = 0,
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a conversation, and the [start, end) characters of each answer with its end marker.
-
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        conversation: Conversation, or its turns.
-        where: Location of the record, for error messages.
-        num_context: Number of leading turns without a span.
-    """
-    one = _as_conversation(conversation)
-    rendering = locate_answers(tokenizer, one, one.answer_turns(num_context), where)
-    return rendering.text, list(rendering.spans)
+    return locate_answers(tokenizer, conversation, (), where)[0]
 
 
 def encode_conversation(
@@ -106,10 +68,11 @@ def encode_conversation(
             "conversations need a fast tokenizer, which reports character offsets",
             where="data.tokenizer",
             got=type(tokenizer).__name__,
-            allowed="a tokenizer with a tokenizer.json",
-            hint="set `data.tokenizer` to a directory with a tokenizer.json",
+            allowed="a directory with a tokenizer.json",
+            hint="data.tokenizer=DIRECTORY",
         )
-    text, spans = assistant_spans(tokenizer, conversation, where, num_context)
+    trained = conversation.answer_turns(num_context)
+    text, spans = locate_answers(tokenizer, conversation, trained, where)
     tokens = tokens_of_spans(tokenizer, text, spans, where)
     if not conversation.media:
         return tokens
@@ -123,7 +86,8 @@ def media_line(
 
     The placeholder token of an image or recording does not count as text.
     """
-    text = assistant_spans(tokenizer, conversation, where, num_context)[0]
+    trained = conversation.answer_turns(num_context)
+    text = locate_answers(tokenizer, conversation, trained, where)[0]
     num_tokens = len(tokens_of_spans(tokenizer, text, (), where)[0])
     return reference_line(conversation, text, where, blob), num_tokens - len(conversation.media)
 

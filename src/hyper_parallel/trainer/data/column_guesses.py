@@ -96,7 +96,7 @@ def guess_texts(values: Record) -> dict[str, str]:
     texts = words if len(words) > 1 else texts
     answers = _named(texts, ANSWERS, _ANSWER_WORDS)
     rest = [key for key in texts if not any(word in key.lower() for word in _ANSWER_WORDS)]
-    questions = _named(rest, (*QUESTIONS, *PROMPTS), _QUESTION_WORDS)
+    questions = _named(rest, PROMPTS, _QUESTION_WORDS)
     if not answers and not questions:
         pair = texts[:2]
     else:
@@ -148,7 +148,7 @@ def _has_word(key: str, pattern: re.Pattern[str]) -> bool:
 
 
 def guess_named_pair(values: Record, *, with_answers: bool = False) -> dict[str, str]:
-    """Return a dict like `guess_pair`; {} if no key has a name, such as `bad_reply`, that marks the worse answer.
+    """Return a dict like `guess_pair`; {} unless names of keys, such as `bad_reply`, mark the better and worse answer.
 
     Args:
         values: Values of the record by key.

@@ -21,7 +21,7 @@ from hyper_parallel.trainer.data.column_guesses import (
     guess_texts,
 )
 from hyper_parallel.trainer.data.document import Conversation, MediaFile, Message
-from hyper_parallel.trainer.data.media_records import check_media, take_media
+from hyper_parallel.trainer.data.media_records import decoded, take_media
 from hyper_parallel.trainer.data.record_keys import (
     ANSWERS,
     LABELS,
@@ -163,17 +163,22 @@ def _check_pair(
 
     `raw` has the values under `chosen` and `rejected`, `answers` their turns. `text` is the turn of a text prompt.
     """
-    problem = None
+    problem = got = None
     if not prompt and any(isinstance(answer, str) for answer in raw):
         problem = "an answer that is a text needs the prompt under a key of its own"
+        got = "no prompt"
     for answer in answers if text else ():
-        first_role = next((turn["role"] for turn in answer if turn["role"] != "system"), None)
-        if first_role == "user" and not _quotes(answer, text):
+        first = next((turn for turn in answer if turn["role"] != "system"), None)
+        if text and first and first["role"] == "user" and not _quotes(answer, text):
             problem = "an answer begins with a user turn that differs from the prompt"
+            own = abbreviated(first["content"], 60)
+            got = f"prompt: {abbreviated(text['content'], 60)}; turn: {own}"
     if problem is not None:
-        allowed = _FORMATS["preference"][1]
         raise NoData(
-            f"a record does not have the preference format: {problem}", where=where, allowed=allowed
+            f"a record does not have the preference format: {problem}",
+            where=where,
+            got=got,
+            allowed=_FORMATS["preference"][1],
         )
 
 
@@ -299,7 +304,7 @@ def shape_of(
         NoData: HP602 if the record has no known format.
     """
     values = _named(record, rules, where, stage)
-    shape = _conversation(values, stage)
+    shape = _format_of(values, stage)
     text = isinstance(record.get(text_key), str)
     if shape == "prompt_completion" and text and stage != "grpo":
         shape = None
@@ -320,8 +325,11 @@ def shape_of(
 
 
 def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values:
-    """Return the values of a record by canonical key; turns given as JSON text are parsed, a null answer becomes ""."""
-    values = rules.named(record, rules.columns, where)
+    """Return the values of a record by canonical key; turns given as JSON text are parsed.
+
+    A null answer becomes "", except with `stage: pt` and `stage: grpo`.
+    """
+    values = rules.canonical_values(record, rules.columns, where)
     for key in TURNS:
         text = values.get(key)
         if isinstance(text, str) and text.lstrip().startswith(("[", "{")):
@@ -336,7 +344,6 @@ def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values
 
 def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
     """Raise NoData (HP602) if a record without known format seems to be a conversation; the hint maps its keys."""
-    columns = {}
     if {"role", "content"} <= values.keys() or {"from", "value"} <= values.keys():
         raise NoData(
             "a record is a single turn, but a record must be a whole conversation (one line in a JSON lines file)",
@@ -356,28 +363,30 @@ def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
     if len(lists) > 1 and all(_is_records(values[key]) for key in lists):
         raise several_lists(lists, where.rpartition(":")[0])
     texts = [key for key, value in values.items() if isinstance(value, str)]
+    columns: dict[str, str] = {}
     if stage in _OF_PAIRS:
         columns = {} if text and len(texts) == 1 else guess_pair(values)
     elif lists:
-        columns["messages"] = lists[0]
+        columns = {"messages": lists[0]}
     elif stage != "pt" and not text and len(texts) >= 2:
         columns = guess_texts(values)
-    if columns or (stage != "pt" and not text):
-        for key in () if columns else TURNS:
-            if key in values:
-                raise NoData(
-                    f"`{key}` of a record is not a list of turns",
-                    where=where,
-                    got=f"{key}: {abbreviated(values[key], 60)}",
-                    allowed=_FORMATS["sharegpt"][1],
-                )
-        raise NoData(
-            "it is not clear which key of a record contains the conversation",
-            where=where,
-            got=sorted(values),
-            allowed="; or: ".join(words for _, words in _FORMATS.values()),
-            hint=column_hint(columns),
-        )
+    if not columns and (stage == "pt" or text):
+        return
+    for key in () if columns else TURNS:
+        if key in values:
+            raise NoData(
+                f"`{key}` of a record is not a list of turns",
+                where=where,
+                got=f"{key}: {abbreviated(values[key], 60)}",
+                allowed=_FORMATS["sharegpt"][1],
+            )
+    raise NoData(
+        "it is not clear which key of a record contains the conversation",
+        where=where,
+        got=sorted(values),
+        allowed="; or: ".join(words for _, words in _FORMATS.values()),
+        hint=column_hint(columns),
+    )
 
 
 _RECORD_KEYS: Final = frozenset((*TURNS, *PROMPTS, *ANSWERS, "chosen", "rejected"))
@@ -391,7 +400,7 @@ def _is_records(value: Sequence[Any]) -> bool:
     )
 
 
-def _conversation(values: Record, stage: str) -> str | None:
+def _format_of(values: Record, stage: str) -> str | None:
     """Return the conversation format of a record; None if it is no conversation."""
     if "chosen" in values and "rejected" in values:
         return "preference"
@@ -427,7 +436,7 @@ def conversations_of(
     if shape == "prompt_completion" and stage == "grpo":
         reader = _prompt
     if not _has_keys(values, shape, stage):
-        actual = _conversation(values, stage)
+        actual = _format_of(values, stage)
         raise NoData(
             f"a record does not have the format {shape}",
             where=where,
@@ -448,8 +457,8 @@ def conversations_of(
     media: tuple[MediaFile, ...] = ()
     if rules.media_kinds:
         turns, media = take_media(parts[0][0], values, rules, where)
-        if rules.skips_media:  # otherwise encoding the record reads the media and raises
-            check_media(media, where)
+        for item in media if rules.skips_media else ():
+            decoded(item, where)  # raises for unreadable media; otherwise encoding the record does
         parts = [(turns, parts[0][1])]
     if rules.media or not values.keys() == record.keys() <= read_keys:
         texts = (turn["content"] for turns, _ in parts for turn in turns)
@@ -594,7 +603,7 @@ def check_flags(
 
 
 def is_text_pair(record: Record, shape: str, rules: RecordRules, *, any_name: bool) -> bool:
-    """Return whether prompt and completion (or pair of completions) of a record are texts, not lists of turns.
+    """Return whether a record has only texts: a prompt and a completion or pair, without system text and tools.
 
     Args:
         record: Record to test.

@@ -1,8 +1,7 @@
 """Counts of the records of a data source: read, used, truncated, and dropped by reason.
 
-Prepared data, streams and commands that show data use `DataCounts`. The reader of the source counts records and
-ignored keys. The packer or the stream counts records that are used, truncated or dropped. A target is a token with
-loss.
+The reader of the source counts records that it reads or drops, and ignored keys. The packer or the stream counts
+records that are used or truncated, or that have no target. A target is a token with loss.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ class DataCounts:
         format: Format of the records: `text` (each file is a document), `records` (texts under a key), or a
             conversation format (`sharegpt`, `alpaca`, `prompt_completion`, `preference`).
         seq_len: `data.seq_len`.
-        read: Number of records read; a pair is one record, and so is a text file.
-        used: Number of records that are trained on, including truncated ones.
+        read: Number of records read; a pair is one record, and so is a text file or a piece of a long one.
+        used: Number of records with targets, including truncated and held-out ones.
         cut: Number of used records that are longer than `data.seq_len` and therefore truncated.
-        tokens: Number of tokens of the used records.
+        tokens: Number of tokens of the used records after truncation.
         target_tokens: Number of targets in these records: two per pair with `stage: rm`, 0 with `stage: grpo`.
         dropped: Number of dropped records by reason.
         ignored_keys: For each ignored key, the number of records that have it.
-        remarks: Number of other changes that the reader made, by description.
+        remarks: Number of records or files with other changes or defects, by description.
         by_document: Whether texts of `stage: pt` are packed separately. The first token of each text is then no target.
         unknown_id: Id of the tokenizer's unknown token; None: it has none.
     """
@@ -88,7 +87,10 @@ class DataCounts:
             getattr(self, name).clear()
 
     def restart(self, num_read: int) -> None:
-        """Reset the counts when a resumed stream reaches its position; `num_read` records after it are already read."""
+        """Reset the counts, except ignored keys and remarks, when a resumed stream reaches its position.
+
+        `num_read` records after this position are already read.
+        """
         for name in _NUMBERS:
             setattr(self, name, 0)
         self.dropped.clear()

@@ -1,8 +1,7 @@
-"""Data files: kinds by suffix, decompression, recognition of README-like files, and suggestions for missing paths."""
+"""Data files: kinds by suffix, decompression, and recognition of README-like files."""
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import io
 import itertools
@@ -11,7 +10,7 @@ import os
 import re
 import shlex
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
@@ -67,14 +66,8 @@ _SPLITS: Final = frozenset(
 """Words in names of files that hold evaluation data; the library `datasets` recognizes the same words."""
 _LONGEST_FIRST_LINE: Final = 2**20
 """Maximum bytes of a file's first line that are parsed as a record."""
-_MOST_NAMES: Final = 5000
-"""Maximum number of folder entries that are compared with a missing name."""
 _MOST_LISTED: Final = 20
 """Maximum number of files that a hint lists."""
-_MOST_TRIED: Final = 5
-"""Maximum number of similar names per folder that are considered."""
-_MISSPELT: Final = 0.75
-"""Similarity above which two names count as almost equal."""
 _WINDOW_BYTES: Final = 2**27
 """Maximum window of zstd decompression in bytes, the default limit of the `zstd` tool."""
 
@@ -108,7 +101,7 @@ def refuse_unread(path: Path) -> None:
         "a data file has a format that is not supported",
         where=str(path),
         got=suffix,
-        allowed=f"{', '.join(KINDS)}, text; each also with {' or '.join(_COMPRESSED)}",
+        allowed=f"{', '.join(KINDS)}, text; all but .parquet also with {' or '.join(_COMPRESSED)}",
         hint=hint,
     )
 
@@ -172,12 +165,12 @@ def json_record(path: Path) -> dict[str, Any] | None:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a name has a suffix of a data file."""
+    """Return whether a name has a known file suffix, of a supported format or not."""
     return Path(name).suffix.lower() in _SUFFIXES
 
 
 def describes(path: Path) -> bool:
-    """Return whether a file is documentation or metadata of its folder, such as README.md or LICENSE."""
+    """Return whether a file, by its name, describes the data in its folder, such as README.md or LICENSE."""
     return path.name.partition(".")[0].lower() in _DESCRIPTIONS
 
 
@@ -203,12 +196,16 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
             )
             with io.BufferedReader(opened) as file:
                 yield file
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise _damaged(path, error) from error
     except Exception as error:
-        if type(error).__module__.partition(".")[0] != "zstandard":
+        is_of_zstd = type(error).__module__.partition(".")[0] == "zstandard"
+        if not is_of_zstd and not isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
             raise
-        raise _damaged(path, error) from error
+        raise NoData(
+            "a compressed data file is damaged",
+            where=str(path),
+            got=str(error)[:120],
+            hint="fetch or compress the file again",
+        ) from error
 
 
 @contextmanager
@@ -234,15 +231,6 @@ def _zstd(packed: IO[bytes], path: Path) -> Any:
     return decompressor.stream_reader(packed, read_across_frames=True)
 
 
-def _damaged(path: Path, error: Exception) -> NoData:
-    return NoData(
-        "a compressed data file is damaged",
-        where=str(path),
-        got=str(error)[:120],
-        hint="fetch or compress the file again",
-    )
-
-
 def line_command(path: Path, number: int) -> str:
     """Return a shell command that prints line `number` of a file, which may be compressed."""
     return pipe_command(path, f"sed -n {number}p")
@@ -256,7 +244,10 @@ def pipe_command(path: Path, command: str) -> str:
 
 
 def several_paths(text: str) -> list[str]:
-    """Return the existing files in a comma-separated list or a pattern (`part-*.jsonl`); [] for any other text."""
+    """Return the paths in a comma-separated list or those that match a pattern (`part-*.jsonl`).
+
+    The result is [] if a path does not exist or needs quotes, or if there are more than `_MOST_LISTED` paths.
+    """
     parts = [part.strip() for part in text.split(",")]
     pattern = Path(text)
     if len(parts) == 1 and "*" in pattern.name:
@@ -264,56 +255,3 @@ def several_paths(text: str) -> list[str]:
         parts = sorted(map(str, matches))
     plain = all(re.fullmatch(r"[\w./~-]+", part) and Path(part).exists() for part in parts)
     return parts if plain and 0 < len(parts) <= _MOST_LISTED else []
-
-
-def nearest(
-    path: Path, folders: Iterable[Path] = (), fits: Callable[[Path], bool] = lambda _: True
-) -> Path | None:
-    """Return the existing file or folder that a missing path probably means; None if no name is similar.
-
-    The search order is: the folder of the path, data files in the working directory and its direct subfolders, then
-    `folders`. Almost equal names come first. If `fits` rejects all candidates, an almost equal name is returned.
-
-    Args:
-        path: Missing path.
-        folders: Additional folders to search.
-        fits: Function that returns whether the caller can use a path.
-    """
-    places = [path.parent.iterdir()] if path.parent.is_dir() else []
-    places += [_below(Path.cwd()), *(folder.iterdir() for folder in folders if folder.is_dir())]
-    near: list[Path] = []
-    for place in places:
-        names: dict[str, Path] = {}
-        for entry in itertools.islice(place, _MOST_NAMES):
-            names.setdefault(entry.name, entry)
-        close = difflib.get_close_matches(path.name, names, n=_MOST_TRIED)
-        # Omit broken links.
-        existing = [names[name] for name in close if names[name].exists()]
-        near += sorted(existing, key=lambda one: -_similarity(one, path))
-    misspelt = [one for one in near if _similarity(one, path) > _MISSPELT]
-    ordered = dict.fromkeys([*misspelt, *near])
-    chosen = next((one for one in itertools.islice(ordered, 2 * _MOST_TRIED) if fits(one)), None)
-    chosen = chosen or next(iter(misspelt), None)
-    return None if chosen is None else _shown(chosen)
-
-
-def _similarity(path: Path, other: Path) -> float:
-    stems = (one.name.partition(".")[0] for one in (path, other))
-    return difflib.SequenceMatcher(None, *stems).ratio()
-
-
-def _shown(path: Path) -> Path:
-    """Return a path below the working directory as a relative path, and any other path unchanged."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _below(root: Path) -> Iterator[Path]:
-    """Yield the data files in a folder and its direct subfolders, except hidden ones."""
-    for folder in (root, *(p for p in sorted(root.iterdir()) if p.is_dir())):
-        if folder.name.startswith(".") and folder != root:
-            continue
-        try:
-            names = sorted(folder.iterdir())
-        except OSError:
-            continue
-        yield from (name for name in names if is_file_name(name.name) and name.is_file())

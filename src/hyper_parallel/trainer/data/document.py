@@ -51,7 +51,7 @@ class Conversation:
     """Turns of one conversation.
 
     Attributes:
-        messages: All turns, the system turn first.
+        messages: All turns.
         num_prompt: Number of leading turns that are the prompt; None: the record has no key for the prompt.
         tools: Functions that the assistant may call, as JSON schemas in the OpenAI format.
         template_values: Additional variables for the chat template (`chat_template_kwargs` of the record).
@@ -126,10 +126,14 @@ class Document:
         return b"%d %b %b" % (len(text), text, repr(values).encode("utf-8", "surrogatepass"))
 
     @property
+    def contents(self) -> list[str]:
+        """Contents of the turns; empty for a text."""
+        return [turn["content"] for turn in self.conversation.messages] if self.conversation else []
+
+    @property
     def plain(self) -> str:
         """Text of the document without a chat template, for training a tokenizer."""
-        turns = self.conversation.messages if self.conversation else ()
-        return self.text or "\n".join(turn["content"] for turn in turns)
+        return self.text or "\n".join(self.contents)
 
     @property
     def is_empty(self) -> bool:

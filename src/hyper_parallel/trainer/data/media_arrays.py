@@ -10,11 +10,10 @@ give image tokens the positions of text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,6 @@ from hyper_parallel.trainer.data.media_records import checksum, content_of, deco
 from hyper_parallel.trainer.data.media_tokens import TEXT_ARRAYS, load_processor, process, rate_of
 
 Int64 = NDArray[np.int64]
-_processor = lru_cache(maxsize=1)(load_processor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +56,15 @@ class RowMedia:
         """
         items = []
         for stored in self.row["media"]:
-            kind, content, name = stored["kind"], self._content(stored), stored.get("name", "")
+            item = MediaFile(stored["kind"], stored.get("name", ""), self.root)
+            content = content_of(item, self.where) if item.name else self._from_blob(stored)
             if checksum(content) != stored["sha256"]:
-                problem = f"{KINDS[kind].one} was changed after the data was prepared"
-                raise _changed(problem, self.where, name)
-            items.append((kind, decoded(kind, content, name, self.where, rate)))
+                problem = f"{KINDS[item.kind].one} was changed after the data was prepared"
+                raise _changed(problem, self.where, item.name)
+            items.append((item.kind, decoded(replace(item, content=content), self.where, rate)))
         return items
 
-    def _content(self, stored: Mapping[str, Any]) -> bytes:
-        if "name" in stored:
-            return content_of(MediaFile(stored["kind"], stored["name"], self.root), self.where)
+    def _from_blob(self, stored: Mapping[str, Any]) -> bytes:
         with (self.prepared / MEDIA_BLOB).open("rb") as file:
             file.seek(stored["start"])
             return file.read(stored["size"])
@@ -93,13 +90,13 @@ def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArra
     """
     mask = {_MASK: np.ones(input_ids.shape, np.int64)}
     filled = [i for i, row in enumerate(rows) if row.row]
-    processor = _processor(rows[filled[0] if filled else 0].processor)
+    processor = load_processor(rows[filled[0] if filled else 0].processor)
     if not filled:
         names = per_token_names(processor)
         return mask | {name: np.zeros(input_ids.shape, np.int64) for name in names}
     chosen = [rows[i] for i in filled]
     media = [row.decode(rate_of(processor)) for row in chosen]
-    arrays = _arrays(processor, [row.row["text"] for row in chosen], media, chosen[0].where)
+    arrays = process(processor, [row.row["text"] for row in chosen], media, chosen[0].where)
     ids, lengths = arrays["input_ids"], arrays[_MASK].sum(1) - 1
     for i, row, own, length in zip(filled, chosen, ids, lengths, strict=True):
         if not np.array_equal(own[:length], input_ids[i, :length]):
@@ -114,31 +111,10 @@ def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArra
     return mask | extra
 
 
-def _arrays(
-    processor: Any, texts: Sequence[str], media: Sequence[Sequence[tuple[str, Any]]], where: str
-) -> dict[str, NDArray[Any]]:
-    arrays = process(processor, texts, media, where)
-    # numpy has no bfloat16.
-    return {n: (t.float() if t.is_floating_point() else t).numpy() for n, t in arrays.items()}
-
-
-def features_of(
-    processor: Any, text: str, items: Sequence[tuple[str, Any]], where: str
-) -> tuple[list[int], dict[str, NDArray[Any]]]:
-    """Return the token ids of a text with media `items`, and its media inputs by argument of the model's forward."""
-    arrays = _arrays(processor, [text], [items], where)
-    extra = {name: array for name, array in arrays.items() if name not in TEXT_ARRAYS}
-    return arrays["input_ids"][0].tolist(), extra
-
-
-_PER_TOKEN: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
-
-
+@lru_cache(maxsize=2)
 def per_token_names(processor: Any) -> frozenset[str]:
     """Return the names of a processor's arrays with one number per token, such as `token_type_ids`."""
-    if processor not in _PER_TOKEN:
-        text = processor.tokenizer.eos_token
-        arrays = processor(text=[text], add_special_tokens=False, return_tensors="pt")
-        names = (n for n, tensor in arrays.items() if n not in TEXT_ARRAYS and tensor.dim() == 2)
-        _PER_TOKEN[processor] = frozenset(names)
-    return _PER_TOKEN[processor]
+    text = processor.tokenizer.eos_token
+    arrays = processor(text=[text], add_special_tokens=False, return_tensors="pt")
+    names = (n for n, tensor in arrays.items() if n not in TEXT_ARRAYS and tensor.dim() == 2)
+    return frozenset(names)

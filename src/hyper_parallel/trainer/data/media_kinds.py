@@ -19,11 +19,12 @@ class MediaKind:
     Attributes:
         name: Name of the kind, and type of its content parts in chat templates: `image` or `audio`.
         one: Noun for one item in error messages: `an image` or `a recording`.
-        argument: Name of the processor's argument, and plural noun for error messages: `images` or `audio`.
+        argument: Plural noun (`images` or `audio`): name of the processor's argument, and of this package's optional
+            dependencies (extra) that decode this kind.
         columns: Names of record columns that refer to items of this kind.
         parts: Types of content parts of this kind, each with the keys that may hold the file name or bytes.
         processors: Possible names of the component of a transformers processor that reads this kind.
-        extra: Name of this package's optional dependencies (extra) that decode this kind.
+        package: Name of the package that decodes this kind.
     """
 
     name: str
@@ -32,11 +33,11 @@ class MediaKind:
     columns: tuple[str, ...]
     parts: Mapping[str, tuple[str, ...]]
     processors: tuple[str, ...]
-    extra: str
+    package: str
 
     @property
     def mark(self) -> str:
-        """Mark in the turns of a `Conversation`; it cannot occur in the text of a record."""
+        """Mark in the turns of a `Conversation`, with NUL characters, which texts normally do not contain."""
         return f"\0{self.name}\0"
 
     @property
@@ -52,7 +53,7 @@ IMAGE: Final = MediaKind(
     ("images", "image", "image_path", "image_paths"),
     {"image": ("image", "url", "path"), "image_url": ("image_url",)},
     ("image_processor",),
-    "images",
+    "pillow",
 )
 AUDIO: Final = MediaKind(
     "audio",
@@ -65,7 +66,7 @@ AUDIO: Final = MediaKind(
         "input_audio": ("input_audio",),
     },
     ("feature_extractor", "audio_processor"),
-    "audio",
+    "soundfile",
 )
 KINDS: Final = {kind.name: kind for kind in (IMAGE, AUDIO)}
 MEDIA_MARK: Final = re.compile(f"\0({'|'.join(KINDS)})\0")

@@ -26,7 +26,7 @@ from hyper_parallel.trainer.data.record_keys import RecordRules, is_empty
 from hyper_parallel.trainer.data.turns import REFERENCES
 from hyper_parallel.units import MiB
 
-_LIMITS: Final = Limits(num_bytes=64 * MiB)
+_MOST_BYTES: Final = 64 * MiB
 _MOST_PIXELS: Final = 2**26
 _MOST_SAMPLES: Final = 2**26
 """Maximum number of samples of a recording, over all channels: 23 minutes of mono audio at 48 kHz."""
@@ -64,19 +64,20 @@ def take_media(
         num_marks = sum(turn["content"].count(kind.mark) for turn in turns)
         num_items = len(listed) or sum(map(bool, own))
         if in_parts and (listed or not all(own)):
-            what = f"{kind.argument} are given both in content parts and in a column, or not in every part"
-        else:
-            what = (
+            problem = f"{kind.argument} are given both in content parts and in a column, or not in every part"
+        elif num_marks != len(references[kind.name]):
+            problem = (
                 f"the record has {num_items} {kind.argument} and {num_marks} placeholders for them"
             )
-        if num_marks != len(references[kind.name]) or (in_parts and (listed or not all(own))):
-            raise BadMedia(
-                what,
-                where=where,
-                got=f"{num_items} {kind.argument}, {num_marks} placeholders",
-                allowed=f"one `{kind.text_mark}` in the texts, or one part of type {kind.name}, for each",
-                hint=_SKIP,
-            )
+        else:
+            continue
+        raise BadMedia(
+            problem,
+            where=where,
+            got=f"{num_items} {kind.argument}, {num_marks} placeholders",
+            allowed=f"one `{kind.text_mark}` in the texts, or one part of type {kind.name}, for each",
+            hint=_SKIP,
+        )
     names = [MEDIA_MARK.findall(turn["content"]) for turn in turns]
     for number, (turn, marks) in enumerate(zip(turns, names, strict=True), start=1):
         if turn["role"] == "assistant" and marks:
@@ -109,7 +110,7 @@ def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> Me
         if isinstance(content, bytes):
             return MediaFile(kind.name, "", root, content)
         if isinstance(data := reference.get("data"), str):
-            return MediaFile(kind.name, "", root, _from_base64(data, where))
+            return MediaFile(kind.name, "", root, _from_base64(data, kind, where))
         reference = reference.get("path") or reference.get("url")
     if not isinstance(reference, str) or not reference:
         got, problem = abbreviated(reference, 60), f"{kind.one} has no file name"
@@ -128,15 +129,20 @@ def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> Me
     return MediaFile(kind.name, reference, root)
 
 
-def _from_base64(text: str, where: str) -> bytes:
-    if len(text) > 4 * (_LIMITS.num_bytes or 0) // 3:
+def _from_base64(text: str, kind: MediaKind, where: str) -> bytes:
+    most = 4 * _MOST_BYTES // 3
+    if len(text) > most:
         raise BadMedia(
-            "an item has too many bytes", where=where, got=f"{len(text):,} characters", hint=_SKIP
+            f"{kind.one} encoded as base64 is too long",
+            where=where,
+            got=f"{len(text):,} characters",
+            allowed=f"at most {most:,} characters",
+            hint=_SKIP,
         )
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
-        problem = "an item is not encoded as base64"
+        problem = f"{kind.one} is not encoded as base64"
         raise BadMedia(problem, where=where, got=abbreviated(text, 40), hint=_SKIP) from error
 
 
@@ -149,18 +155,12 @@ def content_of(item: MediaFile, where: str) -> bytes:
     if item.content is not None:
         return item.content
     try:
-        return read_bytes(item.folder / item.name, _LIMITS)
+        return read_bytes(item.folder / item.name, Limits(num_bytes=_MOST_BYTES))
     except (OSError, LimitExceeded) as error:
-        got = error.strerror if isinstance(error, OSError) else str(error)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         problem = f"{KINDS[item.kind].one} cannot be read"
-        got = f"{item.folder / item.name}: {got}"
+        got = f"{item.folder / item.name}: {reason}"
         raise BadMedia(problem, where=where, got=got, hint=_SKIP) from error
-
-
-def check_media(items: Sequence[MediaFile], where: str) -> None:
-    """Raise BadMedia (HP602) if an image or recording cannot be read or decoded."""
-    for item in items:
-        decoded(item.kind, content_of(item, where), item.name, where)
 
 
 def checksum(content: bytes) -> str:
@@ -168,13 +168,11 @@ def checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def decoded(kind: str, content: bytes, name: str, where: str, rate: int = 0) -> Any:
+def decoded(item: MediaFile, where: str, rate: int = 0) -> Any:
     """Decode an image or recording to an input of processors.
 
     Args:
-        kind: `image` or `audio`.
-        content: Encoded bytes.
-        name: Name of the file, for error messages.
+        item: Encoded image or recording.
         where: Location of the record, for error messages.
         rate: Sampling rate of the result for audio, in Hz; 0: as in the file.
 
@@ -184,23 +182,23 @@ def decoded(kind: str, content: bytes, name: str, where: str, rate: int = 0) -> 
 
     Raises:
         MissingDependency: HP501 when the package that decodes this kind is not installed.
-        BadMedia: HP602 for an unknown format, or too many pixels or samples.
+        BadMedia: HP602 for an unreadable file, an unknown format, or too many bytes, pixels or samples.
     """
+    content, kind = content_of(item, where), KINDS[item.kind]
     try:
-        return _image(content) if kind == IMAGE.name else _samples(content, rate)
+        return _image(content) if kind is IMAGE else _samples(content, rate)
     except ImportError as error:
-        extra, package = KINDS[kind].extra, {"images": "pillow", "audio": "soundfile"}
         raise MissingDependency(
-            f"training on {extra} needs the package `{package[extra]}`",
+            f"decoding {kind.argument} needs the package `{kind.package}`",
             where=where,
-            hint=f"pip install 'hyper-parallel[{extra}]'",
+            hint=f"pip install 'hyper-parallel[{kind.argument}]'",
         ) from error
     except Exception as error:  # damaged files raise many exception classes
         raise BadMedia(
-            f"{KINDS[kind].one} cannot be decoded",
+            f"{kind.one} cannot be decoded",
             where=where,
-            got=f"{name or 'bytes of the record'}: {str(error)[:160]}",
-            allowed=", ".join(_FORMATS) if kind == IMAGE.name else "WAV, FLAC, OGG, MP3",
+            got=f"{item.name or 'bytes of the record'}: {str(error)[:160]}",
+            allowed=", ".join(_FORMATS) if kind is IMAGE else "WAV, FLAC, OGG, MP3",
             hint=_SKIP,
         ) from error
 

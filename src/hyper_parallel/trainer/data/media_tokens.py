@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Final
-from weakref import WeakKeyDictionary
+
+from numpy.typing import NDArray
 
 from hyper_parallel.errors import BadValue, MissingDependency, NoData
 from hyper_parallel.trainer.data.document import Conversation, MediaFile
@@ -63,20 +65,12 @@ def decoded_media(tokenizer: Any, conversation: Conversation, where: str) -> lis
                 hint="data.chat_template=FILE",
             )
     rate = rate_of(processor_of(tokenizer))
-    return [
-        (item.kind, decoded(item.kind, content_of(item, where), item.name, where, rate))
-        for item in conversation.media
-    ]
-
-
-_PROCESSORS: Final[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
+    return [(item.kind, decoded(item, where, rate)) for item in conversation.media]
 
 
 def processor_of(tokenizer: Any) -> Any:
     """Return the processor whose files are in the tokenizer's directory."""
-    if tokenizer not in _PROCESSORS:
-        _PROCESSORS[tokenizer] = load_processor(Path(tokenizer.name_or_path))
-    return _PROCESSORS[tokenizer]
+    return load_processor(Path(tokenizer.name_or_path))
 
 
 def reference_line(conversation: Conversation, text: str, where: str, blob: IO[bytes]) -> bytes:
@@ -99,6 +93,7 @@ def _stored(item: MediaFile, where: str, blob: IO[bytes]) -> dict[str, Any]:
     return {"start": start, "size": len(content), **stored}
 
 
+@lru_cache(maxsize=2)
 def load_processor(directory: Path) -> Any:
     """Load a transformers processor from the files of a directory, without running code in them.
 
@@ -146,8 +141,8 @@ def rate_of(processor: Any) -> int:
 
 def process(
     processor: Any, texts: Sequence[str], media: Sequence[Sequence[tuple[str, Any]]], where: str
-) -> Mapping[str, Any]:
-    """Run a processor on texts with media; return its tensors by name, padded on the right.
+) -> dict[str, NDArray[Any]]:
+    """Run a processor on texts with media; return its arrays by name, padded on the right.
 
     Args:
         processor: Processor of the model.
@@ -167,7 +162,7 @@ def process(
         arguments["audio"] = [samples for row in used[AUDIO.name] for samples in row]
         arguments["audio_kwargs"] = {"sampling_rate": rate_of(processor)}
     try:
-        arrays: Mapping[str, Any] = processor(
+        tensors = processor(
             text=list(texts),
             text_kwargs={"add_special_tokens": False, "padding": True, "padding_side": "right"},
             return_tensors="pt",
@@ -180,14 +175,15 @@ def process(
             got=f"{' '.join(str(error).split())[:300] or type(error).__name__}",
             allowed="texts without image or audio tokens, except those of the record's own images and audio",
         ) from error
-    if sum(tensor.is_floating_point() for tensor in arrays.values()) < len(used):
+    if sum(tensor.is_floating_point() for tensor in tensors.values()) < len(used):
         raise BadValue(
             f"the processor of the model ignores the {' or the '.join(used)} of a conversation",
             where=where,
-            got=f"{type(processor).__name__} returns {', '.join(arrays)}",
+            got=f"{type(processor).__name__} returns {', '.join(tensors)}",
             allowed="a processor whose call takes text, images and audio",
         )
-    return arrays
+    # numpy has no bfloat16.
+    return {n: (t.float() if t.is_floating_point() else t).numpy() for n, t in tensors.items()}
 
 
 def aligned(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -36,7 +36,12 @@ from hyper_parallel.trainer.data.counts import (
     missing_target,
 )
 from hyper_parallel.trainer.data.document import MEDIA_BLOB, Conversation, Document
-from hyper_parallel.trainer.data.sequences import IGNORE_INDEX, DocumentFacts, PackedSequences
+from hyper_parallel.trainer.data.sequences import (
+    IGNORE_INDEX,
+    DocumentFacts,
+    PackedSequences,
+    permutation,
+)
 from hyper_parallel.trainer.data.sources import Source, with_mismatched
 from hyper_parallel.trainer.data.tokenizer import Tokenizer
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
@@ -55,43 +60,44 @@ class Flat:
         tokens: [T] token ids, memory-mapped.
         spans: Span in `tokens` of each document.
         learn: [T] mask of targets; None: all tokens are targets.
-        pairs: Whether documents 2i and 2i + 1 are two answers to one prompt.
         facts: Values of documents that a stage needs besides tokens.
-        scored: Whether a reward model is trained: the only target is the last token, at which the score is read.
         stage: Stage of the recipe.
         reasons: For each document without target, the reason, by [start, end) of its span.
     """
 
     tokens: NDArray[Any]
     spans: list[slice]
-    learn: NDArray[np.bool_] | None = None
-    pairs: bool = False
-    facts: DocumentFacts = field(default_factory=DocumentFacts)
-    scored: bool = False
-    stage: str = "sft"
-    reasons: dict[tuple[int, int], str] = field(default_factory=dict)
+    learn: NDArray[np.bool_] | None
+    facts: DocumentFacts
+    stage: str
+    reasons: dict[tuple[int, int], str]
+
+    @property
+    def group_size(self) -> int:
+        """Number of consecutive documents of one record: 2 if a stage reads two answers to a prompt, else 1."""
+        return 2 if self.stage in PAIRED_STAGES else 1
+
+    @property
+    def num_label_only(self) -> int:
+        """Number of tokens at the end of a document that are only labels.
+
+        The last token is an input of a reward model, because the score is read there.
+        """
+        return 0 if self.stage == "rm" else 1
 
 
 def pack(
-    directory: Path,
-    flat: Flat,
-    data: Data,
-    pad_id: int,
-    seed: int,
-    masked: bool,
-    counts: DataCounts,
+    directory: Path, flat: Flat, data: Data, pad_id: int, seed: int, counts: DataCounts
 ) -> list[str]:
     """Write the training and held-out sequences of a token stream, update `counts`, and return notes for the user.
-
-    With `masked`, attention is blocked between documents of a row, so positions are written.
 
     Raises:
         NoData: HP602 when there is no training sequence.
     """
     notes: list[str] = []
-    if flat.facts.media:
-        masked = False
-        notes += ["conversations with images or audio are padded, not packed"] * data.packing
+    masked = data.masks(flat.stage) and not flat.facts.media
+    if flat.facts.media and data.packing:
+        notes.append("conversations with images or audio are padded, not packed")
     if flat.learn is None:
         for span in flat.spans:
             if counts.by_document and _length(span) < 2:
@@ -117,12 +123,13 @@ def _too_short(flat: Flat, data: Data, num_train: int, counts: DataCounts) -> No
     where = f"data.source: {data.source}"
     if flat.learn is not None:
         return no_target("no conversation has a token to learn from", counts, data)
+    hint = "data.holdout=0" if data.holdout else "add text to `data.source`"
     return NoData(
         "the text is shorter than one training sequence",
         where=where,
         got=f"{len(flat.tokens)} tokens, {num_train} of them for training, seq_len={data.seq_len}",
         allowed=f"more than {data.seq_len} training tokens",
-        hint=f"data.seq_len={max(2, num_train // 4)}" if num_train > 8 else "data.holdout=0",
+        hint=f"data.seq_len={num_train // 4}" if num_train > 8 else hint,
     )
 
 
@@ -152,7 +159,10 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, show: bool) -> Flat:
-    """Tokenize all documents of a source into temporary files in `directory`; end-of-text follows each text."""
+    """Tokenize all documents of a source into temporary files in `directory`; end-of-text follows each text.
+
+    Embedded images and recordings are written to the file `MEDIA_BLOB` in `directory`.
+    """
     dtype = token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []
     facts, end = DocumentFacts(), 0
@@ -185,9 +195,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
         learn = None if stage == "pt" else _map(learn_file, np.bool_)
         if stage == "kto" and spans:  # the mismatched answer to the first prompt comes last
             spans.insert(1, spans.pop())
-        return Flat(
-            tokens, spans, learn, stage in PAIRED_STAGES, facts, stage == "rm", stage, reasons
-        )
+        return Flat(tokens, spans, learn, facts, stage, reasons)
 
 
 def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:
@@ -223,14 +231,14 @@ def encode(
             if document.templated:
                 yield encode_one(hf, conversation, document.where, document.num_context)
             else:
-                words, count = _contents(document), document.num_context
+                words, count = document.contents, document.num_context
                 prompt, answer = "".join(words[:count]), "".join(words[count:])
                 yield encode_pair(hf, prompt, answer, document.where)
         return
     texts = [
         complete_text(hf, d.conversation, d.where)
         if d.conversation and d.templated
-        else d.text or "".join(_contents(d))
+        else d.text or "".join(d.contents)
         for d in batch
     ]
     if hf.is_fast:
@@ -247,11 +255,6 @@ def encode(
         yield [*ids, hf.eos_token_id], ()
 
 
-def _contents(document: Document) -> list[str]:
-    one = document.conversation
-    return [turn["content"] for turn in one.messages] if one else []
-
-
 def split_documents(
     flat: Flat, share: float, seed: int, seq_len: int
 ) -> tuple[list[slice], list[slice]]:
@@ -262,24 +265,23 @@ def split_documents(
     Conversations are never divided; at least one of several conversations is held out. Both documents of a pair are in
     the same split.
     """
-    unit = 2 if flat.pairs else 1
-    spans, count = flat.spans, len(flat.spans) // unit
+    size = flat.group_size
+    spans, count = flat.spans, len(flat.spans) // size
     if share == 0 or count == 0:
         return spans, []
     wanted = round(share * count)
     if wanted == 0 and flat.learn is None:
         return _hold_out_tail(spans, max(seq_len + 1, int(share * len(flat.tokens))))
-    # numpy guarantees that the raw bits of PCG64 never change, but not the results of `permutation`.
-    order = np.argsort(np.random.PCG64([seed, 1]).random_raw(count), kind="stable")
+    order = permutation(count, seed, 1)
     chosen: set[int] = set()
     tokens = 0
     for document in order[:-1].tolist():
         if len(chosen) >= max(wanted, 1) and (flat.learn is not None or tokens > seq_len):
             break
         chosen.add(document)
-        tokens += _length(spans[document * unit])
-    train = [s for i, s in enumerate(spans) if i // unit not in chosen]
-    return train, [s for i, s in enumerate(spans) if i // unit in chosen]
+        tokens += _length(spans[document * size])
+    train = [s for i, s in enumerate(spans) if i // size not in chosen]
+    return train, [s for i, s in enumerate(spans) if i // size in chosen]
 
 
 def _hold_out_tail(spans: list[slice], num_tokens: int) -> tuple[list[slice], list[slice]]:
@@ -329,8 +331,7 @@ def write_rows(
     Conversations without a target, and conversations with media that are too long, are dropped.
     """
     seq_len, learn = data.seq_len, flat.learn
-    num_label_only = 0 if flat.scored else 1
-    cut = [slice(s.start, min(s.stop, s.start + seq_len + num_label_only)) for s in spans]
+    cut = [slice(s.start, min(s.stop, s.start + seq_len + flat.num_label_only)) for s in spans]
     if learn is None:
         used = [
             slice(begin, min(s.stop, begin + seq_len + 1))
@@ -340,7 +341,7 @@ def write_rows(
     else:
         used = _used_conversations(flat, spans, cut, counts)
         flat.facts.write(path, [s.start for s in used])
-    lengths = [_length(s) - num_label_only for s in used]
+    lengths = [_length(s) - flat.num_label_only for s in used]
     packed = data.packing and not flat.facts.media
     rows = first_fit(lengths, seq_len) if packed else [[i] for i in range(len(used))]
     inputs = np.empty((len(rows), seq_len), flat.tokens.dtype)
@@ -362,10 +363,10 @@ def _used_conversations(
 ) -> list[slice]:
     """Count all conversations; return the truncated spans, from `cut`, of conversations or whole pairs with targets."""
     assert flat.learn is not None
-    first, used, unit = int(not flat.scored), list[slice](), 2 if flat.pairs else 1
-    targets = [int(flat.learn[s.start + first : s.stop].sum()) for s in cut]
-    for begin in range(0, len(cut), unit):
-        group = range(begin, begin + unit)
+    used = list[slice]()
+    targets = [int(flat.learn[s.start + flat.num_label_only : s.stop].sum()) for s in cut]
+    for begin in range(0, len(cut), flat.group_size):
+        group = range(begin, begin + flat.group_size)
         missing = next((i for i in group if not targets[i]), None)
         if spans[begin].start in flat.facts.media and cut[begin] != spans[begin]:
             counts.dropped[LONG_MEDIA] += 1
@@ -393,7 +394,7 @@ def _has_unknown(flat: Flat, span: slice, unknown_id: int | None) -> bool:
 
 def _piece(flat: Flat, span: slice, pad_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
     tokens = flat.tokens[span]
-    if flat.scored:  # transformers reads the score at the last token that is not padding
+    if flat.stage == "rm":  # transformers reads the score at the last token that is not padding
         last = np.flatnonzero(tokens != pad_id)[-1:]
         targets = np.full(len(tokens), IGNORE_INDEX, np.int32)
         targets[last] = tokens[last]

@@ -50,7 +50,7 @@ class Placeholders:
         tags: Pattern of texts, such as `</think>`, that stay because the template may test for them; None: none stay.
         all_turns: Whether to replace words in all turns; False: only in assistant turns.
         names: Whether to replace the names of called functions.
-        words: Replaced texts, filled by `of`; the placeholder of item i contains the number i.
+        words: Replaced texts, filled by `replace_words`; the placeholder of item i contains the number i.
     """
 
     tags: re.Pattern[str] | None
@@ -60,7 +60,7 @@ class Placeholders:
     _names: dict[str, str] = field(default_factory=dict)
     _ids: dict[str, str] = field(default_factory=dict)
 
-    def of(self, messages: Sequence[Message]) -> list[Message]:
+    def replace_words(self, messages: Sequence[Message]) -> list[Message]:
         """Return copies of the turns with placeholders instead of their words."""
         return [self._turn(i, message) for i, message in enumerate(messages)]
 

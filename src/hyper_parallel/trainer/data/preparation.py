@@ -30,13 +30,8 @@ _COUNTED = "every key of a record has a meaning, targets are counted as trained,
 """Description of how records are read."""
 _MEDIA_COSTS = "media and their tokens are counted"
 _WITHOUT_INFLUENCE = (
-    "_positions.npy",
-    "_num_real.npy",
-    "_media_costs.npy",
-    "_records.jsonl",
-    ".ends.npy",
-    ".keys.json",
-)
+    "_positions.npy", "_num_real.npy", "_media_costs.npy", "_records.jsonl", ".ends.npy", ".keys.json",
+)  # fmt: skip
 """Name endings of files of a cache entry that affect no token and no order; the data's fingerprint excludes them."""
 
 
@@ -82,7 +77,6 @@ class PackedData:
 @dataclass(frozen=True)
 class _Setup:
     tokenizer: Tokenizer
-    tokenizer_fingerprint: str
     stage: str
     seed: int
     cache: Path
@@ -107,7 +101,7 @@ def prepare(
     """Tokenize and pack the sources of a recipe, or open the cached result.
 
     Call this before ranks are forked and before a process group exists. If several processes call it at once, as with
-    torchrun, the first one works, and the others wait on a file lock, not in a collective.
+    torchrun, the first one works. The others wait on a file lock, not in a collective.
 
     Args:
         data: Section `data` of the recipe.
@@ -134,7 +128,7 @@ def prepare(
         vocab_limit=vocab_limit,
         model_config=model_config,
     )
-    setup = _Setup(tokenizer, tokenizer.fingerprint, stage, seed, cache, progress)
+    setup = _Setup(tokenizer, stage, seed, cache, progress)
     validation = None if data.validation is None else _pack_validation(data, setup)
     if validation is not None:
         sources = [(one.model_copy(update={"holdout": 0.0}), s) for one, s in sources]
@@ -215,7 +209,7 @@ def _pack_source(data: Data, source: Source, setup: _Setup) -> PackedData:
         notes=tuple(meta["notes"]),
         counts=(DataCounts.from_dict(meta["counts"]),),
         previews=(SourcePreview.from_dict(meta["preview"]),),
-        tokenizer_fingerprint=setup.tokenizer_fingerprint,
+        tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer_notes=tokenizer.notes,
         records_fingerprint=digest(records),
     )
@@ -223,7 +217,7 @@ def _pack_source(data: Data, source: Source, setup: _Setup) -> PackedData:
 
 def _cache_key(data: Data, source: Source, setup: _Setup) -> str:
     masked = data.masks(setup.stage)
-    inputs = [_VERSION, source.identity(), setup.tokenizer_fingerprint, data.seq_len]
+    inputs = [_VERSION, source.identity(), setup.tokenizer.fingerprint, data.seq_len]
     rules: list[Any] = [data.packing, masked] if masked or not data.packing else []
     rules += ["last answer"] if setup.stage in PAIRED_STAGES else []
     rules += setup.encoding_rules(source)
@@ -241,8 +235,7 @@ def _build(target: Path, data: Data, source: Source, setup: _Setup) -> dict[str,
             where=f"data.source: {data.source}",
             got=", ".join(source.counts.notes) or f"{len(source.files)} files, no record",
         )
-    masked = data.masks(stage)
-    notes = pack(target, flat, data, tokenizer.pad_id, setup.seed, masked, source.counts)
+    notes = pack(target, flat, data, tokenizer.pad_id, setup.seed, source.counts)
     lengths = LengthHistogram()
     # With KTO, every second document has a mismatched answer and is not counted.
     for span in flat.spans[:: 2 if stage == "kto" else 1]:
@@ -268,7 +261,7 @@ def _open_stream(data: Data, source: Source, setup: _Setup) -> PackedData:
     # The run's copy of the recipe has an absolute path where the recipe may have a relative one.
     path = Path(source.name).expanduser()
     name = str(path.absolute()) if path.exists() else source.name
-    inputs = [_VERSION, name, source.shape, stage, setup.tokenizer_fingerprint]
+    inputs = [_VERSION, name, source.shape, stage, tokenizer.fingerprint]
     return PackedData(
         train=stream,
         holdout=None,
@@ -278,7 +271,7 @@ def _open_stream(data: Data, source: Source, setup: _Setup) -> PackedData:
         cached=False,
         counts=(stream.counts,),
         previews=(SourcePreview(examples, stream.lengths),),
-        tokenizer_fingerprint=setup.tokenizer_fingerprint,
+        tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer_notes=tokenizer.notes,
         files_fingerprint=digest(source.identity()),
     )

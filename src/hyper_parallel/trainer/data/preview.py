@@ -17,7 +17,7 @@ from typing import Any, Final
 from hyper_parallel.trainer.data.counts import DataCounts, Encoded
 from hyper_parallel.trainer.data.document import Document
 from hyper_parallel.trainer.data.media_kinds import IMAGE
-from hyper_parallel.trainer.data.media_records import content_of, decoded, thumbnail
+from hyper_parallel.trainer.data.media_records import decoded, thumbnail
 from hyper_parallel.trainer.data.packing import encode
 from hyper_parallel.trainer.data.sources import Source
 
@@ -32,7 +32,6 @@ _MOST_SEGMENTS: Final = 40
 _IMAGES: Final = 4
 """Maximum number of images of an example, which fit into one row of a report."""
 _MOST_BUCKETS: Final = 16
-_PAIR: Final = ("chosen", "rejected")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,9 @@ class ExampleText:
 
     Attributes:
         name: `text`, `conversation`, `chosen`, `rejected`, `good answer`, `bad answer`, `prompt` or `answer`.
-        segments: Segments of the first `data.seq_len` tokens.
+        segments: Segments of the first tokens: `data.seq_len` with `stage: rm`, else one more.
         num_tokens: Number of tokens of the whole text.
-        num_cut: Number of tokens beyond `data.seq_len`, which are not trained on.
+        num_cut: Number of tokens after these segments that are dropped; 0 with `stage: pt`, which drops no text.
     """
 
     name: str
@@ -147,7 +146,7 @@ def example_of(
     where = documents[0].where
     if stage == "grpo":
         return Example(where, _prompt_and_answer(hf, *encoded[0]))
-    names: Sequence[str] = _PAIR if len(documents) == 2 else ("conversation",)
+    names: Sequence[str] = ("chosen", "rejected") if len(documents) == 2 else ("conversation",)
     if stage == "kto":
         names = ("good answer" if documents[0].good else "bad answer",)
     elif stage == "pt":
@@ -215,12 +214,12 @@ def is_used(encoded: Sequence[Encoded], stage: str, counts: DataCounts) -> bool:
     return own.used > 0
 
 
-def units(source: Source, stage: str) -> Iterator[list[Document]]:
+def documents_of_records(source: Source) -> Iterator[list[Document]]:
     """Yield the documents of each record: one, or two for a pair."""
-    size = 2 if source.shape == "preference" and stage in ("dpo", "orpo", "rm") else 1
+    size = 2 if source.shape == "preference" else 1
     documents = source.documents()
-    while unit := list(itertools.islice(documents, size)):
-        yield unit
+    while record := list(itertools.islice(documents, size)):
+        yield record
 
 
 def preview_examples(source: Source, hf: Any, stage: str) -> tuple[Example, ...]:
@@ -232,14 +231,13 @@ def preview_examples(source: Source, hf: Any, stage: str) -> tuple[Example, ...]
     counts = source.counts
     head = counts.seq_len * 16 if source.shape == "text" else None
     most = source.max_bytes if head is None else min(head, source.max_bytes or head)
-    rules = replace(source.rules, counts=DataCounts())
-    first = replace(source, rules=rules, max_bytes=most)
+    first = replace(source.with_own_counts(), max_bytes=most)
     examples: list[Example] = []
-    for unit in itertools.islice(units(first, stage), _SEARCHED):
-        encoded = list(encode(unit, hf, stage))
+    for documents in itertools.islice(documents_of_records(first), _SEARCHED):
+        encoded = list(encode(documents, hf, stage))
         if is_used(encoded, stage, counts):
-            example = shortened(example_of(hf, unit, encoded, stage, counts))
-            examples.append(replace(example, images=_small_images(unit[0])))
+            example = shortened(example_of(hf, documents, encoded, stage, counts))
+            examples.append(replace(example, images=_small_images(documents[0])))
         if len(examples) == _EXAMPLES:
             break
     return tuple(examples)
@@ -248,9 +246,7 @@ def preview_examples(source: Source, hf: Any, stage: str) -> tuple[Example, ...]
 def _small_images(document: Document) -> tuple[str, ...]:
     media = () if document.conversation is None else document.conversation.media
     images = [item for item in media if item.kind == IMAGE.name][:_IMAGES]
-    where = document.where
-    pictures = (decoded(i.kind, content_of(i, where), i.name, where) for i in images)
-    return tuple(map(thumbnail, pictures))
+    return tuple(thumbnail(decoded(item, document.where)) for item in images)
 
 
 def shortened(example: Example) -> Example:

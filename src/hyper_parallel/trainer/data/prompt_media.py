@@ -10,11 +10,16 @@ from typing import Any
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import BadValue, HyperParallelError
-from hyper_parallel.trainer.data.answer_spans import render_text
-from hyper_parallel.trainer.data.media_arrays import features_of, per_token_names
+from hyper_parallel.trainer.data.answer_spans import render
+from hyper_parallel.trainer.data.media_arrays import per_token_names
 from hyper_parallel.trainer.data.media_kinds import KINDS
 from hyper_parallel.trainer.data.media_records import take_media
-from hyper_parallel.trainer.data.media_tokens import decoded_media, processor_of
+from hyper_parallel.trainer.data.media_tokens import (
+    TEXT_ARRAYS,
+    decoded_media,
+    process,
+    processor_of,
+)
 from hyper_parallel.trainer.data.record_keys import RecordRules
 from hyper_parallel.trainer.data.saved_tokenizer import media_of_processor
 from hyper_parallel.trainer.data.turns import conversation_of, read_turns
@@ -72,13 +77,14 @@ def _encoded(
     tokenizer: Any, turns: Sequence[Mapping[str, Any]], kinds: Sequence[str]
 ) -> tuple[list[int], PromptMedia]:
     rules = RecordRules(media_root=Path("/"), media_kinds=tuple(KINDS[name] for name in kinds))
-    messages, media = take_media(read_turns(_absolute(turns), rules, _WHERE), {}, rules, _WHERE)
-    conversation = conversation_of(messages, None, (), {}, media)
-    text = render_text(tokenizer, conversation, prompt=True, where=_WHERE)
+    messages, files = take_media(read_turns(_absolute(turns), rules, _WHERE), {}, rules, _WHERE)
+    conversation = conversation_of(messages, None, (), {}, files)
+    text = render(tokenizer, conversation, prompt=True, where=_WHERE)
     items = decoded_media(tokenizer, conversation, _WHERE)
     processor = processor_of(tokenizer)
-    ids, arrays = features_of(processor, text, items, _WHERE)
-    return ids, PromptMedia(arrays, per_token_names(processor))
+    arrays = process(processor, [text], [items], _WHERE)
+    media = {name: array for name, array in arrays.items() if name not in TEXT_ARRAYS}
+    return arrays["input_ids"][0].tolist(), PromptMedia(media, per_token_names(processor))
 
 
 def _absolute(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import Field, StrictBool, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import NoData, abbreviated
@@ -92,7 +93,6 @@ class RecordRules:
         roles: Dict from role name in the records to canonical role.
         ignored: Keys of records, turns and tool calls that are ignored.
         media: Names of columns that the table reader has removed, because they hold images, audio or files.
-        text_key: `data.text_key`.
         is_table: Whether records are rows of a table, in which absent keys are None.
         media_root: Folder of the images and recordings to which records refer.
         media_kinds: Kinds of media that the model's processor reads.
@@ -105,7 +105,6 @@ class RecordRules:
     roles: Mapping[str, str] = field(default_factory=lambda: ROLES)
     ignored: frozenset[str] = frozenset()
     media: tuple[str, ...] = ()
-    text_key: str = "text"
     is_table: bool = False
     counts: DataCounts = field(default_factory=DataCounts)
     media_root: Path | None = None
@@ -113,7 +112,7 @@ class RecordRules:
     skips_media: bool = False
 
     @classmethod
-    def of(
+    def of_section(
         cls,
         data: Data,
         counts: DataCounts,
@@ -128,15 +127,14 @@ class RecordRules:
         columns = {own: name for own, name in columns.items() if name not in _OF_TURNS}
         roles = {**ROLES, **{word: role for role, word in data.roles.items()}}
         ignored = frozenset(data.ignore_keys)
-        text_key = data.text_key
         kinds = tuple(KINDS[name] for name in media_kinds)
         read = media_root, kinds, bool(kinds) and data.bad_media == "skip"
-        return cls(columns, turns, roles, ignored, media, text_key, is_table, counts, *read)
+        return cls(columns, turns, roles, ignored, media, is_table, counts, *read)
 
     @property
     def media_columns(self) -> frozenset[str]:
         """Names of the record columns that refer to media of supported kinds."""
-        return media_columns(kind.name for kind in self.media_kinds)
+        return frozenset(column for kind in self.media_kinds for column in kind.columns)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -151,7 +149,9 @@ class RecordRules:
         }
         return {key: value for key, value in values.items() if value}
 
-    def named(self, record: Record, columns: Mapping[str, str], where: str) -> dict[str, Any]:
+    def canonical_values(
+        self, record: Record, columns: Mapping[str, str], where: str
+    ) -> dict[str, Any]:
         """Return the values of a record or turn by canonical key, without null values and ignored keys.
 
         `columns` maps renamed keys to canonical keys.
@@ -170,7 +170,7 @@ class RecordRules:
             if value is None:
                 continue
             if name in values and values[name] != value:
-                raise self.contradiction([key, name], where)
+                raise self._contradiction([key, name], where)
             values[name] = value
         return values
 
@@ -182,12 +182,12 @@ class RecordRules:
         """
         present = [key for key in keys if not is_empty(values.get(key))]
         if len(present) > 1 and any(values[key] != values[present[0]] for key in present):
-            raise self.contradiction(present, where)
+            raise self._contradiction(present, where)
         if present:
             return values[present[0]]
         return next((values[key] for key in keys if key in values), None)
 
-    def contradiction(self, keys: Collection[str], where: str) -> NoData:
+    def _contradiction(self, keys: Collection[str], where: str) -> NoData:
         """Return the error for synonymous keys of a record that have different values."""
         first, *rest = keys
         return NoData(
@@ -280,11 +280,7 @@ def is_empty(value: Any) -> bool:
 
 
 _LABEL: Final = TypeAdapter(bool)
-_MARGIN: Final[TypeAdapter[float | bool]] = TypeAdapter(
-    StrictBool | Annotated[float, Field(allow_inf_nan=False)]
-)
-
-
+_MARGIN: Final = TypeAdapter(Annotated[float, Field(allow_inf_nan=False)])
 _ROLLED_OUT: Final = ("prompt", "completion", "completion_ids")
 
 
@@ -318,18 +314,15 @@ def margin_of(record: Record, where: str) -> float | None:
     value = record.get("margin")
     if value is None:
         return None
-    try:
-        margin = _MARGIN.validate_python(value)
-    except ValidationError:
-        margin = True
-    if isinstance(margin, bool):
-        raise NoData(
-            "the margin of a pair is not a finite number",
-            where=where,
-            got=f"margin: {value!r:.60}",
-            allowed="a finite number under `margin` in every record, or in none",
-        )
-    return margin
+    if not isinstance(value, bool):
+        with suppress(ValidationError):
+            return _MARGIN.validate_python(value)
+    raise NoData(
+        "the margin of a pair is not a finite number",
+        where=where,
+        got=f"margin: {value!r:.60}",
+        allowed="a finite number under `margin` in every record, or in none",
+    )
 
 
 def columns_of(record: Record, rules: RecordRules) -> dict[str, Any]:

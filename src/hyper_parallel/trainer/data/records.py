@@ -73,20 +73,24 @@ class ArrayReader:
     Args:
         file: Text file at its beginning.
         most: Maximum number of characters of an element.
+
+    Attributes:
+        key: Key of the array, if the file is an object.
+        second_key: Key of a second array in the object, set before the error for it is raised.
+        outer_keys: Other keys, if the file is an object.
+        first_line: Line number in the file from which line numbers of decoding errors count.
     """
+
+    second_key: str | None
 
     def __init__(self, file: IO[str], most: int) -> None:
         self._file, self._most = file, most
-        self._buffer, self._at, self._first_line = file.read(_HEAD), 0, 1
+        self._buffer, self._at, self.first_line = file.read(_HEAD), 0, 1
         self._ended = False
-        self.key = ""
-        """Key of the array, if the file is an object."""
-        self.second_key: str | None = None
-        """Key of a second array in the object, set before the error for it is raised."""
+        self.key, self.second_key = "", None
         around = _AROUND.match(self._buffer)
         self._is_value = around is not None
         self.outer_keys: list[str] = []
-        """Other keys, if the file is an object."""
         if around is not None:
             self._at = around.end()
             *self.outer_keys, self.key = _KEY.findall(around[0])
@@ -118,7 +122,7 @@ class ArrayReader:
         if not chunk:
             self._ended = True
             return False
-        self._first_line += self._buffer.count("\n", 0, self._at)
+        self.first_line += self._buffer.count("\n", 0, self._at)
         self._buffer, self._at = self._buffer[self._at :] + chunk, 0
         return True
 
@@ -183,12 +187,7 @@ class ArrayReader:
     @property
     def line(self) -> int:
         """Line number of the start of the current element."""
-        return self._first_line + self._buffer.count("\n", 0, self._at)
-
-    @property
-    def first_line(self) -> int:
-        """Line number in the file of the first line of the buffer, to which line numbers of decoding errors refer."""
-        return self._first_line
+        return self.first_line + self._buffer.count("\n", 0, self._at)
 
 
 _PART: Final = 2**20
@@ -244,12 +243,17 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
             hint=line_command(path, line),
         ) from error
     except OSError as error:
-        raise NoData(
-            "a data file cannot be read",
-            where=str(path),
-            got=error.strerror,
-            hint="check the path and its permissions",
-        ) from error
+        raise unreadable_file(path, error) from error
+
+
+def unreadable_file(path: Path, error: OSError) -> NoData:
+    """Return the error for a data file that the operating system cannot read."""
+    return NoData(
+        "a data file cannot be read",
+        where=str(path),
+        got=error.strerror,
+        hint="check the path and its permissions",
+    )
 
 
 def _refuse_columns(record: Record, path: Path, where: str) -> None:
@@ -313,10 +317,7 @@ def _read_json(path: Path, most: int) -> Iterator[tuple[str, Any]]:
 def _is_array(file: IO[str], most: int, of_lines: bool) -> bool:
     """Return whether a file is a JSON array of records, or an object that contains one, not one record per line.
 
-    Args:
-        file: Text file at its start.
-        most: Maximum number of characters of a record.
-        of_lines: Whether the suffix implies one record per line; an object in one line is then a record.
+    With `of_lines`, the file name implies one record per line, so an object in one line is a record.
     """
     head = file.read(_HEAD)
     if head.lstrip().startswith("["):
@@ -413,7 +414,10 @@ def _parse(text: str, path: Path, number: int) -> Any:
 
 
 def turns_hint(path: Path) -> str:
-    """Return a shell command that converts a JSON file of single turns to one conversation per line."""
+    """Return a shell command for a JSON file whose records are single turns.
+
+    The command converts an array to one conversation, and other JSON to one record per line.
+    """
     with open_text(path) as file:
         of_lists = file.read(_HEAD).lstrip().startswith("[")
     if not of_lists:
@@ -524,5 +528,5 @@ def text_of(record: Record, text_key: str, where: str) -> str:
         where=where,
         got=f"{text_key}: {type(value).__name__}" if text_key in record else sorted(record),
         allowed=f"a string under `{text_key}`; sharegpt, alpaca or prompt_completion records",
-        hint=f"data.text_key={max(texts, key=lambda key: texts[key])}" if texts else None,
+        hint=shlex.quote(f"data.text_key={max(texts, key=texts.__getitem__)}") if texts else None,
     )

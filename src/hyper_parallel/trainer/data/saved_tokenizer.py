@@ -14,9 +14,8 @@ pipelines differ, the check loads the full files and compares the tokens of prob
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +28,7 @@ from hyper_parallel.errors import (
     TokenizerMissing,
     abbreviated,
 )
+from hyper_parallel.hub import VOCABULARIES
 from hyper_parallel.received import Limits, read_json, read_text
 from hyper_parallel.trainer.data.media_kinds import AUDIO, IMAGE, KINDS
 from hyper_parallel.trainer.data.tokenizer_limits import PARTS, check_files, check_parts, tokenizing
@@ -36,33 +36,22 @@ from hyper_parallel.trainer.files import copy_files
 from hyper_parallel.units import MiB
 
 BACKEND: Final = "tokenizer.json"
-VOCABULARIES: Final = (BACKEND, "tokenizer.model", "vocab.json", "tekken.json")
-"""Names of vocabulary files; a tokenizer directory has at least one of them."""
 CONFIG: Final = "tokenizer_config.json"
 _MODEL_CONFIG: Final = "config.json"
 _GENERIC: Final = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast")
 _GENERIC_NAME: Final = "PreTrainedTokenizerFast"
 """Name of the generic tokenizer class, which all versions of transformers know."""
-_DECIDING: Final = ("model_type", "tokenizer_class", "model_name")
+CLASS_KEYS: Final = ("model_type", "tokenizer_class", "model_name")
 """Keys of a config.json from which transformers chooses the class of a tokenizer."""
 _TEMPLATES: Final = "additional_chat_templates"
 PROCESSOR_FILES: Final = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
 """Names of files of a processor of images or audio, in the directory of the tokenizer."""
 _FILES: Final = (
-    *VOCABULARIES,
-    *PROCESSOR_FILES,
-    "vocab.txt",
-    "merges.txt",
-    CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    *VOCABULARIES, *PROCESSOR_FILES, CONFIG, "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 _PROBES: Final = (
     "Hello world", " Hello", "  two  spaces ", "\n", "\n\n\n", "a\n\n  b\n", "\t\tx", "a\r\nb", "   ", " \n \n",
     "0", "7", "42", "123", "2024", "1234567890", "3.14159", "1,000,000", "v1.2.3", "x1y22z333",
@@ -79,8 +68,6 @@ _PROBES: Final = (
 """Probe texts, for which different normalizers and pre-tokenizers produce different tokens."""
 _MOST_ENTRIES: Final = 2000
 """Maximum number of vocabulary entries that become probe texts."""
-_MOST_SAMPLES: Final = 64
-_SAMPLE_CHARACTERS: Final = 4000
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -178,11 +165,6 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
     return tokenizer
 
 
-def samples_of(texts: Iterable[str]) -> list[str]:
-    """Return the starts of the first texts of the data, as additional probe texts."""
-    return [text[:_SAMPLE_CHARACTERS] for text in itertools.islice(texts, _MOST_SAMPLES)]
-
-
 def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str | None:
     """Describe the first difference between two tokenizers in vocabulary, tokens of probe texts, or template.
 
@@ -237,9 +219,15 @@ def _ids(hf: Any, texts: Sequence[str], added: bool) -> list[list[int] | None]:
 def _describe(hf: Any, text: str, left: list[int] | None, right: list[int] | None) -> str:
     """Return a phrase with `text` and the first tokens that differ between `left` and `right`."""
     left, right = left or [], right or []
-    first = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), 0)
+    first = _equal_tokens(left, right)
     tokens = (hf.convert_ids_to_tokens(ids[first : first + 4]) for ids in (left, right))
     return f"{abbreviated(text, 40)}: " + " and ".join(json.dumps(t) for t in tokens)
+
+
+def _equal_tokens(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the number of equal tokens at the start of two texts."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
@@ -255,34 +243,14 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
     source = Path(source)
     check_files(source, tokenizer_files(source))
     copy_files(source, target, tokenizer_files(source))
-    if not has_tokenizer(source) or _same_pipelines(source, target):
+    if not has_tokenizer(source):
         return
     try:
         original = load_tokenizer(source)
     except NoData:  # no class can load the files, so no model was trained with them
         return
-    difference = _difference(original, target)
-    if difference is None and not _has_code(target):
-        return
-    set_class(target, class_name(original))
-    if (difference := _difference(original, target)) is not None:
-        raise _refused(original, source, target, difference)
-
-
-def _same_pipelines(source: Path, target: Path) -> bool:
-    """Return whether the tokenizer copy in `target` has the pipeline of its source; set its class if necessary."""
-    with _temporary_tokenizer(source, _config_values(source), None, small=source) as folder:
-        original = _load(folder)
-    if original is None:
-        return False
-    for name in [None] * (not _has_code(target)) + [class_name(original)]:
-        with _temporary_tokenizer(target, _config_values(target), name, small=source) as folder:
-            if not _same_pipeline(original, _load(folder)):
-                continue
-        if name is not None:
-            set_class(target, name)
-        return True
-    return False
+    if (name := required_class(original, source, [_config_values(target)], ())) is not None:
+        set_class(target, name)
 
 
 def _config_values(directory: Path) -> dict[str, Any] | None:
@@ -298,15 +266,10 @@ def _load(folder: Path) -> Any:
         return None
 
 
-def _same_pipeline(one: Any, other: Any) -> bool:
-    """Return whether two tokenizers have equal pipelines; False for slow tokenizers, whose pipelines are unknown."""
-    return other is not None and pipeline(one) == pipeline(other) is not None
-
-
 def required_class(
     hf: Any,
     directory: Path,
-    config: Mapping[str, Any] | None,
+    configs: Sequence[Mapping[str, Any] | None],
     samples: Sequence[str],
     *,
     is_own: bool = False,
@@ -316,7 +279,7 @@ def required_class(
     Args:
         hf: Tokenizer used in training, as loaded from the directory.
         directory: Directory of the tokenizer's files.
-        config: Values of the trained model's config; None: no model is known.
+        configs: Values of each config.json next to which the files must produce these tokens; None: no config.json.
         samples: Texts of the data to compare in addition to the built-in probe texts.
         is_own: Whether this run trains the tokenizer. The class that the model's config demands may then replace its
             class, even if the tokens differ.
@@ -325,54 +288,66 @@ def required_class(
         Class name to set in the files; None if they need no change.
 
     Raises:
-        BadValue: HP102 if transformers gets different tokens from the files next to the model's config.
+        BadValue: HP102 if transformers gets different tokens from the files next to one of the configs.
     """
     names = [None] * (not _has_code(directory)) + [class_name(hf)]
     # If the pipelines are equal, the tokens of probe texts need not be compared.
-    with _temporary_tokenizer(
-        directory, _config_values(directory), None, small=directory
-    ) as folder:
-        small = _load(folder)
-    if small is not None and type(small) is type(hf):
+    own = _config_values(directory)
+    with _temporary_tokenizer(directory, own, None, is_short=True) as folder:
+        short = _load(folder)
+    if short is not None and type(short) is type(hf):
         for name in names:
-            folders = _folders(directory, config, name, directory)
-            if all(_same_pipeline(small, _load(folder)) for folder in folders):
+            if _has_pipeline(pipeline(short), directory, configs, name):
                 return name
     for name in names:
-        folders = _folders(directory, config, name)
-        if not any(_difference(hf, folder, samples) for folder in folders):
+        if (difference := _difference(hf, directory, configs, name, samples)) is None:
             return name
-    with _temporary_tokenizer(directory, config, None) as folder:
-        exported = load_tokenizer(folder)
-        name = class_name(exported)
-        # Try the class that the model's config demands, then the generic class.
-        for wanted in (name, _GENERIC_NAME):
+    with _temporary_tokenizer(directory, configs[0], None) as folder:
+        exported = _load(folder)
+        # Try the class that the first config demands, then the generic class.
+        for wanted in () if exported is None else (class_name(exported), _GENERIC_NAME):
             set_class(folder, wanted)
             other = load_tokenizer(folder)
-            folders = _folders(directory, config, wanted)
-            if any(_difference(other, other_folder, samples) for other_folder in folders):
+            if _difference(other, directory, configs, wanted, samples) is not None:
                 continue
             if is_own:
                 return wanted
-            raise _refused(hf, directory, folder, first_difference(hf, exported, samples), wanted)
-    raise _refused(hf, directory, None, first_difference(hf, exported, samples))
+            raise _refused(hf, directory, configs[0], exported, difference, wanted)
+    raise _refused(hf, directory, configs[0], exported, difference, None)
 
 
-def _folders(
-    directory: Path, config: Mapping[str, Any] | None, name: str | None, small: Path | None = None
-) -> Iterator[Path]:
-    """Yield a temporary tokenizer directory with `config`, then one without it; see `_temporary_tokenizer`."""
-    for values in (config, None) if config is not None else (None,):
-        with _temporary_tokenizer(directory, values, name, small=small) as folder:
-            yield folder
+def _has_pipeline(
+    own: tuple[Any, ...] | None,
+    directory: Path,
+    configs: Sequence[Mapping[str, Any] | None],
+    name: str | None,
+) -> bool:
+    """Return whether a directory's tokenizer has the pipeline `own` next to each config, with the class `name`."""
+    for config in configs:
+        with _temporary_tokenizer(directory, config, name, is_short=True) as folder:
+            other = _load(folder)
+        if own is None or other is None or pipeline(other) != own:
+            return False
+    return True
 
 
-def _difference(hf: Any, folder: Path, samples: Sequence[str] = ()) -> str | None:
-    try:
-        other = load_tokenizer(folder)
-    except NoData as error:
-        return f"it cannot be read: {abbreviated(str(error.got), 80)}"
-    return first_difference(hf, other, samples)
+def _difference(
+    hf: Any,
+    directory: Path,
+    configs: Sequence[Mapping[str, Any] | None],
+    name: str | None,
+    samples: Sequence[str],
+) -> str | None:
+    """Return how a directory's tokenizer, with the class `name`, differs from `hf` next to any config."""
+    for config in configs:
+        with _temporary_tokenizer(directory, config, name) as folder:
+            try:
+                other = load_tokenizer(folder)
+            except NoData as error:
+                return f"it cannot be read: {abbreviated(str(error.got), 80)}"
+        if (difference := first_difference(hf, other, samples)) is not None:
+            return difference
+    return None
 
 
 @contextmanager
@@ -381,26 +356,25 @@ def _temporary_tokenizer(
     config: Mapping[str, Any] | None,
     class_name: str | None,
     *,
-    small: Path | None = None,
+    is_short: bool = False,
 ) -> Iterator[Path]:
     """Yield a temporary directory of symbolic links to a tokenizer's files.
 
     The keys of `config` that select a tokenizer class become its config.json; None: no config.json. `class_name`, if
-    set, becomes `tokenizer_class`. With `small`, the tokenizer.json of this directory is used with a shortened
-    vocabulary, if it is a BPE model.
+    set, becomes `tokenizer_class`. If `is_short`, the vocabulary of a BPE model is shortened.
     """
     with TemporaryDirectory(prefix="tokenizer-") as temporary:
         folder = Path(temporary)
         for file in tokenizer_files(directory):
             (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).symlink_to((directory / file).resolve())
-        if small is not None and (text := without_vocabulary(small)) is not None:
+        if is_short and (text := without_vocabulary(directory)) is not None:
             (folder / BACKEND).unlink()
             (folder / BACKEND).write_text(text, encoding="utf-8")
         if class_name is not None:
             set_class(folder, class_name)
         if config is not None:
-            values = {key: config[key] for key in _DECIDING if isinstance(config.get(key), str)}
+            values = {key: config[key] for key in CLASS_KEYS if isinstance(config.get(key), str)}
             (folder / _MODEL_CONFIG).write_text(json.dumps(values), encoding="utf-8")
         yield folder
 
@@ -442,29 +416,29 @@ def set_class(directory: Path, name: str) -> None:
 
 
 def _refused(
-    hf: Any, directory: Path, target: Path | None, difference: str | None, wanted: str | None = None
+    hf: Any,
+    directory: Path,
+    config: Mapping[str, Any] | None,
+    exported: Any,
+    difference: str,
+    wanted: str | None,
 ) -> BadValue:
-    """Return the error for a tokenizer whose export in `target` would produce different tokens than training.
+    """Return the error for a tokenizer whose export would produce different tokens than `hf` in training.
 
-    The hint recommends the class `wanted` or, if it is None, the tokenizer of the model.
+    `exported` is the tokenizer loaded next to `config`; None: it cannot be loaded. The hint recommends the class
+    `wanted` or, if it is None, the tokenizer of the model.
     """
-    read, model_type = "", ""
-    if target is not None and (target / _MODEL_CONFIG).is_file():
-        values = read_json(target / _MODEL_CONFIG, Limits())
-        model_type = f" (model_type {values.get('model_type')})"
-    if target is not None:
-        try:
-            read = f", {type(load_tokenizer(target)).__name__} reads the exported one"
-        except NoData:
-            read = ", and no class reads the exported one"
+    model_type = f" (model_type {config.get('model_type')})" if config else ""
+    reader = "no class" if exported is None else type(exported).__name__
     hint = None if wanted is None else f'set "tokenizer_class": "{wanted}" in {directory / CONFIG}'
     return BadValue(
         "the exported tokenizer would produce different tokens than in training: next to the model's config.json, "
         f"transformers loads it with a different class{model_type}",
         where=f"tokenizer: {directory}",
-        got=f"{type(hf).__name__} reads the tokenizer of training{read}; they differ in {difference}",
+        got=f"{type(hf).__name__} reads the tokenizer of training, {reader} reads the exported one; "
+        f"difference: {difference}",
         allowed="a tokenizer with the same tokens with and without the model's config.json",
-        hint=hint or "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY",
+        hint=hint or "data.tokenizer=MODEL_DIRECTORY",
     )
 
 
@@ -528,7 +502,7 @@ def reading_note(hf: Any, directory: Path, samples: Sequence[str]) -> str | None
     """Return a warning if a tokenizer's class ignores parts of tokenizer.json that affect tokens; otherwise None.
 
     Training and exported models are then consistent, but programs that read tokenizer.json with the library
-    `tokenizers` get different tokens.
+    `tokenizers` get different tokens. Only fast tokenizers with a BPE model are checked.
 
     Args:
         hf: Tokenizer as loaded from the directory.
@@ -563,8 +537,7 @@ def reading_note(hf: Any, directory: Path, samples: Sequence[str]) -> str | None
 
 def _sentence(hf: Any, file: Path, text: str, ids: Sequence[int], plain: Any) -> str:
     """Return the warning of `reading_note`, with the first token of `text` that differs between `ids` and `plain`."""
-    pairs = enumerate(zip(ids, plain.ids, strict=False))
-    i = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(plain.ids)))
+    i = _equal_tokens(ids, plain.ids)
     tokens = hf.convert_ids_to_tokens(ids[i : i + 1]), plain.tokens[i : i + 1]
     first, second = (json.dumps(token[0]) if token else "no token" for token in tokens)
     return (

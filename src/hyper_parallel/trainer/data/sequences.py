@@ -30,6 +30,12 @@ IGNORE_INDEX: Final = -100
 """Label of a position without loss (the default `ignore_index` of cross entropy)."""
 
 
+def permutation(count: int, *key: int) -> Int64:
+    """Return a permutation of `count` indices that depends only on `key`, which begins with a seed."""
+    # numpy guarantees that the raw bits of PCG64 never change, but not the results of its own `permutation`.
+    return np.argsort(np.random.PCG64(key).random_raw(count), kind="stable")
+
+
 @dataclass
 class DocumentFacts:
     """Values of documents that a stage needs besides tokens; keys are offsets of documents in the token stream.
@@ -206,9 +212,6 @@ class PackedSequences:
             return len(self._tokens)
         return max(0, (len(self._tokens) - 1) // self.seq_len)
 
-    def __repr__(self) -> str:
-        return f"PackedSequences({self.split}, {len(self)} x {self.seq_len})"
-
     def num_valid(self, indices: Int64) -> int:
         """Return the number of labels with loss in the sequences `indices`; index -1 is a dummy row."""
         real = indices[indices >= 0]
@@ -344,7 +347,7 @@ class JoinedSequences:
         return gathered
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the number of tokens before the padding of each row; None if no source stores these numbers."""
+        """Return the number of tokens before the padding of each row, 0 for a dummy row; None if no row is padded."""
         gathered = np.full(len(indices), self.parts[0].seq_len, np.int64)
         padded = False
         for part, local, rows in self._split(indices):

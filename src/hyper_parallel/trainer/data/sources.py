@@ -6,6 +6,7 @@ the same files produce the same tokens on every machine.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import itertools
 import re
@@ -19,6 +20,7 @@ from typing import Final, Literal
 
 from hyper_parallel.config import PREFERENCE_STAGES, Data
 from hyper_parallel.errors import Contradiction, HyperParallelError, NoData
+from hyper_parallel.near_paths import nearest_path
 from hyper_parallel.trainer.data._tables import (
     Table,
     is_table,
@@ -40,7 +42,6 @@ from hyper_parallel.trainer.data.data_files import (
     describes,
     json_record,
     kind_of,
-    nearest,
     open_bytes,
     refuse_other_target,
     refuse_splits,
@@ -56,7 +57,7 @@ from hyper_parallel.trainer.data.record_keys import (
     margin_of,
     media_columns,
 )
-from hyper_parallel.trainer.data.records import read_records, text_of
+from hyper_parallel.trainer.data.records import read_records, text_of, unreadable_file
 from hyper_parallel.units import MiB
 
 STDLIB = "python-stdlib"
@@ -73,10 +74,14 @@ _SPECIAL: Final = (
 )
 _WORDLESS: Final = "conversations with empty answers, which are not trained on"
 _JOINED: Final = "pairs of texts joined as plain text, without a chat template"
+_CUTS: Final = "cuts in text files longer than data.max_record_bytes"
+_REPLACED: Final = "files with bytes that are not UTF-8 (replaced by U+FFFD)"
 _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
 _OPTIONAL_COLUMNS: Final = (
     "system", "history", "tools", "input", "label", "margin", "answer", "images", "audio",
 )  # fmt: skip
+_MOST_FOLDERS: Final = 32
+"""Maximum number of folders in the working directory that are searched for a missing source."""
 _RECORDS: Final = ("csv", "jsonl", "parquet")
 _FORMATS: Final = {
     "text": {"text", *KINDS.values()},
@@ -125,6 +130,10 @@ class Source:
         """Counts of the records that `documents` reads."""
         return self.rules.counts
 
+    def with_own_counts(self) -> Source:
+        """Return a copy whose `documents` do not change the counts of this source."""
+        return replace(self, rules=replace(self.rules, counts=DataCounts()))
+
     @property
     def is_conversations(self) -> bool:
         """True if the records are conversations."""
@@ -160,7 +169,10 @@ class Source:
         }
 
     def documents(self) -> Iterator[Document]:
-        """Yield documents in order, up to `max_bytes`; the last text may be truncated, conversations are not."""
+        """Yield documents in order, up to `max_bytes`; the last text may be truncated, conversations are not.
+
+        The counts of the source restart from zero.
+        """
         self.counts.clear()
         left = self.max_bytes
         unread = _descriptions(Path(self.name).expanduser(), self.files)
@@ -270,7 +282,7 @@ class Source:
 
     def _text_documents(self, path: Path) -> Iterator[Document]:
         """Yield the text of a file as one document, or in pieces of at most `record_bytes` bytes."""
-        replaced = 0
+        has_replaced = False
         try:
             for number, raw in enumerate(_pieces(path, self.record_bytes)):
                 if number == 0 and b"\0" in raw[:8192]:
@@ -283,24 +295,13 @@ class Source:
                     self.counts.remarks["binary files left out"] += 1
                     return
                 text = raw.decode("utf-8", "replace")
-                replaced += "\ufffd" in text and "\ufffd".encode() not in raw
-                self.counts.remarks["cuts in text files longer than data.max_record_bytes"] += (
-                    number > 0
-                )
-                if replaced == 1:
-                    self.counts.remarks[
-                        "files with bytes that are not UTF-8 (replaced by U+FFFD)"
-                    ] += 1
-                    replaced += 1
+                self.counts.remarks[_CUTS] += number > 0
+                if not has_replaced and "\ufffd" in text and "\ufffd".encode() not in raw:
+                    self.counts.remarks[_REPLACED] += 1
+                    has_replaced = True
                 yield Document(str(path), text)
         except OSError as error:
-            problem = NoData(
-                "a data file cannot be read",
-                where=str(path),
-                got=error.strerror,
-                hint="check the path and its permissions",
-            )
-            raise problem from error
+            raise unreadable_file(path, error) from error
 
 
 def _pieces(path: Path, most: int) -> Iterator[bytes]:
@@ -312,19 +313,11 @@ def _pieces(path: Path, most: int) -> Iterator[bytes]:
             if len(piece) < most:
                 yield piece
                 return
-            end = piece.rfind(b"\n") + 1 or _between_characters(piece)
+            end = piece.rfind(b"\n") + 1
+            if not end:  # exclude an incomplete character at the end of the piece
+                end = codecs.utf_8_decode(piece, "replace", False)[1] or len(piece)
             rest = piece[end:]
             yield piece[:end]
-
-
-def _between_characters(piece: bytes) -> int:
-    """Return the length of `piece` without an incomplete UTF-8 character at its end."""
-    for length in range(1, min(4, len(piece))):
-        byte = piece[-length]
-        if byte & 0xC0 != 0x80:  # first byte of a character, whose high bits tell the length
-            wanted = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
-            return len(piece) - length if wanted > length and len(piece) > length else len(piece)
-    return len(piece)
 
 
 def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
@@ -353,7 +346,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
                 f"`data.{key}` selects a part of a dataset, but the source is not a dataset",
                 where=f"data.source: {data.source}",
                 got=f"data.{key}={value}",
-                allowed="a folder, or a name on the Hugging Face hub",
+                allowed="a folder with a dataset, or a name on the Hugging Face hub",
                 hint=f"data.{key}=null",
             )
     files = _files(data, stage) if table is None else []
@@ -364,11 +357,21 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
     table = table and replace(table, media_columns=media_columns(read))
     opened = table.opened if table else ()
     root = _media_root(data, path) if read else None
-    rules = RecordRules.of(data, counts, opened, has_rows, root, read)
+    rules = RecordRules.of_section(data, counts, opened, has_rows, root, read)
     counts.format = shape = _shape(files, table, data, stage, rules)
     counts.clear()
-    limits = data.max_bytes, table, data.max_records, stage, data.max_record_bytes
-    source = Source(data.source, shape, tuple(files), data.text_key, *limits, rules=rules)
+    source = Source(
+        data.source,
+        shape,
+        tuple(files),
+        data.text_key,
+        data.max_bytes,
+        table=table,
+        max_records=data.max_records,
+        stage=stage,
+        record_bytes=data.max_record_bytes,
+        rules=rules,
+    )
     _check_stage(source, stage)
     return source
 
@@ -483,6 +486,8 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
         return
 
     def fits(other: Path) -> bool:
+        if not other.exists():  # a broken link
+            return False
         try:
             resolve(data.model_copy(update={"source": str(other)}), stage)
         except HyperParallelError:
@@ -490,7 +495,11 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
         return True
 
     several = several_paths(data.source)
-    near = None if several else nearest(path, folders, fits)
+    below = sorted(p for p in Path().iterdir() if p.is_dir() and not p.name.startswith("."))
+    near = None
+    if not several:
+        near = nearest_path(data.source, [*below[:_MOST_FOLDERS], *folders], fits)
+        near = near or nearest_path(data.source, fits=Path.exists)
     hint = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
     if several and key:
         hint = shlex.quote(f"{key}=[{', '.join(several)}]")
@@ -597,9 +606,11 @@ def _shape(
         if data.format != "auto" and not (table and data.format == "text"):
             return "records" if data.format in _RECORDS else data.format
         return shape_of(record, data.text_key, where, stage, rules)
-    problem = "the dataset holds no row" if table else "the first data file holds no record"
+    if table is not None:
+        hint = "correct `data.source` or `data.split`"
+        raise NoData("the dataset holds no row", where=table.name, hint=hint)
     hint = "correct `data.source`, or write records into the file"
-    raise NoData(problem, where=table.name if table else str(files[0]), hint=hint)
+    raise NoData("the first data file holds no record", where=str(files[0]), hint=hint)
 
 
 def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None:
@@ -615,7 +626,9 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
         where=str(file),
         got=sorted(record),
         allowed="a name that ends in .jsonl, or data.format: text trains on the JSON as text",
-        hint=f"data.format={'jsonl' if shape == 'records' else shape}",
+        hint="rename the files to names that end in .jsonl"
+        if Path(data.source).expanduser().is_dir()
+        else f"data.format={'jsonl' if shape == 'records' else shape}",
     )
 
 

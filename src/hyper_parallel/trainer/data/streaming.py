@@ -21,11 +21,11 @@ from xxhash import xxh3_128
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import CheckpointMismatch, NoData
-from hyper_parallel.trainer.data.batches import Batch, Order, check_cut, check_position
+from hyper_parallel.trainer.data.batches import Batch, check_cut, check_position
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.packing import encode, fill_row, no_target
 from hyper_parallel.trainer.data.preview import LengthHistogram
-from hyper_parallel.trainer.data.sequences import IGNORE_INDEX, Int64
+from hyper_parallel.trainer.data.sequences import IGNORE_INDEX, Int64, permutation
 from hyper_parallel.trainer.data.sources import Source
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Stream:
                 first = start.document - number if epoch == start.epoch else 0
                 order = np.arange(len(block))
                 if self.data.shuffle:
-                    order = Order(self.seed).permutation(len(block), 3, epoch, number)
+                    order = permutation(len(block), self.seed, 3, epoch, number)
                 chosen = [block[i] for i in order[max(first, 0) :]]
                 number += len(block)
                 for document in block:
@@ -159,7 +159,8 @@ class Stream:
         problem = "the stream has no sequence to learn from"
         if self._stage != "pt" and self.counts.dropped:
             return no_target(problem, self.counts, self.data)
-        return NoData(problem, where=f"data.source: {self._source.name}")
+        got = f"{self.counts.read} records read"
+        return NoData(problem, where=f"data.source: {self._source.name}", got=got)
 
     def _pieces_of_text(self, start: Place) -> Iterator[tuple[Place, Row]]:
         """Yield sequences of the concatenated tokens of all documents; see plain text in `PackedSequences`."""

@@ -5,8 +5,8 @@ the result is cached per tokenizer and template:
 
     probe -> text with the words of the probe -> text before, between and after the words
 
-One group of properties is the form in which the template reads turns: content as text or list of parts, arguments of
-tool calls as object or text, key of the reasoning, role of developer turns. The other group is the end marker: the text
+One group of properties is the form in which the template reads turns. It tells the types of contents and of arguments
+of tool calls, the key of the reasoning, and the role of developer turns. The other group is the end marker: the text
 after an answer at which generation stops. Added tokens are the special and other tokens added to the vocabulary.
 """
 
@@ -113,7 +113,7 @@ class TemplateProperties:
     def _probe(
         self, *turns: Message, tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
     ) -> str:
-        """Return the text of a probe; "" if the template raises."""
+        """Return the text of a probe; "" if the template raises. Raise BadValue (HP102) if it exceeds its limits."""
         try:
             return self.render(turns, tools=tools, prompt=prompt)[0]
         except TemplateBudget as error:  # further probes would exhaust their budgets too
@@ -434,7 +434,7 @@ def properties_of(tokenizer: Any, *, tools: bool = False) -> TemplateProperties:
     """Return the measured properties of the tokenizer's chat template, or of its template for tools if `tools`.
 
     Raises:
-        Exception: The tokenizer has no template.
+        ValueError: The tokenizer has no chat template.
     """
     template = tokenizer.chat_template
     source = (

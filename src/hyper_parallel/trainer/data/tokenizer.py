@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,15 +22,14 @@ from hyper_parallel.received import Limits, read_json, read_text
 from hyper_parallel.trainer.data._cache import byte_bar, cache_root, digest, entry
 from hyper_parallel.trainer.data._template import compiled
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, RAW
-from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.saved_tokenizer import (
+    CLASS_KEYS,
     PROCESSOR_FILES,
     has_tokenizer,
     load_tokenizer,
     media_of_processor,
     reading_note,
     required_class,
-    samples_of,
     set_class,
     tokenizer_files,
 )
@@ -48,7 +48,10 @@ _TEMPLATE_BYTES: Final = 512 * 1024
 _VERSION = 1
 _SETTLED: Final = "class that reads the tokenizer, 2"
 _SAMPLES: Final = 32
-"""Number of documents of each source on which tokenizers are compared."""
+"""Maximum number of documents of each source on which tokenizers are compared."""
+_MOST_SAMPLES: Final = 64
+"""Maximum number of documents of all sources on which tokenizers are compared."""
+_SAMPLE_CHARACTERS: Final = 4000
 _ENTRIES: Final = 4096
 """Default vocabulary size of a trained tokenizer, unless the model's vocabulary is smaller."""
 
@@ -88,7 +91,7 @@ class Tokenizer:
         """Media kinds (`image`, `audio`) that a processor in the tokenizer's directory reads."""
         return media_of_processor(self.directory)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of the tokenizer's files."""
         names = tokenizer_files(self.directory)
@@ -121,7 +124,7 @@ def open_sources(
     media = media_of_processor(Path(data.tokenizer or model_path or "").expanduser())
     sources = [resolve(section, stage, media=media) for section in sections]
     cache = cache_root(data.cache_dir)
-    tokenizer = obtain(data, sources, model_path, cache, progress, vocab_limit, model_config)
+    tokenizer = _obtain(data, sources, model_path, cache, progress, vocab_limit, model_config)
     if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
         raise _too_large(tokenizer, data, model_path, vocab_limit)
     pairs = zip(sections, sources, strict=True)
@@ -167,31 +170,19 @@ def bind_tokenizer(source: Source, data: Data, tokenizer: Tokenizer) -> Source:
     return replace(source, special=special, plain=plain)
 
 
-def obtain(
+def _obtain(
     data: Data,
     sources: Sequence[Source],
     model_path: str | None,
     cache: Path,
     show: bool,
-    vocab_limit: int | None = None,
-    config: Mapping[str, Any] | None = None,
+    vocab_limit: int | None,
+    config: Mapping[str, Any] | None,
 ) -> Tokenizer:
     """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else one trained on the data.
 
-    The result is a copy if `data.chat_template` differs from the tokenizer's template, or if `tokenizer_class` must be
-    set so that the files of an export produce the same tokens.
-
-    Args:
-        data: Section `data` of the recipe.
-        sources: Sources of the recipe.
-        model_path: `model.path` of the recipe.
-        cache: Root of the data cache.
-        show: Whether to show progress bars on stderr.
-        vocab_limit: Size of the model's vocabulary; None: no model is known.
-        config: Values of the model's config; None: no model is known.
-
-    Raises:
-        BadValue: HP102 when the tokenizer of an export would produce different tokens than in training.
+    The result is a copy if `data.chat_template` differs from the tokenizer's template. It is also a copy if exported
+    files need `tokenizer_class` to produce the same tokens. Arguments and errors are those of `prepare`.
     """
     existing = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
     if existing:
@@ -229,21 +220,16 @@ def _with_class(
     """
     import transformers
 
-    keys = ("model_type", "tokenizer_class", "model_name")
-    deciding = None if config is None else [config.get(key) for key in keys]
+    deciding = None if config is None else [config.get(key) for key in CLASS_KEYS]
     inputs = [_SETTLED, tokenizer.fingerprint, type(tokenizer.hf).__name__, deciding]
     inputs += [None if original is None else [original.fingerprint, str(original.directory)]]
     inputs += [transformers.__version__, [source.identity() for source in sources]]
 
-    def texts() -> Iterator[str]:
-        for source in sources:
-            first = replace(source, rules=replace(source.rules, counts=DataCounts()))
-            yield from (d.plain for d in itertools.islice(first.documents(), _SAMPLES))
-
     def build(target: Path) -> dict[str, Any]:
-        samples = samples_of(texts())
+        samples = _samples(sources)
         is_own = original is None
-        name = required_class(tokenizer.hf, tokenizer.directory, config, samples, is_own=is_own)
+        configs = [None] if config is None else [config, None]  # of an exported model and adapter
+        name = required_class(tokenizer.hf, tokenizer.directory, configs, samples, is_own=is_own)
         if name is not None:
             copy_files(tokenizer.directory, target, tokenizer_files(tokenizer.directory))
             copy_files(tokenizer.directory, target, ("generation_config.json",))
@@ -258,6 +244,14 @@ def _with_class(
     if meta["class"] is None:
         return replace(tokenizer, notes=notes)
     return Tokenizer(load_tokenizer(directory), directory, notes)
+
+
+def _samples(sources: Sequence[Source]) -> list[str]:
+    """Return the starts of the first texts of each source, to compare tokenizers on them."""
+    documents = itertools.chain.from_iterable(
+        itertools.islice(source.with_own_counts().documents(), _SAMPLES) for source in sources
+    )
+    return [d.plain[:_SAMPLE_CHARACTERS] for d in itertools.islice(documents, _MOST_SAMPLES)]
 
 
 def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
+import re
 import shlex
 import stat
 from collections.abc import Iterator, Sequence
@@ -34,8 +36,18 @@ _MOST_REPEAT: Final = 1000
 """Maximum repeat count in a regular expression; an unbounded repetition counts as this number."""
 _FEW: Final = 3
 """Maximum repetitions of a group with alternatives, and maximum consecutive unbounded repetitions."""
+_ESCAPE: Final = re.compile(r"\\(.)", re.DOTALL)
+_CLASS: Final = re.compile(r"\[\^?\]?[^\[\]]*\]")
+"""Pattern of a character class that contains no other class."""
+_COMMENT: Final = re.compile(r"\(\?(?:#|[a-wyz-]*x)")
+"""Pattern of a comment, or of the option that permits comments and spaces before a repetition."""
+_GROUP: Final = re.compile(r"\(([^()]*)\)")
+"""Pattern of a group that contains no other group."""
+_REPETITION: Final = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\}|\{,\d+\})+")
+_VARIABLE: Final = re.compile(r"[|*+\0]|\{\d*,\d*\}")
+"""Pattern of a group's content that may match the same text in several ways; NUL stands for such a group."""
 _MOST_PARTS: Final = 256
-"""Maximum number of components in a sequence, for example of normalizers."""
+"""Maximum number of components in a sequence, for example of normalizers, and of groups in a regular expression."""
 PARTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
@@ -54,12 +66,14 @@ def check_files(directory: Path, names: Sequence[str]) -> None:
             status = path.stat()
         except OSError:
             continue
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_FILE:
+        is_regular = stat.S_ISREG(status.st_mode)
+        if not is_regular or status.st_size > _MOST_FILE:
+            problem = "is too large" if is_regular else "is not a regular file"
             raise NoData(
-                "a file of the tokenizer is too large, or not a regular file",
+                f"a file of the tokenizer {problem}",
                 where=str(path),
-                got=f"{status.st_size:,} bytes",
-                allowed=f"at most {_MOST_FILE:,} bytes",
+                got=f"{status.st_size:,} bytes" if is_regular else stat.filemode(status.st_mode),
+                allowed=f"a regular file of at most {_MOST_FILE:,} bytes",
                 hint="fetch the tokenizer files again from where the model was published",
             )
         if (target := foreign_target(path, directory)) is not None:
@@ -96,7 +110,7 @@ def check_parts(backend: Any, where: str) -> None:
                 f"the {name} of the tokenizer may take unbounded time or memory",
                 where=where,
                 got=str(error)[:300],
-                hint="set `data.tokenizer` to a directory with a tokenizer.json",
+                hint="data.tokenizer=TOKENIZER_DIR",
             ) from error
     longest = getattr(backend.model, "max_input_chars_per_word", 0) or 0
     if longest > _MOST_WORD:
@@ -105,7 +119,7 @@ def check_parts(backend: Any, where: str) -> None:
             where=where,
             got=f"max_input_chars_per_word={longest}",
             allowed=f"at most {_MOST_WORD}",
-            hint="set `data.tokenizer` to a directory with a tokenizer.json",
+            hint="data.tokenizer=TOKENIZER_DIR",
         )
 
 
@@ -134,10 +148,7 @@ def growth(state: Any) -> float:
         return 1.0
     kind = state.get("type")
     if kind == "Sequence":
-        product = 1.0
-        for part in state.get("normalizers", ()):
-            product = min(product * growth(part), 1e18)
-        return product
+        return math.prod(map(growth, state.get("normalizers", ())))
     if kind == "Replace":
         pattern = state.get("pattern") or {}
         text = pattern.get("String")
@@ -161,86 +172,42 @@ def _longest_mapped(text: str) -> float:
 def check_pattern(pattern: str) -> None:
     """Raise if matching a regular expression may take exponential time.
 
-    This is the case if an unbounded repetition contains a repetition or an alternative: `(a|aa)+`, `(a+)*`. No
-    published tokenizer has such an expression.
+    This is the case if a group with a repetition or an alternative is repeated: `(a|aa)+`, `(a+)*`. Many unbounded
+    repetitions in a row are refused too. No published tokenizer has such an expression.
 
     Raises:
         Unbounded: The expression may take exponential time; the message has the reason.
     """
     if len(pattern) > _MOST_PATTERN:
         raise Unbounded(f"a regular expression of {len(pattern):,} characters")
-    unbounded = 0
-    branching = [False]  # whether each open group may match the same text in several ways
-    position = 0
-    while position < len(pattern):
-        character = pattern[position]
-        position += 1
-        closed = False
-        if character == "\\":
-            if pattern[position : position + 1] in "gk123456789":
-                raise Unbounded(
-                    f"a regular expression that refers to a group: {abbreviated(pattern)}"
-                )
-            position += 1
-        elif character == "[":
-            position = _end_of_class(pattern, position)
-        elif character == "(":
-            branching.append(False)
-            continue
-        elif character == "|":
-            branching[-1], unbounded = True, 0
-            continue
-        elif character == ")" and len(branching) > 1:
-            closed = branching.pop()
-        repeat, position = _repetition(pattern, position)
-        unbounded += repeat >= _MOST_REPEAT
-        if (repeat > _FEW and closed) or unbounded > _FEW:
-            raise Unbounded(
-                f"a regular expression that repeats a choice or a repetition: {abbreviated(pattern)}"
-            )
-        branching[-1] = branching[-1] or closed or repeat > 1
+    if any(escape in "gk123456789" for escape in _ESCAPE.findall(pattern)):
+        raise Unbounded(f"a regular expression that refers to a group: {abbreviated(pattern)}")
+    # Only groups, alternatives and repetitions matter: other expressions become a letter.
+    plain = _ESCAPE.sub("x", pattern)
+    if (count := plain.count("[") + plain.count("(")) > _MOST_PARTS:
+        raise Unbounded(f"a regular expression of {count:,} groups and classes")
+    while _CLASS.search(plain):
+        plain = _CLASS.sub("x", plain)
+    if _COMMENT.search(plain):
+        raise Unbounded(f"a regular expression with comments: {abbreviated(pattern)}")
+    repetitions = [list(map(_most_repeats, _REPETITION.findall(p))) for p in plain.split("|")]
+    is_unbounded = any(one.count(_MOST_REPEAT) > _FEW for one in repetitions)
+    while _GROUP.search(plain) and not is_unbounded:
+        plain = _GROUP.sub(lambda group: "\0" if _VARIABLE.search(group[1]) else "x", plain)
+        repeated = re.findall(rf"\0({_REPETITION.pattern})", plain)
+        is_unbounded = any(_most_repeats(repetition) > _FEW for repetition in repeated)
+    if is_unbounded:
+        raise Unbounded(
+            f"a regular expression that repeats a choice or a repetition: {abbreviated(pattern)}"
+        )
 
 
-def _end_of_class(pattern: str, position: int) -> int:
-    """Return the position after a character class, given the position after its `[`; classes may be nested."""
-    depth, first = 1, True
-    while position < len(pattern) and depth:
-        character = pattern[position]
-        position += 1
-        if character == "\\":
-            position += 1
-        elif character == "[":
-            depth += 1
-        elif character == "]" and not first:
-            depth -= 1
-        first = first and character == "^"
-    return position
-
-
-def _repetition(pattern: str, position: int) -> tuple[int, int]:
-    """Return the maximum repeat count of the quantifiers at `position`, and the position after them."""
-    most = 1
-    while position < len(pattern):
-        character = pattern[position]
-        if character in "*+":
-            most, position = _MOST_REPEAT, position + 1
-        elif character == "?":
-            position += 1
-        elif character == "{" and (end := pattern.find("}", position)) > 0:
-            counts = [part.strip() for part in pattern[position + 1 : end].split(",")]
-            if not any(counts) or not all(not c or (c.isascii() and c.isdigit()) for c in counts):
-                return most, position
-            numbers = [int(c[:9]) for c in counts if c]
-            if max(numbers) > _MOST_REPEAT:
-                raise Unbounded(f"a repetition of {max(numbers):,} in a regular expression")
-            exact = len(counts) == 1
-            most = max(
-                most, _MOST_REPEAT if not counts[-1] else 1 if exact and most == 1 else max(numbers)
-            )
-            position = end + 1
-        else:
-            break
-    return most, position
+def _most_repeats(repetition: str) -> int:
+    """Return the maximum number of repeats of consecutive quantifiers, such as `{2,3}?`."""
+    counts = [int(count[:9]) for count in re.findall(r"(\d+)\}", repetition)]
+    if (most := math.prod(counts)) > _MOST_REPEAT:
+        raise Unbounded(f"a repetition of {most:,} in a regular expression")
+    return _MOST_REPEAT if re.search(r"[*+]|,\}", repetition) else most
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
     """Convert a turn of any known format to a message in the OpenAI format."""
     if not isinstance(turn, Mapping):
         raise _unreadable("a turn is not an object with keys", where, turn, "role and content")
-    values = rules.named(turn, rules.turn_columns, where)
+    values = rules.canonical_values(turn, rules.turn_columns, where)
     if values.keys().isdisjoint(_ROLE):
         raise NoData(
             "a turn has no role",
@@ -161,9 +161,12 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
     content = rules.one_of(values, _CONTENT, where)
     role = "assistant" if word == "function_call" else word
     message: Message = {"role": role, "content": ""}
-    calls = _calls_of(values, rules, where)
+    calls = []
+    for key in ("tool_calls", "function_call"):
+        if not is_empty(values.get(key)):
+            calls += _read_calls(values[key], key, rules, where)
     if word == "function_call":
-        calls = [*calls, *_read_calls(parsed(content, "function_call", where), rules, where)]
+        calls += _read_calls(content, "function_call", rules, where)
     else:
         message["content"] = _content(content, message, rules, where)
     _add_reasoning(message, rules.one_of(values, _REASONING, where), where)
@@ -260,16 +263,9 @@ def _add_reasoning(message: Message, value: Any, where: str) -> None:
     message["reasoning_content"] = message.get("reasoning_content", "") + value
 
 
-def _calls_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> list[dict[str, Any]]:
-    calls = []
-    for key in ("tool_calls", "function_call"):
-        if not is_empty(values.get(key)):
-            calls += _read_calls(parsed(values[key], key, where), rules, where)
-    return calls
-
-
-def _read_calls(value: Any, rules: RecordRules, where: str) -> list[dict[str, Any]]:
-    """Return the tool calls in a value that is a call or a list of calls, in the OpenAI format."""
+def _read_calls(value: Any, key: str, rules: RecordRules, where: str) -> list[dict[str, Any]]:
+    """Return the tool calls under `key`, a call, a list of calls, or JSON text of them, in the OpenAI format."""
+    value = parsed(value, key, where)
     allowed = 'calls such as {"name": "f", "arguments": {"x": 1}}'
     listed = [value] if isinstance(value, Mapping) else value
     if not isinstance(listed, list | tuple) or not listed:
@@ -279,32 +275,23 @@ def _read_calls(value: Any, rules: RecordRules, where: str) -> list[dict[str, An
         call = parsed(call, "tool_calls", where)
         if not isinstance(call, Mapping):
             raise _unreadable("a tool call is not an object", where, call, allowed)
-        call = rules.named(call, {}, where)
+        call = rules.canonical_values(call, {}, where)
         rules.refuse_unknown(call, _KEYS_OF_CALLS, "a tool call", where)
         function = call["function"] if isinstance(call.get("function"), Mapping) else call
         if function is not call:
             rules.refuse_unknown(function, ("name", "arguments"), "a tool call", where)
-        calls.append(_call(call, function, rules, where, allowed))
+        name, arguments = function.get("name"), function.get("arguments")
+        arguments = {} if is_empty(arguments) else parsed(arguments, "arguments", where)
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            problem = "a tool call lacks a name or valid arguments"
+            raise _unreadable(problem, where, function, allowed)
+        if call.get("type", "function") != "function":
+            raise _unreadable("a tool call is not a function call", where, call["type"], allowed)
+        if rules.is_table:
+            arguments = _without_absent(arguments)
+        read = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        calls.append(read if is_empty(call.get("id")) else {"id": call["id"], **read})
     return calls
-
-
-def _call(
-    call: Mapping[str, Any],
-    function: Mapping[str, Any],
-    rules: RecordRules,
-    where: str,
-    allowed: str,
-) -> dict[str, Any]:
-    name, arguments = function.get("name"), function.get("arguments")
-    arguments = {} if is_empty(arguments) else parsed(arguments, "arguments", where)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise _unreadable("a tool call lacks a name or valid arguments", where, function, allowed)
-    if call.get("type", "function") != "function":
-        raise _unreadable("a tool call is not a function call", where, call["type"], allowed)
-    if rules.is_table:
-        arguments = _without_absent(arguments)
-    read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"id": call["id"], **read} if not is_empty(call.get("id")) else read
 
 
 def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool | None:

@@ -14,9 +14,9 @@ from torch import nn
 from hyper_parallel.backends.torch import load_pretrained
 from hyper_parallel.backends.torch.weights.checksums import PartChecksum, joint_checksum
 from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles
+from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.received import Limits, parse_json
 from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
-from hyper_parallel.trainer.input_checksums import BASE, RunInputs
 
 METADATA: Final = "base_weights"
 """Key in the metadata of an adapter's weight file."""
@@ -42,13 +42,10 @@ class BaseWeights:
 def load_base(
     model: nn.Module, directory: Path, *, frozen: bool, **options: Any
 ) -> BaseWeights | None:
-    """Load weight files into a model; return their checksum over all ranks if they stay frozen, else None.
+    """Load weight files into a model; return their checksum over all ranks if they stay `frozen`, else None.
 
-    Args:
-        model: Model, before or after `parallelize`.
-        directory: Directory of the weight files.
-        frozen: Whether only adapters are trained. All ranks must then call this function.
-        options: Further arguments of `load_pretrained`.
+    With `frozen`, only adapters are trained, and the call is collective over all ranks. `options` are further arguments
+    of `load_pretrained`.
     """
     report = load_pretrained(model, directory, checksums=frozen, **options)
     if not frozen:
@@ -60,13 +57,9 @@ def load_base(
 
 
 def check_base(adapter: Path, base: Path) -> None:
-    """Check by checksum that an exported adapter was trained on the base weights in a directory.
+    """Check by checksum that the adapter in weight file `adapter` was trained on the weights in directory `base`.
 
     Adapters without a stored checksum, which other programs write, pass the check.
-
-    Args:
-        adapter: Weight file of the adapter.
-        base: Directory of the base weights.
 
     Raises:
         CheckpointMismatch: HP702 when the checksums differ.
@@ -83,4 +76,12 @@ def check_base(adapter: Path, base: Path) -> None:
         for name in names
         if name in files.tensors
     )
-    RunInputs({BASE: checksum}).check(BASE, joint_checksum(parts, files.read), base)
+    present = joint_checksum(parts, files.read)
+    if present != checksum:
+        raise CheckpointMismatch(
+            "the adapter was trained on other base weights than those in its base model's directory",
+            where=str(base),
+            got=f"checksum {present}",
+            allowed=f"checksum {checksum}",
+            hint="restore the weight files, or correct `base_model_name_or_path` in adapter_config.json",
+        )

@@ -62,10 +62,6 @@ def media_costs(
     meta tensors. If this forward needs real values, the weights are fitted to the number of elements of its padded
     inputs. If the model has several encoders, or none that can be separated, work is the number of media tokens.
 
-    Args:
-        model: Model of the recipe on the meta device, not changed.
-        sequences: Training sequences with media.
-
     Returns:
         (weight per item, weight per token) as integers in an arbitrary unit, and a note for the plan. The note, which
         is also logged, tells why FLOPs were not counted; None if FLOPs were counted or no sequence has media.
@@ -98,13 +94,10 @@ def _warn_of_estimate(basis: str, cause: str) -> str:
 
 
 def fitted_costs(counts: Int64, work: Sequence[float]) -> tuple[int, int]:
-    """Return integers (a, b) such that a * items + b * tokens is about proportional to `work`.
+    """Return coprime integers (a, b) such that a * items + b * tokens is about proportional to the encoder work.
 
-    The fit is non-negative least squares over the sequences; a and b are coprime.
-
-    Args:
-        counts: [N, 2] media items and media tokens of each sequence.
-        work: [N] encoder work for each sequence, in any unit.
+    The fit is non-negative least squares over N sequences, with `counts` [N, 2] of media items and media tokens, and
+    `work` [N] in any unit.
     """
     from scipy.optimize import nnls
 
@@ -136,10 +129,8 @@ class TowerMicrobatches:
 def cost_grid(plan: Plan, batches: Batches, tower: TowerMicrobatches | None) -> Grid:
     """Return the ranks and microbatches over which the media work of a step is balanced.
 
-    Args:
-        plan: Plan of the run; with sub-models, the plan of the language model.
-        batches: Training sequences.
-        tower: Assignment of microbatches to tower ranks; None: the encoder runs on every data-parallel rank.
+    With sub-models, `plan` is that of the language model. If `tower` is None, the encoder runs on every data-parallel
+    rank.
     """
     strategy, rows = plan.strategy, plan.workload.microbatch or 1
     count = batches.sequences_per_step // (strategy.dp * rows)

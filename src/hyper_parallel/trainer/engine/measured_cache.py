@@ -31,11 +31,8 @@ def cache_file(
 ) -> Path:
     """Return the path of a measurement's cache file, named by a hash of its inputs, code and package versions.
 
-    Args:
-        folder: Subfolder of this package's cache directory.
-        file: Config of the measured model.
-        measuring: Modules that contain the measurement's code. Editing them invalidates the cache.
-        choices: Further inputs of the measurement.
+    The inputs are the config `file` and `choices`. Editing the modules `measuring`, which contain the measurement's
+    code, invalidates the cache. `folder` is a subfolder of this package's cache directory.
     """
     packages = {}
     for name in ("torch", "transformers"):

@@ -454,10 +454,7 @@ class OffloadRecord:
 def with_memory(plan: Plan, memory: MemoryPlan, notes: tuple[str, ...]) -> Plan:
     """Return `plan` with the predicted memory of the rank that uses most device memory; collective over all ranks.
 
-    Args:
-        plan: Plan of the run.
-        memory: Memory plan of this rank.
-        notes: Lines to append to the plan's notes, before the lines of `memory.statement`.
+    `notes` and the lines of `memory.statement` are appended to the plan's notes.
     """
     fullest = max(
         gather_objects(_memory_terms(memory)),
@@ -537,12 +534,8 @@ def plan_or_refuse(
 ) -> MemoryPlan:
     """Return this rank's memory plan of the recorded step; collective over all ranks.
 
-    Args:
-        make_plan: Function that returns this rank's plan for a budget in bytes; None: no budget.
-        budget_bytes: Device budget of the recipe; None: the goal is a maximum slowdown.
-        least_bytes: Minimum device bytes of a step without a plan on this rank.
-        program: Recorded step.
-        machine: Machine model of the plan.
+    `make_plan` returns this rank's plan for a budget in bytes. `budget_bytes` is the device budget of the recipe; None:
+    the goal is a maximum slowdown. `least_bytes` is the minimum of a step without a plan on this rank.
 
     Raises:
         BudgetImpossible: HP402 on all ranks, with a budget that suffices on every rank.

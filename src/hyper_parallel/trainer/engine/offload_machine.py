@@ -95,14 +95,9 @@ def budget_too_small(text: str, budget_bytes: int, least_bytes: int) -> BudgetIm
 def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
     """Return the device budget of `budget: auto` in bytes, and a line that explains it.
 
-    Args:
-        budget_bytes: Memory of a rank's device according to the topology.
-        device: Device of the rank.
-
-    Returns:
-        (budget in bytes, explanation). On an accelerator the budget is the free memory minus a margin for kernel
-        workspaces and fragmentation. Memory of device contexts, collective libraries and other processes is not free.
-        On a CPU the budget is `budget_bytes`.
+    On a CPU the budget is `budget_bytes`, the memory of a rank's device according to the topology. On an accelerator it
+    is the free memory minus a margin for kernel workspaces and fragmentation. Memory of device contexts, collective
+    libraries and other processes is not free.
     """
     if device.type == "cpu":
         text = f"offload: budget auto = {format_bytes(budget_bytes)}, the memory of a rank"
@@ -121,12 +116,6 @@ def check_offload(
     recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[[str], str]
 ) -> None:
     """Check that offload supports the model and the layout; no effect if the recipe does not enable offload.
-
-    Args:
-        recipe: Recipe of the run.
-        plan: Plan of the run.
-        model: Model as returned by `build_model`.
-        where: Function that returns the origin of a recipe key, for errors.
 
     Raises:
         CaptureUnsupported: HP511 for experts whose number of tokens is not fixed, and for dropout under tensor

@@ -102,9 +102,6 @@ class Adafactor(torch.optim.Adafactor):
 _NEED_FULL_MATRICES: Final = (torch.optim.Adafactor, torch.optim.Muon, Muon)
 """Optimizers, with subclasses, that need full matrices: their update of a shard differs from the full update."""
 
-_REPLACEMENTS: Final[dict[type, type]] = {torch.optim.Adafactor: Adafactor}
-"""Replacements of torch classes that lack a sharding rule for replicated parameters."""
-
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split the trained parameters into a group with weight decay and a group without.
@@ -192,7 +189,7 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
             hint=f"set `training.optimizer={near[0] if near else 'adamw'}`",
         )
     loaded = load_class(name, torch.optim.Optimizer, where)
-    return _REPLACEMENTS.get(loaded, loaded)
+    return Adafactor if loaded is torch.optim.Adafactor else loaded
 
 
 def check_optimizer(
@@ -256,12 +253,7 @@ def check_optimizer(
 
 
 def check_resumed_state(training: Training, saved_args: dict[str, Any], directory: Path) -> None:
-    """Check that an optimizer with changed arguments can continue from its saved state.
-
-    Args:
-        training: Section `training` of the resumed run.
-        saved_args: `training.optimizer_args` of the run that saved the checkpoint.
-        directory: Directory of the checkpoints.
+    """Check that the optimizer of a resumed run can continue from the state of an optimizer with `saved_args`.
 
     Raises:
         CheckpointMismatch: HP702 naming the current and the saved arguments.
@@ -305,14 +297,10 @@ class _OnShards(TorchFunctionMode):
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
-    """Run the optimizer step unless `skip` is True.
+    """Run the optimizer step unless `skip`, a bool scalar on the parameters' device, is True; None: always run it.
 
     Fused torch optimizers read `skip` on the device, as their attribute `found_inf` (see `torch.amp.GradScaler`). For
     other optimizers the host reads `skip` before the step.
-
-    Args:
-        optimizer: Optimizer to step.
-        skip: Bool scalar on the parameters' device; None: always update.
     """
     if skip is None:
         with _OnShards():

@@ -30,17 +30,11 @@ def check_trial_step(
     sharded: bool,
     replicated: bool,
 ) -> None:
-    """Check that the optimizer can update a small linear layer whose parameters are DTensors as in the run.
+    """Check that an optimizer can update a small linear layer whose parameters are DTensors.
 
-    The trial runs on a CPU. An optimizer that also fails on ordinary tensors may need an accelerator, so it is accepted
-    on machines that have an accelerator.
-
-    Args:
-        build: Function that returns the optimizer of a module.
-        name: Name of the optimizer in the recipe.
-        where: Origin of the name, for errors.
-        sharded: Whether the run shards parameters over any axis.
-        replicated: Whether the run replicates parameters (`dp_replicate`).
+    `build` returns the optimizer of a module. The parameters are `sharded` and `replicated` as in the run. The trial
+    runs on a CPU. An optimizer that also fails on ordinary tensors may need an accelerator, so it is accepted on
+    machines that have an accelerator.
 
     Raises:
         Contradiction: HP104 with the first line of the optimizer's error.
@@ -49,7 +43,6 @@ def check_trial_step(
     degrees = (_RANKS,) if not replicated else (_RANKS, _RANKS if sharded else 1)
 
     def trial(_: int) -> tuple[str | None, str | None]:
-        """Return the errors of a step on ordinary tensors and of a step on DTensors; None: no error."""
         layer = nn.Linear(_SIZE, _SIZE)
         plain = _step_failure(build(layer), layer)
         if plain is not None or not (sharded or replicated):
@@ -72,11 +65,9 @@ def resumed_failure(
     build_saved: Callable[[nn.Module], torch.optim.Optimizer],
     build_resumed: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> str | None:
-    """Return the error of an optimizer step from the saved state of another optimizer; None if the step succeeds.
+    """Return the error of a step of the resumed optimizer from the state of the saved one; None if it succeeds.
 
-    Args:
-        build_saved: Function that returns the optimizer whose state was saved, for a module.
-        build_resumed: Function that returns the optimizer that loads the state, for a module.
+    Both functions return the optimizer of a module. The result is also None if the saved optimizer fails on this CPU.
     """
 
     def trial(_: int) -> str | None:

@@ -37,11 +37,8 @@ from hyper_parallel.trainer.engine.torch_engine import TorchEngine
 class FrameworkState:
     """Weights and optimizer state of one rank, stored as arrays of another framework.
 
-    Args:
-        model: Torch model with the initial weights.
-        optimizer: Torch optimizer with the initial state.
-        runner: Interface to the framework.
-        shapes: Shapes of the framework's arrays by name. Smaller torch shards are padded with zeros.
+    The initial values are those of a torch model and optimizer. Torch shards smaller than `shapes`, the shapes of the
+    framework's arrays by name, are padded with zeros.
 
     Attributes:
         step: Number of finished optimizer steps.

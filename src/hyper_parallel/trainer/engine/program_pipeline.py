@@ -25,12 +25,7 @@ Values = Mapping[str, Any]
 
 
 class SerialPasses:
-    """Runner of step programs without pipeline: one microbatch after the other.
-
-    Args:
-        runner: Interface to the framework.
-        programs: Compiled programs `loss` and `gradients`.
-    """
+    """Runner of the compiled programs `loss` and `gradients` without pipeline: one microbatch after the other."""
 
     def __init__(self, runner: ProgramRunner, programs: Mapping[str, CompiledProgram]) -> None:
         self._runner, self._programs = runner, programs
@@ -64,12 +59,8 @@ class SerialPasses:
 class PipelinePasses(SerialPasses):
     """Runner of one pipeline stage's step programs in the order of a pipeline schedule.
 
-    Args:
-        runner: Interface to the framework.
-        programs: Compiled programs `loss` and `gradients` of the stage.
-        strategy: Strategy with one stage per rank and no axis except pp.
-        rank: Rank of this process, which is also its stage index.
-        shape: Shape of the activations between stages.
+    The strategy has one stage per rank and no axis except pp, so `rank` is also the index of the stage. `shape` is the
+    shape of the activations between stages.
     """
 
     def __init__(
@@ -126,12 +117,9 @@ class PipelinePasses(SerialPasses):
         return sum(losses)
 
     def _run(self, schedule: Schedule, compute: Mapping[str, Any]) -> None:
-        """Run this rank's actions of a schedule.
+        """Run this rank's actions of a schedule by the functions `compute`, keyed by action kind (F, B, I).
 
-        Args:
-            schedule: Pipeline schedule.
-            compute: Functions by action kind (F, B, I). Each takes a microbatch index and the received tensor or None,
-                and returns the tensor to send or None.
+        Each function takes a microbatch index and the received tensor or None, and returns the tensor to send or None.
         """
         arriving: dict[tuple[str, int], tuple[Tensor, Any]] = {}
         results: dict[tuple[str, int], Any] = {}

@@ -8,6 +8,7 @@ import inspect
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -53,12 +54,7 @@ from hyper_parallel.model import (
     read_generation_config,
 )
 from hyper_parallel.topology import topology_hint
-from hyper_parallel.trainer.data import (
-    has_tokenizer,
-    load_tokenizer,
-    media_inputs,
-    media_rows,
-)
+from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, media_inputs, media_rows
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.measured_cache import cache_file, load_cached, save_cached
 from hyper_parallel.units import format_bytes
@@ -172,13 +168,11 @@ def read_spec(
     if known and not scores:
         spec = load_model(path, where=where)
         if measurement is None:
-            try:
+            with suppress(ModelUnreadable):
                 measurement = _measure(
                     model_from_config(file, torch.float32, trusted=trusted), cached
                 )
-            except ModelUnreadable:
-                measurement = _CachedMeasurement(None)
-        return _with_kept(spec, measurement)
+        return _with_kept(spec, measurement or _CachedMeasurement(None))
     model = model_from_config(file, torch.float32, trusted=trusted, scores=scores)
     spec = _with_kept(read_model(model, file.name), measurement or _measure(model, cached))
     return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
@@ -208,11 +202,6 @@ def _with_kept(spec: ModelSpec, measurement: _CachedMeasurement) -> ModelSpec:
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
     """Check that the model's parameters match the plan's `ModelSpec` and can be sharded by the plan's layouts.
-
-    Args:
-        model: Model as returned by `build_model`.
-        plan: Plan of the run.
-        where: Origin of `model.path`, for errors.
 
     Raises:
         ModelUnreadable: HP305 naming the model family and the first differing parameter.
@@ -284,9 +273,7 @@ def routing_of(recipe: Recipe) -> Routing:
 def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
     """Return the strategy of each sub-model by name: `language` first, then the encoders of `parallel.submodels`.
 
-    Args:
-        recipe: Recipe with `parallel.submodels`.
-        plan: Plan of the run, with the strategy of the language model.
+    The strategy of `plan` is that of the language model.
     """
     assert recipe.parallel.submodels is not None
     towers = {
@@ -312,10 +299,6 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
 
     With `model.init: auto`, a preset or a config file gets random weights. A hub id, or a directory with a tokenizer or
     an index of weight files, means a pretrained model, whose weight files must exist.
-
-    Args:
-        recipe: Recipe of the run.
-        where: Origin of `model.path`, for errors.
 
     Raises:
         WeightsUnreadable: HP703 when the weight files of a pretrained model are missing.
@@ -377,12 +360,8 @@ def model_files(
     """Return the config files of a run's model, as a dict from file name to text.
 
     These are `config.json`, the generation config, and a list of the tensors in the weight files that the model does
-    not use. Exports copy these tensors.
-
-    Args:
-        model: Model as returned by `build_model`. Special tokens of its config may be changed.
-        tokenizer_dir: Directory of the run's tokenizer.
-        weights: Directory of the pretrained weights; None: random weights.
+    not use. Exports copy these tensors. Special tokens in the config of `model` may be changed. `weights` is the
+    directory of the pretrained weights; None: random weights.
     """
     if weights is None:
         set_special_token_ids(model, tokenizer_dir)
@@ -466,13 +445,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Recipe) -> None:
-    """Check that model, layout and back end support the images or audio of the data.
-
-    Args:
-        model: Model of the recipe.
-        plan: Plan of the run.
-        sequences: Training sequences with media.
-        recipe: Recipe of the run.
+    """Check that model, layout and back end support the images or audio of the training sequences.
 
     Raises:
         UnsupportedSharding: HP205 for cp, and for pp if the forward cannot run without the media.

@@ -72,12 +72,7 @@ def divided_step(
 
     Towers and language model are priced by the same machine model. If the config does not contain the sizes of a tower,
     the FLOP/s of the language model are assumed, and no memory is predicted. Sending features is assumed to be free.
-
-    Args:
-        recipe: Recipe with `parallel.submodels`.
-        plan: Plan of the language model.
-        model: Model on the meta device, not changed.
-        sequence_flops: FLOPs of each tower's forward per sequence, by name; see `sampled_tower_flops`.
+    `sequence_flops` are the results of `sampled_tower_flops`.
     """
     assert recipe.parallel.submodels is not None
     strategies, members = submodel_layouts(recipe, plan), recipe.parallel.submodels.members
@@ -127,12 +122,6 @@ def plan_submodels(recipe: Recipe, plan: Plan, model: nn.Module, batches: Batche
     """Add the sub-models to the plan, with predicted times and the schedule of a step.
 
     If an encoder does not run on meta tensors, only a note that names the cause is added.
-
-    Args:
-        recipe: Recipe with `parallel.submodels`.
-        plan: Plan of the language model.
-        model: Model on the meta device, not changed.
-        batches: Training batches.
     """
     try:
         flops = sampled_tower_flops(plan, model, batches)

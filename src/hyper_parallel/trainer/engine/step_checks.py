@@ -31,12 +31,8 @@ def check_ranks(
 ) -> None:
     """Check that data-parallel ranks compute bitwise equal activations and gradients; collective over all ranks.
 
-    Args:
-        model: Parallelized model; its gradients are cleared.
-        plan: Plan of the model.
-        microbatches: Inputs, equal on all data-parallel ranks.
-        tokens: Number of valid tokens, by which the loss is divided.
-        step: Number of the step, for the random seed and the error.
+    All data-parallel ranks pass the same microbatches with `tokens` valid tokens, by which the loss is divided. The
+    gradients of the model are cleared.
 
     Raises:
         RanksDisagree: HP625 on all ranks, naming the ranks that differ from the majority. Without a majority the error
@@ -114,10 +110,8 @@ def _checksums(
 def first_not_finite(model: nn.Module, rerun: Callable[[], Any], stage: int) -> str | None:
     """Rerun a step to find the first tensor with NaN or infinity; collective, with the same result on all ranks.
 
-    Args:
-        model: Model of this rank; its gradients are cleared.
-        rerun: Function that repeats forward and backward of the step with the same random numbers.
-        stage: Pipeline stage of this rank.
+    `rerun` repeats forward and backward with the same random numbers. The gradients of the model are cleared. `stage`
+    is the pipeline stage of this rank.
 
     Returns:
         Description of the tensor and its rank; None if all values of the rerun are finite.

@@ -175,10 +175,9 @@ class SpanRecorder:
 
 
 class PhaseSpans:
-    """Substitute for `SpanRecorder` that only calls a function at the start of each span.
+    """Substitute for `SpanRecorder` that only calls `begin` with the name of each span at its start.
 
-    Args:
-        begin: Function that is called with the span's name; names of pipeline actions become `forward` or `backward`.
+    Names of pipeline actions become `forward` or `backward`.
     """
 
     def __init__(self, begin: Callable[[str], None]) -> None:
@@ -213,9 +212,6 @@ class MemoryGauge:
     If `state` is None, a CPU rank counts no tensors. The gauge then reports peak resident anonymous memory minus its
     value at construction. The peak comes from `VmHWM` in /proc/self/status, which writing 5 to /proc/self/clear_refs
     resets (proc(5)). It includes freed memory that the C library caches.
-
-    Args:
-        device: Device of this rank.
 
     Attributes:
         state: Function that returns the tensors that outlive a step; None: tensors are not counted.
@@ -297,13 +293,7 @@ def device_name(device: torch.device) -> str:
 
 
 def write_profile(profiler: Any, path: Path, unwritten: Unwritten) -> None:
-    """Write a torch.profiler trace in Chrome's trace format.
-
-    Args:
-        profiler: Finished `torch.profiler.profile`.
-        path: Path of the file; its directory is created.
-        unwritten: Collector of write failures, which are not raised.
-    """
+    """Write the trace of a finished `torch.profiler.profile` in Chrome's format; keep write failures in `unwritten`."""
     with unwritten.spare(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

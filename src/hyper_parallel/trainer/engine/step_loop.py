@@ -134,7 +134,7 @@ class SkipPolicy:
         return skip if self.max_norm is None else skip | (shared[-1] > self.max_norm)
 
     def after(self, output: StepResult, step: int, rejected: bool = False) -> bool:
-        """Count a finished step; return whether this rule skipped it or the learning stage `rejected` it.
+        """Count a finished step, which the learning stage may have `rejected`; return whether it was skipped.
 
         Raises:
             LossNotFinite: HP604 after `MAX_CONSECUTIVE_SKIPS` skipped steps in a row.
@@ -184,7 +184,7 @@ class Loop:
     scale: LossScale | None = None
     wishes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
     seed: Callable[[int], None] = lambda step: None
-    policy: SkipPolicy = field(default_factory=lambda: SkipPolicy())
+    policy: SkipPolicy = field(default_factory=SkipPolicy)
     stage: LearningStage | None = None
     _grids: dict[int, Grid] = field(default_factory=dict)
 
@@ -286,14 +286,7 @@ class Loop:
     def inputs(
         self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None
     ) -> StepInputs:
-        """Return the inputs of step number `step`, counted from 1.
-
-        Args:
-            batches: Training data.
-            step: Number of the step.
-            lr: Learning rate.
-            share: Data-parallel rank whose microbatches are returned; None: this rank.
-        """
+        """Return the inputs of step number `step`, counted from 1, of data-parallel rank `share` (None: this rank)."""
         with self.recorder.span("data", "data"):
             return self._fetch(batches, step - 1, lr, share)
 
@@ -328,12 +321,9 @@ class Loop:
     def reduce_step_log(
         self, loss_sum: Tensor, memory_bytes: int, grad_norm: float | Tensor = 0.0
     ) -> Tensor:
-        """Combine memory peaks, stop and save requests, and the loss of all ranks in one all-reduce.
+        """Combine peak memory, stop and save requests, and the share of the loss of all ranks in one all-reduce.
 
-        Args:
-            loss_sum: This rank's share of the loss.
-            memory_bytes: Peak memory of this rank.
-            grad_norm: Gradient norm, already equal on every rank.
+        `grad_norm` is already equal on every rank.
 
         Returns:
             [ranks + 4] tensor on the device: peak bytes of each rank, number of stop requests, number of save requests,
@@ -355,9 +345,7 @@ class Loop:
     def update(self, lr: float | Tensor, skip: Tensor | None = None) -> None:
         """Run the optimizer step, then clear the gradients.
 
-        Args:
-            lr: Learning rate.
-            skip: Bool scalar on the device; if True, parameters and optimizer state do not change. None: never skip.
+        If the bool scalar `skip` is True, parameters and optimizer state do not change. None: never skip.
         """
         with self.recorder.span("optimizer", "optimizer"):
             set_lr(self.optimizer, lr)
@@ -373,11 +361,8 @@ class Loop:
     ) -> StepResult:
         """Copy the result of `reduce_step_log` to the host, as a `StepResult` without token count and seconds.
 
-        Args:
-            shared: Result of `reduce_step_log`.
-            step: Number of the step, for the error.
-            outcome: Consequence of a non-finite loss, for the error.
-            locate: Function that describes the first non-finite value for the error, or returns None.
+        `outcome` is the consequence of a non-finite loss, and `locate` describes the first non-finite value or returns
+        None; both are part of the error.
 
         Raises:
             LossNotFinite: HP604 for a non-finite loss or norm, unless the policy skips non-finite steps or the loss
@@ -406,7 +391,9 @@ class Loop:
     def _rows(self, batches: Any, index: int) -> NDArray[np.int64]:
         """Return the dataset indices of this rank's sequences in step `index`, counted from 0; -1 for padding."""
         rows: NDArray[np.int64] = batches.step_batch(index)
-        return rows.reshape(self.plan.strategy.dp, -1)[self._data_rank]
+        strategy, coordinate = self.plan.strategy, self.plan.mesh.coordinate(self.world.rank)
+        data_rank = coordinate["dp_replicate"] * strategy.dp_shard + coordinate["dp_shard"]
+        return rows.reshape(strategy.dp, -1)[data_rank]
 
     def _grid(self, batches: Batches | StreamBatches) -> Grid | None:
         """Return the ranks and microbatches over which media work is balanced (`cost_grid`); None without balancing."""
@@ -428,11 +415,6 @@ class Loop:
         if grid is None or not isinstance(batches, Batches):
             return None
         return asdict(batches.balance(step - 1, grid))
-
-    @property
-    def _data_rank(self) -> int:
-        coordinate = self.plan.mesh.coordinate(self.world.rank)
-        return coordinate["dp_replicate"] * self.plan.strategy.dp_shard + coordinate["dp_shard"]
 
     def _on_device(self, array: NDArray[Any]) -> Tensor:
         """Copy an array to the device; floating-point arrays, such as pixel values, get the parameters' dtype."""

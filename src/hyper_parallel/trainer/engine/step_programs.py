@@ -100,11 +100,7 @@ def capture_programs(
 ) -> tuple[StepPrograms, ...]:
     """Capture the step programs of a recipe, for each rank of one block (see `program_block`).
 
-    Args:
-        recipe: Recipe of the run.
-        plan: Plan of the recipe.
-        router_loss: Description of the auxiliary loss of expert routers; None: no auxiliary loss.
-        where: Function from a recipe key to its origin, for errors.
+    `router_loss` describes the auxiliary loss of expert routers; None: no auxiliary loss.
 
     Raises:
         MissingDependency: HP501 when the back end, or a command that operator fusion needs, is not installed.
@@ -179,7 +175,7 @@ def _capture(
         model,
         build_optimizer(model, recipe.training),
         shards,
-        _Clip.from_model(model, strategy, layouts, max_norm),
+        _clip_function(model, strategy, layouts, max_norm),
     )
     parallel = attached(model)
     if parallel is not None and parallel.pipeline is not None:
@@ -414,65 +410,49 @@ def _refused(backend: str, feature: str, where: str, hint: str) -> Contradiction
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Clip:
-    """Traceable function for the gradient norm and clipping on one rank.
+def _clip_function(
+    model: nn.Module,
+    strategy: Strategy,
+    layouts: Mapping[str, Layout],
+    max_norm: float | None,
+) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
+    """Return a traceable function from a rank's gradients to their global norm and the summed and clipped gradients.
 
-    Attributes:
-        strategy: Strategy of all ranks.
-        tp_group: Name of the rank's tensor-parallel group.
-        max_norm: Maximum norm; None: no clipping.
-        copies: Number of ranks in a model replica that hold the same shard, by parameter name.
-        shared: Names of parameters that all pipeline stages hold.
+    `strategy` is that of all ranks, and `layouts` are keyed by parameter name. None as `max_norm`: no clipping.
     """
+    parallel, tp = attached(model), strategy.tp
+    first = 0 if parallel is None else parallel.ranks.rank // tp * tp
+    pipeline = None if parallel is None else parallel.pipeline
+    shared = () if pipeline is None else pipeline.stages.shared
+    summed_axes = {
+        "pp": strategy.pp,
+        "dp_shard": strategy.dp_shard,
+        group_name(range(first, first + tp)): tp,
+    }
+    copies = {}  # number of ranks in a model replica that hold the same shard
+    for name, layout in layouts.items():
+        mesh = strategy.mesh_of(layout)
+        ranks = mesh.size // strategy.pp // strategy.dp_replicate
+        stages = strategy.pp if name in shared else 1
+        copies[name] = ranks * stages // mesh.degree(layout.sharding_axes)
 
-    strategy: Strategy
-    tp_group: str
-    max_norm: float | None
-    copies: Mapping[str, int]
-    shared: tuple[str, ...]
-
-    @classmethod
-    def from_model(
-        cls,
-        model: nn.Module,
-        strategy: Strategy,
-        layouts: Mapping[str, Layout],
-        max_norm: float | None,
-    ) -> _Clip:
-        """Create the clipping function of a model, before or after `parallelize`; `layouts` is keyed by parameter."""
-        parallel, tp = attached(model), strategy.tp
-        first = 0 if parallel is None else parallel.ranks.rank // tp * tp
-        pipeline = None if parallel is None else parallel.pipeline
-        shared = () if pipeline is None else pipeline.stages.shared
-        copies = {}
-        for name, layout in layouts.items():
-            mesh = strategy.mesh_of(layout)
-            ranks = mesh.size // strategy.pp // strategy.dp_replicate
-            stages = strategy.pp if name in shared else 1
-            copies[name] = ranks * stages // mesh.degree(layout.sharding_axes)
-        return cls(strategy, group_name(range(first, first + tp)), max_norm, copies, shared)
-
-    def __call__(self, grads: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum the gradients over replicas; return their global norm and the clipped gradients."""
+    def clip(grads: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         grads = dict(grads)
-        grads |= {name: sum_over(grads[name], "pp") for name in self.shared if name in grads}
-        if self.strategy.dp_replicate > 1:
+        grads |= {name: sum_over(grads[name], "pp") for name in shared if name in grads}
+        if strategy.dp_replicate > 1:
             grads = {name: sum_over(grad, "dp_replicate") for name, grad in grads.items()}
         squares = torch.stack(
-            [g.float().square().sum() / self.copies[n] for n, g in grads.items()]
+            [g.float().square().sum() / copies[n] for n, g in grads.items()]
         ).sum()
-        for axis, ranks in (
-            ("pp", self.strategy.pp),
-            ("dp_shard", self.strategy.dp_shard),
-            (self.tp_group, self.strategy.tp),
-        ):
-            squares = sum_over(squares, axis) if ranks > 1 else squares
+        for axis, degree in summed_axes.items():
+            squares = sum_over(squares, axis) if degree > 1 else squares
         norm = squares.sqrt()
-        if self.max_norm is None:
+        if max_norm is None:
             return norm, grads
-        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm, {name: grad * scale for name, grad in grads.items()}
+
+    return clip
 
 
 def _update_program(

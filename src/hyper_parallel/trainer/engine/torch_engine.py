@@ -28,10 +28,9 @@ from hyper_parallel.ir import Timeline
 from hyper_parallel.model import GENERATION
 from hyper_parallel.runtime import World, parallelize, parallelize_submodels
 from hyper_parallel.trainer.checkpoints.adapter_files import export_adapter
-from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer, load_newest
 from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
 from hyper_parallel.trainer.checkpoints.model_export import export_hf
-from hyper_parallel.trainer.checkpoints.newest_checkpoint import load_newest
 from hyper_parallel.trainer.engine.base_weights import BaseWeights, load_base
 from hyper_parallel.trainer.engine.offload import PlannedSteps, with_memory, write_timelines
 from hyper_parallel.trainer.engine.offload_machine import OffloadMachine
@@ -56,12 +55,7 @@ from hyper_parallel.trainer.engine.step_loop import Loop, LossScale, SkipPolicy
 from hyper_parallel.trainer.files import write_text
 from hyper_parallel.trainer.input_checksums import BASE, INPUTS, RunInputs
 from hyper_parallel.trainer.job import Job
-from hyper_parallel.trainer.loop import (
-    Display,
-    EvalResult,
-    LrSchedule,
-    StepResult,
-)
+from hyper_parallel.trainer.loop import Display, EvalResult, LrSchedule, StepResult
 from hyper_parallel.trainer.snapshots import SNAPSHOTS_KEPT
 from hyper_parallel.trainer.stages.build_stage import build_stage
 
@@ -72,12 +66,8 @@ if TYPE_CHECKING:
 class TorchEngine:
     """Torch implementation of `Engine`: model, optimizer and checkpoints of one rank.
 
-    Args:
-        job: Prepared run.
-        world: Ranks of the process group, and this rank's device.
-        display: Terminal output.
-        flash: Folder for offload files of all ranks; None: no flash tier.
-        snapshots: Folder in host memory for snapshots, from which a restart recovers; None: no snapshots.
+    `flash` is the folder for offload files of all ranks; None: no flash tier. `snapshots` is the folder in host memory
+    for snapshots, from which a restart recovers; None: no snapshots.
     """
 
     _make_loop: Callable[..., Loop] = Loop

@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 class Display:
-    """Progress bar and log lines of a run; silent on ranks other than 0 and at log levels above INFO.
-
-    Args:
-        steps: Last step.
-        enabled: Whether this rank prints.
+    """Progress bar and log lines of a run with `steps` steps; silent unless `enabled`, and at log levels above INFO.
 
     Attributes:
         bar: Context manager that draws the progress bar.

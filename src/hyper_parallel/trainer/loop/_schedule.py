@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from functools import cached_property
+from typing import Any
 
-if TYPE_CHECKING:
-    from hyper_parallel.config import Training
+from hyper_parallel.config import SCHEDULE_ARGS, Training
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LrSchedule:
     """Learning-rate schedule of a run.
 
@@ -26,8 +25,8 @@ class LrSchedule:
       decay as in Hagele et al., arXiv:2405.18392).
     * constant: no decay.
 
-    All other schedules have the names and values of transformers. Their warm-up starts with rate 0 in step 1, and ends
-    one step later than a native warm-up.
+    Transformers computes all other schedules. Most of them start their warm-up with rate 0 in step 1, and end it one
+    step later than a native warm-up.
     """
 
     kind: str  # name of the schedule, as in `training.lr_schedule`
@@ -58,8 +57,8 @@ class LrSchedule:
 
     def factor(self, step: int) -> float:
         """Return the learning rate of a step divided by the peak, in [0, 1]."""
-        if (formula := _TRANSFORMERS.get(self.kind)) is not None:
-            return max(0.0, formula(self, step - 1))
+        if self.kind in SCHEDULE_ARGS:
+            return max(0.0, self._transformers_factor(step - 1))
         if step <= self.warmup_steps:
             return step / self.warmup_steps
         if self.kind == "constant":
@@ -71,106 +70,14 @@ class LrSchedule:
         fall = (1 - math.cos(math.pi * progress)) / 2 if self.kind == "cosine" else progress
         return 1.0 - (1.0 - self.min_ratio) * fall
 
-    @property
-    def least(self) -> float:
-        """Lowest learning rate of a transformers schedule, divided by the peak."""
-        if "min_lr" in self.args:
-            return float(self.args["min_lr"]) / self.peak
-        return float(self.args.get("min_lr_rate", self.args.get("min_lr_ratio", self.min_ratio)))
+    @cached_property
+    def _transformers_factor(self) -> Callable[[int], float]:
+        from hyper_parallel.trainer.engine.transformers_schedules import transformers_factor
 
-
-def _with_warmup(after: Callable[[LrSchedule, int], float]) -> Callable[[LrSchedule, int], float]:
-    """Return a function of the step, counted from 0: linear warm-up from 0, then `after`."""
-
-    def formula(s: LrSchedule, step: int) -> float:
-        return step / s.warmup_steps if step < s.warmup_steps else after(s, step)
-
-    return formula
-
-
-def _progress(s: LrSchedule, step: int) -> float:
-    return (step - s.warmup_steps) / max(1, s.steps - s.warmup_steps)
-
-
-def _cosine_wave(s: LrSchedule, progress: float) -> float:
-    """Return a cosine between 1 and 0 with `num_cycles` periods (default: half a period) at `progress` in [0, 1]."""
-    return 0.5 * (1.0 + math.cos(2.0 * math.pi * s.args.get("num_cycles", 0.5) * progress))
-
-
-def _scale_to_floor(s: LrSchedule, factor: float) -> float:
-    return factor * (1.0 - s.least) + s.least
-
-
-def _restarts(s: LrSchedule, step: int) -> float:
-    progress = _progress(s, step)
-    if progress >= 1.0:
-        return 0.0
-    return 0.5 * (1.0 + math.cos(math.pi * ((s.args.get("num_cycles", 1) * progress) % 1.0)))
-
-
-def _polynomial(s: LrSchedule, step: int) -> float:
-    end = s.args.get("lr_end", 1e-7) / s.peak
-    if step > s.steps:
-        return float(end)
-    remaining = 1.0 - (step - s.warmup_steps) / max(1, s.steps - s.warmup_steps)
-    return float((1.0 - end) * remaining ** s.args.get("power", 1.0) + end)
-
-
-def _inverse_sqrt(s: LrSchedule, step: int) -> float:
-    timescale = s.args.get("timescale", s.warmup_steps or 10_000)
-    return 1.0 / math.sqrt((step + timescale - s.warmup_steps) / timescale)
-
-
-def _min_lr_after_warmup(s: LrSchedule, step: int) -> float:
-    """Return the rate of a warm-up followed by a cosine decay to `min_lr`.
-
-    As in transformers, the decay is evaluated one step ahead. Warm-up starts at `warmup_lr_rate`, by default
-    `1 / warmup_steps`.
-    """
-    warmup, first = s.warmup_steps, s.args.get("warmup_lr_rate")
-    if step < warmup and first is None:
-        return (step + 1.0) / max(1.0, warmup)
-    if step < warmup:
-        return float(first + (1.0 - first) * step / max(1, warmup - 1))
-    progress = (step - warmup + 1.0) / max(1.0, s.steps - warmup)
-    return _scale_to_floor(s, _cosine_wave(s, progress))
-
-
-_DECAY_SHAPES: Final[Mapping[str, Callable[[float], float]]] = {
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
-}
-"""Decay shapes: functions from progress in [0, 1] to a rate that falls from 1 to 0."""
-
-
-def _warmup_stable_decay(s: LrSchedule, step: int) -> float:
-    warmup, decay = s.warmup_steps, s.args.get("num_decay_steps", s.decay_steps)
-    stable = s.args.get("num_stable_steps", s.steps - warmup - decay)
-    if step < warmup:
-        rise = _DECAY_SHAPES[s.args.get("warmup_type", "linear")]
-        return _scale_to_floor(s, rise(1.0 - step / warmup))
-    if step < warmup + stable:
-        return 1.0
-    if step >= warmup + stable + decay:
-        return s.least
-    progress, kind = (step - warmup - stable) / max(1, decay), s.args.get("decay_type", "cosine")
-    return _scale_to_floor(
-        s, _cosine_wave(s, progress) if kind == "cosine" else _DECAY_SHAPES[kind](progress)
-    )
-
-
-_TRANSFORMERS: Final = MappingProxyType(
-    {
-        "constant_with_warmup": _with_warmup(lambda _, __: 1.0),
-        "cosine_with_min_lr": _with_warmup(
-            lambda s, n: _scale_to_floor(s, _cosine_wave(s, _progress(s, n)))
-        ),
-        "cosine_with_restarts": _with_warmup(_restarts),
-        "cosine_warmup_with_min_lr": _min_lr_after_warmup,
-        "inverse_sqrt": _with_warmup(_inverse_sqrt),
-        "polynomial": _with_warmup(_polynomial),
-        "warmup_stable_decay": _warmup_stable_decay,
-    }
-)
-"""Functions from the number of finished steps to the rate divided by the peak, by transformers' schedule name."""
+        options = dict(self.args)
+        if self.kind == "warmup_stable_decay":
+            options.setdefault("num_decay_steps", self.decay_steps)
+            options.setdefault("min_lr_ratio", self.min_ratio)
+        elif "min_lr_rate" in SCHEDULE_ARGS[self.kind] and "min_lr" not in options:
+            options.setdefault("min_lr_rate", self.min_ratio)
+        return transformers_factor(self.kind, self.peak, self.warmup_steps, self.steps, options)

@@ -37,6 +37,7 @@ from hyper_parallel.trainer.loop.early_stopping import EarlyStopping
 from hyper_parallel.trainer.loop.metrics import (
     EvalRecord,
     MetricsLog,
+    StepMeasurements,
     StepRecord,
     as_line,
     log_line,
@@ -52,31 +53,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """Measurements of one step; equal on every rank, except `step_s` and `overlap`, which are those of this rank."""
+class StepResult(StepMeasurements):
+    """Measurements of one step on this rank, and the requests of all ranks."""
 
-    loss: float  # mean over all valid tokens of the step
-    grad_norm: float  # global gradient norm before clipping
-    valid_tokens: int  # tokens counted by the loss
-    step_s: float  # seconds of the step on this rank
-    memory_bytes: int  # peak memory of the step on the fullest rank
-    routing: dict[str, Any] | None = None  # routing statistics; None without experts
-    offload: dict[str, Any] | None = None  # numbers of offload; None without offload
-    loss_scale: float | None = None  # scale of the loss in this step; None without scaling
-    # 1 when the step was skipped: gradients overflowed or spiked; None if steps are never skipped
-    skipped: int | None = None
-    rollout: dict[str, Any] | None = None  # rewards and lengths of completions
-    preference: dict[str, Any] | None = None  # scores of pairs of answers
-    # Layers run on half-batches, and exposed communication; None if neither is measured
-    overlap: dict[str, Any] | None = None
-    balance: dict[str, Any] | None = None  # imbalance of media work; None without balancing
     stop: bool = False  # a rank requests the end of the run after this step
     save: bool = False  # a rank requests a checkpoint after this step
-
-    @property
-    def finite(self) -> bool:
-        """True if loss and gradient norm are finite."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class EvalResult(NamedTuple):
@@ -181,14 +162,7 @@ class _RunState:
 
 
 class Trainer:
-    """Training loop of one run on one rank.
-
-    Args:
-        job: Prepared run.
-        engine: Back end that computes the steps.
-        display: Terminal output.
-        stop: Request to end before the last step; None: the run cannot be ended early.
-    """
+    """Training loop of one run on one rank; without `stop`, no signal can end it before the last step."""
 
     def __init__(
         self, job: Job, engine: Engine, display: Display, stop: StopRequest | None = None

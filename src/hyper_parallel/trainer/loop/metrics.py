@@ -33,34 +33,45 @@ _RECORD: Final = Limits(MiB, num_elements=100_000)
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
-    """Line of metrics.jsonl; fields that are None are omitted."""
+class StepMeasurements:
+    """Measurements of one step; equal on every rank, except `step_s` and `overlap`, which are those of one rank."""
 
-    step: int  # optimizer step, from 1
     loss: float  # mean over all valid tokens of the step, over every rank and microbatch
     grad_norm: float  # global norm of the gradients before clipping
-    lr: float  # learning rate of the step
-    tokens: int  # tokens of this step over all ranks
     valid_tokens: int  # tokens of this step counted by the loss
-    tokens_seen: int  # tokens since step 1, this step included
     step_s: float  # seconds of the step
-    tps: float  # tokens per second and device
-    tflops: float  # model TFLOP/s per device, recomputation not counted
-    mfu: float  # model FLOP/s utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B)
     # Peak of the step on the fullest rank; with offload the peak of the budgeted device
     memory_bytes: int
-    pred_step_s: float | None  # step time in the plan; None for another machine
     routing: dict[str, Any] | None = None  # routing statistics; None without experts
     offload: dict[str, Any] | None = None  # numbers of offload; None without offload
     loss_scale: float | None = None  # scale of the loss in this step; None without scaling
-    # 1 when the step was skipped: gradients overflowed or spiked; None if steps are never skipped
+    # 1 when the step was skipped: gradients overflowed or spiked, or the stage rejected it; None if never skipped
     skipped: int | None = None
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     preference: dict[str, Any] | None = None  # scores of pairs of answers
-    # Numbers of layers run on half-batches and on whole batches; in recorded steps also rank 0's exposed communication
+    # Numbers of layers run on half-batches and on whole batches; in recorded steps also exposed communication
     overlap: dict[str, Any] | None = None
     # Tokens of images and audio, and the imbalance of ranks before and after `data.balance`
     balance: dict[str, Any] | None = None
+
+    @property
+    def finite(self) -> bool:
+        """True if loss and gradient norm are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord(StepMeasurements):
+    """Line of metrics.jsonl, with the measurements of rank 0; fields that are None are omitted."""
+
+    step: int  # optimizer step, from 1
+    lr: float  # learning rate of the step
+    tokens: int  # tokens of this step over all ranks
+    tokens_seen: int  # tokens since step 1, this step included
+    tps: float  # tokens per second and device
+    tflops: float  # model TFLOP/s per device, recomputation not counted
+    mfu: float  # model FLOP/s utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B)
+    pred_step_s: float | None  # step time in the plan; None for another machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,7 @@ class MetricsLog:
             }
             self._watch.follow("metrics.jsonl")
             self._trackers += make_trackers(
-                report_to, directory, resumed_step, recipe, self.check_directory
+                report_to, directory, resumed_step, recipe, self._watch.check
             )
         except BaseException:
             self.close()
@@ -123,10 +134,10 @@ class MetricsLog:
 
     def _open_lines(self, name: str, resumed_step: int) -> TextIO:
         path = self._directory / f"{name}.jsonl"
-        self.check_directory()
+        self._watch.check()
         if line := _keep_until(path, resumed_step):
             self.notes.append(line)
-        self.check_directory()  # again, because dropping records takes time
+        self._watch.check()  # again, because dropping records takes time
         return self._open.enter_context(append_file(path))
 
     def step(self, record: StepRecord) -> None:
@@ -153,12 +164,8 @@ class MetricsLog:
             self._try(tracker, tracker.close)
         self._open.close()
 
-    def check_directory(self) -> None:
-        """Raise RunDirectoryLost (HP721) when the run directory was removed, moved or replaced since it was opened."""
-        self._watch.check()
-
     def _append(self, name: str, record: Any) -> None:
-        self.check_directory()
+        self._watch.check()
         self._files[name].write(json.dumps(as_line(record)) + "\n")
         self._files[name].flush()
 
@@ -183,8 +190,8 @@ class MetricsLog:
 
 
 def as_line(record: Any) -> dict[str, Any]:
-    """Return a record as a dict for JSON, without values that are None, NaN or infinite."""
-    items = asdict(record).items()
+    """Return a record as a dict for JSON with `step` first, without values that are None, NaN or infinite."""
+    items = {"step": record.step, **asdict(record)}.items()
     return {
         k: v for k, v in items if v is not None and (not isinstance(v, float) or math.isfinite(v))
     }
@@ -222,7 +229,7 @@ def _step_of(line: bytes) -> int | None:
 def log_line(record: StepRecord, steps: int) -> str:
     """Return the log line of a step of a run with `steps` steps, at most `LINE_WIDTH` columns if possible.
 
-    A second line says why the step was skipped.
+    A second line names the possible causes of a skipped step.
     """
     digits, score = len(str(steps)), f"loss {record.loss:.4f}"
     total = f"/{steps}" if digits <= _MOST_DIGITS else ""
@@ -244,9 +251,12 @@ def log_line(record: StepRecord, steps: int) -> str:
     if not record.skipped:
         return line
     scale = "" if record.loss_scale is None else f" at loss scale {record.loss_scale:g}"
-    is_finite = math.isfinite(record.grad_norm)
-    why = "is above training.skip_grad_norm" if is_finite else "is not finite"
-    return f"{line}\n  skipped: the gradient {why}{scale}"
+    why = "the gradient is above training.skip_grad_norm"
+    if record.rollout is not None:
+        why += ", or the effective sample size is below grpo.min_effective_samples"
+    if not record.finite:
+        why = "the loss or the gradient is not finite"
+    return f"{line}\n  skipped: {why}{scale}"
 
 
 def _three_digits(text: str) -> str:

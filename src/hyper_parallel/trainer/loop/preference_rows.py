@@ -14,10 +14,6 @@ from hyper_parallel.trainer.user_code import load_function
 def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
     """Check that every data-parallel rank gets whole pairs or groups in a step, and that rewards can be imported.
 
-    Args:
-        loaded: Recipe with the origins of its values.
-        plan: Plan of the run.
-
     Raises:
         Contradiction: HP104 for a number of sequences or ranks that is not divisible as required.
         NotImportable: HP109 for a reward or environment that cannot be imported.

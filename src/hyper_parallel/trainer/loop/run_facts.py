@@ -197,12 +197,9 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def check_resume(saved: object, facts: Mapping[str, Any], run: Path) -> Changes:
-    """Return the changes of facts since a checkpoint was saved; {} if the checkpoint contains no facts.
+    """Return the changes between the facts `saved` in a checkpoint and those of the resumed run; {} if none are saved.
 
-    Args:
-        saved: Facts in the checkpoint.
-        facts: Facts of the resumed run, as returned by `run_facts`.
-        run: Directory of the run that wrote the checkpoint.
+    `run` is the directory of the run that wrote the checkpoint.
 
     Raises:
         CheckpointMismatch: HP702 naming the changed keys that must not change.

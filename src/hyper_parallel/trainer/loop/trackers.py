@@ -16,12 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from hyper_parallel.errors import (
-    DISK_ERRORS,
-    MissingDependency,
-    RunDirectoryLost,
-    TrackerFailed,
-)
+from hyper_parallel.errors import DISK_ERRORS, MissingDependency, RunDirectoryLost, TrackerFailed
 from hyper_parallel.received import Limits
 from hyper_parallel.serde import DecodeError, create_file, read, write_text
 from hyper_parallel.trainer.loop.run_facts import flat
@@ -63,14 +58,10 @@ def make_trackers(
     recipe: Mapping[str, Any],
     check_directory: Callable[[], None] = lambda: None,
 ) -> list[Tracker]:
-    """Start and return the trackers of a run.
+    """Start and return the trackers `names` of `training.report_to`.
 
-    Args:
-        names: Values of `training.report_to`.
-        directory: Run directory, whose name the trackers show as the run name.
-        resumed_step: Last finished step of the run; 0 for a new run.
-        recipe: Recipe values that the trackers show.
-        check_directory: Function that raises HP721 if the run directory was removed, moved or replaced.
+    They show the recipe values and, as the name of the run, the name of its directory. `resumed_step` is the last
+    finished step; 0 for a new run. `check_directory` raises HP721 if the run directory was removed, moved or replaced.
 
     Raises:
         TrackerFailed: HP632 when a tracker cannot start a run.

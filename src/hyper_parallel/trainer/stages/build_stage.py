@@ -13,7 +13,6 @@ from hyper_parallel.trainer.stages import LearningStage
 from hyper_parallel.trainer.stages.dpo import WITHOUT_REFERENCE, DpoStage
 from hyper_parallel.trainer.stages.grpo import GrpoStage
 from hyper_parallel.trainer.stages.kto import KtoStage
-from hyper_parallel.trainer.stages.pair_scores import PairScores
 from hyper_parallel.trainer.stages.reference import Reference, ReferenceWeights
 from hyper_parallel.trainer.stages.reward_model import RewardModelStage
 from hyper_parallel.trainer.stages.rollouts import Publisher, Sampler
@@ -56,15 +55,14 @@ def build_stage(
     writes = world.rank == 0
     directories = job.output_dir, resumed_directory
     reference = Reference(model, job.plan, share, writes, *directories, world.device, inputs)
-    scores = PairScores(job.plan, world.device)
     if recipe.stage in ("dpo", "orpo"):
         settings = recipe.dpo
         if recipe.stage == "orpo":
             settings = Dpo(loss_type="orpo", beta=recipe.orpo.beta)
         free = settings.loss_type in WITHOUT_REFERENCE
-        return DpoStage(settings, scores, None if free else reference)
+        return DpoStage(job.plan, world.device, settings, None if free else reference)
     if recipe.stage == "rm":
-        return RewardModelStage(recipe.rm, scores)
+        return RewardModelStage(job.plan, world.device, recipe.rm)
     if recipe.stage == "kto":
         return KtoStage(recipe.kto, reference)
     return None

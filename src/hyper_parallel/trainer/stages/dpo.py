@@ -18,7 +18,7 @@ from torch import Tensor
 from hyper_parallel.config import Dpo
 from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.stages import Rows
-from hyper_parallel.trainer.stages.pair_scores import PairScores, PairStage, rounding_of
+from hyper_parallel.trainer.stages.pair_stage import PairStage
 from hyper_parallel.trainer.stages.reference import Reference
 
 WITHOUT_REFERENCE: Final = ("orpo", "simpo")
@@ -31,12 +31,10 @@ class DpoStage(PairStage):
 
     Attributes:
         settings: Section `dpo` of the recipe.
-        scores: Mean loss and score statistics of the pairs.
         reference: Log-probabilities of all answers under the reference model; None if the loss needs none.
     """
 
     settings: Dpo
-    scores: PairScores
     reference: Reference | None = None
 
     def begin(self, batches: Any) -> None:
@@ -50,7 +48,7 @@ class DpoStage(PairStage):
         if reference is None:
             return {}
         reference = reference if held_out is None else reference.held_out(held_out)
-        return {"reference": reference.of(rows)}
+        return {"reference": reference.reference_logprobs(rows)}
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """Return the summed loss of a microbatch's pairs divided by the number of pairs in the step.
@@ -69,8 +67,7 @@ class DpoStage(PairStage):
         elif settings.loss_type == "orpo":
             scores = mean - torch.log1p(-mean.exp())
             magnitudes = scores.abs()
-        chosen, rejected = scores[0::2], scores[1::2]
-        margin = chosen - rejected
+        margin = scores[0::2] - scores[1::2]
         if settings.loss_type == "sigmoid":
             smooth = settings.label_smoothing
             losses = -F.logsigmoid(margin) * (1 - smooth) - F.logsigmoid(-margin) * smooth
@@ -82,5 +79,4 @@ class DpoStage(PairStage):
             losses = -F.logsigmoid(margin - settings.simpo_gamma)
         else:
             losses = -mean[0::2] - beta * F.logsigmoid(margin)
-        rounding = rounding_of(magnitudes, logprobs.dtype)
-        return self.scores.mean(losses, chosen, rejected, real, rounding)
+        return self.mean_loss(losses, scores, real, magnitudes, logprobs.dtype)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.errors import BadValue
-from hyper_parallel.trainer.data.chat import render
+from hyper_parallel.trainer.data.answer_spans import render
 from hyper_parallel.trainer.data.document import Message
 from hyper_parallel.trainer.data.span_tokens import ids_behind
 from hyper_parallel.trainer.decoding import DecodingSequence
@@ -69,7 +69,7 @@ class Environments:
         )
         match outcome:
             case (str() | None as reply, int() | float() as reward) if math.isfinite(reward):
-                pass
+                self.rewards[row] += float(reward)
             case _:
                 raise BadValue(
                     "an environment's `step` must return a reply (None at the end) and a finite reward",
@@ -78,7 +78,6 @@ class Environments:
                     allowed="(text or None, number)",
                     hint="return None, 1.0",
                 )
-        self.rewards[row] += float(reward)
         if reply is None:
             return []
         # The sequence already has the token that ended the turn.

@@ -4,7 +4,7 @@ A rollout samples and rewards completions of the prompts of one batch. `num_iter
 
   sample    G completions of every prompt, from the trained model in place or on dedicated sampling ranks
   reward    sum of reward functions; advantage = (reward - mean of its group) / standard deviation of its group
-  train     loss = mean over the completion tokens of
+  train     loss = mean over the completion tokens (with `loss_type: grpo`, mean of the means of completions) of
               -w x min(r x advantage, clip(r, 1 - eps, 1 + eps_high) x advantage)
               + beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the reference model
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -47,8 +48,8 @@ from hyper_parallel.trainer.stages.sampling import (
     Completions,
     Weights,
     all_reduce_max,
-    all_reduce_sum,
     logprobs_of,
+    sum_over_data_ranks,
 )
 
 _log = logging.getLogger(__name__)
@@ -79,10 +80,7 @@ class GrpoStage(LearningStage):
     reference: Callable[[], ReferenceWeights] | None = None
     run_inputs: RunInputs = field(default_factory=RunInputs)
     _record: dict[str, Any] = field(default_factory=dict)
-    _logprob_errors: list[Tensor] = field(default_factory=list)
-    _ratios: list[Tensor] = field(default_factory=list)
-    _divergences: list[Tensor] = field(default_factory=list)
-    _clipped: list[Tensor] = field(default_factory=list)
+    _measured: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     _proximal_logprobs: list[Tensor] = field(default_factory=list)
     _cached_rollout: tuple[Microbatches, int, dict[str, Any]] | None = None
     _is_first_iteration: bool = False
@@ -94,12 +92,7 @@ class GrpoStage(LearningStage):
         self._rewards = reward_functions(self.settings.reward_funcs, "grpo.reward_funcs")
         for reward in self._rewards:
             if isinstance(reward, ModelReward):
-                reward.loaded = self._check_reward
-
-    def _check_reward(self, reward: ModelReward, checksum: str) -> None:
-        """Raise CheckpointMismatch (HP702) if a reward model's checksum differs from the one in the checkpoint."""
-        place = reward.directory.absolute()
-        self.run_inputs.check(f"weights of the reward model {place}", checksum, place)
+                reward.inputs = self.run_inputs
 
     def begin(self, batches: Any) -> None:
         """Create the reference weights, and warn if sampling runs without a key-value cache."""
@@ -256,8 +249,7 @@ class GrpoStage(LearningStage):
         return torch.where(counted, per_token[:, None], 0.0), tokens
 
     def _clear_measurements(self) -> None:
-        for measured in (self._logprob_errors, self._ratios, self._divergences, self._clipped):
-            measured.clear()
+        self._measured.clear()
         self._effective, self._is_first_iteration = None, False
 
     def _objective_inputs(self, completions: Completions, advantages: Tensor) -> dict[str, Tensor]:
@@ -292,18 +284,19 @@ class GrpoStage(LearningStage):
         weights = batch["weights"] * advantages
         counts = batch["weights"] > 0
         log_ratio = (proximal - batch["rollout_logprobs"]) * counts
-        self._logprob_errors.append(log_ratio.abs().max())
+        self._measured["logprob_error"].append(log_ratio.abs().max())
         if self.settings.max_staleness:
             importance = log_ratio.exp()
             counted = importance[counts].double()
-            self._ratios.append(torch.stack([counted.sum(), counted.square().sum(), counts.sum()]))
+            sums = torch.stack([counted.sum(), counted.square().sum(), counts.sum()])
+            self._measured["ratio"].append(sums)
             weights = weights * importance.clamp(max=settings.importance_sampling_cap)
         weights = weights.to(ratio.dtype)
         gain = ratio * weights
         if settings.num_iterations > 1:
             high = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
             clipped = ratio.clamp(1 - settings.epsilon, 1 + high) * weights
-            self._clipped.append(torch.stack([(clipped < gain).sum(), counts.sum()]))
+            self._measured["clip_ratio"].append(torch.stack([(clipped < gain).sum(), counts.sum()]))
             gain = torch.minimum(gain, clipped)
         loss = -gain.sum()
         if "reference_logprobs" not in batch:
@@ -311,7 +304,8 @@ class GrpoStage(LearningStage):
         # Schulman's k3 estimator, which is never negative; `batch["weights"]` sum to 1 over the step.
         log_ratio_to_reference = (batch["reference_logprobs"] - logprobs) * counts
         divergence = log_ratio_to_reference.exp() - log_ratio_to_reference - 1
-        self._divergences.append(torch.stack([divergence.detach().double().sum(), counts.sum()]))
+        sums = torch.stack([divergence.detach().double().sum(), counts.sum()])
+        self._measured["kl"].append(sums)
         return loss + self.settings.beta * (divergence * batch["weights"].to(ratio.dtype)).sum()
 
     def rejects(self) -> bool | None:
@@ -325,22 +319,20 @@ class GrpoStage(LearningStage):
         u is the importance ratio p / mu of a token; see the module docstring.
         """
         if self._effective is None:
-            total, squares, count = self._sum(list(torch.stack(self._ratios).sum(0)))
+            total, squares, count = self._measured_sums("ratio")
             self._effective = total**2 / (count * squares)
         return self._effective
 
     def record(self) -> dict[str, Any]:
         """Return the statistics of the rollout and of the loss as {"rollout": ...}."""
-        error = all_reduce_max(torch.stack(self._logprob_errors).max())
+        error = all_reduce_max(torch.stack(self._measured["logprob_error"]).max())
         rollout = {**self._record, "logprob_error": error}
-        if self._ratios:
+        if self._measured["ratio"]:
             rollout["effective_samples"] = self._effective_samples()
-        if self._clipped:
-            clipped, count = self._sum(list(torch.stack(self._clipped).sum(0)))
-            rollout["clip_ratio"] = clipped / count
-        if self._divergences:
-            divergence, count = self._sum(list(torch.stack(self._divergences).sum(0)))
-            rollout["kl"] = divergence / max(count, 1.0)
+        for name in ("clip_ratio", "kl"):  # sum of a value over tokens, and number of tokens
+            if self._measured[name]:
+                total, count = self._measured_sums(name)
+                rollout[name] = total / max(count, 1.0)
         return {"rollout": rollout}
 
     def _reward(
@@ -378,12 +370,12 @@ class GrpoStage(LearningStage):
         weights = values.new_tensor(self.settings.reward_weights or [1.0] * len(names))
         return weights @ values, list(values.sum(1))
 
+    def _measured_sums(self, name: str) -> list[float]:
+        return self._sum(list(torch.stack(self._measured[name]).sum(0)))
+
     def _sum(self, values: list[Tensor]) -> list[float]:
         """Return the sum of each scalar over data-parallel ranks; ranks that hold the same rows count once."""
-        ranks = self.plan.strategy.world_size / self.plan.strategy.dp
-        return [
-            value / ranks for value in all_reduce_sum(torch.stack([v.double() for v in values]))
-        ]
+        return sum_over_data_ranks(torch.stack([v.double() for v in values]), self.plan.strategy)
 
 
 def _split_batch(batch: dict[str, Tensor], size: int) -> Microbatches:

@@ -28,7 +28,7 @@ from hyper_parallel.config import Kto
 from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.stages import LearningStage, Microbatches, Rows, StageInputs
 from hyper_parallel.trainer.stages.reference import Reference
-from hyper_parallel.trainer.stages.sampling import all_reduce_sum
+from hyper_parallel.trainer.stages.sampling import all_reduce_sum, sum_over_data_ranks
 
 
 @dataclass
@@ -86,16 +86,20 @@ class KtoStage(LearningStage):
         for number, part in enumerate(microbatches):
             part_rows = rows[number * size : (number + 1) * size]
             second_rows = {name: value[1::2].contiguous() for name, value in part.items()}
-            total += (reference.current_logprobs(second_rows) - reference.of(part_rows[1::2])).sum()
+            total += (
+                reference.current_logprobs(second_rows)
+                - reference.reference_logprobs(part_rows[1::2])
+            ).sum()
             first_rows = {name: value[0::2].contiguous() for name, value in part.items()}
-            first_rows["reference"] = reference.of(part_rows[0::2])
+            first_rows["reference"] = reference.reference_logprobs(part_rows[0::2])
             first_rows["desirable"] = torch.from_numpy(sequences.desirable(part_rows[0::2])).to(
                 device
             )
             parts.append(first_rows)
         trained_rows = all_rows[0::2]
         self._answers = int((trained_rows >= 0).sum())
-        self._divergence = max(float(self.reference.sum_over_ranks(total)[0]) / self._answers, 0.0)
+        (ratios,) = sum_over_data_ranks(total, reference.plan.strategy)
+        self._divergence = max(ratios / self._answers, 0.0)
         divergence = torch.tensor(self._divergence, dtype=torch.float64, device=device)
         return [{**part, "divergence": divergence} for part in parts], sequences.num_valid(
             trained_rows

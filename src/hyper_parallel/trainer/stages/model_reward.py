@@ -1,12 +1,12 @@
 """Rewards from a reward model that a run with `stage: rm` exported; `grpo.reward_funcs` names its directory.
 
-Every rank loads the full model and scores its own conversations without gradient. A conversation that ended with a
-stop token is completed with the chat template's text after an answer, as in the training data of the reward model.
+Every rank loads the full model and scores its own conversations without gradient. If a conversation ended with a
+stop token, the chat template's text after an answer is appended, as in the training data of the reward model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hyper_parallel.model import read_config
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.data.chat import encode_conversation
 from hyper_parallel.trainer.data.document import Conversation
+from hyper_parallel.trainer.input_checksums import RunInputs
 
 
 @dataclass
@@ -27,11 +28,11 @@ class ModelReward:
 
     Attributes:
         directory: Directory with config.json, weights and tokenizer.
-        loaded: Function called after loading, with this object and the checksum of the parameters; None: no call.
+        inputs: Checksums of the run's input models, with which the loaded parameters are compared; None: no run.
     """
 
     directory: Path
-    loaded: Callable[[ModelReward, str], None] | None = None
+    inputs: RunInputs | None = None
     _model: Any = None
 
     def check(self, tokenizer_dir: str | Path, where: str) -> None:
@@ -57,15 +58,17 @@ class ModelReward:
         reward_tokenizer, run_tokenizer = (
             load_tokenizer(d) for d in (self.directory, tokenizer_dir)
         )
-        if (
-            reward_tokenizer.get_vocab() != run_tokenizer.get_vocab()
-            or reward_tokenizer.chat_template != run_tokenizer.chat_template
-        ):
+        differences = {
+            "vocabulary": reward_tokenizer.get_vocab() != run_tokenizer.get_vocab(),
+            "chat template": reward_tokenizer.chat_template != run_tokenizer.chat_template,
+        }
+        if any(differences.values()):
+            names = " and ".join(name for name, differs in differences.items() if differs)
             raise Contradiction(
                 "the reward model has a different tokenizer or chat template than the trained model",
                 where=f"{where}: {self.directory}",
-                got=f"{len(reward_tokenizer)} tokens",
-                allowed=f"the {len(run_tokenizer)} tokens of {tokenizer_dir}",
+                got=f"a different {names}",
+                allowed=f"vocabulary and chat template of {tokenizer_dir}",
                 hint=f"data.tokenizer={self.directory}",
             )
 
@@ -92,8 +95,10 @@ class ModelReward:
 
             auto = AutoModelForSequenceClassification
             model = auto.from_pretrained(self.directory, dtype="auto")
-            if self.loaded is not None:
-                self.loaded(self, state_checksum(model.state_dict()))
+            if self.inputs is not None:
+                place = self.directory.absolute()
+                checksum = state_checksum(model.state_dict())
+                self.inputs.check(f"weights of the reward model {place}", checksum, place)
             self._model = model.to(device).eval()
         turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
         ids, trained_mask = encode_conversation(tokenizer, Conversation(turns))

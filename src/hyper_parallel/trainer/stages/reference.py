@@ -28,7 +28,7 @@ from hyper_parallel.trainer.checkpoints.index import INDEX
 from hyper_parallel.trainer.checkpoints.manifest import step_name
 from hyper_parallel.trainer.files import FileEntry, tensors_written
 from hyper_parallel.trainer.input_checksums import RunInputs
-from hyper_parallel.trainer.stages.sampling import all_reduce_sum
+from hyper_parallel.trainer.stages.sampling import sum_over_data_ranks
 
 REFERENCE: Final = "reference.npy"
 HELD_OUT: Final = "reference_holdout.npy"
@@ -108,7 +108,7 @@ class Reference:
             self._held_out.begin(sequences)
         return self._held_out
 
-    def of(self, rows: NDArray[np.int64]) -> Tensor:
+    def reference_logprobs(self, rows: NDArray[np.int64]) -> Tensor:
         """Return [len(rows)] log-probabilities of the answers in `rows`; 0 for a padding row (-1)."""
         assert self._values is not None
         index = torch.from_numpy(rows).to(self.device)
@@ -122,12 +122,6 @@ class Reference:
         logprobs = token_logprobs(self.model, **batch)
         self.model.train(training)
         return logprobs.double().sum(-1)
-
-    def sum_over_ranks(self, values: Tensor) -> NDArray[np.float64]:
-        """Return `values` summed over data-parallel ranks; ranks that hold the same rows count once."""
-        return np.array(all_reduce_sum(values)) / (
-            self.plan.strategy.world_size // self.plan.strategy.dp
-        )
 
     def _compute(self, sequences: Any, rows: int) -> NDArray[np.float64]:
         """Return [rows] log-probabilities of all answers; every rank runs the same number of forward passes."""
@@ -143,7 +137,7 @@ class Reference:
             inside = torch.from_numpy(own_rows < rows).to(self.device)
             index = torch.from_numpy(own_rows).to(self.device)[inside]
             values[index] = logprobs[inside]
-        return self.sum_over_ranks(values)
+        return np.array(sum_over_data_ranks(values, self.plan.strategy))
 
 
 FOLDER: Final = "reference"

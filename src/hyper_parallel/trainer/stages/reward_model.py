@@ -18,7 +18,7 @@ from torch import Tensor
 from hyper_parallel.config import Rm
 from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.stages import Rows
-from hyper_parallel.trainer.stages.pair_scores import PairScores, PairStage, rounding_of
+from hyper_parallel.trainer.stages.pair_stage import PairStage
 
 
 @dataclass
@@ -29,11 +29,9 @@ class RewardModelStage(PairStage):
 
     Attributes:
         settings: Section `rm` of the recipe.
-        scores: Mean loss and score statistics of the pairs.
     """
 
     settings: Rm
-    scores: PairScores
     _batches: Any = None
 
     def begin(self, batches: Any) -> None:
@@ -60,5 +58,5 @@ class RewardModelStage(PairStage):
         if self.settings.center_rewards_coefficient is not None:
             centred = (chosen + rejected) ** 2
             losses = losses + self.settings.center_rewards_coefficient * centred
-        rounding = rounding_of(rewards.abs(), scores.dtype)
-        return self.scores.mean(losses, chosen, rejected, read.any(-1)[0::2], rounding)
+        real = read.any(-1)[0::2]
+        return self.mean_loss(losses, rewards, real, rewards.abs(), scores.dtype)

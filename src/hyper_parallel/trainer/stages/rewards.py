@@ -54,6 +54,7 @@ _ROLLOUT_KEYWORDS: Final = ("prompts", "completions", "completion_ids")
 """Keywords passed to every function."""
 _INTERNAL_KEYWORDS: Final = ("rows", "stopped", "environment_rewards", "microbatch", "device")
 """Additional keywords passed to built-in functions."""
+_VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 REWARDS: Final[dict[str, Reward]] = {
     "exact_match": exact_match,
     "prefix_match": prefix_match,
@@ -97,7 +98,11 @@ def check_columns(name: str, function: Reward, columns: Sequence[str], where: st
         Contradiction: HP104 naming the parameters.
     """
     known = {*_ROLLOUT_KEYWORDS, *columns, *(_INTERNAL_KEYWORDS if _is_built_in(function) else ())}
-    missing = [p.name for p in _parameters(function) if _required(p) and p.name not in known]
+    missing = [
+        p.name
+        for p in _parameters(function)
+        if p.default is p.empty and p.kind not in _VARIADIC and p.name not in known
+    ]
     if missing:
         raise Contradiction(
             f"the reward function `{name}` needs a column that the data does not have",
@@ -155,11 +160,6 @@ def score(
 
 def _is_built_in(function: Reward) -> bool:
     return isinstance(function, ModelReward) or function in REWARDS.values()
-
-
-def _required(parameter: inspect.Parameter) -> bool:
-    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and not variadic
 
 
 def _parameters(function: Reward) -> list[inspect.Parameter]:

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hyper_parallel.received import Limits, read_json
+from hyper_parallel.runtime import HeartbeatWriter
 from hyper_parallel.serde import write_text
 from hyper_parallel.trainer.checkpoints.manifest import remove, steps
 from hyper_parallel.trainer.files import tensors_written
@@ -31,11 +32,11 @@ class RolloutFolder:
 
     Args:
         path: Path of the folder.
-        beat: Heartbeat, called with a phase name while this rank waits, so that it is not reported as hung.
+        heartbeat: Heartbeat of this rank, so that a waiting rank is not reported as hung; None: no heartbeat.
     """
 
-    def __init__(self, path: Path, beat: Callable[[str], None] = lambda phase: None) -> None:
-        self.path, self.policy, self._beat = path, path / "policy", beat
+    def __init__(self, path: Path, heartbeat: HeartbeatWriter | None = None) -> None:
+        self.path, self.policy, self._heartbeat = path, path / "policy", heartbeat
 
     @property
     def ended(self) -> bool:
@@ -105,7 +106,8 @@ class RolloutFolder:
         while (value := poll()) is None:
             if self.ended:
                 return None
-            self._beat("rollout")
+            if self._heartbeat is not None:
+                self._heartbeat.begin_phase("rollout")
             time.sleep(_POLL_S)
         return value
 

@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -121,7 +120,7 @@ class Sampler:
         """
         length = self.settings.max_completion_length
         prompts, starts = self.prompts(microbatches)
-        draws = np.array(list(uniform(self.seed, step, first, len(prompts), length)))
+        draws = uniform(self.seed, step, first, len(prompts), length)
         environments = None
         if self.settings.environment:
             environments = Environments(
@@ -137,7 +136,7 @@ class Sampler:
             starts,
             stops=stop_ids(self.tokenizer, self.eos),
             max_completion_length=length,
-            draws=torch.from_numpy(draws.reshape(-1, length)).to(prompts.device),
+            draws=torch.from_numpy(draws).to(prompts.device),
             microbatch=microbatch,
             weights=weights,
             environments=environments,
@@ -163,8 +162,7 @@ class Publisher:
     def __init__(
         self, job: Job, world: World, model: nn.Module, done: int, origin_s: float
     ) -> None:
-        beat = (lambda phase: None) if world.heartbeat is None else world.heartbeat.begin_phase
-        self._folder = RolloutFolder(job.output_dir / "rollouts", beat)
+        self._folder = RolloutFolder(job.output_dir / "rollouts", world.heartbeat)
         self._job, self._world, self._model, self._done = job, world, model, done
         self._origin_s = origin_s
         self._settings, self._exact = job.recipe.grpo, job.recipe.training.deterministic
@@ -211,11 +209,10 @@ class Publisher:
         self.waited_s = time.perf_counter() - begin
         self.sampled_s = max(seconds for _, seconds in shares)
         offset = first - first // share_size * share_size
-        names = [f.name for f in fields(Completions)]
-        tensors = {name: torch.cat([getattr(one, name) for one, _ in shares]) for name in names}
-        return Completions(
-            **{name: x[offset : offset + count].to(device) for name, x in tensors.items()}
+        tensors = (
+            torch.cat([getattr(one, f.name) for one, _ in shares]) for f in fields(Completions)
         )
+        return Completions(*(x[offset : offset + count].to(device) for x in tensors))
 
     def end(self) -> None:
         """Mark the end of training, and close the checkpoint writer."""
@@ -257,8 +254,7 @@ class _SamplingRank:
         self._model = _build_replica(job, world, self._microbatch)
         self._part = replica * grpo.rollout_dp_shard + data_share(self._model)[0]
         self._writes = world.rank % grpo.copy_tp == 0
-        beat = (lambda phase: None) if world.heartbeat is None else world.heartbeat.begin_phase
-        self.folder = RolloutFolder(job.output_dir / "rollouts", beat)
+        self.folder = RolloutFolder(job.output_dir / "rollouts", world.heartbeat)
         self._sampler = Sampler.of_job(job, self._model)
         self._published = Checkpointer(
             self.folder.policy, keep=1, asynchronous=False, fingerprint=None

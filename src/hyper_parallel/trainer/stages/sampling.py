@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import token_logprobs
 from hyper_parallel.backends.torch.decode_slots import WholePasses
+from hyper_parallel.ir import Strategy
 from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.decoding import (
     Decoder,
@@ -222,13 +223,19 @@ def all_reduce_sum(values: Tensor) -> list[float]:
     return sums
 
 
-def uniform(seed: int, step: int, first: int, rows: int, length: int) -> Iterator[np.ndarray]:
-    """Yield a [length] array of random numbers in [0, 1) for each of `rows` sequences of a step, from index `first`.
+def sum_over_data_ranks(values: Tensor, strategy: Strategy) -> list[float]:
+    """Return the sum of each element over data-parallel ranks; ranks that hold the same rows count once."""
+    replicas = strategy.world_size // strategy.dp
+    return [value / replicas for value in all_reduce_sum(values)]
+
+
+def uniform(seed: int, step: int, first: int, rows: int, length: int) -> np.ndarray:
+    """Return [rows, length] random numbers in [0, 1) for `rows` sequences of a step, from index `first` on.
 
     The numbers depend only on seed, step and sequence index, so sampling is the same on every layout.
     """
-    for row in range(first, first + rows):
-        yield numbers(seed, 5, step, row, length=length)
+    each = [numbers(seed, 5, step, row, length=length) for row in range(first, first + rows)]
+    return np.array(each).reshape(rows, length)
 
 
 def environment_seed(seed: int, step: int, number: int) -> int:

@@ -321,16 +321,18 @@ def _exchange_and_work(
     assigned: Sequence[_Assignment],
     group: dist.ProcessGroup | None,
     work: ExpertWork,
-) -> list[Tensor]:
-    """Return the results of each chunk, in the slots of its send buffer.
+) -> Iterator[Tensor]:
+    """Yield the results of each chunk, in the slots of its send buffer.
 
     With several chunks, the rows of later chunks and the results of earlier chunks are in flight during `work`. In
-    backward, the weight gradients of the first chunk overlap with the last exchange.
+    backward, the weight gradients of the first chunk overlap with the last exchange. The caller moves the results of a
+    chunk while those of later chunks are in flight; the same holds for their gradients in backward.
     """
     if len(assigned) == 1:
         (send,), (a,) = sends, assigned
         results = work.compute(_exchange(send(), a.send, a.receive, group), a.local_expert)
-        return [_exchange(results, a.receive, a.send, group)]
+        yield _exchange(results, a.receive, a.send, group)
+        return
     assert group is not None
     # Send all rows before any results, so that a link that is the bottleneck is never idle before the last results.
     arriving = [
@@ -345,4 +347,5 @@ def _exchange_and_work(
             results = work.compute(rows, a.local_expert)
         back = _exchange_pair(a.receive, a.send, group)
         returning.append(PendingCollective(*back, results))
-    return [pending.finish() for pending in returning]
+    for pending in returning:
+        yield pending.finish()

@@ -15,10 +15,10 @@ from hyper_parallel.backends.torch.memory._capture import (
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import (
-    FakeKernels,
     Workspace,
     cpu_workspace,
     device_workspace,
+    fake_kernels,
 )
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode, spill_mode
 from hyper_parallel.backends.torch.memory._recorder import (
@@ -35,7 +35,6 @@ from hyper_parallel.backends.torch.memory.first_step import ReferenceStep, StepO
 __all__ = [
     "Captured",
     "CommCounter",
-    "FakeKernels",
     "FileTier",
     "LruSpillMode",
     "Measured",
@@ -51,6 +50,7 @@ __all__ = [
     "collectives_of",
     "cpu_workspace",
     "device_workspace",
+    "fake_kernels",
     "model_state",
     "optimizer_state",
     "peak_of",

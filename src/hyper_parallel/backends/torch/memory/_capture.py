@@ -1,8 +1,9 @@
 """Capture of one step of an unmodified model as a list of replayable operator calls on storages.
 
 Capture works on real and on fake tensors. It runs below graph breaks, autograd and the optimizer, so their operators
-are recorded too. A tensor is recorded as a view of its storage (one allocation). Only operators that allocate or write
-bytes become part of the program. For a DTensor, the operators on its local shard are recorded.
+are recorded too. A tensor is recorded as a view of its storage (one allocation). An operator becomes part of the
+program if it allocates or writes bytes, returns a guard, or sends or receives. For a DTensor, the operators on its
+local shard are recorded.
 
 Some storages are resized in place by the code that owns them: FSDP frees and refills gathered parameters. A resize ends
 the recorded storage and begins a new one. A guard is a value that Python code has read; planned steps must read the
@@ -62,7 +63,6 @@ from hyper_parallel.backends.torch.memory.operators import (
     Call,
     Entry,
     HostConstant,
-    SendsComplete,
     Storages,
     View,
     count_flops,
@@ -70,10 +70,12 @@ from hyper_parallel.backends.torch.memory.operators import (
     is_message,
     is_repeatable,
     numbers_read,
+    sends_complete,
     split_lists,
     without_work,
     written_leaves,
 )
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, StorageKind
@@ -159,10 +161,7 @@ class StepCapture:
         return storage is not None and self._entries[storage].num_bytes == base.nbytes()
 
     def _record_refill(self, tensor: torch.Tensor, former: int | None) -> int:
-        """Record a resized storage as a new allocation, and return its new index.
-
-        `former` is the index that the storage has now, if any.
-        """
+        """Record a resized storage as a new allocation, and return its new index; `former` is its present index."""
         if former is not None and self._entries[former].at_start:
             raise resize_error(self._entries[former].name)
         num_bytes = tensor.untyped_storage().nbytes()
@@ -181,10 +180,7 @@ class StepCapture:
         return index
 
     def _record_constant(self, tensor: torch.Tensor) -> int:
-        """Record a real tensor in a fake step as an operator without inputs, and return the index of its storage.
-
-        An example is the index of `x[..., [-1]]`.
-        """
+        """Record a real tensor in a fake step, such as the index of `x[..., [-1]]`, as an operator without inputs."""
         index = self.storages.add(tensor, Entry("numbers", 0, "scratch"))
         view = View(index, torch.uint8, (tensor.untyped_storage().nbytes(),), (1,), 0)
         with unset_fake_temporarily():
@@ -230,7 +226,7 @@ class StepCapture:
             self._end_messages()
         if self.phase == "optimizer":
             self._end_sends()
-        leaves = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        leaves = tensors_in(args, kwargs)
         self._untracked.check_operands(leaves)
         views = tree_map_only(torch.Tensor, self.view, (args, kwargs))
         written = written_leaves(func, args, kwargs)
@@ -241,12 +237,12 @@ class StepCapture:
             )
         sizes_before = [t.untyped_storage().nbytes() for t in written]
         try:
-            with self._untracked.observe(func, leaves, written) as effects:
+            with self._untracked.observe(func, leaves, written):
                 out, workspace, events = run_measured(func, args, kwargs, leaves)
         except DataDependentOutputException as error:
             raise CaptureUnsupported(
                 f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
-                hint="capture with real tensors: later steps then check that the value has not changed",
+                hint="leave out --device-memory; a capture on real tensors allows such reads",
             ) from error
         if func.namespace == "c10d" and not message:
             out = without_work(out)
@@ -260,7 +256,7 @@ class StepCapture:
         if [t.untyped_storage().nbytes() for t in written] != sizes_before:
             raise resize_error(str(func))
         first = len(self._operators)
-        self._record(func, leaves, args, kwargs, views, written, out, workspace, effects.drew)
+        self._record(func, leaves, args, kwargs, views, written, out, workspace)
         if events is not None and len(self._operators) > first:
             self._timed.append((range(first, len(self._operators)), events))
         return out
@@ -275,7 +271,6 @@ class StepCapture:
         written: list[torch.Tensor],
         out: Any,
         workspace: tuple[int, ...],
-        drew: bool,
     ) -> None:
         flat = tree_flatten(out)[0]
         name = str(func).removeprefix("aten.").removesuffix(".default")
@@ -290,7 +285,7 @@ class StepCapture:
         )
         refuse_unplaced(func)
         flops, group = count_flops(func, args, kwargs, out), group_of(func, args)
-        random = draws(func, args, kwargs, phase, drew)
+        random = draws(func, args, kwargs, phase, self._untracked.drew)
         parts = split_lists(func, views[0], views[1], len(results))
         for number, (part_args, part_kwargs) in enumerate(parts):
             part_results = [(0, results[number][1])] if results and len(parts) > 1 else results
@@ -361,7 +356,7 @@ class StepCapture:
                 self._operators[index] = replace(operator, repeatable=False)
         self._append(
             Operator("c10d.sent", reads, phase=self.phase, ordered=True, message=True),
-            Call(SendsComplete(), (), {}),
+            Call(sends_complete, (), {}),
         )
 
     def __enter__(self) -> Self:
@@ -426,10 +421,7 @@ class StepCapture:
 
 
 def model_state(model: torch.nn.Module) -> Named:
-    """Return the parameters and buffers of a model, as a dict from name to (local tensor, storage kind).
-
-    A tied parameter appears once.
-    """
+    """Return the parameters, on local shards, and buffers of a model; a tied parameter appears once."""
     state: Named = {}
     for name, parameter in model.named_parameters():
         state[name] = (local(parameter), "expert" if ".experts." in name else "weight")
@@ -443,10 +435,7 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     other_params: Sequence[torch.Tensor] = (),
 ) -> Named:
-    """Return the state tensors of an optimizer, as a dict from name to (local tensor, storage kind).
-
-    `other_params` are parameters of the optimizer that do not belong to the model.
-    """
+    """Return the state tensors of an optimizer; `other_params` are its parameters outside of the model."""
     names: dict[Any, str] = {p: n for n, p in model.named_parameters()}
     names |= {p: f"parameter {i}" for i, p in enumerate(other_params)}
     return {
@@ -557,10 +546,7 @@ def _with_current_autocast(step: Callable[..., Any], device: torch.device) -> Ca
 
 
 def _unaliased(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:
-    """Return the inputs, cloned where they share a storage or have a stride of 0.
-
-    Labels may be an alias of the token ids now, but not in the next step.
-    """
+    """Return the inputs, cloned where they share a storage (labels and token ids) or have a stride of 0."""
     seen = {tensor.untyped_storage()._cdata for tensor, _ in named.values()}
     unaliased = {}
     for name, tensor in inputs.items():

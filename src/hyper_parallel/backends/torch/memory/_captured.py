@@ -30,7 +30,6 @@ class Captured:
         inputs: Views of the named inputs.
         outputs: Result of the step, with views in place of tensors.
         eager_peak_bytes: Device peak of the recorded run, with storages freed when Python frees them.
-        device: Device of the operators.
         on_host: Storages in host memory although `device` is an accelerator: scalar arguments of kernels. They never
             move; they count as device bytes.
         owners: (storage, tensor) of every tensor of the step's code that existed before the step.
@@ -117,11 +116,7 @@ def refuse_leaks(
     named: Named,
     make_resident: Callable[[torch.Tensor], None],
 ) -> None:
-    """Refuse gradients that still exist after the step, and state tensors with a new storage.
-
-    Raises:
-        CaptureUnsupported: HP511.
-    """
+    """Raise HP511 for gradients that still exist after the step, and for state with a new or resized storage."""
     for name, (tensor, _) in named.items():
         index = find(tensor)
         if index is None or (entries[index].name != name and not entries[index].at_start):

@@ -7,7 +7,8 @@ caller owns the only handle to wait for. Sent bytes are the bytes that one rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any, Final
 
 import torch
@@ -27,22 +28,17 @@ from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import Mesh, Operator, Phase
 from hyper_parallel.shard import ring_bytes
 
-_KINDS = (
-    ("allgather", "all_gather"),
-    ("all_gather", "all_gather"),
-    ("reduce_scatter", "reduce_scatter"),
-    ("allreduce", "all_reduce"),
-    ("all_reduce", "all_reduce"),
-    ("alltoall", "all_to_all"),
-    ("all_to_all", "all_to_all"),
-    ("broadcast", "broadcast"),
-    ("send", "send_recv"),
-)
+_KINDS = {
+    "allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce",
+    "alltoall": "all_to_all", "broadcast": "broadcast", "send": "send_recv",
+}  # fmt: skip
+"""Kind of a collective or of a send by a part of its operator's name, without underscores."""
 
 
 def kind_of(name: str) -> str | None:
     """Return the kind of a collective or of a send, from the name of its operator; None for all other operators."""
-    return next((kind for part, kind in _KINDS if part in name), None)
+    plain = name.replace("_", "")
+    return next((kind for part, kind in _KINDS.items() if part in plain), None)
 
 
 def group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
@@ -95,16 +91,11 @@ def group_axes(rank: int, *meshes: Mesh) -> dict[frozenset[int], tuple[str, ...]
     """
     axes: dict[frozenset[int], tuple[str, ...]] = {}
     for mesh in meshes:
-        for ranks, names in _named_groups(mesh, rank):
-            axes.setdefault(ranks, names)
+        names = [name for name, degree in mesh.axes if degree > 1]
+        for count in range(1, len(names) + 1):
+            for spanned in combinations(names, count):
+                axes.setdefault(frozenset(mesh.group(rank, spanned)), spanned)
     return axes
-
-
-def _named_groups(mesh: Mesh, rank: int) -> Iterator[tuple[frozenset[int], tuple[str, ...]]]:
-    names = [name for name, degree in mesh.axes if degree > 1]
-    for mask in range(1, 1 << len(names)):
-        axes = tuple(name for i, name in enumerate(names) if mask >> i & 1)
-        yield frozenset(mesh.group(rank, axes)), axes
 
 
 _REDUCTIONS: Final = {
@@ -119,11 +110,7 @@ SYNCHRONISATION_OPS: Final = ("wait_tensor", "_wrap_tensor_autograd", "record_st
 
 
 def refuse_unplaced(func: Any) -> None:
-    """Raise for a functional collective that cannot write its result at a given address.
-
-    Raises:
-        CaptureUnsupported: HP511.
-    """
+    """Raise HP511 for a functional collective that cannot write its result at a given address."""
     if _is_functional(func) and func._opname.removesuffix("_") not in _FUNCTIONAL:
         raise CaptureUnsupported(
             f"offload does not support the collective `{func}`: "
@@ -159,11 +146,7 @@ def coalesce(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]
 
 
 def bind_collective(call: Call) -> Callable[[Any, Any, list[torch.Tensor]], _Begin] | None:
-    """Return a binder for a functional collective; None for other operators.
-
-    The binder takes (positional arguments, keyword arguments, result tensors) and returns the call that begins the
-    collective.
-    """
+    """Return the `OutVariant` of a functional collective, which only begins it; None for other operators."""
     func = call.func
     if not _is_functional(func):
         return None

@@ -38,8 +38,7 @@ class Measured:
 
     Attributes:
         peak_bytes: Peak bytes per tier; for the device, only those of the storages in the arena.
-        device_bytes: Peak allocated device bytes, including the arena. On an accelerator, the allocator reports this
-            peak.
+        device_bytes: Peak allocated device bytes, including the arena; on an accelerator, from the allocator.
         dram_bytes: Bytes of the host slabs from which the DRAM buffers are cut.
         seconds: Seconds of the step, by the virtual clock or, on an accelerator, by events.
         wait_s: Part of `seconds` in which the operators waited for copies.
@@ -65,9 +64,7 @@ class PlannedDevice:
         captured: The recorded step.
         plan: Plan of the recorded program.
         machine: Capacities of the tiers; on the simulated device, also the channels of the virtual clock.
-        copies: Moment at which the simulated device moves the bytes of a copy: `at_issue`, `at_wait`, or `threads` (one
-            thread per direction). With a correct plan, all three give equal bits. A `DeviceApi` instead: copies run on
-            its streams. An accelerator always uses streams.
+        copies: See `CopyMode`. An accelerator always uses streams.
         flash: Folder of the file tier; required when the plan uses it.
         check: True: run the eager step before the first planned step, roll it back, and compare the results. On an
             accelerator, the eager step runs twice. A step that was recorded without values is not checked. A
@@ -100,21 +97,12 @@ class PlannedDevice:
         self._check = check is not False and (
             self._expected is not None or captured.run_eager is not None
         )
-        self._clock = ProgramClock(plan.program, machine)
-        if self.hardware.timed is None:
-            self._clock = clocked(plan.program, machine, plan.actions)
+        simulated = plan.actions if self.hardware.timed is None else ()
+        self._clock = clocked(plan.program, machine, simulated)
 
     def materialize_state(self, spill: LruSpillMode | None = None) -> AbstractContextManager[None]:
         """Return a context in which the state tensors contain their values; see `ArenaState.materialize`."""
         return self.state.materialize(spill)
-
-    def read_state(self, name: str) -> torch.Tensor:
-        """Return a copy of a named state tensor, read from the tier that holds it between steps."""
-        return self.state.read(name)
-
-    def write_state(self, name: str, value: torch.Tensor) -> None:
-        """Overwrite a named state tensor between steps, for example to reset a KV cache or to load a checkpoint."""
-        self.state.write(name, value)
 
     def close(self) -> None:
         """Return the state to its tensors; see `ArenaState.close`."""
@@ -207,17 +195,14 @@ class PlannedDevice:
 
     @contextmanager
     def _without_autocast(self) -> Iterator[None]:
-        """Disable autocast in this context, because the program contains the casts as operators."""
+        """Disable autocast, because the program contains the casts as operators."""
         with ExitStack() as stack:
             for kind in {"cpu", self.hardware.device.type}:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             yield
 
     def _compare(self, outputs: Any, expected: ReferenceStep) -> None:
-        """Raise StepChanged (HP512) if the first planned step's results differ from those of the eager step.
-
-        Results must be equal bit for bit, or up to rounding where the eager step itself is not deterministic.
-        """
+        """Raise StepChanged (HP512) if the first planned step's results differ from those of the eager step."""
         try:
             expected.check(StepOutcome.of(outputs, dict(self.state.named())))
         except StepChanged:

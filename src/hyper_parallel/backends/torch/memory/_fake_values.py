@@ -44,24 +44,19 @@ def fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
-class FakeKernels:
-    """Implementation of `Kernels` that propagates known values through fake tensors.
+def fake_kernels(workspace: Workspace | None) -> Callable[..., tuple[Any, int]]:
+    """Return a `Kernels` function that propagates known values through fake tensors.
 
-    Operators on real tensors run as usual.
-
-    Args:
-        workspace: Function that returns the workspace bytes of an operator call; None: workspace counts as 0.
+    It runs operators on real tensors as usual. `workspace` returns the workspace bytes of an operator call; None: 0.
     """
 
-    def __init__(self, workspace: Workspace | None = None) -> None:
-        self._workspace = workspace
-
-    def __call__(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    def run(
+        func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> tuple[Any, int]:
-        """Return the outputs of an operator, and the workspace bytes of its kernel."""
-        workspace = 0 if self._workspace is None else self._workspace(func, args, kwargs)
-        return _run(func, tensors, args, kwargs), workspace
+        workspace_bytes = 0 if workspace is None else workspace(func, args, kwargs)
+        return _run(func, tensors, args, kwargs), workspace_bytes
+
+    return run
 
 
 def _run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

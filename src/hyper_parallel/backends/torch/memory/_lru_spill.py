@@ -40,13 +40,10 @@ from hyper_parallel.backends.torch.tensor_trees import tensors_in
 
 
 class StorageResizes:
-    """Context that calls a function before every `UntypedStorage.resize_`, which FSDP uses for gathered parameters.
+    """Context that calls `announce` with the storage and its next size before every `UntypedStorage.resize_`.
 
-    No dispatch mode sees a resize. Comparing the sizes of all storages at every operator would take time that grows
-    with the number of storages.
-
-    Args:
-        announce: Function called with the storage and its next number of bytes.
+    FSDP resizes gathered parameters. No dispatch mode sees a resize, and comparing the sizes of all storages at every
+    operator would be slow.
     """
 
     def __init__(self, announce: Callable[[torch.UntypedStorage, int], None]) -> None:
@@ -77,15 +74,18 @@ Content = torch.UntypedStorage | Callable[[], torch.UntypedStorage]
 """Bytes in host memory, or a function that reads them from a file."""
 
 
+def read_content(content: Content) -> torch.UntypedStorage:
+    """Return bytes in host memory, read from a file if necessary."""
+    return content if isinstance(content, torch.UntypedStorage) else content()
+
+
 @dataclass(slots=True, eq=False)
 class _Record:
     """State of a storage that an operator has used.
 
     Attributes:
-        ref: Weak reference to the storage.
         num_bytes: Bytes of the storage while it is resident.
         last_use: Clock of the last operator that used it.
-        resident: True while the storage is on the device.
         copy: Content in host memory; None: never evicted.
         current: True if the copy equals the content of the storage.
         fixed: True if the storage must not move: its owner resizes it, its address is known elsewhere, or a message
@@ -111,8 +111,7 @@ class LruSpillMode:
     """Context that evicts storages to keep resident bytes within a limit, if every single operator fits.
 
     Operators over lists with independent entries (`_fused_adamw_`, `_foreach_*`) are split when the lists do not fit.
-    Collectives are waited for immediately. The cost per operator depends on its own operands, not on the number of
-    storages: resident storages are queued by their last use, and `StorageResizes` reports resized ones.
+    Collectives are waited for immediately. The cost per operator depends only on its own operands.
 
     A CPU only simulates a device. There, eviction stops as soon as an operator does not fit the limit.
 
@@ -138,7 +137,8 @@ class LruSpillMode:
         self._records: dict[int, _Record] = {}
         # Storages on the device that may be evicted, least recently used first.
         self._lru: OrderedDict[int, _Record] = OrderedDict()
-        self._results = ResultBytes()
+        # Bytes that a call allocates for its results, by the shapes and numeric arguments of the call.
+        self._result_bytes: dict[Any, int | None] = {}
         self._live = self._clock = self._fixed_bytes = 0
         self.peak_bytes = self.moved_bytes = self.least_bytes = 0
         self.owned: Callable[[], Iterable[torch.Tensor]] = tuple
@@ -176,11 +176,7 @@ class LruSpillMode:
     def on_current_tier(self, tensor: torch.Tensor, *, write: bool = False) -> torch.Tensor:
         """Return `tensor` with its current bytes, on the device or in host memory.
 
-        Call this outside of the context only.
-
-        Args:
-            tensor: Tensor on a resident or evicted storage.
-            write: Whether the caller will write into the result.
+        Call this outside of the context only. With `write`, the caller may write into the result.
         """
         record = self._records.get(tensor.untyped_storage()._cdata)
         if record is None or record.resident:
@@ -188,7 +184,7 @@ class LruSpillMode:
                 record.current = False
             return tensor.detach()
         assert record.copy is not None
-        content = record.copy if isinstance(record.copy, torch.UntypedStorage) else record.copy()
+        content = read_content(record.copy)
         if write:
             record.copy = content
         return as_view(tensor, 0).as_tensor(content)
@@ -213,12 +209,16 @@ class LruSpillMode:
     @property
     def emptied_storages(self) -> list[weakref.ref[Any]]:
         """Weak references to the live storages that their owner has emptied."""
+        self._update_sizes()
         records = list(self._records.values())
-        for record in records:
+        return [record.ref for record in records if record.resized and not record.num_bytes]
+
+    def _update_sizes(self) -> None:
+        """Update the records of storages that their owners have resized outside of the context."""
+        for record in list(self._records.values()):
             base = record.ref()
             if record.resident and base is not None and base.nbytes() != record.num_bytes:
                 self._on_resize(record, base.nbytes())
-        return [record.ref for record in records if record.resized and not record.num_bytes]
 
     def require(self, num_bytes: int) -> None:
         """Increase `least_bytes` to `num_bytes`, the bytes that one operator needs, if `least_bytes` is smaller."""
@@ -241,7 +241,7 @@ class LruSpillMode:
         for key in new:
             self._records[key].owner_may_resize = True
         if self._limit is not None:
-            result_bytes = self._results.of(func, args, kwargs)
+            result_bytes = self._bytes_of_results(func, args, kwargs)
             operands = sum(record.num_bytes for record in records.values() if not record.fixed)
             if (needed := self._fixed_bytes + operands + (result_bytes or 0)) > self._limit:
                 parts = split_lists(func, args, kwargs, 0)
@@ -289,6 +289,18 @@ class LruSpillMode:
         if (record := self._record_use(tensor)) is not None and not values:
             record.current = False
             self._fix(record)
+
+    def _bytes_of_results(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> int | None:
+        """Return the bytes of the storages that a call will allocate; None if shapes do not determine them."""
+        # `set_` puts a tensor on an existing storage, for example when a file is read.
+        set_bytes = sum(v.nbytes() for v in args if isinstance(v, torch.UntypedStorage))
+        if func.namespace == "c10d" or not _allocates(func):
+            return set_bytes
+        key = func, _facts(args), _facts(kwargs)
+        if key not in self._result_bytes:
+            self._result_bytes[key] = _traced_bytes(func, args, kwargs)
+        result_bytes = self._result_bytes[key]
+        return None if result_bytes is None else result_bytes + set_bytes
 
     # -- storages ------------------------------------------------------------------------------
 
@@ -378,9 +390,7 @@ class LruSpillMode:
         assert record.copy is not None
         self._wait_streams(record)
         with _disable_current_modes():
-            content = (
-                record.copy if isinstance(record.copy, torch.UntypedStorage) else record.copy()
-            )
+            content = read_content(record.copy)
             # Set first, so that the resize does not count as one by the owner.
             record.resident = True
             base.resize_(record.num_bytes)
@@ -435,11 +445,7 @@ class LruSpillMode:
             self._module.synchronize(self._device)
 
     def __enter__(self) -> Self:
-        # Owners may have resized storages outside of the context.
-        for record in list(self._records.values()):
-            base = record.ref()
-            if record.resident and base is not None and base.nbytes() != record.num_bytes:
-                self._on_resize(record, base.nbytes())
+        self._update_sizes()
         self._resizes.__enter__()
         self._mode.__enter__()
         self._raw_access.__enter__()
@@ -459,25 +465,6 @@ class LruSpillMode:
 def _key_and_base(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
     base = tensor.untyped_storage()
     return base._cdata, base
-
-
-class ResultBytes:
-    """Cache of the bytes that operators allocate for their results, by the shapes and numeric arguments of a call."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, int | None] = {}
-
-    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Return the bytes of the storages that a call will allocate; None if shapes do not determine them."""
-        # `set_` puts a tensor on an existing storage, for example when a file is read.
-        set_bytes = sum(v.nbytes() for v in args if isinstance(v, torch.UntypedStorage))
-        if func.namespace == "c10d" or not _allocates(func):
-            return set_bytes
-        key = func, _facts(args), _facts(kwargs)
-        if key not in self._known:
-            self._known[key] = _traced_bytes(func, args, kwargs)
-        result_bytes = self._known[key]
-        return None if result_bytes is None else result_bytes + set_bytes
 
 
 @cache
@@ -534,15 +521,10 @@ def spill_mode(
     keep_offloaded: bool = False,
     owned: Callable[[], Iterable[torch.Tensor]] = tuple,
 ) -> LruSpillMode:
-    """Return an LRU spill mode whose limit is the budget.
+    """Return an LRU spill mode whose limit is the budget; see `LruSpillMode` for the other arguments.
 
-    On an accelerator the limit is the fraction `FILLED` of the smaller of budget and allocatable memory.
-
-    Args:
-        device: Device of the step.
-        budget_bytes: Device bytes; None: no limit on a CPU, all allocatable memory on an accelerator.
-        keep_offloaded: See `LruSpillMode`.
-        owned: See `LruSpillMode`.
+    On an accelerator the limit is the fraction `FILLED` of the smaller of budget and allocatable memory. A budget of
+    None is no limit on a CPU, and all allocatable memory on an accelerator.
     """
     if device.type != "cpu":
         free_bytes = allocatable_bytes(device)
@@ -559,10 +541,6 @@ def within_device(
 ) -> AbstractContextManager[Any]:
     """Return a context that evicts storages when a step without a plan exceeds an accelerator's free memory.
 
-    The context has no effect on a CPU.
-
-    Args:
-        device: Device of the step.
-        owned: See `LruSpillMode`.
+    The context has no effect on a CPU. See `LruSpillMode` for `owned`.
     """
     return nullcontext() if device.type == "cpu" else spill_mode(device, owned=owned)

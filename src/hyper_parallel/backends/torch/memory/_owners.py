@@ -92,11 +92,7 @@ _KEY = attrgetter("_cdata")
 
 
 class Owners:
-    """Tensors of model and optimizer that own the state of a step.
-
-    Args:
-        captured: The recorded step.
-    """
+    """Tensors of model and optimizer that own the state of a recorded step."""
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
@@ -106,8 +102,7 @@ class Owners:
         # Checked in every step; the key identifies a torch storage.
         self._tensors = [tensor for _, tensor in captured.owners]
         self._recorded = [_KEY(captured.state[s].untyped_storage()) for s, _ in captured.owners]
-        operators = captured.program.operators
-        self._written = {s for operator in operators for s in operator.writes}
+        self._written = captured.written_state
 
     def check(self) -> None:
         """Check that model and optimizer still have the recorded storages and settings.
@@ -116,12 +111,9 @@ class Owners:
             StepChanged: HP512 that names the change.
         """
         with torch._C.DisableTorchFunctionSubclass():  # only metadata of stub tensors is read
-            self._check()
-
-    def _check(self) -> None:
-        if self._captured.source is not None:
-            self._captured.source.check()
-        keys = list(map(_KEY, map(torch.Tensor.untyped_storage, self._tensors)))
+            if self._captured.source is not None:
+                self._captured.source.check()
+            keys = list(map(_KEY, map(torch.Tensor.untyped_storage, self._tensors)))
         if keys != self._recorded:
             changed = next(index for index, key in enumerate(keys) if key != self._recorded[index])
             raise StepChanged(
@@ -131,10 +123,7 @@ class Owners:
             )
 
     def check_bytes(self, num_bytes: Callable[[torch.UntypedStorage], int]) -> None:
-        """Check that the storage of every state tensor has its full size, resident or evicted.
-
-        Args:
-            num_bytes: Function that returns the size of a storage when resident.
+        """Check that the storage of every state tensor has its full size; `num_bytes` returns it, resident or evicted.
 
         Raises:
             StepChanged: HP512 when another offloaded step has taken the bytes.

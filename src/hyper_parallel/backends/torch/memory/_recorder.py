@@ -1,9 +1,8 @@
 """Observers of a rank's step: a recorder of its program, a watch of its live bytes, and summaries of a recording.
 
 The recorder sits below autograd. It records the operators of forward, backward, FSDP, clipping and the optimizer, on
-plain local tensors, real or fake. Views are recorded as addresses. Only operators that allocate or write bytes, or
-communicate, become part of the program. A `Kernels` function runs the operators: directly, or with known values of fake
-tensors. `StorageWatch` counts live and peak bytes of a running step without a program, in a fraction of the time.
+plain local tensors, real or fake. Only operators that allocate or write bytes, need workspace or communicate become
+part of the program. `StorageWatch` counts live and peak bytes of a running step without a program, in less time.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ from hyper_parallel.units import round_up
 
 
 def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of an operator that other ranks read or write."""
-    # Other ranks read or write only the first tensor of an FSDP operator.
+    """Return the tensors of an operator that other ranks read or write; of an FSDP operator, the first one."""
     if func.namespace == "fsdp":
         return tensors[:1]
     return tensors if func.namespace in COMMUNICATION else []
@@ -130,7 +128,6 @@ class Recording:
     """Recorded program of a rank.
 
     Attributes:
-        program: Storages and operators.
         actions: Runs of operators and frees of storages, in recorded order.
         entries: Properties of each storage, including properties that `program` lacks.
         segments: (first action, name) of every segment of the program (forward, backward, ...).
@@ -149,11 +146,8 @@ class Recording:
 class Recorder(OperatorMode):
     """Context that records operators with their storages.
 
-    Storages are recorded if they are named, allocated by an operator, or operands of a collective.
-
-    Args:
-        alignment_bytes: See `Storages`.
-        kernels: Function that runs the operators.
+    Storages are recorded if they are named, allocated by an operator, or operands of a collective. `kernels` runs the
+    operators; see `Storages` for `alignment_bytes`.
     """
 
     def __init__(self, alignment_bytes: int = 1, kernels: Kernels = run_directly) -> None:
@@ -233,7 +227,7 @@ class Recorder(OperatorMode):
             self.storages.entries[number].sent = True
         reads, writes = self._known(tensors), self._known(written_leaves(func, args, kwargs))
         allocs = [
-            self._add(tensor, func)
+            self.storages.add(tensor, self._entry(tensor, _name(func)), watch=func is EMPTY)
             for tensor in tensors_in(out)
             if self.storages.find(tensor) is None
         ]
@@ -264,9 +258,6 @@ class Recorder(OperatorMode):
     def _known(self, tensors: list[Tensor]) -> tuple[int, ...]:
         numbers = (self.storages.find(tensor) for tensor in tensors)
         return tuple(dict.fromkeys(number for number in numbers if number is not None))
-
-    def _add(self, tensor: Tensor, func: Any) -> int:
-        return self.storages.add(tensor, self._entry(tensor, _name(func)), watch=func is EMPTY)
 
     def _add_existing(self, tensor: Tensor, name: str) -> int:
         """Record a storage that no operator has allocated."""
@@ -345,7 +336,6 @@ class Peak:
     Attributes:
         num_bytes: Live bytes.
         during: Operator that allocated the last bytes.
-        segment: Segment of the program.
         breakdown: Dict from category to live bytes; they add up to `num_bytes`.
         top: Largest live tensors, grouped by equal properties, largest total first.
     """
@@ -431,12 +421,7 @@ def collectives_of(
     """Return the collectives of a recorded program, grouped by kind, axes and purpose, in order of first occurrence.
 
     Groups of one rank send nothing and are excluded. A group that is in no mesh is listed with the axes `("other",)`.
-
-    Args:
-        recording: The recorded program.
-        rank: Rank of the recording.
-        meshes: Meshes that name the groups, in order of priority.
-        fsdp_axes: Axes over which FSDP shards the non-expert parameters.
+    The first mesh that has a group names it. FSDP shards the non-expert parameters over `fsdp_axes`.
     """
     records = (
         (operator.name, recording.groups.get(operator.group, ()), operator.purpose, operator.access_bytes)
@@ -475,10 +460,7 @@ def _fsdp_purpose(kind: str, axes: tuple[str, ...], fsdp_axes: tuple[str, ...]) 
 class CommCounter(OperatorMode):
     """Context that counts every collective of a rank by kind and mesh axes; see `collectives_of`.
 
-    Args:
-        mesh: Mesh that names the groups.
-        rank: Rank of this process on the mesh.
-        extra_meshes: Further meshes over the same ranks, for groups that are not groups of `mesh`.
+    `rank` is the rank of this process on the mesh. `extra_meshes` name groups that are not groups of `mesh`.
     """
 
     def __init__(self, mesh: Mesh, rank: int, *extra_meshes: Mesh) -> None:

@@ -101,11 +101,8 @@ class AllocatorGauge:
     """Device bytes of a memory plan on an accelerator, as the allocator counts them.
 
     Allocations outside of the plan are excluded: permanent workspaces and buffers of libraries, the caller's tensors.
-    Their bytes may change between steps. They are measured at every reset, as all allocated bytes except the arena.
-    `module` is the module of the device, such as `torch.cuda`.
+    They are measured at every reset, as all allocated bytes except the arena. `module` is, for example, `torch.cuda`.
     """
-
-    name = "device"
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module, self._device = module, device
@@ -139,10 +136,6 @@ class AllocatorGauge:
         """Restart the measurement of the peak; call it while a plan uses no device memory except the arena."""
         self._other_bytes = self._allocated() - self._arena_bytes
         self._module.reset_peak_memory_stats(self._device)
-
-    def rounded(self, num_bytes: int) -> int:
-        """Return the bytes that the allocator reserves for `num_bytes`."""
-        return round_up(num_bytes, 512)
 
 
 class FileTier:
@@ -178,7 +171,7 @@ class FileTier:
                 "cannot write a storage to the flash tier",
                 where=str(path),
                 got=str(error),
-                hint="free space in `offload.flash_dir` and check its permissions, or plan without a flash tier",
+                hint=f"free space in {self._folder} and check its permissions, or plan without a flash tier",
             ) from error
 
     def read(self, storage: int, target: torch.UntypedStorage) -> None:
@@ -191,7 +184,7 @@ class FileTier:
                 "a storage could not be read from flash",
                 where=str(path),
                 got=str(error),
-                hint="check the disk of `offload.flash_dir`, and run the step again from the last checkpoint",
+                hint=f"check the disk of {self._folder}, and run the step again from the last checkpoint",
             ) from error
         if len(data) != target.nbytes():
             raise TransferFailed(
@@ -228,7 +221,7 @@ class FileTier:
                 "cannot delete a file of the flash tier",
                 where=str(path),
                 got=str(error),
-                hint="check the permissions of `offload.flash_dir`",
+                hint=f"check the permissions of {self._folder}",
             ) from error
         self._sums.pop(storage, None)
         self._meter.add(-self._sizes.pop(storage))
@@ -356,5 +349,5 @@ def _impossible(parent: Path, error: OSError) -> TransferFailed:
         "cannot create a folder for the files of a run",
         where=str(parent),
         got=str(error),
-        hint="check the permissions of `offload.flash_dir`, or set another folder",
+        hint=f"check the permissions of {parent}, or set another folder",
     )

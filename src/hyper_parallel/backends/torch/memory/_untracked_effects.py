@@ -11,7 +11,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, Self
 
@@ -40,23 +39,34 @@ TORCH_ATTRIBUTES: Final = frozenset(vars(nn.Module())) | {
 }
 """Attributes of every module of torch, of an optimizer with a scheduler, and of a fused optimizer before its first
 step."""
+_CHUNK: Final = 1 << 20
+"""Words of a large tensor per chunk of its checksum; a chunk needs 24 MiB of workspace on the tensor's device."""
+_CACHED: Final = 1 << 16  # words per chunk on the host, small enough for its cache
 _CODE: Final = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.optim.Optimizer)
 
 
-def digest(base: torch.UntypedStorage) -> tuple[int, ...]:
-    """Return checksums of a storage's bytes, computed on the storage's device.
+def checksum(words: Tensor) -> int:
+    """Return the sum of word times an odd number for its position, modulo 2**64, of a flat tensor of integers.
 
-    Different contents have equal checksums only by rare chance.
+    It is computed on the tensor's device, because copying gigabytes to the host would take longer than a step.
     """
+    if words.numel() <= _CHUNK:
+        words = words.cpu()
+    step = min(words.numel(), _CACHED if words.device.type == "cpu" else _CHUNK)
+    odd = 2 * torch.arange(step, device=words.device) + 1
+    total = 0
+    for position, chunk in enumerate(words.split(step) if step else ()):
+        values = chunk.long()
+        total += int((values * odd[: len(chunk)]).sum()) + 2 * position * step * int(values.sum())
+    return total % 2**64
+
+
+def digest(base: torch.UntypedStorage) -> tuple[int, int]:
+    """Return checksums of a storage's bytes: of its whole words of 8 bytes, and of the other bytes."""
     with _disable_current_modes():
-        words = base.nbytes() // 8
-        empty = torch.empty(0, dtype=torch.int64, device=base.device)
-        flat = empty.set_(base, 0, (words,), (1,))  # type: ignore[call-overload]
-        sums = [flat.sum(), flat[::3].sum()]
-        if rest := base.nbytes() - words * 8:
-            tail = torch.empty(0, dtype=torch.uint8, device=base.device)
-            sums.append(tail.set_(base, words * 8, (rest,), (1,)).sum())  # type: ignore[call-overload]
-        return tuple(map(int, sums))
+        flat = torch.empty(0, dtype=torch.uint8, device=base.device).set_(base)  # type: ignore[call-overload]
+        whole = base.nbytes() // 8 * 8
+        return checksum(flat[:whole].view(torch.int64)), checksum(flat[whole:])
 
 
 def untracked_write_error(name: str) -> CaptureUnsupported:
@@ -68,11 +78,7 @@ def untracked_write_error(name: str) -> CaptureUnsupported:
 
 
 class RawAccessMode(TorchFunctionMode):
-    """Mode that reports tensors whose values or address Python code reads.
-
-    Args:
-        on_access: Function called with the tensor, and True for a read of values, False for a read of the address.
-    """
+    """Mode that calls `on_access` with a tensor whose values (True) or address (False) Python code reads."""
 
     def __init__(self, on_access: Callable[[Tensor, bool], None]) -> None:
         super().__init__()
@@ -87,30 +93,20 @@ class RawAccessMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(slots=True)
-class _CallEffects:
-    """Observed effects of one operator call.
-
-    Attributes:
-        drew: True if the call has drawn random numbers although the operator's schema does not say so.
-    """
-
-    drew: bool = False
-
-
 class UntrackedEffects:
     """Context around a recorded step that detects its untracked effects; the recorder reports every operator to it.
 
-    Args:
-        storages: Storages of the recording.
+    Attributes:
+        drew: True if the last observed call has drawn random numbers although its operator's schema does not say so.
     """
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
+        self.drew = False
         self._python, self._raw_access = PythonValues(), RawAccessMode(self._on_raw_access)
         self._inside = False  # True inside of an operator, whose effects are recorded
-        self._state: dict[int, tuple[int, ...]] = {}  # state storage -> digest at its first use
-        self._exposed: dict[int, tuple[int, ...]] = {}  # storage whose pointer was read -> digest
+        self._state: dict[int, tuple[int, int]] = {}  # state storage -> digest at its first use
+        self._exposed: dict[int, tuple[int, int]] = {}  # storage whose pointer was read -> digest
         self._uninitialised: set[int] = set()  # storages that were allocated but not yet written
 
     def __enter__(self) -> Self:
@@ -152,13 +148,13 @@ class UntrackedEffects:
     @contextmanager
     def observe(
         self, func: Any, tensors: Sequence[Tensor], written: Sequence[Tensor]
-    ) -> Iterator[_CallEffects]:
+    ) -> Iterator[None]:
         """Observe the call of an operator in this context; check custom operators against their schemas.
 
         Raises:
             CaptureUnsupported: HP511 when the operator writes an argument that its schema declares as read-only.
         """
-        call, declared = _CallEffects(), {id(tensor) for tensor in written}
+        declared = {id(tensor) for tensor in written}
         foreign = func.namespace not in TORCH and fake_mode() is None
         bases = [t.untyped_storage() for t in tensors if id(t) not in declared] if foreign else []
         states = generator_states(bases) if foreign else []
@@ -166,15 +162,14 @@ class UntrackedEffects:
         fake_communication = func.namespace in COMMUNICATION and fake_mode() is not None
         self._inside, random_state = True, random.getstate() if fake_communication else None
         try:
-            yield call
+            yield
         finally:
             self._inside = False
             if random_state is not None:  # undo torch's draws for ids of fake collectives
                 random.setstate(random_state)
-        if foreign:
-            call.drew = not all(map(torch.equal, states, generator_states(bases)))
-            if before != [digest(base) for base in bases]:
-                raise untracked_write_error(f"an argument of {func}")
+        self.drew = foreign and not all(map(torch.equal, states, generator_states(bases)))
+        if before != [digest(base) for base in bases]:
+            raise untracked_write_error(f"an argument of {func}")
 
     def after_operator(
         self, func: Any, reads: Sequence[int], writes: Sequence[int], allocated: Sequence[int]
@@ -201,10 +196,7 @@ class UntrackedEffects:
     ) -> None:
         """Refuse, after the step, state that changed without an operator.
 
-        Args:
-            operators: Recorded operators.
-            state: Tensors that existed before the step, by storage.
-            make_resident: Function that makes a tensor resident.
+        `state` maps a storage to a tensor that existed before the step; `make_resident` makes a tensor resident.
 
         Raises:
             CaptureUnsupported: HP511 with the name of the changed state.
@@ -275,9 +267,7 @@ class PythonValues:
     def refuse_changes(self, was_read: Callable[[Tensor], bool]) -> None:
         """Raise if the step has changed a Python attribute or drawn random numbers of Python or NumPy.
 
-        Args:
-            was_read: Function that tells whether an operator of the step has read a tensor. A replaced tensor is
-                refused only if it has been read.
+        `was_read` tells whether an operator of the step has read a tensor; a replaced tensor is refused only then.
 
         Raises:
             CaptureUnsupported: HP511 with the attribute.
@@ -319,11 +309,7 @@ def _random_state() -> tuple[Any, ...]:
 def python_attributes(owner: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of each attribute of a module or an optimizer that is not a tensor.
 
-    Values can be compared with `==`.
-
-    Args:
-        owner: The module or optimizer.
-        seen: Objects to skip, by id; the inspected objects are added.
+    Values can be compared with `==`. `seen` has objects to skip, by id; the inspected objects are added.
     """
     seen = {} if seen is None else seen
     for key, value in vars(owner).items():

@@ -27,11 +27,7 @@ Act = Callable[[], Any]
 
 
 class ActionBinder:
-    """Factory of calls that execute the actions of one memory plan.
-
-    Args:
-        state: State of the plan. Its storages, streams and files must not change while the calls are in use.
-    """
+    """Factory of calls that execute the actions of a memory plan; its storages, streams and files must not change."""
 
     def __init__(self, state: ArenaState) -> None:
         self._plan, self._files = state.plan, state.files
@@ -44,12 +40,7 @@ class ActionBinder:
         self._in_flight: dict[int, Any] = {}  # operator index -> work handle of its collective
 
     def bind(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> Act:
-        """Return a call that executes one action.
-
-        Args:
-            action: The action.
-            ready: The prepared operator, the arena range of a copy or of a release, or None for all other actions.
-        """
+        """Return a call that executes one action; `ready` is its entry in `Addresses.actions`."""
         s, kind = action.target, action.kind
         if isinstance(ready, Prepared):
             return partial(self._run, ready, s)

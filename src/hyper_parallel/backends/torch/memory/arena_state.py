@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.backends.torch.memory._captured import Captured, as_view
-from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
+from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode, read_content
 from hyper_parallel.backends.torch.memory._owners import Owners
+from hyper_parallel.backends.torch.memory._tiers import FileTier
 from hyper_parallel.backends.torch.memory.action_binder import Act, ActionBinder
 from hyper_parallel.backends.torch.memory.hardware import Hardware, has_room
-from hyper_parallel.backends.torch.memory.operators import View
 from hyper_parallel.backends.torch.memory.prepared_plan import Addresses, StorageBytes
 from hyper_parallel.backends.torch.memory.tier_copies import finish
 from hyper_parallel.errors import (
@@ -88,8 +88,8 @@ class ArenaState:
     ) -> None:
         self.captured, self.plan = captured, plan
         self.hardware = hardware
-        self.hardware.reserve(plan)
-        self.files = self.hardware.file_tier(flash or Path())
+        hardware.pool.reserve(plan.replayed.host_buffers)
+        self.files = FileTier(flash or Path(), hardware.flash)
         self.storages: dict[str, StorageBytes] = {"device": {}, "dram": {}}
         self._device, self._inside = self.storages["device"], self.hardware.inside
         self._sizes = plan.program.sizes
@@ -140,8 +140,7 @@ class ArenaState:
     def _acquire_from_owners(self) -> None:
         """Move the state's bytes into buffers of the tiers, and empty the owner tensors.
 
-        The owner tensors are emptied because a storage that a tensor still references would not be free when the plan
-        detaches it. When the bytes cannot be moved, they are restored and the planned device is closed.
+        When the bytes cannot be moved, they are restored and the planned device is closed.
         """
         staged: StorageBytes = {}
         spill, self._spill = self._spill, None
@@ -158,9 +157,7 @@ class ArenaState:
                 base = tensor.untyped_storage()
                 content = base if spill is None else spill.pop_content(base)
                 if not (callable(content) and s in self.files):  # the file may be current
-                    self._move_to_home(
-                        s, content() if callable(content) else content, base, staged, staging
-                    )
+                    self._move_to_home(s, read_content(content), base, staged, staging)
                 if not self._is_input(s):
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
                     # Inputs keep their bytes: the caller may pass the same tensors in the next step.
@@ -177,10 +174,7 @@ class ArenaState:
                 raise
 
     def _staging_device(self, spill: LruSpillMode | None = None) -> torch.device:
-        """Return the device for temporary copies of moved state: the accelerator if it has room, else the host.
-
-        With a spill mode it is always the host.
-        """
+        """Return the device for copies of moved state: an accelerator with room if `spill` is None, else the host."""
         device = self.hardware.device
         return device if spill is None and has_room(device, self.plan.arena_bytes) else _HOST
 
@@ -271,11 +265,7 @@ class ArenaState:
         """Give the tensors of model and optimizer their bytes while this context is active, between two steps.
 
         Code inside the context, such as an evaluation or a checkpoint, reads and writes these tensors. Memory that it
-        allocates is not counted.
-
-        Args:
-            spill: Mode that makes the state resident on use, from its home tier. None: all of the state becomes
-                resident.
+        allocates is not counted. `spill` makes the state resident on use; None: all of the state becomes resident.
 
         Raises:
             StepChanged: HP512 at the end when tensors were replaced instead of changed in place, or model or optimizer
@@ -296,7 +286,10 @@ class ArenaState:
             self._acquire()
 
     def materialize_on_use(self, spill: LruSpillMode) -> None:
-        """Hand the state to `spill`, which makes each tensor resident on use; the bytes stay in the home tier."""
+        """Hand the state to `spill`, which makes each tensor resident on use, and release the arena.
+
+        Bytes in DRAM and in files stay there; bytes in the arena move to host memory.
+        """
         self.owners.restore_tensors()
         for s, tensor in self.captured.state.items():
             if self.owners.kept_by_caller(s):
@@ -317,8 +310,6 @@ class ArenaState:
     @contextmanager
     def _failing_on_partial_move(self) -> Iterator[None]:
         """Mark the planned device as failed if an error in this context interrupts a move of the state.
-
-        A failed device can only be closed.
 
         Raises:
             TransferFailed: HP513 in place of an error without a code.
@@ -367,23 +358,10 @@ class ArenaState:
                 return tensor.detach()
             return as_view(tensor, s).as_tensor(self._bytes(s))
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a copy of a named state tensor, read from its home tier."""
-        storage, view = self._state(name)
-        return view.as_tensor(self._bytes(storage)).clone()
-
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of the named state, with the bytes in the home tier; files are read one at a time."""
         for name, view in self.captured.named.items():
             yield name, view.as_tensor(self._bytes(view.storage))
-
-    def write(self, name: str, value: torch.Tensor) -> None:
-        """Overwrite a named state tensor in its home tier, between two steps."""
-        storage, view = self._state(name)
-        base = self._bytes(storage)
-        view.as_tensor(base).copy_(value)
-        if self.plan.homes[storage] == "flash":
-            self.files.write(storage, base)
 
     def _bytes(self, storage: int) -> torch.UntypedStorage:
         """Return the bytes of a storage in its home tier, between two steps; from the file tier, a copy."""
@@ -393,15 +371,6 @@ class ArenaState:
         base = torch.UntypedStorage(self.plan.program.storages[storage].num_bytes)
         finish(partial(self.files.read, storage, base))
         return base
-
-    def _state(self, name: str) -> tuple[int, View]:
-        for s, tensor in self.captured.state.items():
-            if self.plan.program.storages[s].name == name:
-                return s, as_view(tensor, s)
-        raise StepChanged(
-            f"the captured step has no state named `{name}`",
-            allowed=[self.plan.program.storages[s].name for s in self.captured.state][:20],
-        )
 
 
 def _copy(base: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._lru_spill import within_device
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
-from hyper_parallel.backends.torch.memory._untracked_effects import RawAccessMode
+from hyper_parallel.backends.torch.memory._untracked_effects import RawAccessMode, checksum
 from hyper_parallel.backends.torch.memory.hardware import has_room
 from hyper_parallel.backends.torch.memory.operators import numbers_read
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
@@ -29,9 +29,6 @@ from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
 """Number of sampled elements of a tensor, to distinguish rounding from another value; an estimate."""
-_CHUNK: Final = 1 << 20
-"""Words of a large tensor per chunk of its digest; a chunk needs 24 MiB of workspace on the tensor's device."""
-_CACHED: Final = 1 << 16  # words per chunk on the host, small enough for its cache
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ULPS: Final = 4
 """Tolerance in units in the last place of a tensor's largest value, when two eager runs differ."""
@@ -45,24 +42,14 @@ OUTPUTS: Final = ("loss", "gradient norm", "routing")
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Results of one run of a step, for comparison with another run of the same step.
-
-    Attributes:
-        digests: Checksum of every output and state tensor, by name.
-        samples: Sampled elements and dtype of each tensor, by name.
-    """
+    """Results of a step: a checksum, and samples with their dtype, of every output and state tensor by name."""
 
     digests: dict[str, int]
     samples: dict[str, tuple[Tensor, torch.dtype]]
 
     @classmethod
     def of(cls, outputs: Any, state: Mapping[str, Tensor]) -> StepOutcome:
-        """Return the results of a run as digests and samples on the host.
-
-        Args:
-            outputs: Result of the step; only its tensors are compared.
-            state: Parameters, buffers and optimizer state after the step.
-        """
+        """Return the results of a run: the tensors in `outputs`, and the state after the step."""
         flat = [value for value in tree_flatten(outputs)[0] if isinstance(value, Tensor)]
         names = [*OUTPUTS, *(f"output {position}" for position in range(len(OUTPUTS), len(flat)))]
         tensors = {**dict(zip(names, flat, strict=False)), **state}
@@ -120,11 +107,7 @@ class ReferenceStep:
         return cls(*runs)
 
     def check(self, got: StepOutcome) -> None:
-        """Raise if the results `got` of a planned step differ from those of the eager step.
-
-        Raises:
-            StepChanged: HP512 with the first tensor that differs.
-        """
+        """Raise StepChanged (HP512) for the first tensor of a planned step that differs from the eager step."""
         for name, digest in self._first.digests.items():
             expected, dtype = self._first.samples[name]
             actual = got.samples[name][0]
@@ -147,10 +130,7 @@ class ReferenceStep:
 class _RecordedDecisions(OperatorMode):
     """Context around an eager step that compares data-dependent sizes and values with the recorded ones.
 
-    A planned step would stop at the first difference, halfway, and lose the state.
-
-    Attributes:
-        error: Error of the first difference, or None.
+    A planned step would stop at the first difference, halfway, and lose the state. `error` is the first difference.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -259,21 +239,8 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> int:
-    """Return a checksum of a tensor's bytes: the sum of word times an odd number for its position, modulo 2**64.
-
-    The checksum is computed on the tensor's device, because a copy of gigabytes to the host would take longer than the
-    step. All devices give the same result.
-    """
-    flat, digest = _flat(tensor), 0
-    words = flat.view(_WORDS[flat.element_size()])
-    if words.numel() <= _CHUNK:
-        words = words.cpu()
-    step = min(words.numel(), _CACHED if words.device.type == "cpu" else _CHUNK)
-    odd = 2 * torch.arange(step, device=words.device) + 1
-    for position, chunk in enumerate(words.split(step) if step else ()):
-        values = chunk.long()
-        digest += int((values * odd[: len(chunk)]).sum()) + 2 * position * step * int(values.sum())
-    return digest % 2**64
+    flat = _flat(tensor)
+    return checksum(flat.view(_WORDS[flat.element_size()]))
 
 
 def sample(tensor: Tensor) -> Tensor:

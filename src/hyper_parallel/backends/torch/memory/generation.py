@@ -40,8 +40,6 @@ class MemoryLimits:
     """Memory limits of a generation.
 
     Attributes:
-        device_bytes: Device budget in bytes.
-        machine: Channels, DRAM and flash capacities.
         roofline: Model of the operators' seconds, for the plans and the virtual clock.
         flash: Parent of the file tier's folder; required when the machine has a file tier.
     """
@@ -96,7 +94,7 @@ class PlannedSlots(FixedPasses):
     A slot is a row of the fixed-size batch. Construction records and plans both steps.
 
     Args:
-        model: Model in host memory, in eval mode; its tensors are empty until `close`.
+        model: Model in host memory, in eval mode; its tensors are empty from `begin` to `close`.
         fixed: Number of slots and lengths of the two steps.
         limits: Device budget and machine.
         device: Device of the steps; a CPU simulates one.
@@ -168,12 +166,7 @@ class PlannedSlots(FixedPasses):
         ]
 
     def _plan(self) -> list[MemoryPlan]:
-        """Return one plan for each recorded step.
-
-        Raises:
-            BudgetImpossible: HP402 naming a device budget that is sufficient for both steps.
-            TierFull: HP403 naming a DRAM size that is sufficient for both steps.
-        """
+        """Return one plan for each recorded step; see the class for errors."""
         limits, plans, errors = self.limits, list[MemoryPlan](), list[BudgetImpossible | TierFull]()
         for captured in self._captured:
             program = limits.roofline.annotate(captured.program)
@@ -288,11 +281,7 @@ def _own_storages(model: Any) -> None:
 
 @contextmanager
 def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
-    """Yield a copy of the model on fake tensors; its steps can be recorded inside the context.
-
-    Args:
-        model: A model in host memory.
-        device: Device of the steps; the recorded operators depend on it.
+    """Yield a copy of a model in host memory, on fake tensors of `device`; record its steps inside the context.
 
     Raises:
         CaptureUnsupported: HP511 when the model's code needs a value or a size that depends on the data.

@@ -6,18 +6,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, FileTier, Meter
+from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, Meter
 from hyper_parallel.backends.torch.memory.streams import DeviceApi, StreamLanes
 from hyper_parallel.backends.torch.memory.tier_copies import Copies, CopyLanes
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import TierFull
-from hyper_parallel.ir import MemoryPlan, slab_bytes, slabs
+from hyper_parallel.ir import slab_bytes, slabs
 from hyper_parallel.memory import MemoryMachine
 from hyper_parallel.units import round_up
 
@@ -25,14 +24,11 @@ from hyper_parallel.units import round_up
 class HostPool:
     """Pool of DRAM buffers by size, cut from slabs.
 
-    Args:
-        alignment_bytes: Sizes are rounded up to a multiple of this.
-        pin: Pin the memory, so that a device copies it asynchronously.
-        capacity_bytes: Limit of the slabs' bytes; None: unlimited.
+    Sizes are rounded up to a multiple of `alignment_bytes`. Pinned memory (`pin`) can be copied asynchronously.
 
     Attributes:
         buffers: Number of buffers by size in bytes.
-        reserved_bytes: Total bytes of the slabs.
+        reserved_bytes: Total bytes of the slabs, at most `capacity_bytes` (None: unlimited).
     """
 
     def __init__(self, alignment_bytes: int, pin: bool, capacity_bytes: int | None = None) -> None:
@@ -49,10 +45,19 @@ class HostPool:
             TierFull: HP403 when the slabs exceed the capacity; nothing is allocated then.
         """
         missing = Counter(counts) - self.buffers
-        self._check_capacity(slab_bytes(missing))
+        wanted = self.reserved_bytes + slab_bytes(missing)
+        if self._capacity is not None and wanted > self._capacity:
+            raise TierFull(
+                "the DRAM buffers of the plan exceed the dram tier",
+                got=f"{wanted} bytes",
+                allowed=f"{self._capacity} bytes",
+                hint=f"offload.dram={wanted}",
+            )
         self.buffers |= Counter(counts)
+        self.reserved_bytes = wanted
         for slab_size, parts in slabs(missing):
-            slab, offset = self._slab(slab_size), 0
+            empty = torch.empty(slab_size, dtype=torch.uint8, pin_memory=self._pin)
+            slab, offset = empty.untyped_storage(), 0
             for size, count in parts.items():
                 ends = range(offset, offset + size * count, size)
                 self._free.setdefault(size, []).extend((slab, begin) for begin in ends)
@@ -80,34 +85,18 @@ class HostPool:
         self._watch[key] = weakref.ref(base, release)
         return base
 
-    def _check_capacity(self, more_bytes: int) -> None:
-        wanted = self.reserved_bytes + more_bytes
-        if self._capacity is not None and wanted > self._capacity:
-            raise TierFull(
-                "the DRAM buffers of the plan exceed the dram tier",
-                got=f"{wanted} bytes",
-                allowed=f"{self._capacity} bytes",
-                hint=f"offload.dram={wanted}",
-            )
-
-    def _slab(self, num_bytes: int) -> torch.UntypedStorage:
-        self.reserved_bytes += num_bytes
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin).untyped_storage()
-
 
 FILLED: Final = 0.8
 """Share of a device that storages may fill; the rest is for workspaces and fragmentation. An estimate."""
 
 CopyMode = Copies | DeviceApi
-"""Streams and events of a device; or, for a simulated device, the moment at which copies move their bytes."""
+"""Streams and events of a device; or, for a simulated device, the moment at which copies move their bytes.
+
+With a correct plan, all of them give equal bits."""
 
 
 class _Watch(TorchDispatchMode):
-    """Mode that reports every operator of a planned step; no tensor of the step is a DTensor.
-
-    Args:
-        on_results: Function called with the outputs of each operator.
-    """
+    """Mode that passes the outputs of every operator to `on_results`; no tensor of a planned step is a DTensor."""
 
     def __init__(self, on_results: Callable[[Any], None]) -> None:
         super().__init__()
@@ -168,18 +157,6 @@ class Hardware:
         """Copies in flight that measure time by events; None if a virtual clock computes the time."""
         return self.lanes if isinstance(self.lanes, StreamLanes) else None
 
-    def reserve(self, plan: MemoryPlan) -> None:
-        """Allocate the DRAM buffers that a plan needs.
-
-        Raises:
-            TierFull: HP403 when the buffers exceed the capacity.
-        """
-        self.pool.reserve(plan.replayed.host_buffers)
-
-    def file_tier(self, folder: Path) -> FileTier:
-        """Return the file tier of a state, with its files in a folder."""
-        return FileTier(folder, self.flash)
-
     def arena(self, num_bytes: int) -> torch.UntypedStorage:
         """Allocate the arena, the device buffer with the addresses of a plan's storages."""
         if isinstance(self.gauge, AllocatorGauge):
@@ -193,8 +170,7 @@ class Hardware:
     def watched(self, every: bool) -> Iterator[None]:
         """Count the operators of a step, and on a simulated device the storages that they allocate.
 
-        Args:
-            every: True: also count on an accelerator, where counting costs host time.
+        Nothing is counted on an accelerator, where counting costs host time, unless `every` is True.
         """
         self.counts = every or isinstance(self.gauge, Meter)
         with self._mode if self.counts else nullcontext():
@@ -235,7 +211,7 @@ class Hardware:
         return base
 
     def reset_peaks(self) -> None:
-        """Restart the measurement of all peaks."""
+        """Restart the measurement of the peaks of all tiers."""
         for meter in (self.gauge, self.inside, self.dram, self.flash):
             meter.reset_peak()
 

@@ -10,6 +10,7 @@ and is summed in the order of the rows, so columns that are computed separately 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from hyper_parallel.backends.torch.memory._fake_values import device_workspace
 from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, Call, Entry, View
 from hyper_parallel.backends.torch.memory.out_variants import out_variant
 from hyper_parallel.backends.torch.memory.streams import DeviceApi
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.ir import GRADIENT_PIECES, Operator
 from hyper_parallel.memory import paused_garbage_collection
 from hyper_parallel.units import KiB
@@ -42,8 +44,6 @@ class Events(NamedTuple):
     """Events around the kernels of an operator, on their stream.
 
     Attributes:
-        begin: Event before the kernels.
-        end: Event after the kernels.
         issued_s: Host seconds of issuing the operator.
         reached: True if the device reached `begin` before the operator was issued, so it waited for the host.
     """
@@ -63,9 +63,8 @@ def run_measured(
 ) -> tuple[Any, tuple[int, ...], Events | None]:
     """Run an operator on `tensors`, the tensors among its arguments; on an accelerator, measure its workspace and time.
 
-    Returns:
-        Outputs, workspace bytes of the kernel, and on an accelerator the events around it. The allocator's peak is
-        reset.
+    Return its outputs, workspace bytes of the kernel, and on an accelerator the events around it. The allocator's peak
+    is reset.
     """
     device = next((t.device for t in tensors if t.device.type != "cpu"), None)
     if device is None or func.namespace in COMMUNICATION:
@@ -127,10 +126,9 @@ def piece_workspace(
     pieces = columns(call)
     if not workspace or not pieces:
         return workspace
-    part = widest(pieces, args)
-    return run_measured(call.func, part, kwargs, [t for t in part if isinstance(t, torch.Tensor)])[
-        1
-    ]
+    # The first piece is the widest.
+    part = args[0][..., pieces[0].start : pieces[0].stop].contiguous(), *args[1:]
+    return run_measured(call.func, part, kwargs, tensors_in(part))[1]
 
 
 def columns(call: Call) -> tuple[range, ...]:
@@ -144,9 +142,8 @@ def columns(call: Call) -> tuple[range, ...]:
     # Every piece sorts the rows, so pieces are as wide as the reusable workspace allows.
     num_columns = table.size[1]
     max_pieces = min(GRADIENT_PIECES, table.num_bytes // _MIN_PIECE_BYTES)
-    fitting_columns = (
-        num_columns * call.reusable_bytes // sum(piece_bytes(call, (range(num_columns),)))
-    )
+    whole_bytes = sum(piece_bytes(call, (range(num_columns),)))
+    fitting_columns = num_columns * call.reusable_bytes // whole_bytes
     width = max(fitting_columns, -(-num_columns // max(max_pieces, 1)))
     if width >= num_columns:
         return ()
@@ -160,15 +157,8 @@ def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:
     width = max(map(len, pieces))
     table, grad = call.results[0][1], call.args[0]
     assert isinstance(grad, View)
-    rows = 1
-    for size in grad.size[:-1]:
-        rows *= size
+    rows = math.prod(grad.size[:-1])
     return width * table.size[0] * table.dtype.itemsize, width * rows * grad.dtype.itemsize
-
-
-def widest(pieces: tuple[range, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of the operator for the first piece, which is the widest."""
-    return args[0][..., pieces[0].start : pieces[0].stop].contiguous(), *args[1:]
 
 
 def in_pieces(

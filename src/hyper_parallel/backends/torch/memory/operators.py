@@ -34,17 +34,12 @@ _CPU = torch.device("cpu")
 
 @dataclass(slots=True)
 class Entry:
-    """Properties of a storage of a program that is being recorded.
+    """Properties of a storage of a program that is being recorded; see also `Storage`.
 
     Attributes:
         name: Name of a parameter, or of the operator that allocated the storage.
         num_bytes: Bytes; 0 while the owner (FSDP) has emptied the storage.
-        kind: Kind of the content.
-        at_start: See `Storage`.
-        at_end: See `Storage`.
-        device: Device of the storage.
         shape: Shape of the first tensor on the storage.
-        dtype: Number format of that tensor.
         recomputed: True if the storage was allocated by recomputation inside backward.
         sent: True if a collective read or wrote the storage.
         resized: True if the owner empties and refills the storage in place.
@@ -78,33 +73,26 @@ class Storages:
 
     Attributes:
         entries: Properties of each storage, by number.
+        live_bytes: Bytes that are live now.
         peak_bytes: Peak of the live bytes.
     """
 
     def __init__(self, alignment_bytes: int, ended: Callable[[int], None] | None = None) -> None:
         self.entries: list[Entry] = []
-        self.peak_bytes = self._live = 0
+        self.peak_bytes = self.live_bytes = 0
         self._alignment, self._ended = alignment_bytes, ended
         self._numbers: dict[int, int] = {}  # `_cdata` of a live storage -> its number
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._watched: dict[int, tuple[weakref.ref[Any], int]] = {}  # with the last known size
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes that are live now."""
-        return self._live
 
     def find(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor's storage; None: unknown."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def add(self, tensor: Tensor, entry: Entry, *, watch: bool = False) -> int:
-        """Assign the next number to a tensor's storage and return it.
+        """Assign the next number to a tensor's storage and return it; set bytes and device of `entry`.
 
-        Args:
-            tensor: A tensor on the storage.
-            entry: Properties of the storage; this method sets bytes and device.
-            watch: Whether the owner may resize the storage, so that `end_resized` compares its size.
+        With `watch`, the owner may resize the storage, so `end_resized` compares its size.
         """
         base = tensor.untyped_storage()
         key = base._cdata
@@ -128,13 +116,13 @@ class Storages:
             self._watched[key] = (self._refs[key], entry.num_bytes)
         number = self._numbers[key] = len(self.entries)
         self.entries.append(entry)
-        self._live += round_up(entry.num_bytes, self._alignment)
-        self.peak_bytes = max(self.peak_bytes, self._live)
+        self.live_bytes += round_up(entry.num_bytes, self._alignment)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return number
 
     def _end(self, key: int) -> None:
         number = self._numbers.pop(key)
-        self._live -= round_up(self.entries[number].num_bytes, self._alignment)
+        self.live_bytes -= round_up(self.entries[number].num_bytes, self._alignment)
         if self._ended is not None:
             self._ended(number)
 
@@ -145,20 +133,15 @@ class Storages:
             self._end(key)
 
     def end_resized(self, *, everywhere: bool = False) -> list[tuple[int, Entry, Any]]:
-        """End the live ranges of storages whose owner has changed their size.
-
-        Args:
-            everywhere: Compare all live storages, not only the watched ones.
+        """End the live ranges of watched storages (`everywhere`: of all storages) whose owner has changed their size.
 
         Returns:
             For each storage: key, properties, and a reference that keeps it alive until `begin` numbers it again.
         """
         ended = []
         for key in list(self._numbers) if everywhere else self._resized_keys():
-            ref, number = (
-                self._refs.get(key),
-                self._numbers.get(key),
-            )  # None if the storage was destroyed in this loop
+            # None if the storage was destroyed in this loop
+            ref, number = self._refs.get(key), self._numbers.get(key)
             base = None if ref is None else ref()
             if base is None or number is None or base.nbytes() == self.entries[number].num_bytes:
                 continue
@@ -186,7 +169,7 @@ class Storages:
         renumbered = {old: new for new, old in enumerate(self.living)}
         self.entries = [replace(self.entries[old], at_start=True) for old in renumbered]
         self._numbers = {key: renumbered[old] for key, old in self._numbers.items()}
-        self.peak_bytes = self._live
+        self.peak_bytes = self.live_bytes
 
 
 COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -317,12 +300,8 @@ def _is_work(value: Any) -> bool:
     return isinstance(value, torch.ScriptObject) and "Work" in str(value._type())
 
 
-@dataclass(frozen=True, slots=True)
-class SendsComplete:
-    """Operator that marks the completion of all point-to-point sends outside of batches."""
-
-    def __call__(self) -> None:
-        """Do nothing; as an operator of the program it delays freeing its operands until the sends are complete."""
+def sends_complete() -> None:
+    """Do nothing; as an operator of a program, keep its operands alive until sends outside of batches are complete."""
 
 
 def is_message(func: Any) -> bool:
@@ -380,12 +359,7 @@ def draws(
 ) -> bool:
     """Return whether a call draws random numbers; attention without dropout does not, although torch tags it as random.
 
-    Args:
-        func: The operator.
-        args: Positional arguments of the operator.
-        kwargs: Keyword arguments of the operator.
-        phase: Phase of the call.
-        drew: Whether the call was observed to draw random numbers.
+    `drew` states whether the call was observed to draw random numbers.
 
     Raises:
         CaptureUnsupported: HP511 in a backward pass: recomputation resets the generator between two operators, which a
@@ -474,12 +448,8 @@ def split_lists(
 
     The arguments may contain views in place of tensors. `_fused_adamw_` and `_foreach_*` treat every position
     independently. The calls therefore give the same bits, and each can run as soon as its own gradient exists.
-
-    Args:
-        func: The operator.
-        args: Positional arguments of the operator.
-        kwargs: Keyword arguments of the operator.
-        num_results: Fresh storages among its outputs: none, or one per position.
+    `num_results` is the number of fresh storages among its outputs. The operator is split if there are none, or one per
+    position.
     """
     name = func._opname
     fused = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))
@@ -491,9 +461,7 @@ def split_lists(
         return [(args, kwargs)]
 
     def part(value: Any, at: int) -> Any:
-        if _is_tensor_list(value):
-            return [value[at]]
-        # `_foreach_*` also takes one plain number per position.
+        # A list of tensors, or of one plain number per position, which `_foreach_*` also takes.
         if isinstance(value, (list, tuple)) and len(value) == length:
             return [value[at]]
         return value

@@ -7,6 +7,7 @@ every step, and an operator is a call on bound tensors. Address ranges own no me
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -118,7 +119,7 @@ class Addresses:
         elif pieces := columns(call):
             run = in_pieces(pieces, args, kwargs, outs[0])
         else:
-            run = _bind_call(getattr(call.func, "_op", call.func), args, kwargs)
+            run = partial(getattr(call.func, "_op", call.func), *args, **kwargs)
             if (
                 getattr(call.func, "_opname", "") in _RESULTS_WITH_GRADIENTS
                 and len(call.results) == _RESULTS_WITH_GRADIENTS[call.func._opname]
@@ -135,7 +136,3 @@ class Addresses:
             not (staged or operator.group or call.guards),
             isinstance(call.func, OpOverload) and "empty" not in call.func._opname,
         )
-
-
-def _bind_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
-    return lambda: op(*args, **kwargs)

@@ -112,10 +112,7 @@ class CaptureSource:
                 yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
 
     def block_use(self) -> None:
-        """Make model and optimizers raise when they are run, saved or loaded.
-
-        A planned device owns their bytes during that time.
-        """
+        """Make model and optimizers raise when they are run, saved or loaded: a planned device owns their bytes."""
         parts = self._model if isinstance(self._model, torch.nn.ModuleList) else ()
         for model in (self._model, *parts):
             if next(model.parameters(), None) is not None:  # excludes loss modules
@@ -135,15 +132,10 @@ class CaptureSource:
 
 
 class _IdentityStamp:
-    """Identities of all objects on which the properties in `CaptureSource` depend.
+    """Identities of all objects on which the properties in `CaptureSource` depend, `seen` included.
 
     Equal identities imply equal properties. Identities are compared in every step, because computing all properties
     would take longer than a small step.
-
-    Args:
-        model: The model.
-        optimizers: Optimizers of the model.
-        seen: Other objects that the properties depend on.
     """
 
     def __init__(

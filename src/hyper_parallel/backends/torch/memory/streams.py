@@ -40,15 +40,11 @@ _LANES: Final = {
 
 @dataclass(slots=True)
 class _Copies:
-    """Table of the copies of one direction in a step, stored by column because a step has thousands of copies.
+    """Copies of one direction in a step, by column: storages, and events before and after each copy.
 
     Attributes:
-        storages: Copied storages.
-        begins: Events before the copies.
-        ends: Events after the copies.
         waited: Indices of the copies for which the compute stream has waited.
         waits: Events on the compute stream before these waits.
-        num_bytes: Total bytes.
     """
 
     storages: list[int] = field(default_factory=list)
@@ -88,11 +84,10 @@ class _HostEvent(torch.cpu.Event):
 
 @dataclass(frozen=True)
 class DeviceApi:
-    """Streams and events of a device, with the names that the executor uses.
+    """Streams and events of a device.
 
     Attributes:
         module: `torch.cuda`, `torch.npu`, `torch.cpu`, ...
-        device: The device.
         event: Function that creates an event; `enable_timing=True` gives it a time.
     """
 
@@ -130,9 +125,6 @@ class StreamLanes:
     A direction is called a lane. Events are created once and reused in every step; all work issued at one point of the
     compute stream shares an event. A copy begins when it is issued or when the preceding copy on its stream ends.
 
-    Args:
-        api: Streams and events of the device.
-
     Attributes:
         position: Event at the current point of the compute stream; None: not recorded yet.
     """
@@ -169,14 +161,10 @@ class StreamLanes:
     def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
         """Issue a copy.
 
-        A copy between device and DRAM is issued on the stream of its direction immediately, unless it depends on a
-        file. In that case, a thread issues the copy on that stream. A copy between DRAM and a file runs in a thread.
+        A copy between device and DRAM is issued on the stream of its direction: immediately, or by a thread if it
+        depends on a file. A copy between DRAM and a file runs in a thread.
 
-        Args:
-            storage: Storage index.
-            lane: Direction, a key of `COPIES`.
-            move: Function that copies the bytes, on the current stream or synchronously.
-            num_bytes: Bytes of the storage.
+        `lane` is the direction, a key of `COPIES`. `move` copies the bytes, on the current stream or synchronously.
         """
         src, dst = COPIES[lane]
         source_copy = self._running.get((storage, src))
@@ -253,7 +241,7 @@ class StreamLanes:
     def record_join(self, index: int, begin: Any) -> None:
         """Add a wait of the compute stream for a collective to the timeline; the event `begin` precedes it.
 
-        A collective runs on a stream of its library. In the timeline it is therefore in flight until this wait.
+        In the timeline, the collective is in flight until this wait.
         """
         self.position = None
         end, name = self.now(), self._program.operators[index].name

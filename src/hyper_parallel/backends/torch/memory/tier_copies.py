@@ -38,11 +38,7 @@ class _DeferredWork:
 
 
 class CopyLanes:
-    """Copies in flight of the simulated device.
-
-    Args:
-        when: See `Copies`.
-    """
+    """Copies in flight of the simulated device; see `Copies` for `when`."""
 
     def __init__(self, when: Copies) -> None:
         self.position: Any = None  # set by the executor; only `StreamLanes` reads it
@@ -56,27 +52,15 @@ class CopyLanes:
 
     def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
         """Issue a copy; arguments as in `StreamLanes.start`."""
-        src, dst = COPIES[lane]
-        source_copy = self._running.get(
-            (storage, src)
-        )  # the copy that writes the source ends first
-        small = num_bytes <= SMALL and source_copy is None and "flash" not in (src, dst)
-        self._running[storage, dst] = self._begin(lane, source_copy, move, immediate=small)
-
-    def _begin(
-        self,
-        lane: str,
-        source_copy: _Task | None,
-        move: Callable[[], Any],
-        *,
-        immediate: bool,
-    ) -> _Task:
-        work = _DeferredWork(source_copy, move)
-        if self._when == "at_issue" or (self._when == "threads" and immediate):
-            work()
-            return _no_op
+        source, destination = COPIES[lane]
+        source_copy = self._running.get((storage, source))  # it writes the source, so it ends first
+        small = num_bytes <= SMALL and source_copy is None and "flash" not in (source, destination)
         # The work drops its references to the buffers before the copy counts as done, because the plan then frees them.
-        return work if self._when == "at_wait" else self._lanes[lane].submit(work)
+        work = _DeferredWork(source_copy, move)
+        if self._when == "at_issue" or (self._when == "threads" and small):
+            work()
+        runs_here = self._when != "threads" or small
+        self._running[storage, destination] = work if runs_here else self._lanes[lane].submit(work)
 
     def wait(self, storage: int, tier: str) -> None:
         """Wait until the newest copy of a storage into a tier is done.
@@ -96,10 +80,6 @@ class CopyLanes:
         """End the copy threads."""
         for lane in self._lanes.values():
             lane.shutdown()
-
-
-def _no_op() -> None:
-    """Represent a copy that is done: do nothing."""
 
 
 def finish(copy: _Task | None) -> Any:

@@ -376,7 +376,7 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
     module.forward = forward
 
 
-def rowwise(module: nn.Module, name: str, region: Region) -> None:
+def rowwise(module: nn.Module, region: Region) -> None:
     """Replace the forward of a row-parallel projection: it reduces its partial output over ranks and adds the bias.
 
     The output is reduce-scattered if the program of the region has a sequence scatter, else all-reduced.

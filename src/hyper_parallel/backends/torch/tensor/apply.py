@@ -228,7 +228,7 @@ class TensorParallel:
                     owner = self.modules[module_of(name)]
                     exchange_packed(module, owner, style, self.config, self.state)
             elif style == "rowwise":
-                rowwise(module, name, self._region_of(name))
+                rowwise(module, self._region_of(name))
             elif style == "vocab":
                 defer_reduce = self.model.config.model_type in LINEAR_ENTRY
                 self._embedding(module, None if defer_reduce else sum_both)
@@ -242,7 +242,7 @@ class TensorParallel:
         if self.styles.get(names[embedding], "replicate") == "replicate":
             self._replicated(embedding, names[embedding])
         if head is not None and hasattr(head, "weight"):  # otherwise on another pipeline rank
-            self._head(head, names[head])
+            self._head(head)
         wrap(view.layers[0], self._enter)
         wrap(view.final_norm(), self._leave)
         self._guard()
@@ -270,7 +270,7 @@ class TensorParallel:
         for name, style in split.items():
             module = self.modules[name]
             if style == "rowwise":
-                rowwise(module, name, self._region_of(name))
+                rowwise(module, self._region_of(name))
                 if state.streams is not None:
                     wrap(module, state.streams.run_row_projection)
             elif style == "norm_heads":
@@ -317,10 +317,13 @@ class TensorParallel:
         rows = module.num_embeddings // state.degree
         first = state.rank * rows
         scaled = getattr(module, "embed_scale", None) is not None
-        own_forward = type(module).forward is not nn.Embedding.forward and not scaled
-        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq or own_forward:
+        options = ("max_norm", "sparse", "scale_grad_by_freq")
+        unsupported = [name for name in options if getattr(module, name)]
+        if type(module).forward is not nn.Embedding.forward and not scaled:
+            unsupported.append("a custom forward")
+        if unsupported:
             raise UnsupportedSharding(
-                "an embedding with a custom forward, max_norm, sparse or scale_grad_by_freq cannot be sharded",
+                f"tensor parallelism cannot shard an embedding with {unsupported[0]}",
                 where=type(module).__name__,
                 hint="parallel.tp=1",
             )
@@ -344,7 +347,7 @@ class TensorParallel:
 
         module.forward = forward
 
-    def _head(self, module: nn.Module, name: str) -> None:
+    def _head(self, module: nn.Module) -> None:
         """Make the head compute the logits of all tokens for the local part of the vocabulary.
 
         If the head's weight is not sharded, it computes the logits of this rank's tokens for the full vocabulary.

@@ -30,11 +30,11 @@ handle in backward gathers the tensor again; unpacking the last one frees it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,13 @@ from hyper_parallel.shard import padded_sizes
 
 @dataclass(slots=True)
 class _Gathered:
-    """Function that gathers a tensor again, number of handles not yet unpacked in backward, and gathered copy."""
+    """Gathered tensor that autograd does not save.
+
+    Attributes:
+        regather: Function that gathers the tensor again.
+        unread: Number of handles that backward has not unpacked yet.
+        copy: Tensor gathered again; None before the first handle is unpacked and after the last one.
+    """
 
     regather: Callable[[], Tensor]
     unread: int = 0
@@ -105,13 +111,6 @@ class RegatherScope:
 
 def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed()
-
-
-def regather_in_backward(
-    scope: RegatherScope | None, gathered: Tensor, regather: Callable[[], Tensor]
-) -> AbstractContextManager[None]:
-    """Return `scope.regather_in_backward(gathered, regather)`; without a scope, a context with no effect."""
-    return nullcontext() if scope is None else scope.regather_in_backward(gathered, regather)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,22 +279,6 @@ def _hash64(x: int) -> int:
     return (x ^ (x >> 31)) >> 1
 
 
-class Halves(Protocol):
-    """Interface of `half_batch.HalfBatch`, which this package cannot import."""
-
-    def parts(self, batch: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """See `HalfBatch.parts`."""
-        ...
-
-    def begin(self, calls: Sequence[Callable[[], Any]], dim: int) -> Any:
-        """See `HalfBatch.begin`."""
-        ...
-
-    def end(self, call: Callable[[Tensor], Any], x: Tensor, dims: tuple[int, int]) -> Any:
-        """See `HalfBatch.end`."""
-        ...
-
-
 @dataclass(slots=True)
 class TpState:
     """Tensor-parallel state of one model.
@@ -307,7 +290,7 @@ class TpState:
         replicated_activations: True if every rank holds the residual stream of all tokens.
         regather: True if gathered inputs are gathered again in backward instead of being saved.
         gradients: Reducer of the gradients of replicated parameters.
-        halves: Executor of half-batches; None: passes run on whole batches.
+        halves: Executor of half-batches, a `half_batch.HalfBatch`; None: passes run on whole batches.
         running: The running forward pass.
         same_random: True after all ranks have set equal random seeds, as replicated activations require in training.
         executor: Executor that overlaps collectives with products in blocks; None: they run serially.
@@ -322,7 +305,7 @@ class TpState:
     replicated_activations: bool = False
     regather: bool = False
     gradients: TpGradients = field(default_factory=TpGradients)
-    halves: Halves | None = None
+    halves: Any = None
     running: RunningPass = field(default_factory=RunningPass)
     same_random: bool = False
     executor: TokenExecutor | None = None
@@ -349,7 +332,7 @@ class TpState:
     @property
     def batch(self) -> tuple[int, ...]:
         """Number of sequences and their length (B, S) in the running pass; with half-batches, in one half-batch."""
-        return self.running.context.shape.batch
+        return self.shape.batch
 
     @property
     def head(self) -> str:
@@ -379,7 +362,7 @@ class TpState:
     @property
     def regathers(self) -> bool:
         """True if gathered inputs of the running layer are gathered again in backward; recomputation does so anyway."""
-        return self.regather and not self.running.context.recomputed
+        return self.regather and not self.recomputed
 
     def grid_of(self, batch: tuple[int, ...]) -> TokenGrid:
         """Return the sharding of the residual stream of a batch of (B, S) tokens."""
@@ -391,7 +374,7 @@ class TpState:
     @property
     def grid(self) -> TokenGrid:
         """Sharding of the residual stream of the running pass."""
-        return self.grid_of(self.running.context.shape.batch)
+        return self.grid_of(self.batch)
 
     def list_of(self, batch: tuple[int, ...]) -> TokenGrid:
         """Return the sharding of (B, S) tokens as one list over all ranks, independent of the residual stream's."""
@@ -457,5 +440,7 @@ class TpState:
             finally:
                 running.context = now
 
-        with regather_in_backward(scope, whole, regather):
+        if scope is None:
+            return use(whole)
+        with scope.regather_in_backward(whole, regather):
             return use(whole)
