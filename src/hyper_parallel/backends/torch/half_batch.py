@@ -119,14 +119,10 @@ class HalfBatch:
         joins_layers: bool,
         experts_group: ProcessGroup | None = None,
     ) -> None:
-        """Create an executor.
+        """Create an executor; with `joins_layers`, both half-batches are completed at the end of every layer.
 
-        Args:
-            overlap: Overlap options of the strategy; they decide which batches are halved.
-            tp: State of tensor parallelism; None without it.
-            joins_layers: Whether both half-batches are completed at the end of every layer.
-            experts_group: Expert-parallel ranks; None without expert parallelism. Their batches may differ, but they
-                must run the same number of exchanges. A pass is halved only if all of them can halve it.
+        The batches of the expert-parallel ranks `experts_group` may differ, but the ranks must run the same number of
+        exchanges. A pass is halved only if all of them can halve it.
         """
         self._overlap, self._joins_layers = overlap, joins_layers
         self._experts_group, self._parts = experts_group, 1
