@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hyper_parallel.backends.torch import collectives
 from hyper_parallel.backends.torch.data.unit_order import groups_of
-from hyper_parallel.backends.torch.half_batch import check_half_batches
+from hyper_parallel.backends.torch.half_batch import HalfBatch, check_half_batches
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Overlap, Strategy
 from hyper_parallel.runtime import World, forward_backward, handle, launch, parallelize
@@ -586,3 +586,16 @@ def test_layers_of_fsdp_cast_the_inputs_of_each_half() -> None:
                 torch.testing.assert_close(gradient, found[0][name], rtol=1e-4, atol=1e-5)
 
     launch(rank, 2, timeout_s=100)
+
+
+class _Doubling(nn.Module):
+    def forward(self, hidden: Tensor, memory: dict[str, Tensor] | None = None) -> Tensor:
+        return 2 * hidden
+
+
+def test_a_layer_with_an_argument_that_cannot_be_halved_reads_both_halves() -> None:
+    layers, halves = [_Doubling(), _Doubling()], HalfBatch(HALVES.overlap, None, joins_layers=False)
+    halves.install(layers, {})
+    hidden = layers[0](torch.ones(4, 3, 2))
+    assert torch.equal(layers[1](hidden, memory={}), torch.full((4, 3, 2), 4.0))
+    assert halves.take_counts() == {"halved_layers": 1, "whole_layers": 1}

@@ -72,7 +72,12 @@ def apply_plan(
     hook = replace_loss(model, tp, context, balance)
     if stages is not None:
         stages.install(model)
-    fsdp = _shard_data(model, plan, ranks, sharded, layers, average, sync_replicas)
+    # A reversible backward recomputes layers without FSDP's hooks: only the root gathers parameters.
+    units = [] if is_reversible(model) else layers
+    synced = plan if sync_replicas else replace(plan, strategy=replace(strategy, dp_replicate=1))
+    own = units, sharded.expert_modules, sharded.layouts
+    meshes = (None if ranks.traced else ranks.mesh), ranks.expert_mesh
+    fsdp = shard_data_parallel(model, *own, synced, *meshes, average)
     if halves is not None:
         halves.replace_unit_hooks(fsdp)
     if strategy.pp == 1 and sync_replicas:
@@ -88,30 +93,6 @@ def apply_plan(
     if not ranks.traced:
         audit(model)
     return model
-
-
-def _shard_data(
-    model: nn.Module,
-    plan: Plan,
-    ranks: Ranks,
-    sharded: ShardedModel,
-    layers: list[nn.Module],
-    average: bool,
-    sync_replicas: bool,
-) -> tuple[nn.Module, ...]:
-    strategy = plan.strategy
-    synced = plan if sync_replicas else replace(plan, strategy=replace(strategy, dp_replicate=1))
-    # A reversible backward recomputes layers without FSDP's hooks: only the root gathers parameters.
-    return shard_data_parallel(
-        model,
-        [] if is_reversible(model) else layers,
-        sharded.expert_modules,
-        sharded.layouts,
-        synced,
-        None if ranks.traced else ranks.mesh,
-        ranks.expert_mesh,
-        average,
-    )
 
 
 def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routing) -> ShardedModel:

@@ -34,6 +34,14 @@ _MOST_NAMES: Final = 2000
 """Maximum names that a key of `rank_pattern` or `alpha_pattern` may match: peft compares each module with each name."""
 
 
+_PATTERN_HINTS: Final = {
+    "lora.target_modules": "lora.target_modules=all-linear",
+    "lora.target_modules: rank_pattern": "lora.rank_pattern={}",
+    "lora.target_modules: alpha_pattern": "lora.alpha_pattern={}",
+}
+"""Hint for an invalid or slow pattern by its place in a recipe; other patterns are in an adapter's configuration."""
+
+
 def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
     """Return the names that match a Python regular expression in full.
 
@@ -53,7 +61,7 @@ def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
             f"the pattern is not a valid regular expression: {error!s:.200}",
             where=where,
             got=shown,
-            hint="lora.target_modules=all-linear",
+            hint=_PATTERN_HINTS.get(where, "correct the pattern in adapter_config.json"),
         ) from None
     end_s, matching = time.perf_counter() + _MOST_S, set()
     for name in names:
@@ -67,7 +75,7 @@ def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
                 where=where,
                 got=shown,
                 allowed="name suffixes, or an expression without nested repetitions",
-                hint="lora.target_modules=all-linear",
+                hint=_PATTERN_HINTS.get(where, "correct the pattern in adapter_config.json"),
             ) from None
     return matching
 

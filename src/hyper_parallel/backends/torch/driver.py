@@ -13,11 +13,6 @@ NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Environment variable that makes `torch.cuda.is_available` skip driver initialization. Source: torch, notes/cuda."""
 
 
-def capturing_nothing() -> bool:
-    """Return False, in place of `is_current_stream_capturing` of a device that is not initialized."""
-    return False
-
-
 @contextmanager
 def driver_untouched() -> Iterator[None]:
     """Prevent model code in this context from initializing the driver of an accelerator.
@@ -34,7 +29,7 @@ def driver_untouched() -> Iterator[None]:
     originals = [m.is_current_stream_capturing for m in uninitialized]
     try:
         for module in uninitialized:
-            module.is_current_stream_capturing = capturing_nothing
+            module.is_current_stream_capturing = lambda: False
         yield
     finally:
         for module, original in zip(uninitialized, originals, strict=True):

@@ -22,7 +22,7 @@ def reset_before_calls(model: nn.Module) -> None:
     """Make every rotary embedding with state start each call from the state before its first call."""
     for module in model.modules():
         if any(name.endswith(_MARKER) for name in vars(module)):
-            _ResetState().attach(module)
+            _ResetState(module)
 
 
 class _ResetState:
@@ -32,11 +32,9 @@ class _ResetState:
     restored from then on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._before: Values = {}
         self._after: Values | None = None
-
-    def attach(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end)
 

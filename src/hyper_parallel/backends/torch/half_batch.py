@@ -22,14 +22,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch.collectives import all_reduce
 from hyper_parallel.backends.torch.data.halved_units import HalvedUnit, UnitPass
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import Turns
 from hyper_parallel.backends.torch.recomputed_halves import RecomputedHalves
-from hyper_parallel.backends.torch.stand_in import StandIn
+from hyper_parallel.backends.torch.stand_in import StandIn, complete
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
@@ -120,14 +119,10 @@ class HalfBatch:
         joins_layers: bool,
         experts_group: ProcessGroup | None = None,
     ) -> None:
-        """Create an executor.
+        """Create an executor; with `joins_layers`, both half-batches are completed at the end of every layer.
 
-        Args:
-            overlap: Overlap options of the strategy; they decide which batches are halved.
-            tp: State of tensor parallelism; None without it.
-            joins_layers: Whether both half-batches are completed at the end of every layer.
-            experts_group: Expert-parallel ranks; None without expert parallelism. Their batches may differ, but they
-                must run the same number of exchanges. A pass is halved only if all of them can halve it.
+        The batches of the expert-parallel ranks `experts_group` may differ, but the ranks must run the same number of
+        exchanges. A pass is halved only if all of them can halve it.
         """
         self._overlap, self._joins_layers = overlap, joins_layers
         self._experts_group, self._parts = experts_group, 1
@@ -257,7 +252,7 @@ class HalfBatch:
         run = self._in_unit(layer, parts=1 if halves is None else 2)
         if halves is None:
             self.whole_layers += 1
-            args, kwargs = tree_map_only(StandIn, StandIn.whole, (args, kwargs))
+            args, kwargs = complete((args, kwargs))
             return run(inner, *args, **kwargs)
         self.halved_layers += 1
         dim = 0 if self._tp is None else 1

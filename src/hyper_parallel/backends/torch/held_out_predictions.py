@@ -71,11 +71,8 @@ class HeldOutPredictions:
     def accuracies(self, num_tokens: int, device: torch.device) -> dict[str, float]:
         """Return `token_accuracy` and `answer_accuracy` over all ranks, by name.
 
-        The dict is empty if some targets were not counted. It has no `answer_accuracy` if rows are sharded over ranks.
-
-        Args:
-            num_tokens: Number of targets in the evaluation, over all ranks.
-            device: Device of the model.
+        The dict is empty if fewer targets than `num_tokens`, those of all ranks, were counted. It has no
+        `answer_accuracy` if rows are sharded over ranks.
         """
         zeros = torch.zeros(4, dtype=torch.int64, device=device)
         sums = torch.stack([zeros, *self._sums]).sum(0)

@@ -64,11 +64,7 @@ def import_peft() -> Any:
 
 
 def base_of(directory: Path) -> str:
-    """Return the directory or hub id of an adapter's base model, as the configuration in the adapter's directory says.
-
-    Raises:
-        WeightsUnreadable: HP703 when the configuration does not name a base model.
-    """
+    """Return the directory or hub id of the base model that the adapter in a directory names; raise HP703 without."""
     file, base = directory / ADAPTER_CONFIG, None
     with suppress(OSError, ValueError, KeyError, TypeError):
         base = read_json(file, ADAPTER_LIMITS)["base_model_name_or_path"]

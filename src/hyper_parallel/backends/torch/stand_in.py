@@ -40,19 +40,20 @@ class StandIn(Tensor):
         if func in _METHODS or getattr(func, "__self__", None) in _ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(StandIn, _whole, (args, kwargs or {}))
+        args, kwargs = complete((args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(StandIn, _whole, (args, kwargs or {}))
+        args, kwargs = complete((args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _whole(stand_in: StandIn) -> Tensor:
-    return stand_in.whole()
+def complete(value: Any) -> Any:
+    """Return a nested value with the complete tensor in place of every `StandIn`."""
+    return tree_map_only(StandIn, lambda stand_in: stand_in.whole(), value)
 
 
 def _refuse_gradient(grad: Tensor) -> None:

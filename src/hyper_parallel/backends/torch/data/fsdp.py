@@ -37,15 +37,8 @@ def shard_data_parallel(
 
     Modules stay unwrapped if FSDP would shard them over one rank and parameters are not cast for computation.
 
-    Args:
-        model: The model; changed in place.
-        layers: Layers on this rank.
-        experts: Names of the modules with routed experts on this rank.
-        layouts: Dict from parameter name to layout.
-        plan: The plan.
-        mesh: Device mesh; None for one rank.
-        expert_mesh: Device mesh of experts with an edp axis; None without expert parallelism.
-        average: Whether gradients are averaged over the data-parallel ranks instead of summed.
+    `experts` are the names of the modules with routed experts on this rank. With `average`, gradients are averaged over
+    the data-parallel ranks instead of summed.
     """
     strategy, workload = plan.strategy, plan.workload
     mixed = workload.compute_dtype != workload.param_dtype

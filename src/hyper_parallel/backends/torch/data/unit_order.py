@@ -178,12 +178,8 @@ class UnitOrder:
     the usual order: ascending unit index in forward, descending in backward, gather before reduction. The last events
     of backward are the reductions of units whose inputs need no gradients.
 
-    Args:
-        model: The root module.
-        modules: Modules that FSDP manages, the root last.
-        group: All ranks of the model.
-        unskippable: Modules that run other collectives, so that no rank can skip them alone.
-        learns: Whether sequences are learned; False: negotiate every pass.
+    The `unskippable` modules run other collectives, so that no rank can skip them alone. Unless the order `learns`,
+    every pass is negotiated.
     """
 
     def __init__(

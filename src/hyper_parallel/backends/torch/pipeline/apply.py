@@ -99,7 +99,7 @@ class Pipeline:
         scale: float = 1.0,
         step: StepActions | None = None,
     ) -> Tensor:
-        """Run forward and, if `train`, backward of all microbatches.
+        """Run forward and, if `train`, backward; return the loss on the rank of the last stage, 0 on others.
 
         Args:
             model: The model.
@@ -109,9 +109,6 @@ class Pipeline:
             train: Whether to run backward.
             scale: Factor included in the losses of `loss_of`, applied to the router loss too.
             step: Actions to run with those of other parts of the model; None: those of the pipeline's schedule.
-
-        Returns:
-            Loss on the rank of the last stage, 0 on others.
         """
         running = _PipelinePass(self, model, microbatches, loss_of, span, train, scale)
         if not train:

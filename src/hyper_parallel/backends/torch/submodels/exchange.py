@@ -247,25 +247,6 @@ class Tower:
         """Wait until every message is sent."""
         self._features.flush()
 
-    def run(
-        self,
-        action: Action,
-        share: int,
-        model: nn.Module,
-        microbatches: Sequence[Mapping[str, Any] | None],
-        span: Span,
-        trained: bool,
-    ) -> None:
-        """Run one tower action of a joint schedule; actions without a microbatch of this rank compute no features."""
-        i = action.microbatch
-        assert i is not None
-        if action.kind == "F":
-            batch = microbatches[i] if i < len(microbatches) else None
-            source = None if batch is None else (share, i)
-            self.forward(model, batch, i, source, span, trained)
-        elif action.kind in ("B", "W"):
-            self.backward(i, span)
-
     def forward(
         self,
         model: nn.Module,

@@ -115,13 +115,18 @@ class Joint:
         self._language[1].begin(index)
 
     def run(self, action: Action) -> None:
-        """Run an action of the tower."""
+        """Run an action of the tower; actions without a microbatch of this rank compute no features."""
         assert self._tower is not None
-        part, tower = self._tower
+        assert action.microbatch is not None
+        (part, tower), i, batches = self._tower, action.microbatch, self._batches
         self._backwards -= action.kind in ("B", "W")
         with self._deferred(part) if self._backwards else nullcontext():
-            share = self._joint.place[0]
-            tower.run(action, share, part, self._batches, self._span, self._trains)
+            if action.kind == "F":
+                batch = batches[i] if i < len(batches) else None
+                source = None if batch is None else (self._joint.place[0], i)
+                tower.forward(part, batch, i, source, self._span, self._trains)
+            elif action.kind in ("B", "W"):
+                tower.backward(i, self._span)
 
     def end(self) -> None:
         """Run all actions on a rank without the language part, then sum the gradients of the tower's copies."""

@@ -266,12 +266,7 @@ def carried_of(model: nn.Module, directory: Path) -> CarriedWeights | None:
 
 
 def open_carried(carried: CarriedWeights | None, exported: Collection[str]) -> dict[str, Stored]:
-    """Return the unused tensors to add to an export, by name; log included and omitted ones.
-
-    Args:
-        carried: Unused tensors of the files of the model.
-        exported: Names of the tensors of the model.
-    """
+    """Return the unused tensors to add to an export of `exported` tensors, by name; log included and omitted ones."""
     names = [] if carried is None else [n for n in carried.names if n not in exported]
     if carried is None or not names:
         return {}

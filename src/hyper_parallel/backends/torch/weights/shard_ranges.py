@@ -1,8 +1,7 @@
 """Shard of a parameter on this rank: its index ranges, as runs per dim or as boxes, and copies into it.
 
-`local_runs` converts the placements of a DTensor into runs of consecutive indices per dim. With them a rank slices its
-weights from a full tensor or reads them from a file without communication. A dim that tensor parallelism and FSDP both
-shard (`_StridedShard`) may have several runs. A box has one index range per dim.
+`local_runs` converts the placements of a DTensor into runs of consecutive indices per dim. A dim that both tensor
+parallelism and FSDP shard (`_StridedShard`) may have several runs. A box has one index range per dim.
 """
 
 from __future__ import annotations
