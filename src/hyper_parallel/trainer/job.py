@@ -289,11 +289,8 @@ def prepare_job(
 ) -> Job:
     """Check a recipe, plan it and prepare its data; write only caches.
 
-    Args:
-        loaded: Recipe with the origins of its values.
-        progress: Whether to show progress bars of the data preparation on standard error.
-        check_ranks: Function called with the planned recipe and its total number of ranks, before data is prepared.
-        check_plan: Function called with the plan, before data is prepared.
+    With `progress`, the data preparation shows progress bars on standard error. Before it, `check_plan` is called with
+    the plan, and `check_ranks` with the planned recipe and its total number of ranks.
 
     Raises:
         HyperParallelError: Any invalid input; see docs/reference/errors.md.
