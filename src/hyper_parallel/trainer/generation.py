@@ -304,13 +304,9 @@ def decode(
 class Generator:
     """Loaded model and tokenizer that continue prompts.
 
-    Args:
-        directory: Run directory, Hugging Face model directory or hub id.
-        device: `auto`, `cpu`, `cuda`, ...
-        dtype: Dtype of the weights; None: as stored.
-        memory: Budget of device memory; None: no limit. With a budget, weights are loaded into host memory, and a
-            memory plan moves weights and cache. On a CPU a device with this budget is simulated.
-        trusted: See `load`.
+    `memory` is a budget of device memory; None: no limit. With a budget, weights are loaded into host memory, and a
+    memory plan moves weights and cache. On a CPU a device with this budget is simulated. The other arguments are those
+    of `load`.
 
     Attributes:
         memory_use: Predicted and measured memory of the last generation; None without a budget.
@@ -358,12 +354,7 @@ class Generator:
     def generate(
         self, prompt: Prompt, sampling: Sampling | None = None, *, chat: bool = False
     ) -> Generation:
-        """Generate the continuation of a prompt; see `stream` for `chat`.
-
-        Raises:
-            BadValue: HP102 when prompt and continuation exceed the context of the model.
-            Contradiction: HP104 for a prompt with images or audio and a budget of device memory.
-        """
+        """Generate the continuation of a prompt; see `stream` for `chat` and the errors."""
         sampling, texts = sampling or Sampling(), self._codec
         start = time.perf_counter()
         sequence, stream = self._start(prompt, sampling, chat)

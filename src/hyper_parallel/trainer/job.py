@@ -28,7 +28,7 @@ from hyper_parallel.errors import (
     NotDivisible,
     UnsupportedSharding,
 )
-from hyper_parallel.ir import Certificate, Plan
+from hyper_parallel.ir import Certificate, Overlap, Plan, Strategy
 from hyper_parallel.model import GENERATION, is_read, load_model, read_config
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.topology import is_this_machine
@@ -289,11 +289,8 @@ def prepare_job(
 ) -> Job:
     """Check a recipe, plan it and prepare its data; write only caches.
 
-    Args:
-        loaded: Recipe with the origins of its values.
-        progress: Whether to show progress bars of the data preparation on standard error.
-        check_ranks: Function called with the planned recipe and its total number of ranks, before data is prepared.
-        check_plan: Function called with the plan, before data is prepared.
+    With `progress`, the data preparation shows progress bars on standard error. Before it, `check_plan` is called with
+    the plan, and `check_ranks` with the planned recipe and its total number of ranks.
 
     Raises:
         HyperParallelError: Any invalid input; see docs/reference/errors.md.
@@ -534,7 +531,6 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
 def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
     """Return whether layers compute equal results on half-batches; False with `training.compile` or a router loss."""
     from hyper_parallel.backends.torch import check_half_batches, check_routing
-    from hyper_parallel.ir import Overlap, Strategy
     from hyper_parallel.trainer.engine.recipe_model import routing_of
     from hyper_parallel.trainer.model_properties import recipe_properties
 

@@ -131,13 +131,13 @@ class TextCodec:
         sequence = DecodingSequence(
             number, ids, len(ids), limit, draws_of(sampling, number), media=media
         )
-        if previous is not None and (top := max(previous.token_ids, default=0)) >= self._vocabulary:
-            raise BadValue(
-                "a continuation has a token outside the vocabulary of the model",
-                got=top,
-                hint="remove `token_ids` from this line, or use the model that wrote it",
-            )
         if previous is not None:
+            if (top := max(previous.token_ids, default=0)) >= self._vocabulary:
+                raise BadValue(
+                    "a continuation has a token outside the vocabulary of the model",
+                    got=top,
+                    hint="remove `token_ids` from this line, or use the model that wrote it",
+                )
             sequence.text += previous.token_ids
             sequence.logprobs += previous.logprobs
         return sequence

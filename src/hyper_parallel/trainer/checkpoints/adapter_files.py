@@ -45,13 +45,7 @@ def export_adapter(
 ) -> Path:
     """Write the adapters and other trained parameters of a model as a peft directory; collective over all ranks.
 
-    Args:
-        model: Model with adapters, of plain tensors or DTensors.
-        tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
-        out_dir: Directory to create. An earlier adapter or export is replaced if its files are unchanged; any other
-            directory that is not empty is rejected.
-        resident: Function that returns the current values of a local tensor, which a memory plan may have offloaded.
-        metadata: Further metadata of the weight file.
+    `metadata` is further metadata of the weight file. The other arguments are those of `export_hf`.
 
     Returns:
         `out_dir`, which `peft.PeftModel.from_pretrained` loads.

@@ -220,8 +220,7 @@ class Checkpointer:
         Each rank verifies a part of the bytes.
 
         Raises:
-            CheckpointCorrupt: HP701 when there is no intact checkpoint; names the damaged files.
-            CheckpointFormat: HP740 when an earlier version wrote it.
+            CheckpointCorrupt, CheckpointFormat: See `load`.
         """
         published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
         candidates = published[::-1] if step is None else [s for s in published if s == step]

@@ -49,11 +49,9 @@ def import_checkpoint(
     path, is_adapter = str(model_dir), (model_dir / ADAPTER_CONFIG).is_file()
     if is_adapter:
         path = base_of(model_dir)
-    recipe = Recipe.model_validate(
-        {
-            "model": Model(path=path, attn_implementation="eager", trust_remote_code=trusted),
-            "training": Training.model_validate({"dtype": dtype}),
-        }
+    recipe = Recipe(
+        model=Model(path=path, attn_implementation="eager", trust_remote_code=trusted),
+        training=Training.model_validate({"dtype": dtype}),
     )
     try:
         model, spec = build_model(recipe), read_spec(path, path, trusted=trusted)

@@ -165,12 +165,12 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
     if name in NAMED_OPTIMIZERS:
         named = NAMED_OPTIMIZERS[name]
         if find_spec(named.package) is None:
+            of_torch = [n for n, other in NAMED_OPTIMIZERS.items() if other.package == "torch"]
             raise MissingDependency(
                 f"the optimizer {name} is in the package `{named.package}`, which is not installed",
                 where=where,
                 got=f"optimizer={name}",
-                allowed="an optimizer of torch: adamw, adam, sgd, adafactor, muon, adagrad, rmsprop, nadam, radam, "
-                "adamax",
+                allowed=f"an optimizer of torch: {', '.join([*known, *of_torch])}",
                 hint=f"pip install {named.package}",
             )
         return load_class(named.path, torch.optim.Optimizer, where)

@@ -42,14 +42,9 @@ def choose_submodels(
 ) -> tuple[LoadedRecipe, str, Certificate]:
     """Choose the layout with the shortest predicted step per token, among layouts that fit in device memory.
 
-    The work of each encoder is estimated from images or recordings at the start of the first step.
-
-    Args:
-        loaded: Recipe with `parallel.submodels: auto`.
-        model: Model on the meta device, not changed.
-        ranks: Number of ranks, all of which are used.
-        plan_of: Function from a recipe with explicit sub-models to the plan of its language model.
-        batches_of: Function from a recipe with explicit sub-models and its plan to the training batches.
+    All `ranks` ranks are used. The work of each encoder is estimated from images or recordings at the start of the
+    first step. `plan_of` and `batches_of` return the plan of the language model and the training batches of a recipe
+    with explicit sub-models.
 
     Returns:
         Recipe with the chosen layout, a note for the plan, and the certificate of the search.

@@ -99,7 +99,7 @@ class MetricsLog:
         watch: Watch on the directory that is already open; None: open a new watch.
 
     Raises:
-        RunDirectoryLost: HP721 when the directory was removed, moved or replaced. Nothing is written then.
+        RunDirectoryLost: HP721 when the directory was removed, moved or replaced. No file is written then.
 
     Attributes:
         notes: Lines about records dropped from existing files.
