@@ -70,8 +70,8 @@ class _Renderer:
         The text ends with the generation prompt if `prompt`. Raise if the template does not read a variable of the
         record, or writes no tool.
         """
-        self._check_values()
         text, spans = self._render(self._turns, prompt=prompt, marks=marks)
+        self._check_values()  # after rendering, which names the cause if the template cannot be parsed
         self._check_tools(text)
         return text, spans
 
@@ -141,6 +141,8 @@ class _Renderer:
 
     def _check_values(self) -> None:
         """Raise if the record sets a template variable that the template does not read."""
+        if not self._conversation.template_values:
+            return
         readable = self.template.variables - {"messages", "tools", "add_generation_prompt"}
         for name in self._conversation.template_values:
             if name not in readable:
