@@ -70,8 +70,8 @@ class _Renderer:
         The text ends with the generation prompt if `prompt`. Raise if the template does not read a variable of the
         record, or writes no tool.
         """
-        self._check_values()
         text, spans = self._render(self._turns, prompt=prompt, marks=marks)
+        self._check_values()  # after rendering, which names the cause if the template cannot be parsed
         self._check_tools(text)
         return text, spans
 
