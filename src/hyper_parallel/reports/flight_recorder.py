@@ -110,7 +110,11 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
             if match := _RANK.search(path.name):
                 rank = int(match[1])
                 if rank in dumps:
-                    raise _unreadable(path, f"a second dump of rank {rank}")
+                    raise DumpUnreadable(
+                        f"there are several dumps of rank {rank}",
+                        where=str(path),
+                        hint="hyper-parallel doctor DUMP_OF_RANK_0 DUMP_OF_RANK_1",
+                    )
                 dumps[rank] = _read(path)
             elif path == source:
                 raise _unreadable(path, "a name without the number of its rank at the end")
