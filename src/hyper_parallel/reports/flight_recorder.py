@@ -96,9 +96,9 @@ class Divergence:
 
 
 def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
-    """Return the content of dump files by rank, which is the number at the end of a file name.
+    """Return the content of dump files by rank, the number at the end of a file name, before any extension.
 
-    For a directory, every file is read whose name ends in a number.
+    In a directory, other files are ignored.
 
     Raises:
         DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is no dump.
