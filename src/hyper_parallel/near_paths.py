@@ -18,8 +18,8 @@ _SIMILAR: Final = 0.65
 """Minimum similarity of names, by `difflib`."""
 _MOST_TRIED: Final = 5
 """Maximum number of similar names per folder that are considered."""
-_RECIPES: Final = ("", "recipes")
-"""Folders of the working directory searched for recipes; `hyper-parallel init` writes into the second."""
+RECIPE_FOLDER: Final = "recipes"
+"""Folder below the working directory into which `hyper-parallel init` writes recipes."""
 _RECIPE_BYTES: Final = 65536
 _SECTION: Final = re.compile(r"^(model|extends|model_name_or_path) *:", re.MULTILINE)
 _RECORDS: Final = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
@@ -77,7 +77,7 @@ def is_data_file(path: Path) -> bool:
 
 
 def is_recipe_file(path: Path) -> bool:
-    """Return whether a YAML file has a top-level key that names a model, as every recipe does."""
+    """Return whether a file is YAML with a top-level key that names a model or a parent recipe, as every recipe has."""
     try:
         if path.suffix.lower() not in (".yaml", ".yml") or not path.is_file():
             return False
@@ -87,19 +87,13 @@ def is_recipe_file(path: Path) -> bool:
         return False
 
 
-def nearest_recipe(text: str) -> str | None:
-    """Return the recipe file most likely meant by a missing path; None when no name is similar."""
-    return nearest_path(text, [folder for folder in _RECIPES if folder])
-
-
 def some_recipe(data: str = "") -> str | None:
-    """Return the first recipe in name order in the working directory or its folder `recipes`; None without one.
+    """Return the first recipe in the working directory or its folder `recipes`; None without one.
 
-    Args:
-        data: Name of a data file. Recipes whose text contains it precede others.
+    Recipes whose text contains `data`, the name of a data file, precede others; then the order is that of names.
     """
     recipes: list[Path] = []
-    for folder in map(Path, _RECIPES):
+    for folder in (Path(), Path(RECIPE_FOLDER)):
         try:
             names = sorted(_names(folder)) if folder.is_dir() else []
         except OSError:
@@ -118,12 +112,7 @@ def _contains(path: Path, words: str) -> bool:
 
 
 def command_with_data(command: str, data: str) -> str:
-    """Return the command most likely meant when a data file is passed in place of the recipe.
-
-    Args:
-        command: Words of the command, such as `train`.
-        data: The data file.
-    """
+    """Return the command, such as `train`, most likely meant when a data file is passed in place of the recipe."""
     recipe = some_recipe(Path(data).name)
     if recipe is None:
         return "hyper-parallel init"

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from hyper_parallel.errors import OutputNotWritable, RunInUse
 from hyper_parallel.received import Limits, read_json
-from hyper_parallel.serde import write_text
+from hyper_parallel.serde import sync_directory, write_text
 
 MARKER: Final = ".hyper_parallel.json"
 FORMAT: Final = 1
@@ -53,7 +53,7 @@ class Marker:
     """Content of the marker file by which this package recognizes a folder that it wrote.
 
     Attributes:
-        kind: Kind of the folder: run, export, adapter, model, cache, scratch.
+        kind: Kind of the folder: run, export, adapter, model, part, cache, scratch.
         files: Size and checksum of every file by relative path; for a run, of its recipe only. None: the folder is
             unfinished.
         identity: Text that ties the folder to a file outside it; empty for most kinds.
@@ -96,9 +96,9 @@ def seal(folder: Path, kind: str) -> None:
 
 
 def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
-    """Yield, unordered, the relative paths of files that the folder's marker does not list, or that have changed.
+    """Yield, unordered, the relative paths of files and empty folders that the marker does not list, and changed files.
 
-    Yield all files if the folder has no marker, or a marker that is unfinished or of a kind that is not in `kinds`.
+    Yield all files except partly written markers if the marker is missing, unfinished or of a kind not in `kinds`.
     """
     marker = read_marker(folder)
     files = marker.files if marker is not None and marker.kind in kinds else None
@@ -125,14 +125,16 @@ def check_replaceable(folder: Path, kinds: Collection[str], label: str) -> None:
     Raises:
         OutputNotWritable: HP105 naming the first foreign files.
     """
+    problem = "contains files that were not written with it"
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        problem = "is not a directory"
         got = ["a symbolic link" if folder.is_symlink() else "a file"]
     else:
         foreign = foreign_files(folder, kinds) if folder.exists() else iter(())
         got = list(itertools.islice(foreign, _NAMED))
     if got:
         raise OutputNotWritable(
-            f"{label} would be replaced, but contains files that were not written with it",
+            f"{label} would be replaced, but {problem}",
             where=str(folder),
             got=got,
             allowed="an empty or missing directory, or one that is unchanged since it was written",
@@ -141,7 +143,7 @@ def check_replaceable(folder: Path, kinds: Collection[str], label: str) -> None:
 
 
 def _is_entered(folder: Path) -> bool:
-    """Return whether a folder is, or contains, the current directory, which no command should move."""
+    """Return whether a folder is or contains the current directory."""
     return Path.cwd().is_relative_to(os.path.realpath(folder))
 
 
@@ -246,22 +248,25 @@ class Replacement:
 
     def check(self) -> None:
         """Raise HP105 if publishing would delete files that this package has not written."""
+        self._check_targets()
+        if not os.path.lexists(self.partial):
+            return
+        marker = read_marker(self.partial)
+        unmarked = marker is None or marker.kind not in (self._kind, *self._replaces)
+        if (
+            self.partial.is_symlink()
+            or not self.partial.is_dir()
+            or (unmarked and any(foreign_files(self.partial, ())))
+        ):
+            raise OutputNotWritable(
+                f"the temporary directory of {self._label} already exists and was not created by this command",
+                where=str(self.partial),
+                hint=_move_away(self.partial),
+            )
+
+    def _check_targets(self) -> None:
         check_replaceable(self.target, self._replaces, self._label)
         check_replaceable(self._old, self._replaces, f"{self._label} that was replaced before")
-        if os.path.lexists(self.partial):
-            marker = read_marker(self.partial)
-            kinds = (self._kind, *self._replaces)
-            unmarked = marker is None or marker.kind not in kinds
-            if (
-                self.partial.is_symlink()
-                or not self.partial.is_dir()
-                or (unmarked and any(foreign_files(self.partial, ())))
-            ):
-                raise OutputNotWritable(
-                    f"the temporary directory of {self._label} already exists and was not created by this command",
-                    where=str(self.partial),
-                    hint=_move_away(self.partial),
-                )
 
     def open(self) -> Path:
         """Create the hidden folder and return it; replaces a hidden folder that a killed process has left.
@@ -291,8 +296,7 @@ class Replacement:
 
     def publish(self) -> None:
         """Rename the written folder to its target, and flush the rename to the disk."""
-        check_replaceable(self.target, self._replaces, self._label)
-        check_replaceable(self._old, self._replaces, f"{self._label} that was replaced before")
+        self._check_targets()
         seal(self.partial, self._kind)
         remove_finished(self._old)
         if self.target.exists():
@@ -302,11 +306,7 @@ class Replacement:
         except OSError:
             self._restore()
             raise
-        handle = os.open(self.target.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_directory(self.target.parent)
         self._release()
         remove_finished(self._old)
 
@@ -347,7 +347,9 @@ class Replacement:
         self._lock = -1
 
 
-def check_output_file(path: Path, is_own: Callable[[str], bool], label: str, option: str) -> None:
+def check_output_file(
+    path: Path, is_own: Callable[[str], bool], label: str, option: str | None = None
+) -> None:
     """Raise when an output file exists and was not written by the same command.
 
     Empty files, devices and pipes may be written. `is_own` receives the first MiB of the text.
@@ -356,7 +358,7 @@ def check_output_file(path: Path, is_own: Callable[[str], bool], label: str, opt
         path: The file.
         is_own: Returns whether a text is the output of the same command.
         label: Description of such an output, such as `a plan`.
-        option: Option by which the user has named the file.
+        option: Option by which the user has named the file; None: the command has chosen its name.
 
     Raises:
         OutputNotWritable: HP105.
@@ -376,8 +378,10 @@ def check_output_file(path: Path, is_own: Callable[[str], bool], label: str, opt
     if not is_same_kind:
         raise OutputNotWritable(
             f"the file exists and is not {label}, so it is not replaced",
-            where=f"{option} {path}",
-            hint=f"{option} {path.with_name(path.stem + '-new' + path.suffix)}",
+            where=f"{option} {path}" if option else str(path),
+            hint=f"{option} {path.with_name(path.stem + '-new' + path.suffix)}"
+            if option
+            else _move_away(path),
         )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from hyper_parallel.errors import BadValue, Contradiction, Unwritten, abbreviated
 from hyper_parallel.received import Limits, parse_json
 
 if TYPE_CHECKING:
@@ -77,7 +80,7 @@ def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> Tra
     """Train a recipe on this machine, as `hyper-parallel train` does, and return the run.
 
     Args:
-        recipe: YAML file.
+        recipe: YAML or JSON file.
         overrides: Overrides as on the command line: `"training.lr=1e-4"`.
         values: Overrides by key. A key is a section with a mapping (`training={"lr": 1e-4}`), a name with two
             underscores for the dot (`training__lr=1e-4`), or a dotted name (`**{"training.lr": 1e-4}`).
@@ -90,7 +93,6 @@ def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> Tra
         HyperParallelError: Any error of the command.
     """
     from hyper_parallel.config import load_recipe
-    from hyper_parallel.errors import Contradiction, Unwritten
     from hyper_parallel.hub import stay_offline
     from hyper_parallel.reports import write_report
     from hyper_parallel.trainer import prepare_job, run_job
@@ -105,7 +107,7 @@ def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> Tra
             f"a job of {launcher} is submitted by the command, not from Python",
             where=loaded.where("launch.launcher"),
             got=f"launcher={launcher}",
-            hint=f"hyper-parallel train {recipe}",
+            hint=shlex.join(["hyper-parallel", "train", os.fspath(recipe), *override_texts]),
         )
     job = prepare_job(loaded)
     summary = run_job(job)
@@ -135,7 +137,7 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
         The continuation without the prompt: a text for one prompt, a list for a list of prompts.
 
     Raises:
-        BadValue: HP102 for an unknown option, or prompts longer than the context of the model.
+        BadValue: HP102 for an unknown option, a prompt that is not a text, or one longer than the model's context.
         HyperParallelError: Any error of loading the model.
     """
     from hyper_parallel.trainer.generation import Generator, Sampling
@@ -146,26 +148,18 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
         _check_path(model, label, "the model", hint)
     place = {key: choices.pop(key) for key in ("device", "dtype") if key in choices}
     chat = bool(choices.pop("chat", False))
-    known = [key for key in Sampling.__dataclass_fields__ if key in choices]
     _check_options(choices, Sampling.__dataclass_fields__)
-    sampling = {key: choices[key] for key in known}
-    if isinstance(stop := sampling.get("stop"), (str, list)):
-        sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if isinstance(stop := choices.get("stop"), (str, list)):
+        choices["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     generator = Generator(model.output_dir if isinstance(model, TrainingRun) else model, **place)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    generations = generator.generate_batch(texts, Sampling(**sampling), chat=chat)
+    generations = generator.generate_batch(texts, Sampling(**choices), chat=chat)
     answers = [generation.text for generation in generations]
     return answers[0] if isinstance(prompts, str) else answers
 
 
 def _check_prompts(prompts: object) -> None:
-    """Raise unless the prompts are a text or a list of texts.
-
-    Raises:
-        BadValue: HP102.
-    """
-    from hyper_parallel.errors import BadValue, abbreviated
-
+    """Raise BadValue (HP102) unless the prompts are a text or a list of texts."""
     several = prompts if isinstance(prompts, (list, tuple)) else [prompts]
     wrong = next((prompt for prompt in several if not isinstance(prompt, str)), None)
     if wrong is not None or prompts is None:
@@ -180,10 +174,6 @@ def _check_prompts(prompts: object) -> None:
 
 def _check_options(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raise BadValue (HP102) for an unknown option of `generate`; the hint is the closest known one."""
-    from difflib import get_close_matches
-
-    from hyper_parallel.errors import BadValue
-
     allowed = [*known, "chat", "device", "dtype"]
     for key in choices:
         if key not in known:
@@ -197,20 +187,10 @@ def _check_options(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None
             )
 
 
-def _dotted(key: str) -> str:
-    return key.replace("__", ".")
-
-
 def _check_path(value: object, where: str, label: str, hint: str) -> None:
-    """Raise for a value that is not a path.
-
-    Raises:
-        BadValue: HP102.
-    """
+    """Raise BadValue (HP102) for a value that is not a path."""
     if isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str):
         return
-    from hyper_parallel.errors import BadValue, abbreviated
-
     raise BadValue(
         f"{label} must be a path, not a value of type {type(value).__name__}",
         where=where,
@@ -221,13 +201,7 @@ def _check_path(value: object, where: str, label: str, hint: str) -> None:
 
 
 def _checked_overrides(overrides: Sequence[object]) -> list[str]:
-    """Return the overrides, all of which must be texts.
-
-    Raises:
-        BadValue: HP102 for a mapping or list passed as an override; the hint shows the call that was probably meant.
-    """
-    from hyper_parallel.errors import BadValue, abbreviated
-
+    """Return the overrides; raise BadValue (HP102) with the probably intended call for one that is not a text."""
     for value in overrides:
         if isinstance(value, str):
             continue
@@ -247,16 +221,10 @@ def _checked_overrides(overrides: Sequence[object]) -> list[str]:
 
 
 def _overrides_of(values: Mapping[str, Any]) -> list[str]:
-    """Convert keyword arguments to overrides such as `training.lr=0.0001`.
-
-    Raises:
-        BadValue: HP102 for a value that a recipe cannot contain.
-    """
-    from hyper_parallel.errors import BadValue, abbreviated
-
+    """Convert keyword arguments to overrides; raise BadValue (HP102) for a value that a recipe cannot contain."""
     overrides = []
     for key, value in values.items():
-        name = _dotted(key)
+        name = key.replace("__", ".")
         try:
             overrides.append(f"{name}={_as_yaml(value)}")
         except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""JSON encoding of the core's frozen dataclasses, by pydantic, and atomic writes of text files.
+"""JSON encoding of the core's frozen dataclasses, by pydantic, and atomic and synced writes of files.
 
 `encode` turns a dataclass into plain JSON values; `decode` builds the dataclass from them. Types are strict (a text is
 not converted to a number), unknown keys are refused, and an error names the dotted path of the value. Pydantic's
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from io import TextIOWrapper
@@ -47,12 +48,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(cls: type[T], data: Any, *, extra: Extra = "forbid") -> T:
-    """Build `cls` from JSON values.
-
-    Args:
-        cls: Class to build.
-        data: JSON values.
-        extra: `forbid`: refuse unknown keys, at every level; `allow`: accept them.
+    """Build `cls` from JSON values; `extra` tells whether unknown keys are refused, at every level.
 
     Raises:
         DecodeError: Contains the dotted path of the first value that does not fit.
@@ -94,6 +90,15 @@ def _validate(cls: type[T], data: Any, extra: Extra) -> T:
         raise DecodeError(f"{path}: {problem}") from error
 
 
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key, after `prefix`, and value of each leaf of nested dicts; an empty dict is a leaf."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 @cache
 def _adapter(cls: type) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
@@ -126,6 +131,15 @@ def create_file(path: Path) -> TextIOWrapper:
     with suppress(FileNotFoundError):
         path.unlink()
     return os.fdopen(os.open(path, flags, 0o666), "w", encoding="utf-8")
+
+
+def sync_directory(path: Path) -> None:
+    """Flush the entries of a directory to the disk, so that files created or renamed in it survive a power failure."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def append_file(path: Path) -> TextIOWrapper:

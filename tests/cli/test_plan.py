@@ -35,6 +35,12 @@ def run(*args, cwd, options=()):
 TITLE = "llama-3-405b: 405.85B parameters, on 2048 devices of cloudmatrix384"
 
 
+def test_the_next_command_repeats_an_option_whose_value_is_zero():
+    words = ["plan", "llama-3-8b", "-t", "dgx-h100", "--media", "0"]
+    done = CliRunner().invoke(application(), words, catch_exceptions=False)
+    assert "--media 0" in done.stdout.split("next:\n")[1]
+
+
 def test_plan_prints_a_panel_and_the_next_command(tmp_path):
     done = run(*BIG, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -31,11 +31,11 @@ from hyper_parallel.errors import (
 _DEFECT_STATUS: Final = 70
 """Exit status of a defect (EX_SOFTWARE of sysexits.h); scripts can tell a defect from a user's mistake."""
 
-_OF_FILES: Final = (
+_FILE_ERRORS: Final = (
     "EACCES", "EPERM", "ENOENT", "ENOTDIR", "EISDIR", "ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ELOOP",
     "EEXIST", "ENOTEMPTY", "EXDEV", "EMFILE", "ENFILE", "ESTALE", "EBUSY", "ETXTBSY",
 )  # fmt: skip
-"""Errors of files and disks; any other OSError is a defect."""
+"""Names of error numbers of files and disks; any other OSError is a defect."""
 
 
 NoCode = Annotated[
@@ -45,17 +45,16 @@ NoCode = Annotated[
     ),
 ]
 """Option of every command that reads a recipe and may run code named in it."""
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code in the model directory.")
+]
+"""Option of every command that builds a model from a directory."""
 
 
 def build_app(
     commands: Sequence[Callable[..., None]], groups: Sequence[typer.Typer] = ()
 ) -> typer.Typer:
-    """Return a typer application with the given commands.
-
-    Args:
-        commands: Functions whose name, signature and docstring define a command each.
-        groups: Named applications that become commands with subcommands.
-    """
+    """Return a typer application with these commands, and with a command with subcommands for each of `groups`."""
     app = typer.Typer(
         name="hyper-parallel",
         no_args_is_help=True,
@@ -76,12 +75,9 @@ def build_app(
 
 
 def say(text: object = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a text with control characters escaped, because it may contain words from a file.
+    """Print an object as text on standard output, or with `err` on standard error; `nl` ends the line.
 
-    Args:
-        text: Text, or object to convert to text.
-        err: Print on standard error instead of standard output.
-        nl: End the line.
+    Control characters are escaped, because the text may contain words from a file.
     """
     typer.echo(printable(str(text)), err=err, nl=nl)
 
@@ -110,7 +106,7 @@ def is_quiet() -> bool:
     return logging.getLogger("hyper_parallel").level > logging.INFO
 
 
-def collect_cycles() -> None:
+def enable_garbage_collection() -> None:
     """Enable the cyclic garbage collector, but exclude all objects that exist now, most of them from imports."""
     gc.freeze()
     gc.enable()
@@ -144,22 +140,22 @@ def run(app: typer.Typer) -> None:
         sink_stream(sys.stdout)
         sys.exit(1)
     except OSError as error:
-        fail(coded(error))
+        fail(error_of_file(error))
     except Exception as error:
         _defect(error)
     finally:
         gc.freeze()  # the process ends: skip the final garbage collection
 
 
-def coded(error: OSError) -> HyperParallelError:
-    """Convert an OSError that no reader or writer has handled to a coded error."""
+def error_of_file(error: OSError) -> HyperParallelError:
+    """Return the coded error for an unhandled OSError of a file; report a defect and exit for any other OSError."""
     if error.errno == errno.ENAMETOOLONG:
         return BadValue(
             "a path is longer than the system allows",
             got=f"{error.filename!s:.80}... of {len(str(error.filename))} characters",
             allowed="4,095 bytes, 255 per name",
         )
-    if errno.errorcode.get(error.errno or 0, "") not in _OF_FILES:
+    if errno.errorcode.get(error.errno or 0, "") not in _FILE_ERRORS:
         _defect(error)
     if error.filename is None:
         return OutputNotWritable("the output cannot be written", got=error.strerror, hint="df -h .")
@@ -176,7 +172,7 @@ def _defect(error: Exception) -> NoReturn:
     sys.exit(_DEFECT_STATUS)
 
 
-def fail(error: HyperParallelError) -> None:
+def fail(error: HyperParallelError) -> NoReturn:
     """Print a coded error on stderr and exit with status 1."""
     text = error.render()
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):

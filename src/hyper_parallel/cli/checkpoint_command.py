@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hyper_parallel.cli.app import say
+from hyper_parallel.cli.app import TrustRemoteCode, say
 from hyper_parallel.errors import BadValue, CheckpointCorrupt, CheckpointFormat, RunUnreadable
 
 if TYPE_CHECKING:
@@ -32,10 +31,6 @@ RunDir = Annotated[
         help="Run directory written by `hyper-parallel train`, or its checkpoints directory.",
         show_default=False,
     ),
-]
-
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code in the model directory.")
 ]
 
 
@@ -61,6 +56,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Print the contents of a checkpoint: tensors with shape, dtype and shards; step; position in the data."""
+    from hyper_parallel.serde import flatten
     from hyper_parallel.trainer.checkpoints import manifest as files
     from hyper_parallel.trainer.checkpoints.extra_state import read_extra
     from hyper_parallel.trainer.files import Damaged
@@ -98,19 +94,11 @@ def inspect(
     if as_json:
         say(json.dumps(facts | {"tensors": tensors}, indent=1))
         return
-    for line in _fact_lines("", facts):
-        say(line)
+    for key, value in flatten(facts):
+        say(f"{key}: {json.dumps(value)}")
     for entry in tensors:
         shape, cut = ("x".join(map(str, entry[key])) or "number" for key in ("shape", "cut"))
         say(f"{entry['name']}  {shape}  {entry['dtype']}  shards {cut}")
-
-
-def _fact_lines(prefix: str, facts: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in facts.items():
-        if isinstance(value, dict) and value:
-            yield from _fact_lines(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}: {json.dumps(value)}"
 
 
 @app.command("import")
@@ -206,7 +194,7 @@ def _print_steps(run_dir: Path, *, contents: bool) -> bool:
     """Print one line per checkpoint, newest last, and return whether all are intact."""
     from hyper_parallel.trainer.checkpoints import manifest as files
     from hyper_parallel.trainer.files import Damaged
-    from hyper_parallel.units import format_bytes
+    from hyper_parallel.units import format_bytes, plural
 
     directory = _checkpoints(run_dir)
     check_extra, intact = _extra_check(directory), True
@@ -222,8 +210,7 @@ def _print_steps(run_dir: Path, *, contents: bool) -> bool:
             say(f"step {step:>8}  DAMAGED: {why}")
             continue
         state = "verified" if contents else "complete"
-        ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
-        size = format_bytes(manifest.size_bytes)
+        size, ranks = format_bytes(manifest.size_bytes), plural(manifest.world_size, "rank")
         say(f"step {step:>8}  {state}  {size:>10}  saved by {ranks}")
     return intact
 
@@ -236,11 +223,7 @@ def _extra_check(directory: Path) -> CheckExtra | None:
 
 
 def _checkpoints(run_dir: Path) -> Path:
-    """Return the directory that contains the checkpoints of a run.
-
-    Raises:
-        RunUnreadable: HP603 if the run has no checkpoints.
-    """
+    """Return the directory that contains the checkpoints of a run; raise RunUnreadable (HP603) if there are none."""
     from hyper_parallel.config import run_hint
     from hyper_parallel.trainer.checkpoints import manifest as files
 
@@ -259,11 +242,7 @@ def _checkpoints(run_dir: Path) -> Path:
 
 
 def _adapters_of(run_dir: Path) -> tuple[Lora, Path] | None:
-    """Return the LoRA section of a run and the directory of its base weights; None for a run without LoRA.
-
-    Raises:
-        RunUnreadable: HP603 if the recipe of the run cannot be read.
-    """
+    """Return the LoRA section of a run and the directory of its base weights; None for a run without LoRA."""
     from hyper_parallel.config import Lora, validated
 
     path = run_dir / "config.yaml"
@@ -296,18 +275,14 @@ def _recipe(path: Path) -> dict[str, Any]:
 
 
 def _model_path(recipe: Path) -> Path:
-    """Return `model.path` of the recipe of a run.
-
-    Raises:
-        RunUnreadable: HP603 if the recipe cannot be read or does not name a model.
-    """
+    """Return `model.path` of the recipe of a run; raise RunUnreadable (HP603) if the recipe does not name a model."""
     from hyper_parallel.hub import fetch, parse_name
 
     model = _recipe(recipe).get("model") if recipe.is_file() else None
     path = model.get("path") if isinstance(model, dict) else None
     if not isinstance(path, str):
         raise RunUnreadable(
-            "config.yaml of the run does not name its model",
+            "the model of the run is unknown, because its config.yaml is missing or does not name one",
             where=str(recipe),
             hint=f"hyper-parallel checkpoint export {shlex.quote(str(recipe.parent))} --model MODEL_DIR",
         )

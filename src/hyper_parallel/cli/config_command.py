@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hyper_parallel.cli.app import say
+from hyper_parallel.cli.train_options import Overrides
 
 app = typer.Typer(
     name="config",
@@ -21,9 +22,7 @@ app = typer.Typer(
 @app.command()
 def show(
     recipe: Annotated[Path, typer.Argument(help="Recipe, YAML or JSON.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
-    ] = None,
+    overrides: Overrides = None,
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print the resolved recipe as a valid recipe.")
     ] = False,
@@ -36,13 +35,17 @@ def show(
     Origins: default, recipe, the extended file, command line, or derived with the reason.
     """
     from hyper_parallel.config import load_recipe, recipe_to_yaml, refuse_data_file
+    from hyper_parallel.serde import flatten
 
     refuse_data_file(recipe, "config show")
     loaded = load_recipe(recipe, overrides or [])
     if as_yaml:
         say(recipe_to_yaml(loaded.recipe), nl=False)
         return
-    rows = _rows(loaded.recipe.model_dump(mode="json"), loaded.origins)
+    rows = [
+        (key, value, loaded.origins.get(key, "default"))
+        for key, value in flatten(loaded.recipe.model_dump(mode="json"))
+    ]
     if as_json:
         values = {key: {"value": value, "origin": origin} for key, value, origin in rows}
         say(json.dumps(values, indent=2))
@@ -51,16 +54,3 @@ def show(
     widths = [max(len(row[i]) for row in table) for i in range(2)]
     for key, value, origin in table:
         say(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
-
-
-def _rows(
-    data: dict[str, object], origins: dict[str, str], prefix: str = ""
-) -> list[tuple[str, object, str]]:
-    rows: list[tuple[str, object, str]] = []
-    for name, value in data.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and value:
-            rows += _rows(value, origins, f"{key}.")
-        else:
-            rows.append((key, value, origins.get(key, "default")))
-    return rows

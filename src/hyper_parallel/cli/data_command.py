@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hyper_parallel.cli.app import NoCode, is_quiet, say
+from hyper_parallel.cli.train_options import Overrides, RecipePath
 from hyper_parallel.errors import console as printing_console
 
 if TYPE_CHECKING:
@@ -26,10 +27,8 @@ _BAR = 40  # characters of the longest bar of the histogram
 
 
 def data(
-    recipe: Annotated[Path, typer.Argument(help="Recipe YAML.", dir_okay=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
-    ] = None,
+    recipe: RecipePath,
+    overrides: Overrides = None,
     examples: Annotated[
         int, typer.Option("--examples", "-n", min=0, help="Examples to print per source.")
     ] = 3,
@@ -135,10 +134,10 @@ def _print_example(shown: Console, example: Example, title: str, coloured: bool)
     from rich.text import Text
 
     from hyper_parallel.trainer.data_record import highlighted
+    from hyper_parallel.units import plural
 
     for text in example.texts:
         cut = f", the last {text.num_cut:,} cut" if text.num_cut else ""
-        count = f"{text.num_tokens:,} token{'' if text.num_tokens == 1 else 's'}"
-        head = f"--- {title}, {text.name}: {count}{cut}, {example.where}"
+        head = f"--- {title}, {text.name}: {plural(text.num_tokens, 'token')}{cut}, {example.where}"
         shown.print(Text(head, style="bold"))
         shown.print(highlighted(text.segments, coloured=coloured))

@@ -21,7 +21,7 @@ import typer
 
 from hyper_parallel import __version__
 from hyper_parallel.backends import BACKENDS
-from hyper_parallel.cli.app import say
+from hyper_parallel.cli.app import TrustRemoteCode, say
 from hyper_parallel.cli.requirements import EXTRA, REQUIREMENTS, Need, Requirement
 
 
@@ -59,9 +59,7 @@ def doctor(
         str | None,
         typer.Option("--model", help="Model directory or config.json whose properties to measure."),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code in the model directory.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Report which features work on this machine and how to enable the others, or where hung ranks diverged.
 
@@ -131,22 +129,24 @@ def _print_dumps(paths: list[Path], as_json: bool) -> None:
 
 def check_package(requirement: Requirement) -> Finding:
     """Return the finding on a package, from its metadata."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
-
     r = requirement
-    try:
-        version = installed(r.name)
-    except PackageNotFoundError:
+    version = _installed_version(r.name)
+    if version is None:
         specifier = EXTRA if r.need == "training" else r.wanted
         return Finding(r.name, "missing", "not installed", r.need, r.gives, _install(specifier))
     if r.minimum and release(version) < release(r.minimum):
         detail = f"{version}, but {r.minimum} or later is needed"
         return Finding(r.name, "old", detail, r.need, r.gives, _install(r.wanted))
-    if r.below and release(version) >= release(r.below):
-        detail = f"{version}, but a version below {r.below} is recommended"
-        return Finding(r.name, "warning", detail, r.need, r.gives, _install(r.wanted))
     return Finding(r.name, "ok", version, r.need, r.gives)
+
+
+def _installed_version(name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -192,7 +192,11 @@ def _machine(measure: bool) -> tuple[list[Finding], dict[str, Any] | None]:
     devices = find_accelerators()
     names = f"{len(devices)} x {devices[0].name}" if devices else "none, 4 ranks share the CPU"
     findings = [Finding("accelerators", "ok", names, "optional", "fast training")]
-    if devices and devices[0].kind == "cuda" and _is_cpu_build("torch"):
+    if (
+        devices
+        and devices[0].kind == "cuda"
+        and (_installed_version("torch") or "").endswith("+cpu")
+    ):
         findings.append(
             Finding(
                 "torch build", "warning", "torch is a CPU build and cannot use the accelerator",
@@ -215,15 +219,6 @@ def _machine(measure: bool) -> tuple[list[Finding], dict[str, Any] | None]:
     )
     findings.append(Finding("topology", "ok", detail, "optional", "topology: local"))
     return findings, encode(machine)
-
-
-def _is_cpu_build(name: str) -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name).endswith("+cpu")
-    except PackageNotFoundError:
-        return False
 
 
 def _storage() -> list[Finding]:

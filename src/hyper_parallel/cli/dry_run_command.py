@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from hyper_parallel.cli.app import collect_cycles, say
+from hyper_parallel.cli.app import enable_garbage_collection, say
 from hyper_parallel.errors import console as printing_console
 from hyper_parallel.units import format_bytes, format_seconds
 
@@ -25,7 +25,7 @@ def print_dry_run(
     """Trace a recipe and print the result as tables or as JSON."""
     from hyper_parallel.trainer import dry_run
 
-    collect_cycles()
+    enable_garbage_collection()
     status = printing_console(stderr=True)
     with status.status("tracing"):
         result = dry_run(loaded, num_ranks=num_ranks, rank=rank)

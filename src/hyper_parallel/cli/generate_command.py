@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from hyper_parallel.cli import generate_options as options
-from hyper_parallel.cli.app import collect_cycles, say
+from hyper_parallel.cli.app import TrustRemoteCode, enable_garbage_collection, say
 from hyper_parallel.errors import BadValue, Contradiction
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def generate(
     dram: options.Dram = None,
     flash_dir: options.FlashDir = None,
     topology: options.Topology = "local",
-    trust_remote_code: options.TrustRemoteCode = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: options.AsJson = False,
     no_code: options.NoCode = False,
 ) -> None:
@@ -58,7 +58,7 @@ def generate(
     from hyper_parallel.trainer.generation import Sampling
 
     _check_code_options(run_dir, no_code, trust_remote_code)
-    collect_cycles()
+    enable_garbage_collection()
     memory = _memory(device_memory, dram, flash_dir, topology)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()))
     source = _ModelSource(run_dir, device, dtype, trust_remote_code, memory, topology)
@@ -95,7 +95,6 @@ class _ModelSource:
     topology: str
 
     def load(self) -> Generator:
-        """Return a generator with the loaded model."""
         from hyper_parallel.trainer.generation import Generator
 
         return Generator(
@@ -120,11 +119,13 @@ def _check_code_options(run_dir: Path, no_code: bool, trusted: bool) -> None:
 def _prompts_conflict(source: _ModelSource, prompts: Path, parallel: str) -> Contradiction:
     """Return the error for an option that `--prompts` does not support."""
     problem = "--prompt and --json apply to a single prompt"
+    got = "--prompts with --prompt or --json"
     if parallel and source.memory is not None:
         problem = "--device-memory applies to a single device"
+        got = f"--device-memory with --parallel {parallel}"
     return Contradiction(
         problem,
-        got=f"--prompts, --parallel {parallel}" if parallel else "--prompts",
+        got=got,
         hint=f"hyper-parallel generate {source.run_dir} --prompts {prompts} -o OUT.jsonl",
     )
 

@@ -84,9 +84,6 @@ Topology = Annotated[
         help="With --device-memory: preset name, YAML file, or local: machine to plan for."
     ),
 ]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code in the model directory.")
-]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object with text, tokens and time.")
 ]

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import typer
 
 from hyper_parallel.cli.app import say
-from hyper_parallel.errors import BadValue, OutputNotWritable
+from hyper_parallel.errors import BadValue, OutputNotWritable, written
 from hyper_parallel.received import holds_text
 
 _FIRST: Final = "quickstart"
@@ -45,7 +45,11 @@ def init(
         hint = f"hyper-parallel init {near[0]}"
         raise BadValue("no recipe has this name", got=name, allowed=names, hint=hint)
     for target, text in _needed(folder, f"{name}.yaml").items():
-        _write(target, text)
+        with written(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                target.write_text(text, encoding="utf-8")
+        say(f"written: {target}")
     say("\nnext:\n" + "\n".join(_next_lines(folder, name, names)))
 
 
@@ -93,47 +97,17 @@ def _folder() -> Path:
 
 
 def _needed(folder: Path, name: str) -> dict[Path, str]:
-    """Return the content of a recipe and of the files that it names, by the path to write.
-
-    Raises:
-        OutputNotWritable: HP105 if a target exists with other content or cannot be read.
-    """
+    """Return content by target path of a recipe and the files it names; raise HP105 if a target has other content."""
     target, text = Path("recipes") / name, (folder / name).read_text(encoding="utf-8")
     needed: dict[Path, str] = {}
     for parent, data in _NAMED.findall(text) if name.endswith(".yaml") else ():
         if (folder / (file := parent or data)).is_file():  # other files are the user's
             needed |= _needed(folder, file)
-    try:
+    with written(target):
         if os.path.lexists(target) and not holds_text(target, text):
             raise OutputNotWritable(
                 "a different file with this name exists",
                 got=target,
                 hint=f"mv {target} {target}.mine",
             )
-    except OSError as error:
-        raise OutputNotWritable(
-            "the recipe cannot be written",
-            got=f"{target}: {error}",
-            hint="run the command in a directory that you can write",
-        ) from error
     return {**needed, target: text}
-
-
-def _write(target: Path, text: str) -> None:
-    """Write a file unless it exists.
-
-    Raises:
-        OutputNotWritable: HP105 if the folder cannot be written.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists():
-            with target.open("x", encoding="utf-8") as file:
-                file.write(text)
-    except OSError as error:
-        raise OutputNotWritable(
-            "the recipe cannot be written",
-            got=f"{target}: {error.strerror}",
-            hint="run the command in a directory that you can write",
-        ) from error
-    say(f"written: {target}")

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hyper_parallel.cli.app import NoCode
+from hyper_parallel.cli.train_options import Overrides, RecipePath
 from hyper_parallel.errors import console as printing_console
 
 _ROWS = 8  # rows of a table that fits a small terminal
 
 
 def parity(
-    recipe: Annotated[Path, typer.Argument(help="Recipe YAML.", dir_okay=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
-    ] = None,
+    recipe: RecipePath,
+    overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
     no_code: NoCode = False,
 ) -> None:
@@ -27,16 +25,12 @@ def parity(
     processes. Degrees above 2 are reduced to 2, and the output lists omitted axes.
     """
     from hyper_parallel.cli.dry_run_command import table
-    from hyper_parallel.config import load_recipe, refuse_code, refuse_data_file
+    from hyper_parallel.cli.train_command import load_any_recipe
     from hyper_parallel.errors import LayoutDiffers
     from hyper_parallel.hub import stay_offline
 
     stay_offline()
-
-    refuse_data_file(recipe, "parity")
-    loaded = load_recipe(recipe, overrides or [])
-    if no_code:
-        refuse_code(loaded)
+    loaded = load_any_recipe(recipe, overrides or [], no_code, "parity")
     from hyper_parallel.trainer import parity as compare
 
     result = compare(loaded, steps)

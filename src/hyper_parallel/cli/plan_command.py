@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from hyper_parallel.cli import plan_options as options
 from hyper_parallel.cli.app import NoCode, is_quiet, say
 from hyper_parallel.cli.schedule_command import check_schedule_file, pipeline_text, write_schedule
-from hyper_parallel.errors import BadValue, Contradiction, OutputNotWritable
+from hyper_parallel.errors import BadValue, Contradiction, written
 
 if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 WIDTH: Final = 80
 """Width of the panel in characters, also on wider terminals."""
+_IN_RECIPE: Final = (
+    "model", "seq_len", "tokens_per_step", "pin", "exclude", "objective", "deadline", "offload", "all_layouts",
+    "memory_headroom", "media", "image_size",
+)  # fmt: skip
+"""Options that a recipe replaces."""
 _NOT_REPEATED: Final = ("explain", "gantt", "dry_run", "top", "output", "launch")
 """Options omitted from the suggested next command."""
 
@@ -64,7 +69,7 @@ def plan(
     no_code: NoCode = False,
 ) -> None:
     """Print the best plan of a model on a machine. Needs no accelerator and imports no torch."""
-    free = None if memory_headroom is None else _share(memory_headroom)
+    free = None if memory_headroom is None else _fraction(memory_headroom)
     if purpose != "train" or {prompts, prompt_len, new_tokens, parallel, dtype} != {None}:
         from hyper_parallel.cli.plan_to_generate import plan_to_generate
 
@@ -75,11 +80,7 @@ def plan(
         return
     if not dry_run:
         _check_files(output, schedule_csv)
-    search = _Search(
-        pin, exclude, objective, deadline, top, offload, all_layouts, free, media, image_size
-    )
-    batch = (seq_len, tokens_per_step)
-    chosen, names = _choose_plan(recipe, model, topology, devices, batch, search, no_code)
+    chosen, names = _choose_plan(ctx, recipe, free)
     if launch is not None:
         say(_launch_text(chosen, names, launch))
     elif as_json or is_quiet():
@@ -91,29 +92,6 @@ def plan(
         _write_files(chosen, output, schedule_csv)
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """Options of `plan` that control the search."""
-
-    pins: list[str] | None
-    exclude: list[str] | None
-    objective: str
-    deadline_s: float | None
-    top: int
-    offload: bool
-    all_layouts: bool
-    memory_headroom: float | None
-    media: int | None
-    image_size: int | None
-
-    @property
-    def is_default(self) -> bool:
-        """True if every choice that affects the best plan has its default."""
-        choices = (self.pins, self.exclude, self.deadline_s, self.offload, self.all_layouts)
-        unset = (self.memory_headroom, self.media, self.image_size)
-        return not any(choices) and self.objective == "step-time" and unset == (None,) * 3
-
-
 def _difference(left: Path, right: Path) -> str:
     from hyper_parallel.ir import Plan
 
@@ -121,7 +99,7 @@ def _difference(left: Path, right: Path) -> str:
 
 
 def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
-    """Raise an error if an output file exists and was not written by this command."""
+    """Raise OutputNotWritable (HP105) if an output file exists and was not written by this command."""
     from hyper_parallel.owned_folder import check_output_file
 
     if output is not None:
@@ -135,44 +113,32 @@ def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None) -
         write_schedule(chosen, schedule_csv)
         say(f"schedule written to {schedule_csv}", err=True)
     if output is not None:
-        try:
+        with written(output):
             chosen.save(output)
-        except OSError as error:
-            raise OutputNotWritable(
-                "the plan cannot be written",
-                where="--output",
-                got=f"{output}: {error.strerror}",
-                hint="-o plan.json",
-            ) from error
         say(f"plan written to {output}", err=True)
 
 
 def _choose_plan(
-    recipe: Path | None,
-    model: str | None,
-    topology: str | None,
-    devices: int | None,
-    batch: tuple[int | None, int | None],
-    search: _Search,
-    no_code: bool,
+    ctx: typer.Context, recipe: Path | None, headroom: float | None
 ) -> tuple[Plan, tuple[str, str]]:
     """Return the plan of a recipe or of a model, and the names of model and topology that the user gave."""
+    params = ctx.params
     if recipe is not None:
-        if model is not None or any(batch) or not search.is_default:
+        if not _chosen(ctx).keys().isdisjoint(_IN_RECIPE):
             raise Contradiction(
                 "a recipe already determines the model, the workload and the search",
                 got="--recipe with a model, a workload or choices of the search",
                 hint=f"hyper-parallel plan --recipe {recipe}",
                 where="--recipe",
             )
-        return _plan_recipe(recipe, devices, topology, no_code)
-    if model is None:
+        return _plan_recipe(recipe, params["devices"], params["topology"], params["no_code"])
+    if params["model"] is None:
         raise BadValue(
             "nothing to plan: give a model, a recipe, or two plans to compare",
             hint="hyper-parallel plan llama-3-8b --topology dgx-h100",
         )
-    names = (model, topology or "local")
-    return _plan_model(*names, devices, batch, search), names
+    names = (params["model"], params["topology"] or "local")
+    return _plan_model(*names, params, headroom), names
 
 
 def _is_plan(text: str) -> bool:
@@ -194,42 +160,38 @@ def _read(model: str, where: str | None = None) -> ModelSpec:
 
 
 def _plan_model(
-    model: str,
-    topology: str,
-    devices: int | None,
-    batch: tuple[int | None, int | None],
-    search: _Search,
+    model: str, topology: str, params: Mapping[str, Any], headroom: float | None
 ) -> Plan:
     from hyper_parallel import planner
     from hyper_parallel.topology import detect_local, load_topology
 
-    spec = _read(model)
+    spec, devices = _read(model), params["devices"]
     supernode = detect_local(devices) if topology == "local" else load_topology(topology)
-    workload = None
-    seq_len, tokens_per_step = batch
+    workload, media = None, params["media"]
+    seq_len, tokens_per_step = params["seq_len"], params["tokens_per_step"]
     if seq_len is not None or tokens_per_step is not None:
         workload = planner.default_workload(
             spec, supernode, devices, seq_len=seq_len, tokens_per_step=tokens_per_step
         )
-    excluded = ",".join(search.exclude or ()).split(",")
-    towers = _towers(spec, model, search)
+    excluded = ",".join(params["exclude"] or ()).split(",")
+    towers = _towers(spec, model, media, params["image_size"])
     plan = planner.plan(
         spec,
         supernode,
         workload,
         num_devices=devices,
-        pins=_pins(search.pins or ()),
+        pins=_pins(params["pin"] or ()),
         exclude=[axis.strip() for axis in excluded if axis.strip()],
-        objective=search.objective,
-        deadline_s=search.deadline_s,
-        top=search.top,
-        offload=search.offload,
-        all_layouts=search.all_layouts,
-        memory_headroom=search.memory_headroom,
+        objective=params["objective"],
+        deadline_s=params["deadline"],
+        top=params["top"],
+        offload=params["offload"],
+        all_layouts=params["all_layouts"],
+        memory_headroom=headroom,
         towers=towers,
-        media=planner.MEDIA if search.media is None else search.media,
+        media=planner.MEDIA if media is None else media,
     )
-    return replace(plan, notes=(*plan.notes, *_tower_notes(spec, towers, search.media)))
+    return replace(plan, notes=(*plan.notes, *_tower_notes(spec, towers, media)))
 
 
 def _tower_notes(spec: ModelSpec, towers: Sequence[Tower], media: int | None) -> Iterator[str]:
@@ -247,41 +209,41 @@ def _tower_notes(spec: ModelSpec, towers: Sequence[Tower], media: int | None) ->
             )
 
 
-def _towers(spec: ModelSpec, model: str, search: _Search) -> tuple[Tower, ...]:
-    """Return the encoders (towers) whose cost a plan includes; empty with `--media 0` and for models without encoders.
-
-    Raises:
-        BadValue: HP102 for options of media if the cost of no encoder of the model can be predicted.
-    """
+def _towers(
+    spec: ModelSpec, model: str, media: int | None, image_size: int | None
+) -> tuple[Tower, ...]:
+    """Return the encoders (towers) whose cost a plan includes; raise HP102 for media options without effect."""
     from hyper_parallel.model import fixed_image_size, read_config, towers_of
 
     values = read_config(model).values
-    towers = towers_of(spec, values, search.image_size)
+    towers = towers_of(spec, values, image_size)
     kinds = [tower.name for tower in towers]
     problems = {}
-    if search.media and not kinds:
+    if media and not kinds:
         problems["--media"] = "the model has no encoder whose config states heads and patch size"
-    if search.image_size is not None:
+    if image_size is not None:
         size = fixed_image_size(values)
         if "vision" not in kinds:
             problems["--image-size"] = (
                 "the model has no image encoder whose config states heads and patch size"
             )
-        elif size is not None and size != search.image_size:
+        elif size is not None and size != image_size:
             problems["--image-size"] = f"the encoder of the model reads images of {size} pixels"
-        elif search.media == 0:
+        elif media == 0:
             problems["--image-size"] = "a plan with `--media 0` has no images"
-    chosen = {"--media": search.media, "--image-size": search.image_size}
+    chosen = {"--media": media, "--image-size": image_size}
     for name, problem in problems.items():
         raise BadValue(problem, where=name, got=f"{name} {chosen[name]}", hint=f"leave out {name}")
-    return towers if search.media != 0 else ()
+    return towers if media != 0 else ()
 
 
 def _launch_text(chosen: Plan, names: tuple[str, str], launch: str) -> str:
-    """Return the launch settings of a plan as a recipe or as flags of Megatron."""
+    """Return the launch settings of a plan, with absolute paths of its model and topology files."""
     from hyper_parallel.planner import launch_settings
 
-    return launch_settings(_as_named(chosen, *names), launch).rstrip()
+    model, topology = (str(Path(n).resolve()) if Path(n).exists() else n for n in names)
+    named = replace(chosen, model=replace(chosen.model, name=model), topology=topology)
+    return launch_settings(named, launch).rstrip()
 
 
 def _plan_text(plan: Plan, explain: bool, gantt: bool) -> str:
@@ -335,23 +297,27 @@ def _wrapped_lines(words: list[str]) -> Iterator[str]:
     yield line
 
 
+def _chosen(ctx: typer.Context) -> dict[str, Any]:
+    """Return the options and arguments that differ from their defaults, by name."""
+    values = {param: ctx.params.get(param.name or "") for param in ctx.command.params}
+    return {
+        param.name or "": value
+        for param, value in values.items()
+        if value is not False and value != param.default and value not in (None, (), [])
+    }
+
+
 def _current_command(ctx: typer.Context) -> list[str]:
     """Return the words of the current command line without its output options."""
-    words = ["hyper-parallel", "plan"]
+    words, chosen = ["hyper-parallel", "plan"], _chosen(ctx)
     for param in ctx.command.params:
-        name, value = param.name or "", ctx.params.get(param.name or "")
-        if name in _NOT_REPEATED or value in (None, param.default, False, ()):
+        if param.name in _NOT_REPEATED or param.name not in chosen:
             continue
+        value = chosen[param.name]
         option = [] if param.param_type_name == "argument" else [max(param.opts, key=len)]
         for item in value if isinstance(value, list) else [value]:
             words += option if item is True else [*option, str(item)]
     return words
-
-
-def _as_named(plan: Plan, model: str, topology: str) -> Plan:
-    """Return the plan with absolute paths of its model and topology files, for use in a recipe."""
-    model, topology = (str(Path(n).resolve()) if Path(n).exists() else n for n in (model, topology))
-    return replace(plan, model=replace(plan.model, name=model), topology=topology)
 
 
 def _plan_recipe(
@@ -375,13 +341,13 @@ def _plan_recipe(
     return plan_with_submodels(loaded, plan, proof), named
 
 
-def _share(text: str) -> float:
+def _fraction(text: str) -> float:
     """Parse a fraction written as `5%` or `0.05`."""
     try:
-        share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+        fraction = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     except ValueError:
-        share = -1.0
-    if not 0.0 <= share < 1.0:
+        fraction = -1.0
+    if not 0.0 <= fraction < 1.0:
         raise BadValue(
             "the memory headroom must be a fraction of device memory",
             where="--memory-headroom",
@@ -389,18 +355,22 @@ def _share(text: str) -> float:
             allowed="from 0% to below 100%",
             hint="--memory-headroom 5%",
         )
-    return share
+    return fraction
 
 
 def _pins(texts: Iterable[str]) -> dict[str, str]:
-    """Return the values of `--pin`, given as `name=value`, by name.
-
-    Raises:
-        BadValue: HP102 for a text that is not name=value.
-        Contradiction: HP104 for a name with two values.
-    """
+    """Return the values of `--pin`, given as `name=value`, by name."""
     pins: dict[str, str] = {}
-    for name, value in map(_pin, texts):
+    for text in texts:
+        name, _, value = (part.strip() for part in text.partition("="))
+        if not name or not value:
+            raise BadValue(
+                "a pin must have the form name=value",
+                where="--pin",
+                got=text,
+                allowed="tp=8",
+                hint="--pin tp=8",
+            )
         if pins.setdefault(name, value) != value:
             raise Contradiction(
                 f"`{name}` is pinned twice",
@@ -409,16 +379,3 @@ def _pins(texts: Iterable[str]) -> dict[str, str]:
                 hint=f"--pin {name}={value}",
             )
     return pins
-
-
-def _pin(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    if not name.strip() or not value.strip():
-        raise BadValue(
-            "a pin must have the form name=value",
-            where="--pin",
-            got=text,
-            allowed="tp=8",
-            hint="--pin tp=8",
-        )
-    return name.strip(), value.strip()

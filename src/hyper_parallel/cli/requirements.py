@@ -22,20 +22,17 @@ class Requirement:
         minimum: Lowest version that works; empty: any.
         need: core (planning), training (plan, train, generate, report on a model), or optional.
         gives: Feature that the package provides.
-        below: Version from which the package is untested or slower; empty: none.
     """
 
     name: str
     minimum: str
     need: Need
     gives: str
-    below: str = ""
 
     @property
     def wanted(self) -> str:
-        """Requirement with version bounds, in the syntax of pip."""
-        at_least = f"{self.name}>={self.minimum}" if self.minimum else self.name
-        return f"{at_least},<{self.below}" if self.below else at_least
+        """Requirement with its lowest version, in the syntax of pip."""
+        return f"{self.name}>={self.minimum}" if self.minimum else self.name
 
 
 REQUIREMENTS: Final = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hyper_parallel.errors import Contradiction, OutputNotWritable
+from hyper_parallel.errors import Contradiction, written
 
 if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
@@ -79,12 +79,5 @@ def write_schedule(plan: Plan, path: Path) -> None:
         )
     check_schedule_file(path)
     schedule = step_schedule(plan.strategy, plan.workload.accumulation_steps or 1)
-    try:
+    with written(path):
         write_text(path, schedule.to_csv())
-    except OSError as error:
-        raise OutputNotWritable(
-            "the schedule cannot be written",
-            where="--schedule-csv",
-            got=f"{path}: {error.strerror}",
-            hint="--schedule-csv schedule.csv",
-        ) from error

@@ -22,19 +22,16 @@ if TYPE_CHECKING:
 def describe_submit(launcher: str, job: Job, words: Sequence[str]) -> str:
     """Return the text of a dry run: ranks that the run would start, and files that it would write.
 
-    Args:
-        launcher: local, torchrun, slurm, ray or kubernetes.
-        job: Prepared run.
-        words: Command-line arguments of `hyper-parallel` on every rank.
+    `words` are the command-line arguments of `hyper-parallel` on every rank.
     """
     from hyper_parallel.runtime import launch_words
 
     ranks, launch = job.ranks, job.recipe.launch
     by_hand = torchrun_command(job, words)
-    if launcher == "slurm":
-        return f"would write {_script(job)} and submit it with sbatch:\n\n{_sbatch(job, words)}"
-    if launcher == "kubernetes":
-        return f"would write {_manifest_file(job)}:\n\n{_manifest(job)}"
+    if launcher in ("slurm", "kubernetes"):
+        path, text = _job_file(launcher, job, words)
+        submit = " and submit it with sbatch" if launcher == "slurm" else ""
+        return f"would write {path}{submit}:\n\n{text}"
     if launcher == "torchrun":
         return f"would write {job.output_dir}/ and run on each of {launch.nnodes} machines:\n  {by_hand}"
     how = f"fork {ranks} ranks"
@@ -42,7 +39,7 @@ def describe_submit(launcher: str, job: Job, words: Sequence[str]) -> str:
         how = f"start {ranks} actors of Ray on {launch.nnodes} machines"
     elif ranks > (most := _largest_start(job)):
         machines = launch_words(ranks, launch.nproc_per_node)
-        command = shlex.join(["hyper-parallel", *_shown(words)])
+        command = shlex.join(["hyper-parallel", *_with_quiet(words)])
         return (
             f"this machine can run {most} of the {ranks} ranks; on a cluster:\n"
             f"  {command} --launcher slurm {machines}"
@@ -65,39 +62,50 @@ def submit_job(launcher: str, job: Job, words: Sequence[str]) -> None:
         sys.stdout.flush()
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
         os.execv(sys.executable, [*torchrun, *shlex.split(command)[1:]])
+    path, text = _job_file(launcher, job, words)
+    _write_job_file(job, path, text)
     if launcher == "kubernetes":
-        _write_script(job, _manifest_file(job), _manifest(job))
-        say(f"\nnext:\n  kubectl apply -f {shlex.quote(str(_manifest_file(job)))}")
+        say(f"\nnext:\n  kubectl apply -f {shlex.quote(str(path))}")
         return
-    script, text = _script(job), _sbatch(job, words)
-    _write_script(job, script, text)
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise LauncherMissing(
             "this machine has no `sbatch` to submit the job with",
-            where=str(script),
-            hint=f"sbatch {shlex.quote(str(script))}",
+            where=str(path),
+            hint=f"sbatch {shlex.quote(str(path))}",
         )
-    done = subprocess.run([sbatch, str(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sbatch, str(path)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise LauncherMissing(
             "sbatch rejects the job",
-            where=str(script),
+            where=str(path),
             got=done.stderr.strip()[-500:],
             hint="correct the option named above in `launch.sbatch`",
         )
     say(done.stdout.strip())
 
 
-def _write_script(job: Job, script: Path, text: str) -> None:
-    """Write a script or manifest into the run directory, and print it."""
+def _job_file(launcher: str, job: Job, words: Sequence[str]) -> tuple[Path, str]:
+    """Return path and text of the sbatch script of a Slurm job, or of the manifest of a Kubernetes job."""
+    from hyper_parallel.runtime import sbatch_script
+    from hyper_parallel.runtime.kubernetes import manifest
+
+    folder = job.output_dir.absolute()
+    if launcher == "kubernetes":
+        return folder / "job.yaml", manifest(job.recipe, job.ranks, folder)
+    script = sbatch_script(job.recipe, job.ranks, _with_quiet(words), job.output_dir)
+    return folder / "job.sbatch", script
+
+
+def _write_job_file(job: Job, path: Path, text: str) -> None:
+    """Write a script or manifest into the run directory, and print it on standard error."""
     from hyper_parallel.trainer.files import write_text
     from hyper_parallel.trainer.run_directory import claim_run_directory
 
     with written(job.output_dir):
         claim_run_directory(job.output_dir, job.recipe)
         (job.output_dir / "logs").mkdir(parents=True, exist_ok=True)
-        write_text(script, text)
+        write_text(path, text)
     sys.stderr.write(text)
 
 
@@ -111,33 +119,11 @@ def _largest_start(job: Job) -> float:
 
 
 def torchrun_command(job: Job, words: Sequence[str]) -> str:
-    """Return the torchrun command that starts the ranks of this machine; arguments as for `describe_submit`."""
+    """Return the torchrun command that starts the ranks of this machine; `words` as in `describe_submit`."""
     from hyper_parallel.runtime import torchrun_words
 
-    ranks = job.ranks
-    return shlex.join(["torchrun", *torchrun_words(job.recipe, ranks, _shown(words))])
+    return shlex.join(["torchrun", *torchrun_words(job.recipe, job.ranks, _with_quiet(words))])
 
 
-def _sbatch(job: Job, words: Sequence[str]) -> str:
-    from hyper_parallel.runtime import sbatch_script
-
-    ranks = job.ranks
-    return sbatch_script(job.recipe, ranks, _shown(words), job.output_dir)
-
-
-def _manifest(job: Job) -> str:
-    from hyper_parallel.runtime.kubernetes import manifest
-
-    return manifest(job.recipe, job.ranks, job.output_dir.absolute())
-
-
-def _manifest_file(job: Job) -> Path:
-    return job.output_dir.absolute() / "job.yaml"
-
-
-def _shown(words: Sequence[str]) -> list[str]:
+def _with_quiet(words: Sequence[str]) -> list[str]:
     return ["--quiet", *words] if is_quiet() else list(words)
-
-
-def _script(job: Job) -> Path:
-    return job.output_dir.absolute() / "job.sbatch"

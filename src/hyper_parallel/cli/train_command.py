@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from hyper_parallel.cli import train_options as options
-from hyper_parallel.cli.app import NoCode, collect_cycles, is_quiet, say
+from hyper_parallel.cli.app import NoCode, enable_garbage_collection, is_quiet, say
 from hyper_parallel.cli.pipes import broken_pipe_safe_output, check_output
 from hyper_parallel.errors import BadValue, Contradiction, Unwritten
 from hyper_parallel.errors import console as printing_console
@@ -123,13 +123,9 @@ def _train_recipe(
 def load_any_recipe(
     path: Path, overrides: Sequence[str], no_code: bool, command: str = "train"
 ) -> LoadedRecipe:
-    """Return a loaded recipe from a recipe file or a LlamaFactory file.
+    """Load a recipe file or a LlamaFactory file; with `no_code`, refuse one that names code.
 
-    Args:
-        path: Recipe file, or LlamaFactory file.
-        overrides: Values as `a.b=c`.
-        no_code: Reject a recipe that names code.
-        command: Name of the calling command, for hints.
+    `command` is the name of the calling command, for hints.
     """
     from hyper_parallel.config import load_recipe, read_mapping, refuse_code, refuse_data_file
     from hyper_parallel.errors import RecipeUnreadable
@@ -155,11 +151,7 @@ class _SavedPlan:
         self._path, self._plan = str(path), Plan.load(path)
 
     def refuse_degrees(self, recipe: Path, overrides: Sequence[str]) -> None:
-        """Reject overrides of the section `parallel`, because the plan determines the layout.
-
-        Raises:
-            PlanMismatch: HP307 naming the override, with the command without it.
-        """
+        """Raise PlanMismatch (HP307) for an override of the section `parallel`, which the plan determines."""
         from hyper_parallel.errors import PlanMismatch
 
         rest = [word for word in overrides if not word.startswith(("parallel.", "parallel="))]
@@ -175,13 +167,11 @@ class _SavedPlan:
                 )
 
     def overrides(self, loaded: LoadedRecipe) -> list[str]:
-        """Return the overrides that make a recipe use the layout of the plan."""
         from hyper_parallel.planner import plan_overrides
 
         return plan_overrides(self._plan, loaded.recipe, loaded.where, self._path)
 
     def check(self, plan: Plan) -> None:
-        """Raise an error if the plan of the run differs from the saved plan."""
         from hyper_parallel.planner import check_saved_plan
 
         check_saved_plan(self._plan, plan, self._path)
@@ -206,7 +196,7 @@ def _train(
     job = prepare_job(loaded, progress=progress, **checks)
     from hyper_parallel.trainer import calibrate_first_run  # imports torch
 
-    collect_cycles()
+    enable_garbage_collection()
     if not (dry_run or no_calibrate) and launcher == "local" and (line := calibrate_first_run(job)):
         console.print(line, soft_wrap=True)
         job = prepare_job(loaded, progress=progress, **checks)
@@ -308,10 +298,7 @@ def _is_newer(path: Path, other: Path) -> bool:
 
 
 def _kernel_lines(kernels: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield lines about the fused kernels of a run.
-
-    `kernels` lists the operators of each kernel; the kernel with the most operators comes first.
-    """
+    """Yield lines about the fused kernels of a run, each given as its operators, largest kernel first."""
     if not kernels:
         return
     yield f"{len(kernels)} fused kernels of {sum(map(len, kernels))} operators"

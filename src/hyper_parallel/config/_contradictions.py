@@ -17,12 +17,7 @@ from hyper_parallel.errors import HyperParallelError
 
 
 def check_recipe(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
-    """Return every contradiction in a recipe, in the order of its sections.
-
-    Args:
-        recipe: Recipe with valid sections.
-        where: Returns the origin of a dotted key.
-    """
+    """Return every contradiction in a recipe, in the order of its sections; `where` returns the origin of a key."""
     rules = (
         *_STAGE_RULES,
         *(PREFERENCE_RULES if recipe.stage in PREFERENCE_STAGES else ()),
@@ -51,10 +46,7 @@ _STAGE_RULES: Final[Rules] = (
 
 
 def _repeated_names(recipe: Recipe) -> list[dict[str, str]]:
-    """Return the placeholder values of the error text, one dict for each mapping with a repeated name.
-
-    The mappings are `data.columns` and `data.roles`.
-    """
+    """Return the placeholders of the error text, one dict for each of `data.columns` and `data.roles` with a repeat."""
     repeated = []
     for key in ("columns", "roles"):
         entries = getattr(recipe.data, key)
@@ -119,10 +111,7 @@ def _halves_batches(recipe: Recipe) -> bool:
 
 
 def _misses_evaluations(recipe: Recipe) -> dict[str, int] | None:
-    """Return an interval for both checkpoints and evaluations as `common`, if `keep_best` needs one; else None.
-
-    `keep_best` needs an evaluation at every checkpoint.
-    """
+    """Return, as `common`, an interval at which every checkpoint is evaluated, if `keep_best` lacks one; else None."""
     every, eval_every = recipe.checkpoint.every, recipe.training.eval_every
     if not recipe.checkpoint.keep_best or (eval_every and every and every % eval_every == 0):
         return None

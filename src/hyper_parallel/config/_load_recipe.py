@@ -18,6 +18,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -110,7 +111,8 @@ class LoadedRecipe:
 
     Attributes:
         recipe: The resolved recipe.
-        origins: Dotted key of every value to `default`, `recipe`, `extends FILE`, `command line` or `derived: why`.
+        origins: Origin of every value by dotted key: `default`, `recipe`, `extends FILE`, `command line`, `derived:
+            why`, or a key of LlamaFactory.
         path: The recipe file.
     """
 
@@ -148,8 +150,9 @@ def load_recipe(
         UnknownKey: HP101 with the nearest key.
         BadValue: HP102 with the allowed values.
         Contradiction: HP104 if values of several sections contradict each other.
-        DegreesMismatch: HP301 if the degrees do not multiply to the number of ranks.
-            With several problems, the first one is raised and lists the others.
+        DegreesMismatch: HP301 if the degrees do not multiply to `parallel.world_size`.
+
+    Of several problems, the first one is raised and lists the others.
     """
     path = Path(path)
     refuse_data_file(path, "train")
@@ -191,16 +194,12 @@ class _Sources:
         return self.origins.get(key, "recipe")
 
     def where(self, key: str) -> str:
-        """Return file, dotted key and origin as text, for errors."""
         return _where(self.path, key, self.origin_of(key))
 
     def as_override(self, key: str, value: object, written: str) -> str:
         """Return the text of a hint that sets a value: an override, or a line of the recipe.
 
-        Args:
-            key: Dotted key to change.
-            value: New value.
-            written: Dotted key as the user wrote it.
+        `written` is the dotted key as the user wrote it.
         """
         sections = {key.partition(".")[0], written.partition(".")[0]}
         typed = (
@@ -217,14 +216,9 @@ class _Sources:
 
 
 def refuse_data_file(path: Path, command: str) -> None:
-    """Raise an error if a data file is given as the recipe.
+    """Raise RecipeUnreadable (HP103) if a data file is given as the recipe of a command.
 
-    Args:
-        path: File given as the recipe.
-        command: Name of the command for the hint, such as `train`.
-
-    Raises:
-        RecipeUnreadable: HP103 with the command that reads the file as data.
+    The hint is the command that reads the file as data; `command` is its name, such as `train`.
     """
     if is_data_file(path) and path.is_file():
         raise RecipeUnreadable(
@@ -386,7 +380,7 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
         value = _override_value(path, name, key, text)
         field = field_at(Recipe, key)
         whole = isinstance(value, Mapping) and field is not None and is_mapping(field.annotation)
-        unset = value is None and field is not None and not _accepts_null(field.annotation)
+        unset = value is None and field is not None and type(None) not in get_args(field.annotation)
         if whole or unset:
             layer = {k: v for k, v in layer.items() if k[: len(key)] != key}
             layer[key] = _UNSET
@@ -408,10 +402,6 @@ def _override_hint(words: Sequence[str]) -> str | None:
     if not sign and len(words) > 1 and "=" not in words[1]:
         text = words[1]
     return f"write `{shlex.quote(f'{near[0]}={text.strip()}') if text.strip() else f'{near[0]}=VALUE'}`"
-
-
-def _accepts_null(annotation: Any) -> bool:
-    return type(None) in get_args(annotation)
 
 
 def _split(name: str) -> _Key:
@@ -605,15 +595,17 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         return path if written or os.path.exists(path) else value  # noqa: PTH110
 
     for key in (*_PATHS, *_WRITTEN):
-        section, _, name = key.rpartition(".")
-        owner = getattr(recipe, section) if section else recipe
-        value = getattr(owner, name)
+        value = attrgetter(key)(recipe)
         if isinstance(value, tuple):  # mixed sources
-            own = [p.model_copy(update={"source": absolute(p.source, False)}) for p in value]
-            changed = owner.model_copy(update={name: tuple(own)})
+            parts = (p.model_copy(update={"source": absolute(p.source, False)}) for p in value)
+            changed: object = tuple(parts)
         else:
-            changed = owner.model_copy(update={name: absolute(value, key in _WRITTEN)})
-        recipe = recipe.model_copy(update={section: changed}) if section else changed
+            changed = absolute(value, key in _WRITTEN)
+        section, _, name = key.rpartition(".")
+        update = {name: changed}
+        recipe = (
+            with_values(recipe, section, update) if section else recipe.model_copy(update=update)
+        )
     names = [absolute(n, False) if "/" in n else n for n in recipe.grpo.reward_funcs]
     return with_values(recipe, "grpo", {"reward_funcs": tuple(names)})
 
@@ -622,8 +614,7 @@ def paths_read(recipe: Recipe) -> list[tuple[str, str]]:
     """Return the files, directories and names that a recipe may read, each with its dotted key."""
     paths: list[tuple[str, str]] = [("grpo.reward_funcs", n) for n in recipe.grpo.reward_funcs]
     for key in _PATHS:
-        section, _, name = key.rpartition(".")
-        value = getattr(getattr(recipe, section) if section else recipe, name)
+        value = attrgetter(key)(recipe)
         values = [part.source for part in value] if isinstance(value, tuple) else [value]
         paths += [(key, v) for v in values if v and v not in _WORDS]
     return paths

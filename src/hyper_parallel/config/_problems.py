@@ -416,13 +416,12 @@ class _InvalidValues:
                 hint = f"write `{self.as_override(near, value, key)}`"
             elif optional_section(field.annotation) is None and str(path[-1]) == name:
                 hint = f"the key is `{near}`: {describe(field)}"
-        error = UnknownKey(
+        return UnknownKey(
             f"unknown key `{key}`",
+            where=self.where(key),
             allowed=None if section is None else sorted(keys_of(section)),
             hint=hint,
         )
-        error.where = self.where(key)
-        return error
 
     def _unknown_name(self, field: FieldInfo, path: Sequence[str | int]) -> BadValue:
         """Return the error for an unknown entry name in a mapping such as `data.columns`."""

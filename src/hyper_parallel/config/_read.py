@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from hyper_parallel.errors import HyperParallelError, abbreviated
-from hyper_parallel.near_paths import nearest_recipe
+from hyper_parallel.near_paths import RECIPE_FOLDER, nearest_path
 from hyper_parallel.received import LimitExceeded, Limits, check_value, read_text
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ def read_mapping(path: Path, error: type[HyperParallelError], file_type: str) ->
         data = _parse_json(text) if is_json else parse_yaml(text)
     except OSError as cause:
         hint = f"ls {shlex.quote(str(path.parent))}"
-        if isinstance(cause, FileNotFoundError) and (near := nearest_recipe(str(path))):
+        near = nearest_path(str(path), [RECIPE_FOLDER])
+        if isinstance(cause, FileNotFoundError) and near is not None:
             hint = f"did you mean `{near}`?"
         raise refusal(f"cannot be read: {cause.strerror}", hint=hint) from cause
     except UnicodeDecodeError as cause:

@@ -58,6 +58,12 @@ class Section(BaseModel):
     FOREIGN_KEYS: ClassVar[Mapping[str, ForeignKey]] = MappingProxyType({})
     """Keys of other training programs, for hints. Set only on the class of a whole file."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_word(cls, data: object) -> object:
+        """Replace a word that stands for the section by the value of its key `auto`."""
+        return {"auto": data == "auto"} if data in cls.WORDS else data
+
     @field_validator("*")
     @classmethod
     def _countable(cls, value: Any) -> Any:
@@ -399,11 +405,6 @@ class Submodels(Section):
     audio: TowerDegrees | None = None
     """Like `vision`, for an encoder of audio."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _word(cls, data: object) -> object:
-        return {"auto": True} if data in cls.WORDS else data
-
     @model_validator(mode="after")
     def _auto_alone(self) -> Submodels:
         if self.auto and self.model_fields_set - {"auto"}:
@@ -517,8 +518,6 @@ class Parallel(Section):
     @model_validator(mode="before")
     @classmethod
     def _aliases(cls, data: object) -> object:
-        if data == "auto":
-            return {"auto": True}
         if isinstance(data, dict) and "tp" in data:
             data = dict(data)
             if "tp_x" in data and data["tp_x"] != data["tp"]:
@@ -559,11 +558,6 @@ class Overlap(Section):
     half-batch: as for `tp`; either key sets it for both."""
     chunks: int = Field(default=4, ge=2, le=MOST_CHUNKS)
     """Chunks of tokens, for `tp: chunks` and `ep: chunks`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _word(cls, data: object) -> object:
-        return {"auto": data == "auto"} if data in cls.WORDS else data
 
     @model_validator(mode="after")
     def _auto_alone(self) -> Overlap:

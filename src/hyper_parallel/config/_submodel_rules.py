@@ -16,11 +16,6 @@ def _submodels(recipe: Recipe) -> Submodels:
     return recipe.parallel.submodels
 
 
-def _no_tower(recipe: Recipe) -> dict[str, str] | None:
-    parts = _submodels(recipe)
-    return None if parts.auto or parts.towers else {"parts": "language"}
-
-
 def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
     """Return the placeholder values of the error text for the first part with a wrong number of ranks; else None."""
     parts = _submodels(recipe)
@@ -85,8 +80,8 @@ def _excluded_settings(recipe: Recipe) -> list[dict[str, str]]:
 
 
 SUBMODEL_RULES: Final[Rules] = (
-    Rule("parallel.submodels", _no_tower,
-         "`parallel.submodels` must name the language part and an encoder", "{parts}",
+    Rule("parallel.submodels", lambda r: not (_submodels(r).auto or _submodels(r).towers),
+         "`parallel.submodels` must name the language part and an encoder", "language",
          "set `parallel.submodels.vision.dp_shard=1`, or `parallel.submodels=null`",
          "language with vision, audio or both"),
     Rule("parallel.submodels.{name}.ranks", _wrong_number_of_ranks,

@@ -27,11 +27,17 @@ class ForeignKey:
     advice: str = ""
 
 
+def _by_name(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Return the key of each name in a table of keys with several names."""
+    return {name: key for key, names in table.items() for name in names}
+
+
 _RECOMPUTE: Final = {True: "full", False: "none"}
 _SCHEDULES: Final = {"constant_with_warmup": "constant", "WSD": "wsd"}
-_OPTIMIZERS: Final = dict.fromkeys(
-    ("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW", "Adam"), "adamw"
-)
+_OPTIMIZERS: Final = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW"), "adamw"),
+    "Adam": "adam",
+}
 _ATTENTION: Final = {
     "fa2": "flash_attention_2",
     "fa3": "flash_attention_3",
@@ -48,11 +54,6 @@ _TRACKERS: Final = {
 _MODES: Final = {"full": "full", "selective": "full", "none": "none", "uniform": "full"}
 _BFLOAT16: Final = {True: "bfloat16", False: "float32"}
 _FLOAT16: Final = {True: "float16", False: "float32"}
-_BATCH: Final = (
-    "training.tokens_per_step is the global batch size in tokens: sequences times data.seq_len"
-)
-_REMOVE: Final = "remove the key: recipes have no such setting"
-
 _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
     "model.path": (
         "model_name_or_path", "model_name", "base_model", "model_id", "pretrained_model_name_or_path", "model.name",
@@ -82,7 +83,6 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
     "training.decay_steps": ("num_decay_steps", "lr_wsd_decay_iters"),
     "training.lr_schedule_args": ("lr_scheduler_kwargs",),
     "training.seed": ("random_seed", "manual_seed"),
-    "training.report_to": (),
     "training.microbatch": (
         "ppo_micro_batch_size_per_gpu", "micro_batch_size_per_gpu",
         "per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu", "local_batch_size",
@@ -145,195 +145,154 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
 }  # fmt: skip
 """Recipe keys, with the names of the same setting in other programs."""
 
-_CONVERTED: Final[Mapping[str, ForeignKey]] = {
-    **dict.fromkeys(
+_CONVERTED: Final = (
+    (
+        ForeignKey("training.recompute", _RECOMPUTE),
         (
-            "gradient_checkpointing",
-            "activation_checkpointing",
-            "use_gradient_checkpointing",
+            "gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing",
             "enable_gradient_checkpointing",
         ),
-        ForeignKey("training.recompute", _RECOMPUTE),
     ),
-    **dict.fromkeys(
-        ("recompute_granularity", "recompute_method", "activation_checkpoint.mode"),
+    (
         ForeignKey("training.recompute", _MODES),
+        ("recompute_granularity", "recompute_method", "activation_checkpoint.mode"),
     ),
-    **dict.fromkeys(
-        ("lr_scheduler_type", "lr_scheduler", "lr_decay_style", "lr_scheduler.decay_type"),
+    (
         ForeignKey("training.lr_schedule", _SCHEDULES),
+        ("lr_scheduler_type", "lr_scheduler", "lr_decay_style", "lr_scheduler.decay_type"),
     ),
-    "report_to": ForeignKey("training.report_to", _TRACKERS),
-    "optimizer.name": ForeignKey("training.optimizer", _OPTIMIZERS),
-    "compile.enable": ForeignKey("training.compile"),
-    "optim": ForeignKey("training.optimizer", _OPTIMIZERS),
-    "bf16": ForeignKey("training.dtype", _BFLOAT16),
-    "fp16": ForeignKey("training.dtype", _FLOAT16),
-    "torch_dtype": ForeignKey("training.dtype"),
-    **dict.fromkeys(
-        ("flash_attn", "flash_attention", "use_flash_attention_2"),
+    (ForeignKey("training.report_to", _TRACKERS), ("report_to",)),
+    (ForeignKey("training.optimizer", _OPTIMIZERS), ("optimizer.name", "optim")),
+    (ForeignKey("training.compile"), ("compile.enable",)),
+    (ForeignKey("training.dtype", _BFLOAT16), ("bf16",)),
+    (ForeignKey("training.dtype", _FLOAT16), ("fp16",)),
+    (ForeignKey("training.dtype"), ("torch_dtype",)),
+    (
         ForeignKey("model.attn_implementation", _ATTENTION),
+        ("flash_attn", "flash_attention", "use_flash_attention_2"),
     ),
-}
+)  # fmt: skip
+"""Recipe keys whose values are spelled differently, with the names of other programs."""
 
-_ADVICE: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        (
-            "global_batch_size", "train_batch_size", "batch_size", "total_batch_size", "batch", "ppo_mini_batch_size",
-            "rollout_batch_size", "num_prompts_per_step",
-        ),
-        _BATCH,
+_ADVICE: Final[Mapping[str, tuple[str, ...]]] = {
+    "training.tokens_per_step is the global batch size in tokens: sequences times data.seq_len": (
+        "global_batch_size", "train_batch_size", "batch_size", "total_batch_size", "batch", "ppo_mini_batch_size",
+        "rollout_batch_size", "num_prompts_per_step",
     ),
-    **dict.fromkeys(
-        ("min_lr", "lr_end"),
-        "training.min_lr_ratio=0.1 sets the final rate as a fraction of training.lr; transformers' schedules accept "
-        "`training.lr_schedule_args={min_lr: 1e-6}`",
+    "training.min_lr_ratio=0.1 sets the final rate as a fraction of training.lr; transformers' schedules accept "
+    "`training.lr_schedule_args={min_lr: 1e-6}`": ("min_lr", "lr_end"),
+    "training.decay_steps=N and training.warmup_steps=N are counted in optimizer steps": (
+        "lr_scheduler.decay_ratio", "lr_warmup_samples", "lr_decay_iters",
     ),
-    **dict.fromkeys(
-        ("lr_scheduler.decay_ratio", "lr_warmup_samples", "lr_decay_iters"),
-        "training.decay_steps=N and training.warmup_steps=N are counted in optimizer steps",
+    "training.eval_every=N evaluates every N steps; 0: never": (
+        "evals_per_epoch", "eval_strategy", "evaluation_strategy",
     ),
-    "evals_per_epoch": "training.eval_every=N evaluates every N steps; 0: never",
-    "saves_per_epoch": "checkpoint.every=N saves every N steps",
-    **dict.fromkeys(
-        ("per_device_eval_batch_size", "eval_batch_size"),
-        "remove the key: evaluation uses the training microbatch; training.eval_tokens sets the tokens per evaluation",
+    "checkpoint.every=N saves every N steps": ("saves_per_epoch",),
+    "remove the key: evaluation uses the training microbatch; training.eval_tokens sets the tokens per evaluation": (
+        "per_device_eval_batch_size", "eval_batch_size",
     ),
-    **dict.fromkeys(
-        ("max_prompt_length", "max_source_length", "max_target_length"),
-        "data.seq_len limits prompt plus answer; grpo.max_completion_length limits completions of stage=grpo",
+    "data.seq_len limits prompt plus answer; grpo.max_completion_length limits completions of stage=grpo": (
+        "max_prompt_length", "max_source_length", "max_target_length",
     ),
-    "max_tokens": "data.seq_len limits a sequence, grpo.max_completion_length a completion",
-    **dict.fromkeys(
-        ("assistant_only_loss", "completion_only_loss", "mask_history", "train_on_prompt"),
-        "remove the key: stage=sft trains on assistant tokens only, stage=pt on all tokens",
+    "data.seq_len limits a sequence, grpo.max_completion_length a completion": ("max_tokens",),
+    "remove the key: stage=sft trains on assistant tokens only, stage=pt on all tokens": (
+        "assistant_only_loss", "completion_only_loss", "mask_history", "train_on_prompt", "train_on_inputs",
     ),
-    **dict.fromkeys(
-        ("neat_packing", "padding_free"),
-        "data.packing=true packs; data.mask_documents=true blocks attention between the documents",
+    "data.packing=true packs; data.mask_documents=true blocks attention between the documents": (
+        "neat_packing", "padding_free",
     ),
-    **dict.fromkeys(
-        ("eval_packing", "eval_sample_packing", "pad_to_sequence_len"),
-        "remove the key: data.packing applies to training and evaluation",
+    "remove the key: data.packing applies to training and evaluation": (
+        "eval_packing", "eval_sample_packing", "pad_to_sequence_len",
     ),
-    "update_on_host": "remove the key: optimizer updates always run on the device",
-    "use_peft": "`lora: {r: 8}` trains adapters",
-    **dict.fromkeys(
-        ("quantization_bit", "load_in_4bit", "load_in_8bit", "quantization", "bnb_4bit_quant_type"),
-        "remove the key: weights are not quantized; `lora: {r: 8}` with training.recompute=full saves memory",
+    "remove the key: optimizer updates always run on the device": ("update_on_host",),
+    "`lora: {r: 8}` trains adapters": ("use_peft", "adapter", "peft_config"),
+    "remove the key: weights are not quantized; `lora: {r: 8}` with training.recompute=full saves memory": (
+        "quantization_bit", "load_in_4bit", "load_in_8bit", "quantization", "bnb_4bit_quant_type",
     ),
-    **dict.fromkeys(
-        ("use_dora", "loraplus_lr_ratio", "pissa_init", "galore", "use_galore"),
-        "remove the key: the section `lora` supports peft's low-rank adapters only",
+    "remove the key: the section `lora` supports peft's low-rank adapters only": (
+        "use_dora", "loraplus_lr_ratio", "pissa_init", "galore", "use_galore",
     ),
-    "freeze_trainable_layers": "training.freeze lists globs of parameter names to freeze, such as `[*.embed_tokens.*]`",
-    **dict.fromkeys(
-        ("enable_liger_kernel", "use_liger_kernel", "use_liger", "use_unsloth", "liger_rope"),
-        "remove the key: torch's kernels are used; training.compile=true fuses more of them",
+    "training.freeze lists globs of parameter names to freeze, such as `[*.embed_tokens.*]`": (
+        "freeze_trainable_layers",
     ),
-    "rope_scaling": "write it into the config.json of model.path, as transformers does",
-    **dict.fromkeys(
-        ("chat_template", "eos_token", "pad_token", "special_tokens"),
-        "remove the key: the tokenizer defines chat template and special tokens (data.tokenizer)",
+    "remove the key: torch's kernels are used; training.compile=true fuses more of them": (
+        "enable_liger_kernel", "use_liger_kernel", "use_liger", "use_unsloth", "liger_rope",
     ),
-    **dict.fromkeys(
-        ("revision", "model_revision", "revision_of_model"), "model.path=org/name@REVISION names a revision"
+    "write it into the config.json of model.path, as transformers does": ("rope_scaling",),
+    "remove the key: the tokenizer defines chat template and special tokens (data.tokenizer)": (
+        "chat_template", "eos_token", "pad_token", "special_tokens",
     ),
-    **dict.fromkeys(
-        ("model_flavor", "model.flavor", "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"),
-        "model.path names a preset, a config.json or a directory, which define the sizes of the model",
+    "model.path=org/name@REVISION names a revision": ("revision", "model_revision", "revision_of_model"),
+    "model.path names a preset, a config.json or a directory, which define the sizes of the model": (
+        "model_flavor", "model.flavor", "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
     ),
-    "dataset_dir": "data.source is the path of a file or directory",
-    "ref_model": "remove the key: the reference is the initial model",
-    "label_smoothing_factor": "dpo.label_smoothing applies to stage=dpo; other losses have no smoothing",
-    "data_seed": "training.seed also sets the data order",
-    "adv_estimator": "stage=grpo uses group-relative advantages; grpo.loss_type sets their normalization",
-    "num_layers_per_virtual_pipeline_stage": "parallel.schedule=interleaved parallel.virtual_stages=2",
-    "pipeline_parallel_microbatch_size": "training.microbatch=N is the number of sequences of a microbatch",
-    "use_distributed_optimizer": "parallel.zero=1 shards the optimizer state; parallel.dp_shard=N also parameters",
-    "wandb_project": "training.report_to=[wandb]; WANDB_PROJECT in the environment names the project",
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), "write both in training.betas: [0.9, 0.95]"),
-    **dict.fromkeys(
-        ("eval_strategy", "evaluation_strategy"), "training.eval_every=N evaluates every N steps; 0: never"
+    "data.source is the path of a file or directory": ("dataset_dir", "dataset"),
+    "remove the key: the reference is the initial model": ("ref_model",),
+    "dpo.label_smoothing applies to stage=dpo; other losses have no smoothing": ("label_smoothing_factor",),
+    "training.seed also sets the data order": ("data_seed",),
+    "stage=grpo uses group-relative advantages; grpo.loss_type sets their normalization": ("adv_estimator",),
+    "parallel.schedule=interleaved parallel.virtual_stages=2": ("num_layers_per_virtual_pipeline_stage",),
+    "training.microbatch=N is the number of sequences of a microbatch": ("pipeline_parallel_microbatch_size",),
+    "parallel.zero=1 shards the optimizer state; parallel.dp_shard=N also parameters": ("use_distributed_optimizer",),
+    "training.report_to=[wandb]; WANDB_PROJECT in the environment names the project": ("wandb_project",),
+    "write both in training.betas: [0.9, 0.95]": ("adam_beta1", "adam_beta2"),
+    "checkpoint.every=N saves every N steps; checkpoint.every_minutes=M every M minutes": ("save_strategy",),
+    "training.log_every=N prints every N steps": ("logging_strategy",),
+    "checkpoint.resume=must continues output_dir; checkpoint.from_dir=RUN_DIR another run": ("resume_from_checkpoint",),
+    "checkpoint.resume=never starts over in output_dir": ("overwrite_output_dir",),
+    "`lora: {r: 8}` trains adapters; training.freeze freezes parameters; default: train all": ("finetuning_type",),
+    "parallel.dp_shard=N shards parameters, gradients and optimizer state; `parallel: auto` plans the layout": (
+        "deepspeed", "fsdp", "fsdp_config", "zero_stage",
     ),
-    "save_strategy": "checkpoint.every=N saves every N steps; checkpoint.every_minutes=M every M minutes",
-    "logging_strategy": "training.log_every=N prints every N steps",
-    "resume_from_checkpoint": "checkpoint.resume=must continues output_dir; checkpoint.from_dir=RUN_DIR another run",
-    "overwrite_output_dir": "checkpoint.resume=never starts over in output_dir",
-    "finetuning_type": "`lora: {r: 8}` trains adapters; training.freeze freezes parameters; default: train all",
-    "adapter": "`lora: {r: 8}` trains adapters",
-    "peft_config": "`lora: {r: 8}` trains adapters",
-    **dict.fromkeys(
-        ("deepspeed", "fsdp", "fsdp_config", "zero_stage"),
-        "parallel.dp_shard=N shards parameters, gradients and optimizer state; `parallel: auto` plans the layout",
-    ),
-    "sequence_parallel": "tensor parallelism (parallel.tp=N) always includes sequence parallelism",
-    "datasets": "data.source is a path, or a list of `{source: PATH, weight: 1.0}`",
-    "dataset": "data.source is the path of a file or directory",
-    "template": "remove the key: the tokenizer defines the chat template (data.tokenizer)",
-    "train_on_inputs": "remove the key: stage=sft trains on assistant tokens only, stage=pt on all tokens",
-    **dict.fromkeys(
-        (
-            "do_train", "do_eval", "local_rank", "dataloader_num_workers", "dataloader_pin_memory",
-            "remove_unused_columns", "group_by_length", "ddp_find_unused_parameters", "preprocessing_num_workers",
-            "logging_first_step", "run_name", "bf16_full_eval", "fp16_full_eval", "dataset_kwargs", "dataset_num_proc",
-            "save_only_model", "auto_find_batch_size", "use_cache", "hub_model_id", "hub_token", "save_safetensors",
-            "dataloader_drop_last", "disable_tqdm", "log_level", "wandb_entity", "wandb_run_id", "wandb_name",
-            "overwrite_cache", "plot_loss", "logging_dir", "push_to_hub", "tf32", "include_num_input_tokens_seen",
-        ),
-        _REMOVE,
+    "tensor parallelism (parallel.tp=N) always includes sequence parallelism": ("sequence_parallel",),
+    "data.source is a path, or a list of `{source: PATH, weight: 1.0}`": ("datasets",),
+    "remove the key: the tokenizer defines the chat template (data.tokenizer)": ("template",),
+    "remove the key: recipes have no such setting": (
+        "do_train", "do_eval", "local_rank", "dataloader_num_workers", "dataloader_pin_memory",
+        "remove_unused_columns", "group_by_length", "ddp_find_unused_parameters", "preprocessing_num_workers",
+        "logging_first_step", "run_name", "bf16_full_eval", "fp16_full_eval", "dataset_kwargs", "dataset_num_proc",
+        "save_only_model", "auto_find_batch_size", "use_cache", "hub_model_id", "hub_token", "save_safetensors",
+        "dataloader_drop_last", "disable_tqdm", "log_level", "wandb_entity", "wandb_run_id", "wandb_name",
+        "overwrite_cache", "plot_loss", "logging_dir", "push_to_hub", "tf32", "include_num_input_tokens_seen",
     ),
 }  # fmt: skip
+"""Advice instead of a recipe key, with the names of other programs to which it applies."""
 
 FOREIGN_KEYS: Final[Mapping[str, ForeignKey]] = MappingProxyType(
     {
         **{name: ForeignKey(key) for key, names in _RENAMED.items() for name in names},
-        **_CONVERTED,
-        **{name: ForeignKey(advice=advice) for name, advice in _ADVICE.items()},
+        **{name: foreign for foreign, names in _CONVERTED for name in names},
+        **{name: ForeignKey(advice=text) for text, names in _ADVICE.items() for name in names},
     }
 )
 """Foreign keys by name, in lower case with underscores."""
 
 FOREIGN_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **dict.fromkeys(("question", "query", "problem", "ask", "user", "human"), "prompt"),
-        **dict.fromkeys(("response", "reply", "solution", "target"), "completion"),
-        **dict.fromkeys(("conversations", "conversation", "turns", "dialog"), "messages"),
-        **dict.fromkeys(("system_prompt", "system_message"), "system"),
-        "from": "role",
-        "value": "content",
-        "bot": "assistant",
-    }
-)
+    _by_name({
+        "prompt": ("question", "query", "problem", "ask", "user", "human"),
+        "completion": ("response", "reply", "solution", "target"),
+        "messages": ("conversations", "conversation", "turns", "dialog"),
+        "system": ("system_prompt", "system_message"),
+        "role": ("from",),
+        "content": ("value",),
+        "assistant": ("bot",),
+    })
+)  # fmt: skip
 """Common names in data sets, with the entries of `data.columns` and `data.roles` to which they belong."""
 
 FOREIGN_VALUES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        "stage": {
-            **dict.fromkeys(
-                ("pretrain", "pretraining", "pre_training", "cpt", "lm", "clm", "causal_lm"), "pt"
-            ),
-            **dict.fromkeys(
-                ("finetune", "fine_tune", "finetuning", "instruct", "chat", "supervised", "it"),
-                "sft",
-            ),
-            **dict.fromkeys(
-                ("ppo", "rl", "rlhf", "rlvr", "reinforce", "rloo", "dapo", "gspo"), "grpo"
-            ),
-            **dict.fromkeys(("reward", "reward_model", "rewards", "reward_modeling"), "rm"),
-            **dict.fromkeys(("preference", "ipo", "simpo"), "dpo"),
-        },
-        "launch.launcher": {
-            "k8s": "kubernetes",
-            "jobset": "kubernetes",
-            "sbatch": "slurm",
-            "srun": "slurm",
-        },
-        "training.lr_schedule": _SCHEDULES,
-        "training.optimizer": _OPTIMIZERS,
+        "stage": _by_name({
+            "pt": ("pretrain", "pretraining", "pre_training", "cpt", "lm", "clm", "causal_lm"),
+            "sft": ("finetune", "fine_tune", "finetuning", "instruct", "chat", "supervised", "it"),
+            "grpo": ("ppo", "rl", "rlhf", "rlvr", "reinforce", "rloo", "dapo", "gspo"),
+            "rm": ("reward", "reward_model", "rewards", "reward_modeling"),
+            "dpo": ("preference", "ipo", "simpo"),
+        }),
+        "launch.launcher": _by_name({"kubernetes": ("k8s", "jobset"), "slurm": ("sbatch", "srun")}),
         "training.report_to": {"none": [], "null": [], "all": ["tensorboard"], "tb": "tensorboard"},
         "training.recompute": {**_MODES, "true": "full", "false": "none"},
         "training.dtype": {"half": "float16", "float": "float32", "single": "float32"},
     }
-)
+)  # fmt: skip
 """Values of other programs in lower case, by recipe key."""

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, Literal
-
-ScheduleName = Literal[
-    "cosine",
-    "wsd",
-    "linear",
-    "constant",
-    "constant_with_warmup",
-    "cosine_with_min_lr",
-    "cosine_with_restarts",
-    "cosine_warmup_with_min_lr",
-    "inverse_sqrt",
-    "polynomial",
-    "warmup_stable_decay",
-]
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 _NUMBER: Final = (int, float)
 _SHAPES: Final = ("linear", "cosine", "1-sqrt")
@@ -48,3 +34,8 @@ SCHEDULE_ARGS: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = MappingProxy
 )
 """Arguments of each schedule of transformers, with the names of `lr_scheduler_kwargs` and the allowed types or
 words."""
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal["cosine", "wsd", "linear", "constant", *SCHEDULE_ARGS]

@@ -1,163 +1,563 @@
 """Coded errors: one class per code, rendered in one fixed form.
 
 Families: configuration 1xx, layout 2xx, plan 3xx, capacity 4xx, back end 5xx, run 6xx, checkpoint 7xx. User
-mistakes raise one of these; `assert` guards our own invariants.
+mistakes raise one of these; `assert` guards our own invariants. HP105 is defined in `_written.py`.
 """
 
-from hyper_parallel.errors._base import HyperParallelError, all_codes, overrides
-from hyper_parallel.errors._planning import (
-    AuditError,
-    BadValue,
-    BatchMismatch,
-    CardUnreadable,
-    CodeRefused,
-    Contradiction,
-    DeadlineMissed,
-    DegreesMismatch,
-    LauncherIncomplete,
-    LayoutError,
-    MeshError,
-    ModelUnreadable,
-    NoLegalStrategy,
-    NotDivisible,
-    NotImportable,
-    OutputNotWritable,
-    PlanMismatch,
-    PlanUnreadable,
-    RecipeUnreadable,
-    RuleError,
-    RunsUnreadable,
-    ScheduleError,
-    TaskGraphError,
-    TopologyTooSmall,
-    TopologyUnreadable,
-    UnknownDevice,
-    UnknownKey,
-    UnknownModel,
-    UnknownPeak,
-    UnknownTopology,
-    UnsupportedSharding,
-)
-from hyper_parallel.errors._printable import PrintableFormatter, abbreviated, console, printable
-from hyper_parallel.errors._running import (
-    BadObjective,
-    BudgetImpossible,
-    CallFailed,
-    CaptureUnsupported,
-    CheckpointCorrupt,
-    CheckpointFormat,
-    CheckpointMismatch,
-    CollectiveMismatch,
-    DeviceUnavailable,
-    DoesNotFit,
-    DumpUnreadable,
-    ForkUnsafe,
-    HostLost,
-    JournalMismatch,
-    LauncherMissing,
-    LayoutDiffers,
-    LossNotFinite,
-    MemoryPlanInvalid,
-    MissingDependency,
-    NoData,
-    NoLoss,
-    NotServed,
-    RankFailed,
-    RankHung,
-    RanksDisagree,
-    RestartsUsedUp,
-    RunDirectoryLost,
-    RunInUse,
-    RunUnreadable,
-    SnapshotsTooLarge,
-    StepChanged,
-    TierFull,
-    TokenizerMissing,
-    TrackerFailed,
-    TransferFailed,
-    WeightsUninitialised,
-    WeightsUnreadable,
-)
-from hyper_parallel.errors._written import DISK_ERRORS, Unwritten, not_writable, written
+from collections.abc import Mapping
+from types import MappingProxyType
 
-__all__ = [
-    "DISK_ERRORS",
-    "AuditError",
-    "BadObjective",
-    "BadValue",
-    "BatchMismatch",
-    "BudgetImpossible",
-    "CallFailed",
-    "CaptureUnsupported",
-    "CardUnreadable",
-    "CheckpointCorrupt",
-    "CheckpointFormat",
-    "CheckpointMismatch",
-    "CodeRefused",
-    "CollectiveMismatch",
-    "Contradiction",
-    "DeadlineMissed",
-    "DegreesMismatch",
-    "DeviceUnavailable",
-    "DoesNotFit",
-    "DumpUnreadable",
-    "ForkUnsafe",
-    "HostLost",
-    "HyperParallelError",
-    "JournalMismatch",
-    "LauncherIncomplete",
-    "LauncherMissing",
-    "LayoutDiffers",
-    "LayoutError",
-    "LossNotFinite",
-    "MemoryPlanInvalid",
-    "MeshError",
-    "MissingDependency",
-    "ModelUnreadable",
-    "NoData",
-    "NoLegalStrategy",
-    "NoLoss",
-    "NotDivisible",
-    "NotImportable",
-    "NotServed",
-    "OutputNotWritable",
-    "PlanMismatch",
-    "PlanUnreadable",
-    "PrintableFormatter",
-    "RankFailed",
-    "RankHung",
-    "RanksDisagree",
-    "RecipeUnreadable",
-    "RestartsUsedUp",
-    "RuleError",
-    "RunDirectoryLost",
-    "RunInUse",
-    "RunUnreadable",
-    "RunsUnreadable",
-    "ScheduleError",
-    "SnapshotsTooLarge",
-    "StepChanged",
-    "TaskGraphError",
-    "TierFull",
-    "TokenizerMissing",
-    "TopologyTooSmall",
-    "TopologyUnreadable",
-    "TrackerFailed",
-    "TransferFailed",
-    "UnknownDevice",
-    "UnknownKey",
-    "UnknownModel",
-    "UnknownPeak",
-    "UnknownTopology",
-    "UnsupportedSharding",
-    "Unwritten",
-    "WeightsUninitialised",
-    "WeightsUnreadable",
-    "abbreviated",
-    "all_codes",
-    "console",
-    "not_writable",
-    "overrides",
-    "printable",
-    "written",
-]
+from hyper_parallel.errors._base import HyperParallelError as HyperParallelError
+from hyper_parallel.errors._base import all_codes as all_codes
+from hyper_parallel.errors._base import overrides as overrides
+from hyper_parallel.errors._printable import PrintableFormatter as PrintableFormatter
+from hyper_parallel.errors._printable import abbreviated as abbreviated
+from hyper_parallel.errors._printable import console as console
+from hyper_parallel.errors._printable import printable as printable
+from hyper_parallel.errors._written import DISK_ERRORS as DISK_ERRORS
+from hyper_parallel.errors._written import OutputNotWritable as OutputNotWritable
+from hyper_parallel.errors._written import Unwritten as Unwritten
+from hyper_parallel.errors._written import not_writable as not_writable
+from hyper_parallel.errors._written import written as written
+
+
+class UnknownKey(HyperParallelError, code="HP101"):
+    """A recipe, override or file holds a key that does not exist.
+
+    Why: a misspelt key that is ignored would silently change the run. Fix: use the nearest key named in the hint.
+    """
+
+
+class BadValue(HyperParallelError, code="HP102"):
+    """A value has the wrong type or is outside the allowed range of its key.
+
+    Fix: use one of the allowed values.
+    """
+
+
+class RecipeUnreadable(HyperParallelError, code="HP103"):
+    """The recipe file is missing, is not YAML or JSON, is not a mapping, or contains data instead of a recipe.
+
+    Fix: check the path and the line that is named.
+    """
+
+
+class Contradiction(HyperParallelError, code="HP104"):
+    """Two values are allowed individually, but not together.
+
+    Fix: change or remove one of the two values named.
+    """
+
+
+class NotImportable(HyperParallelError, code="HP109"):
+    """A dotted path in the recipe does not name an importable class or function of the required kind.
+
+    Why: `module.Class` is imported from the current directory or the installed packages, before any rank starts.
+
+    Fix: check the path, and that the class derives from the base class named in the message.
+    """
+
+
+class CodeRefused(HyperParallelError, code="HP110"):
+    """`--no-code` was given, and the recipe names Python code that the run would import.
+
+    Why: an optimizer, a callback, a reward, an environment or the code of a model is a program by its author and runs
+    with your rights. Fix: review that code and omit `--no-code`, or remove the key named in the message.
+    """
+
+
+class MeshError(HyperParallelError, code="HP201"):
+    """A mesh is invalid, or does not contain the requested device or coordinate.
+
+    Why: no axis and no device may occur twice, and the degrees, at least one each, must multiply to the number of
+    devices. Fix: change the value named in the message.
+    """
+
+
+class LayoutError(HyperParallelError, code="HP202"):
+    """A layout is invalid, or a redistribution between two layouts is not supported.
+
+    Why: two tensor dims cannot be sharded over the same axis. Fix: use each axis once, and only axes of the mesh and
+    dims of the tensor; for a redistribution, use the layouts that the message allows.
+    """
+
+
+class NotDivisible(HyperParallelError, code="HP203"):
+    """A parallel degree does not divide a size of the model, or a pipeline has more stages than layers.
+
+    Why: whole attention heads and equal slices keep the result exact. Fix: choose one of the allowed degrees.
+    """
+
+
+class RuleError(HyperParallelError, code="HP204"):
+    """A rule of `parallel.rules` matches no module, names an unknown style, or has a style that does not apply.
+
+    Fix: check the glob against the module names of the model, or use a style listed in the message.
+    """
+
+
+class UnsupportedSharding(HyperParallelError, code="HP205"):
+    """The combination of model and parallel axes is not supported.
+
+    Why: a combination without an exact result is refused, never approximated. Fix: use the axes named in the hint.
+    """
+
+
+class AuditError(HyperParallelError, code="HP206"):
+    """After `parallelize`, a parameter was added or removed, or its layout differs from its plan.
+
+    Fix: add or remove parameters before `parallelize`. Otherwise report the parameter name; this is a defect of
+    hyper_parallel or of a module that replaced its own parameters.
+    """
+
+
+class DegreesMismatch(HyperParallelError, code="HP301"):
+    """The product of the parallel degrees differs from the number of ranks.
+
+    Fix: change a degree as shown in the hint, or start another number of ranks.
+    """
+
+
+class NoLegalStrategy(HyperParallelError, code="HP302"):
+    """No combination of degrees is legal and fits this model, machine and workload.
+
+    Fix: apply the change in the hint, the smallest change for which a strategy exists.
+    """
+
+
+class UnknownTopology(HyperParallelError, code="HP303"):
+    """The topology is neither a preset, nor a YAML file, nor `local`.
+
+    Fix: use one of the presets listed in the message, or the path of a topology file.
+    """
+
+
+class UnknownModel(HyperParallelError, code="HP304"):
+    """The model is no preset, no directory with a config.json, no config file, and not available on the Hub.
+
+    Fix: use a path, a Hub name, or one of the presets listed in the message.
+    """
+
+
+class ModelUnreadable(HyperParallelError, code="HP305"):
+    """The config of the model cannot be read, lacks a required key, or has a value that is not supported.
+
+    Fix: correct the key named in the message, or use a model of a supported family.
+    """
+
+
+class PlanUnreadable(HyperParallelError, code="HP306"):
+    """A plan file is not JSON, has another schema version, or contains a value of the wrong type.
+
+    Fix: create the plan again with `hyper-parallel plan ... -o plan.json`.
+    """
+
+
+class PlanMismatch(HyperParallelError, code="HP307"):
+    """A saved plan does not match the model, the machine, the workload or the settings of the run.
+
+    Fix: create a plan for this run, or remove the settings named in the message.
+    """
+
+
+class BatchMismatch(HyperParallelError, code="HP308"):
+    """tokens_per_step, microbatch and accumulation_steps contradict each other or the pipeline schedule.
+
+    Why: two of the three batch numbers determine the third, which must be a whole number. A schedule runs only some
+    numbers of microbatches. Fix: use the value in the hint.
+    """
+
+
+class TopologyUnreadable(HyperParallelError, code="HP309"):
+    """A topology file cannot be read, is not YAML, or is not a mapping.
+
+    Fix: check the path and the line named in the message; the presets are examples.
+    """
+
+
+class UnknownPeak(HyperParallelError, code="HP310"):
+    """The topology states no peak FLOP/s of its device for the requested dtype.
+
+    Why: the ratio between the peak rates of two dtypes differs from device to device.
+    Fix: plan with a listed dtype, or add the peak rate and its source to a copy of the topology file.
+    """
+
+
+class TopologyTooSmall(HyperParallelError, code="HP311"):
+    """The plan needs more devices than the outermost tier of the topology connects.
+
+    Why: the interconnect beyond that tier is unknown.
+    Fix: use fewer devices, or add an outer tier to a copy of the topology file.
+    """
+
+
+class UnknownDevice(HyperParallelError, code="HP312"):
+    """No preset describes the accelerator of this machine.
+
+    Why: its peak rates and links are unknown, and guesses would determine the plan.
+    Fix: write a topology file based on the nearest preset, and set its path as the topology.
+    """
+
+
+class CardUnreadable(HyperParallelError, code="HP313"):
+    """A card (file with cost-model constants of a device or a software stack) is unreadable or has unknown keys.
+
+    Why: an ignored constant would silently change predictions.
+    Fix: use a shipped card as an example, or create a card with `hyper-parallel calibrate`.
+    """
+
+
+class RunsUnreadable(HyperParallelError, code="HP314"):
+    """A CSV of runs cannot be read, or no row has the columns that a prediction needs.
+
+    Fix: add the columns named in the message. The column `assumptions` of the output states the problem of each row.
+    """
+
+
+class LauncherIncomplete(HyperParallelError, code="HP315"):
+    """Environment variables of a launcher (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, ...) are missing or invalid.
+
+    Why: a rank without a valid position would wait for the others forever. Fix: start the ranks with torchrun, which
+    sets all of them, or unset `RANK` to start local ranks without a launcher.
+    """
+
+
+class ScheduleError(HyperParallelError, code="HP320"):
+    """A pipeline schedule is illegal, deadlocks, repeats or omits an action, or cannot be read.
+
+    Why: an invalid schedule hangs or computes wrong gradients, so it is refused before any process starts.
+    Fix: see the action marked in the grid of the schedule; for a generated schedule, use one of the listed microbatch
+    counts.
+    """
+
+
+class TaskGraphError(HyperParallelError, code="HP321"):
+    """A task graph lists a task before a dependency, or a task has a negative duration or an undefined resource.
+
+    Why: the order of the list proves that the graph has no cycle and that its executors cannot deadlock.
+    Fix: list every task after its dependencies.
+    """
+
+
+class DeadlineMissed(HyperParallelError, code="HP322"):
+    """No strategy on the available devices meets the deadline of a step.
+
+    Fix: use the deadline in the hint, which can be met, or provide more devices.
+    """
+
+
+class DoesNotFit(HyperParallelError, code="HP401"):
+    """The predicted peak memory exceeds a memory tier of the machine.
+
+    Fix: apply the change in the hint, the smallest one that fits: more devices, recompute, or a smaller microbatch.
+    """
+
+
+class BudgetImpossible(HyperParallelError, code="HP402"):
+    """No memory plan fits the byte budget within the permitted step time.
+
+    All operands of an operator must be on the device at once, so the largest working set is a lower bound of any plan.
+    The message states that bound and the lowest peak that the planner reached. Fix: raise the budget, or reduce the
+    largest operator (a chunked loss, a smaller microbatch).
+    """
+
+    least_bytes: int = 0
+    """Smallest budget with a known plan."""
+
+
+class TierFull(HyperParallelError, code="HP403"):
+    """A memory tier is too small for the plan or the run.
+
+    The message states, for each tier, a size that suffices if the other tiers do not change. Fix: allow more bytes in
+    the tier, add a file tier, or raise the device budget so that less is offloaded.
+    """
+
+    enough_bytes: Mapping[str, int] = MappingProxyType({})
+    """Bytes that suffice in each tier, by tier name, if the other tiers keep their sizes."""
+
+
+class MemoryPlanInvalid(HyperParallelError, code="HP404"):
+    """A memory plan is illegal: an action uses bytes that are not in the required tier.
+
+    Every plan is simulated action by action before it runs. Fix: plan again for this program.
+    """
+
+
+class MissingDependency(HyperParallelError, code="HP501"):
+    """A required package is not installed or too old.
+
+    Fix: run the install command in the hint.
+    """
+
+
+class DeviceUnavailable(HyperParallelError, code="HP502"):
+    """The machine lacks the requested devices: too few accelerators, too many CPU ranks, or another device kind.
+
+    Why: ranks that share an accelerator cannot communicate, and too many CPU ranks for the cores and memory never
+    finish starting. A machine without accelerators runs up to 4 ranks per core (at least 16), if each rank has 0.4 GiB
+    of free memory.
+
+    Fix: use `--dry-run` to see the plan without starting ranks, start the run on suitable machines with `--launcher
+    torchrun`, `slurm` or `ray`, or lower the degrees. On a CPU, `launch.oversubscribe=true` starts the ranks anyway.
+    """
+
+
+class CaptureUnsupported(HyperParallelError, code="HP511"):
+    """The step contains an operation that a captured program cannot reproduce.
+
+    Examples: a result whose size depends on the data, a resized storage, a sparse tensor. Fix: change the setting of
+    the model or optimizer named in the hint.
+    """
+
+
+class StepChanged(HyperParallelError, code="HP512"):
+    """A captured step received values, shapes, a model or an optimizer other than those of its capture.
+
+    A branch of the model may depend on a value, and the capture has recorded the other branch. Or state outside of
+    tensors has changed: a learning rate, a hook, `eval()`, a replaced parameter. Fix: undo the change, capture again,
+    or run this step without capture.
+    """
+
+
+class TransferFailed(HyperParallelError, code="HP513"):
+    """A copy between memory tiers failed: a full disk, a truncated or modified file, a dead copy thread.
+
+    The step is stopped, and no operator reads the missing bytes. Fix: see the tier and the cause in the message.
+    """
+
+
+class NoLoss(HyperParallelError, code="HP514"):
+    """A model returns no loss, or no log-probabilities, for the microbatches of a step.
+
+    Cross entropy and token log-probabilities are computed from the logits of a causal language model and from targets
+    (`labels`, or already shifted `shift_labels`). Fix: provide targets, or pass `forward_backward` an objective over
+    the output of the model, `over="output"`.
+    """
+
+
+class BadObjective(HyperParallelError, code="HP515"):
+    """An objective did not return a scalar that depends on its input.
+
+    `objective(first, batch)` must return a scalar tensor computed from `first` without `detach` or `.item()`. Results
+    of all microbatches and data-parallel ranks are summed; the objective divides by the total of the step.
+    """
+
+
+class RankFailed(HyperParallelError, code="HP601"):
+    """A rank ended with an error; the first failure is printed in full.
+
+    Fix: see the first failure; the other ranks were stopped because of it.
+    """
+
+
+class NoData(HyperParallelError, code="HP602"):
+    """The data source is missing, unreadable, or yields no training tokens.
+
+    Fix: check the path, the format, and that `data.seq_len` is shorter than the text.
+    """
+
+
+class RunUnreadable(HyperParallelError, code="HP603"):
+    """A run directory lacks files that the command needs, or one of them cannot be read.
+
+    Fix: use the output directory of a `hyper-parallel train` run, or restore the file named in the message.
+    """
+
+
+class LossNotFinite(HyperParallelError, code="HP604"):
+    """The loss, a gradient, the held-out loss or a weight became NaN or infinite; the last checkpoint is intact.
+
+    A step with a non-finite loss or gradient is not applied. Weights and optimizer state are checked before they are
+    saved or exported, because an update can overflow with a finite loss and gradient. The message names the first
+    non-finite tensor; within a step it is located by a second run of the step, except with offload. Fix: lower
+    `training.lr`, resume from the last checkpoint, or skip such steps with `training.on_nonfinite=skip`.
+    """
+
+
+class ForkUnsafe(HyperParallelError, code="HP605"):
+    """Local ranks cannot be forked from a process that uses a process group or a device, or has a running thread.
+
+    A forked rank inherits locks held by other threads but not the threads, so it could wait forever. A rank also
+    cannot use a device whose driver was initialized before the fork, for example by `tensor.cuda()`.
+
+    Fix: close the world (`World.close`, or leave its `with` block) before `launch`, or start the ranks with torchrun.
+    Join other threads first, and do not use a device in the process that starts the ranks.
+    """
+
+
+class RankHung(HyperParallelError, code="HP620"):
+    """A rank made no progress within its deadline and the run was ended; the culprit is named first.
+
+    Progress is the start of a phase of a step. The culprit is a rank that has ended or was stopped (by a signal or a
+    debugger). If there is none, it is a rank outside of any collective: the other ranks wait for this rank in the
+    collective named in the message. If all ranks wait in collectives, the collectives do not match.
+
+    Fix: see the position of the culprit. If a phase may take this long, raise `training.timeout_s` (in a step) or
+    `training.first_step_timeout_s` (first step, evaluation, checkpoint, export). A stopped or ended process is detected
+    after `training.timeout_s` in every phase.
+    """
+
+
+class RestartsUsedUp(HyperParallelError, code="HP621"):
+    """The ranks failed again after the last restart allowed by `training.max_restarts` or the controller.
+
+    Fix: see the cause of the last failure; the newest checkpoint is intact, and the same command resumes from it.
+    """
+
+
+class CollectiveMismatch(HyperParallelError, code="HP622"):
+    """Ranks called mismatched collectives: different operations, shapes, dtypes or orders.
+
+    `training.debug_collectives` detects the mismatch before the ranks hang. Fix: call the same collectives in the same
+    order with matching shapes on all ranks of the group.
+    """
+
+
+class DumpUnreadable(HyperParallelError, code="HP623"):
+    """A dump of torch's flight recorder is missing, contains unexpected objects, or lacks required keys.
+
+    Fix: pass the files, or the directory, of `TORCH_FR_DUMP_TEMP_FILE`; file names end in the rank number.
+    """
+
+
+class LayoutDiffers(HyperParallelError, code="HP624"):
+    """A layout computes a different loss or gradient than a run on one rank.
+
+    `hyper-parallel parity` compares the two runs in float64 on a small copy of the model, so rounding is not the cause.
+    Possible causes are a wrong sharding rule, user code that depends on the rank, or a defect of this package. The
+    message names the first differing parameter in model order. Fix: replicate its module with `parallel.rules`, or
+    remove one axis at a time to find the cause.
+    """
+
+
+class RanksDisagree(HyperParallelError, code="HP625"):
+    """A data-parallel rank computed a bitwise different result than its peers from the same microbatches.
+
+    Detected by `training.check_ranks_every`: a defective device can return wrong numbers without any error. The message
+    names the rank that differs from the majority. Of two ranks, it names the one that does not reproduce its own
+    result; if both do, it names both, because their software or hardware may differ. Fix: exclude the device, and
+    resume from a checkpoint saved before the last agreement.
+    """
+
+
+class SnapshotsTooLarge(HyperParallelError, code="HP626"):
+    """`checkpoint.snapshot_every` is set, and /dev/shm has too little space for the snapshots.
+
+    Up to three snapshots exist at once: two kept, and one being written. Each contains the parameters and two optimizer
+    states per trained parameter. Fix: enlarge /dev/shm (`mount -o remount,size=`, or `--shm-size` of the container), or
+    disable snapshots.
+    """
+
+
+class LauncherMissing(HyperParallelError, code="HP630"):
+    """The submission program of the cluster's scheduler is not installed here, or rejects the job.
+
+    The job script is written in any case. Fix: submit it on a machine with `sbatch`, or correct the option named in the
+    message.
+    """
+
+
+class HostLost(HyperParallelError, code="HP631"):
+    """A machine of the run has failed or is unreachable: its connections are closed and its ranks are silent.
+
+    Why: the ranks of the other machines cannot continue without it. Fix: check the machine named in the message; then
+    resume from the newest checkpoint, on the same number of machines or with another layout on fewer.
+    """
+
+
+class TrackerFailed(HyperParallelError, code="HP632"):
+    """A tracker of `training.report_to` cannot start: its server does not respond, or rejects the run.
+
+    Why: metrics would be missing from the tracker. Fix: follow the tracker's message; `WANDB_MODE=offline` and
+    `MLFLOW_TRACKING_URI` select the destination. A tracker that fails later is disabled with a warning.
+    """
+
+
+class NotServed(HyperParallelError, code="HP633"):
+    """A LlamaFactory version after 0.9.5 imports names that this package does not provide.
+
+    Why: the run would use other settings than requested. Fix: use LlamaFactory 0.9.5, or pass the same YAML file to
+    `hyper-parallel train`, which does not need LlamaFactory.
+    """
+
+
+class CallFailed(HyperParallelError, code="HP640"):
+    """A method of a role (a model instance that a controller calls) raised an exception on the rank in the message.
+
+    The call is not retried, because the exception would be raised again. Fix: correct the cause shown in the traceback.
+    A program restarted with the same journal resumes at this call.
+    """
+
+
+class JournalMismatch(HyperParallelError, code="HP641"):
+    """A controller's journal, its record of calls and results, is damaged or belongs to another program.
+
+    Why: recorded results of another program would be reused. A program that resumes from a journal must make the same
+    calls to each role in the same order with the same arguments. Fix: use another journal file, or run the program that
+    wrote the journal.
+    """
+
+
+class CheckpointCorrupt(HyperParallelError, code="HP701"):
+    """There is no intact checkpoint: none was saved, or a file is missing, truncated or modified.
+
+    Fix: restore the file named in the message, choose another checkpoint, or start again without resume.
+    """
+
+
+class CheckpointMismatch(HyperParallelError, code="HP702"):
+    """A checkpoint belongs to another model, optimizer, data set or dtype, or lacks a state that the run needs.
+
+    Why: training would silently continue with different inputs. Layout, steps, learning rate and other optimizer
+    numbers may change; the run reports such changes. Fix: use the value named in the message.
+    """
+
+
+class RunInUse(HyperParallelError, code="HP720"):
+    """Another active process writes to this run directory, export directory or journal.
+
+    Why: two runs would mix their metrics and remove each other's checkpoints. Fix: wait for the other process, stop
+    it, or choose another path. The lock of a killed process is released.
+    """
+
+
+class RunDirectoryLost(HyperParallelError, code="HP721"):
+    """The directory of a run was removed, moved or replaced during the run.
+
+    Why: files that are still open would be lost at the end, with all metrics and checkpoints. The run ends at its next
+    record and reports the last saved step and its location. Fix: run the command in the hint, or the same command
+    again; without a checkpoint it starts at step 1.
+    """
+
+
+class CheckpointFormat(HyperParallelError, code="HP740"):
+    """A checkpoint has a format of an earlier version that is no longer supported.
+
+    Why: the index of the first format was a pickle, and loading a pickle executes its code. Fix: export the checkpoint
+    with the version that wrote it (`checkpoint export`), and start from the exported model with `model.path`.
+    """
+
+
+class WeightsUnreadable(HyperParallelError, code="HP703"):
+    """A weight file of a model or adapter is missing or damaged, lacks a parameter, or has an unknown one.
+
+    Why: transformers would initialize a missing parameter randomly and drop an unknown tensor. Fix: download the file
+    named in the message again; names and shapes must match `config.json`. If the files contain an embedding and a
+    different head, an already parallelized model cannot untie them: set `"tie_word_embeddings": false` in
+    `config.json`.
+    """
+
+
+class TokenizerMissing(HyperParallelError, code="HP706"):
+    """Pretrained weights have no tokenizer.
+
+    Why: a tokenizer trained on the new text would assign other meanings to the token ids of the weights. Fix: set
+    `data.tokenizer` to the directory of the model's own tokenizer.
+    """
+
+
+class WeightsUninitialised(HyperParallelError, code="HP704"):
+    """A parameter or buffer has no initialization rule, so training would start from undefined memory.
+
+    Fix: add a `reset_parameters` method to its module, or handle it in the model's `_init_weights`.
+    """

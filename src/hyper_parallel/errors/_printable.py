@@ -28,11 +28,7 @@ def printable(text: str) -> str:
 
 
 def console(**options: Any) -> Console:
-    """Return a rich console that escapes control characters and markup in all texts, also in tables and panels.
-
-    Args:
-        options: Further options of `rich.console.Console`.
-    """
+    """Return a rich console with these options that escapes control characters and markup in all texts."""
     from rich.console import Console
 
     class Printable(Console):

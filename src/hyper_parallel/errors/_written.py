@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 from hyper_parallel.errors._base import HyperParallelError
-from hyper_parallel.errors._planning import OutputNotWritable
 
 DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 """Error numbers of disk failures, as opposed to failures of a service."""
@@ -20,13 +19,17 @@ DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.
 _log = logging.getLogger(__name__)
 
 
-def not_writable(error: OSError, place: str | Path) -> OutputNotWritable:
-    """Convert the operating system's error of a failed write to a coded error.
+class OutputNotWritable(HyperParallelError, code="HP105"):
+    """A file or directory cannot be written: missing permissions, a full disk, or existing files of the user.
 
-    Args:
-        error: Error of the operating system.
-        place: File or directory being written, used if the error names no file.
+    Why: files that the command has not written are never replaced. For optional outputs, the error is reported after
+    the rest of the work is done. Fix: choose another path, move the existing files, change the permissions, or free
+    disk space; a run then resumes from its newest checkpoint.
     """
+
+
+def not_writable(error: OSError, place: str | Path) -> OutputNotWritable:
+    """Return the coded error for a failed write; `place` is the written path, used if `error` names no file."""
     name = str(error.filename or place)
     hint = f"ls -ld {shlex.quote(name)}; df -h {shlex.quote(_existing(name))}"
     if error.errno == errno.ENAMETOOLONG:
@@ -38,14 +41,7 @@ def not_writable(error: OSError, place: str | Path) -> OutputNotWritable:
 
 @contextmanager
 def written(place: str | Path) -> Iterator[None]:
-    """Convert an `OSError` raised in the block to a coded error.
-
-    Args:
-        place: File or directory being written, used if the error names no file.
-
-    Raises:
-        OutputNotWritable: HP105 in place of the `OSError`.
-    """
+    """Raise OutputNotWritable (HP105) in place of an `OSError` in the block; `place` as in `not_writable`."""
     try:
         yield
     except OSError as error:
@@ -64,11 +60,7 @@ class Unwritten:
 
     @contextmanager
     def spare(self, place: str | Path) -> Iterator[None]:
-        """Collect a coded error or a failed write that the body of the context raises.
-
-        Args:
-            place: See `written`.
-        """
+        """Collect a coded error or a failed write in the block; `place` as in `not_writable`."""
         try:
             with written(place):
                 yield

@@ -49,9 +49,8 @@ class ConfigView:
         """Raise HP305 with all keys that have neither a value nor a default."""
         missing = [self.aliases.get(k, k) for k in keys if self.get(k) is None]
         if missing:
-            raise ModelUnreadable(
+            self.refuse(
                 f"the config lacks {', '.join(f'`{k}`' for k in missing)}",
-                where=self.where,
                 got=f"keys: {', '.join(sorted(self.values)[:50]) or 'none'}",
                 hint="add the missing keys, or use the config.json that the model was published with",
             )
@@ -61,9 +60,9 @@ class ConfigView:
         self.require((key,))
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            self._refuse(key, value, f"a whole number >= {minimum}")
+            self._refuse_value(key, value, f"a whole number >= {minimum}")
         if value > maximum:
-            self._refuse(key, value, f"a whole number from {minimum} to {maximum}")
+            self._refuse_value(key, value, f"a whole number from {minimum} to {maximum}")
         return value
 
     def optional_integer(self, key: str, minimum: int = 1) -> int | None:
@@ -74,7 +73,7 @@ class ConfigView:
         """Return the value of `key`, a boolean; False when the key is null, or absent without a default."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
-            self._refuse(key, value, "true or false")
+            self._refuse_value(key, value, "true or false")
         return bool(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
@@ -85,14 +84,14 @@ class ConfigView:
         if not isinstance(value, list) or not all(
             type(v) is int and abs(v) <= _MOST for v in value
         ):
-            self._refuse(key, value, "a list of whole numbers")
+            self._refuse_value(key, value, "a list of whole numbers")
         return tuple(value)
 
-    def _refuse(self, key: str, value: object, allowed: str) -> NoReturn:
-        raise ModelUnreadable(
-            f"`{self.aliases.get(key, key)}` has a value of the wrong kind",
-            where=self.where,
-            got=abbreviated(value),
-            allowed=allowed,
-            hint=f"correct `{self.aliases.get(key, key)}` in the config",
-        )
+    def refuse(self, problem: str, *, got: object, hint: str, allowed: object = None) -> NoReturn:
+        """Raise HP305 for the file."""
+        raise ModelUnreadable(problem, where=self.where, got=got, allowed=allowed, hint=hint)
+
+    def _refuse_value(self, key: str, value: object, allowed: str) -> NoReturn:
+        name = self.aliases.get(key, key)
+        problem, hint = f"`{name}` has a value of the wrong kind", f"correct `{name}` in the config"
+        self.refuse(problem, got=abbreviated(value), hint=hint, allowed=allowed)

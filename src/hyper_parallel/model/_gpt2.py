@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.model._config_json import ConfigView
-from hyper_parallel.model._llama_like import Params, head
+from hyper_parallel.model._llama_like import Params, head, norm
 from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ParamSpec
 
 ALIASES = {
@@ -32,9 +31,8 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
     """
     config.require(REQUIRED)
     if config.flag("add_cross_attention"):
-        raise ModelUnreadable(
+        config.refuse(
             "`add_cross_attention` makes this the decoder of an encoder-decoder model, which is not supported",
-            where=config.where,
             got="add_cross_attention=true",
             hint="use a causal language model",
         )
@@ -42,19 +40,18 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
     heads = config.integer("num_attention_heads")
     positions = config.integer("max_position_embeddings")
     if hidden % heads:
-        raise ModelUnreadable(
+        config.refuse(
             "`n_embd` is not a multiple of `n_head`",
-            where=config.where,
             got=f"n_embd={hidden}, n_head={heads}",
             hint="correct one of the two",
         )
     width = config.optional_integer("intermediate_size") or 4 * hidden
     layer, embed, mlp = "transformer.h.*", ("embed", hidden), ("mlp", width)
     params = (
-        *_layer_norm(f"{layer}.ln_1", hidden),
+        *norm(f"{layer}.ln_1", hidden, bias=True),
         *_conv1d(f"{layer}.attn.c_attn", embed, ("qkv", 3 * hidden)),
         *_conv1d(f"{layer}.attn.c_proj", ("heads", hidden), embed),
-        *_layer_norm(f"{layer}.ln_2", hidden),
+        *norm(f"{layer}.ln_2", hidden, bias=True),
         *_conv1d(f"{layer}.mlp.c_fc", embed, mlp),
         *_conv1d(f"{layer}.mlp.c_proj", mlp, embed),
     )
@@ -78,7 +75,7 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
             attention,
             MlpSpec(width, gated=False),
         ),
-        Block("final_norm", (), _layer_norm("transformer.ln_f", hidden)),
+        Block("final_norm", (), norm("transformer.ln_f", hidden, bias=True)),
         Block("head", (), (head(vocab, hidden, tied),)),
     )
 
@@ -89,7 +86,3 @@ def _conv1d(name: str, inner: tuple[str, int], out: tuple[str, int]) -> Params:
         ParamSpec(f"{name}.weight", (inner[1], out[1]), (inner[0], out[0])),
         ParamSpec(f"{name}.bias", (out[1],), (out[0],)),
     )
-
-
-def _layer_norm(name: str, hidden: int) -> Params:
-    return tuple(ParamSpec(f"{name}.{part}", (hidden,), ("embed",)) for part in ("weight", "bias"))

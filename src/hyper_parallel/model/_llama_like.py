@@ -6,9 +6,8 @@ Letters: D embed, F mlp width, E experts, V vocab.
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final
 
-from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.model._config_json import ConfigView
 from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ParamSpec
 from hyper_parallel.model.families import Bias, Experts, Family
@@ -19,13 +18,6 @@ LAYER = "model.layers.*"
 _ATTENTION = f"{LAYER}.self_attn"
 
 Params = tuple[ParamSpec, ...]
-
-
-class _Kind(NamedTuple):
-    """Kind of a decoder layer: with or without experts, and its attention window in tokens."""
-
-    experts: bool
-    window: int | None
 
 
 _MOST_LAYERS: Final = 100_000
@@ -42,16 +34,11 @@ def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:
     _refuse_unread(config)
     hidden, vocab = config.integer("hidden_size"), config.integer("vocab_size")
     num_layers = config.integer("num_hidden_layers", maximum=_MOST_LAYERS)
-    windows = _windows(config, family, num_layers)
-    kinds = [
-        _Kind(has_experts, window)
-        for has_experts, window in zip(
-            _expert_layers(config, family.experts, num_layers), windows, strict=True
-        )
-    ]
+    has_experts = _expert_layers(config, family.experts, num_layers)
+    kinds = list(zip(has_experts, _windows(config, family, num_layers), strict=True))
     # dict.fromkeys keeps the order of first appearance: blocks are ordered by their first layer.
     decoder = tuple(
-        _decoder_block(config, family, kind, tuple(i for i, k in enumerate(kinds) if k == kind))
+        _decoder_block(config, family, *kind, tuple(i for i, k in enumerate(kinds) if k == kind))
         for kind in dict.fromkeys(kinds)
     )
     tied = EMBEDDING if config.flag("tie_word_embeddings") else None
@@ -65,11 +52,15 @@ def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:
 
 
 def _decoder_block(
-    config: ConfigView, family: Family, kind: _Kind, layers: tuple[int, ...]
+    config: ConfigView,
+    family: Family,
+    has_experts: bool,
+    window: int | None,
+    layers: tuple[int, ...],
 ) -> Block:
     hidden = config.integer("hidden_size")
-    attention, params = _attention(config, family, kind.window)
-    if kind.experts and family.experts is not None:
+    attention, params = _attention(config, family, window)
+    if has_experts and family.experts is not None:
         mlp, mlp_params = _experts(config, family.experts)
     else:
         mlp = MlpSpec(config.integer("intermediate_size"), gated=True)
@@ -89,18 +80,16 @@ def _attention(
         return _latent_attention(config, family, hidden, heads)
     kv_heads = config.optional_integer("num_key_value_heads") or heads
     if heads % kv_heads:
-        raise ModelUnreadable(
+        config.refuse(
             "`num_attention_heads` is not a multiple of `num_key_value_heads`",
-            where=config.where,
             got=f"num_attention_heads={heads}, num_key_value_heads={kv_heads}",
             hint="every key-value head serves a whole number of query heads; correct one of the two",
         )
     width = config.optional_integer("head_dim")
     if width is None:
         if hidden % heads:
-            raise ModelUnreadable(
+            config.refuse(
                 "`hidden_size` is not a multiple of `num_attention_heads`, and `head_dim` is not given",
-                where=config.where,
                 got=f"hidden_size={hidden}, num_attention_heads={heads}",
                 hint="add `head_dim` to the config",
             )
@@ -174,9 +163,8 @@ def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
     hidden, width = config.integer("hidden_size"), config.integer(experts.width_key)
     num, per_token = config.integer("num_experts"), config.integer("num_experts_per_tok")
     if per_token > num:
-        raise ModelUnreadable(
+        config.refuse(
             "a token is routed to more experts than the model has",
-            where=config.where,
             got=f"num_experts_per_tok={per_token}, experts={num}",
             hint=f"set `num_experts_per_tok` to at most {num}",
         )
@@ -229,9 +217,8 @@ def _windows(config: ConfigView, family: Family, num_layers: int) -> tuple[int |
     types = config.get("layer_types")
     if types is not None:
         if not isinstance(types, list) or len(types) != num_layers:
-            raise ModelUnreadable(
+            config.refuse(
                 "`layer_types` does not name one type per layer",
-                where=config.where,
                 got=f"{len(types) if isinstance(types, list) else types!r} for {num_layers} layers",
                 hint="give `layer_types` as many entries as `num_hidden_layers`, or remove it",
             )
@@ -250,27 +237,24 @@ def _refuse_unread(config: ConfigView) -> None:
         known = ("full_attention", "sliding_attention")
         unknown = [t for t, _ in groupby(types) if t not in known]
         if unknown:
-            raise ModelUnreadable(
+            config.refuse(
                 "`layer_types` names a layer type that is not supported",
-                where=config.where,
                 got=sorted({str(t) for t in unknown}),
-                allowed=known,
                 hint="models with other kinds of layers (linear attention, state space) cannot be planned yet",
+                allowed=known,
             )
     if config.flag("use_bidirectional_attention"):
-        raise ModelUnreadable(
+        config.refuse(
             "`use_bidirectional_attention` makes this an encoder, not a causal language model",
-            where=config.where,
             got="use_bidirectional_attention=true",
             hint="use a causal language model",
         )
     if config.get("moe_layer_freq") not in (None, 1):
-        raise ModelUnreadable(
+        config.refuse(
             "`moe_layer_freq` other than 1 is not supported",
-            where=config.where,
             got=config.get("moe_layer_freq"),
-            allowed=1,
             hint="expert layers must follow `first_k_dense_replace` without gaps",
+            allowed=1,
         )
 
 
@@ -287,9 +271,10 @@ def linear(name: str, out: tuple[str, int], inner: tuple[str, int], bias: bool =
     return (weight, ParamSpec(f"{name}.bias", (out[1],), (out[0],))) if bias else (weight,)
 
 
-def norm(name: str, size: int, dim: str = "embed") -> Params:
-    """Return the parameters of an RMSNorm: its scale."""
-    return (ParamSpec(f"{name}.weight", (size,), (dim,)),)
+def norm(name: str, size: int, dim: str = "embed", bias: bool = False) -> Params:
+    """Return the parameters of an RMSNorm, its scale; with `bias`, of a LayerNorm."""
+    parts = ("weight", "bias") if bias else ("weight",)
+    return tuple(ParamSpec(f"{name}.{part}", (size,), (dim,)) for part in parts)
 
 
 def head(vocab: int, hidden: int, tied_to: str | None) -> ParamSpec:

@@ -321,7 +321,5 @@ class ModelSpec:
         for block in self.blocks:
             for layer in block.layers or (None,):
                 for param in block.params:
-                    yield (
-                        param.name if layer is None else param.name.replace("*", str(layer)),
-                        param,
-                    )
+                    name = param.name if layer is None else param.name.replace("*", str(layer))
+                    yield name, param

@@ -211,11 +211,7 @@ def _same_bytes(first: _Place, second: _Place) -> bool:
 
 
 def _complete(directory: Path, shards: list[str]) -> tuple[str, ...]:
-    """Return the file names of all shards of a model without an index, derived from the count in a shard's name.
-
-    Raises:
-        WeightsUnreadable: HP703 with the missing shards.
-    """
+    """Return the names of all shards, counted in each shard's name; raise HP703 if a shard is missing."""
     stem, suffix = shards[0].split("-")[0], shards[0].rpartition(".")[2]
     count = shards[0].rpartition("-of-")[2].partition(".")[0]
     if not count.isdecimal():
@@ -232,11 +228,7 @@ def _complete(directory: Path, shards: list[str]) -> tuple[str, ...]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor by name, from an index file.
-
-    Raises:
-        WeightsUnreadable: HP703 when it is damaged or refers to a file outside its directory.
-    """
+    """Return the file of each tensor by name; raise HP703 if the index is damaged or names an outside file."""
     try:
         weight_map: Any = read_json(path, _INDEX_LIMITS)["weight_map"]
         files = {str(k): v for k, v in weight_map.items()}

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.model._model_spec import ModelSpec, ParamSpec
 from hyper_parallel.model._weight_listing import TensorInfo, list_weight_files, read_tensor_infos
-from hyper_parallel.model.families import FAMILIES, Experts
+from hyper_parallel.model.families import FAMILIES, FAMILIES_READ, Experts
 
 _DTYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -54,14 +54,7 @@ def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...
     return tensors, ()
 
 
-def check_weights(
-    spec: ModelSpec,
-    tensors: Mapping[str, TensorInfo],
-    directory: Path,
-    *,
-    known_family: bool,
-    quantized: bool,
-) -> ModelSpec:
+def check_weights(spec: ModelSpec, tensors: Mapping[str, TensorInfo], directory: Path) -> ModelSpec:
     """Return the spec with the dtype of the weights, after comparing names and shapes.
 
     A missing parameter, or one of another shape, raises an error; for an unknown family, it adds a note. Tensors
@@ -71,7 +64,7 @@ def check_weights(
     Raises:
         WeightsUnreadable: HP703 with the missing or different parameters.
     """
-    if quantized:
+    if spec.quantised:
         return replace(spec, notes=(*spec.notes, "quantized weights: shapes are not checked"))
     file_tensors = _causal_lm_names(tensors, spec)
     experts = FAMILIES[spec.family].experts if spec.family in FAMILIES else None
@@ -93,7 +86,7 @@ def check_weights(
                 wrong.append(f"{name}: missing")
     extra = [n for n in file_tensors if n not in used and not n.endswith(_BUFFERS)]
     notes = list(spec.notes)
-    if wrong and known_family:
+    if wrong and spec.family in FAMILIES_READ:
         raise WeightsUnreadable(
             f"parameters of the weights do not match config.json: {len(wrong)}",
             where=str(directory),

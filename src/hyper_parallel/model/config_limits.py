@@ -45,15 +45,7 @@ _MOST: Final = 2**53
 
 
 def check_config(values: Mapping[str, Any], where: str) -> None:
-    """Raise an error for a config with a number far beyond all published models.
-
-    Args:
-        values: The JSON object.
-        where: The file, for errors.
-
-    Raises:
-        ModelUnreadable: HP305 with the key.
-    """
+    """Raise ModelUnreadable (HP305) for a config, read from `where`, with a number far beyond all published models."""
     largest: dict[str, int] = {}
     for key, number in _numbers(values, ""):
         name = key.rpartition(".")[2]

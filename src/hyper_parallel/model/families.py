@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -88,7 +89,10 @@ _MOE_KEYS = (*STANDARD_KEYS, "num_experts", "num_experts_per_tok")
 _LOCAL = MappingProxyType({"num_experts": "num_local_experts"})
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
-LLAMA = Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
+_BiasedAttention = partial(Family, qkv_bias="attention_bias", o_bias="attention_bias")
+"""Family in which the config key `attention_bias` states the bias of all attention projections."""
+
+LLAMA = _BiasedAttention(mlp_bias="mlp_bias")
 """Entry of Llama, also used for an unknown Llama-like decoder."""
 
 _GLM = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}
@@ -114,14 +118,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2": Family(
             defaults={"num_key_value_heads": 32, **_QWEN_WINDOW}, qkv_bias=True, windows="upper"
         ),
-        "qwen3": Family(
+        "qwen3": _BiasedAttention(
             defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
-            qkv_bias="attention_bias",
-            o_bias="attention_bias",
             qk_norm="head",
             windows="upper",
         ),
-        "qwen3_moe": Family(
+        "qwen3_moe": _BiasedAttention(
             defaults={
                 "num_key_value_heads": 4,
                 "use_sliding_window": False,
@@ -132,8 +134,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "num_experts": 128,
             },
             aliases=_LOCAL,
-            qkv_bias="attention_bias",
-            o_bias="attention_bias",
             qk_norm="head",
             windows="switch",
             experts=Experts("moe_intermediate_size", layers="step"),
@@ -160,7 +160,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             required=(*_MOE_KEYS, "moe_intermediate_size"),
         ),
-        "gpt_oss": Family(
+        "gpt_oss": _BiasedAttention(
             defaults={
                 "num_key_value_heads": 8,
                 "head_dim": 64,
@@ -171,19 +171,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "num_experts_per_tok": 4,
             },
             aliases=_LOCAL,
-            qkv_bias="attention_bias",
-            o_bias="attention_bias",
             sinks=True,
             windows="pattern",
             experts=Experts("intermediate_size", storage="interleaved"),
             required=_MOE_KEYS,
         ),
-        "gemma": Family(
+        "gemma": _BiasedAttention(
             defaults={**_GEMMA, "num_attention_heads": 16, "num_key_value_heads": 16},
-            qkv_bias="attention_bias",
-            o_bias="attention_bias",
         ),
-        "gemma2": Family(
+        "gemma2": _BiasedAttention(
             defaults={
                 **_GEMMA,
                 "num_attention_heads": 8,
@@ -191,12 +187,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "sliding_window": 4096,
                 "sliding_window_pattern": 2,
             },
-            qkv_bias="attention_bias",
-            o_bias="attention_bias",
             norms=_SANDWICH_NORMS,
             windows="pattern",
         ),
-        "gemma3_text": Family(
+        "gemma3_text": _BiasedAttention(
             defaults={
                 **_GEMMA,
                 "vocab_size": 262208,
@@ -205,23 +199,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "sliding_window": 4096,
                 "sliding_window_pattern": 6,
             },
-            qkv_bias="attention_bias",
-            o_bias="attention_bias",
             qk_norm="head",
             norms=_SANDWICH_NORMS,
             windows="pattern",
         ),
         "phi3": Family(windows="all", fused_qkv=True, fused_mlp=True),
-        "olmo2": Family(
-            qkv_bias="attention_bias",
-            o_bias="attention_bias",
+        "olmo2": _BiasedAttention(
             qk_norm="heads",
             norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         ),
-        "olmo3": Family(
+        "olmo3": _BiasedAttention(
             defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
-            qkv_bias="attention_bias",
-            o_bias="attention_bias",
             qk_norm="heads",
             norms=("post_attention_layernorm", "post_feedforward_layernorm"),
             windows="pattern",
@@ -236,6 +224,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 """Reader entries by `model_type`, for the Llama-like families."""
+
+FAMILIES_READ: Final = (*sorted(FAMILIES), "gpt2")
+"""`model_type` of every supported family."""
 
 TEXT_PARTS: Mapping[str, str] = MappingProxyType(
     {

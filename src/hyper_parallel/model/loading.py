@@ -20,7 +20,14 @@ from hyper_parallel.model._model_spec import ModelSpec
 from hyper_parallel.model._weight_listing import with_files_ties
 from hyper_parallel.model._weights import check_weights, read_headers
 from hyper_parallel.model.config_limits import CONFIG_LIMITS, check_config
-from hyper_parallel.model.families import FAMILIES, KEEPS_MORE, LLAMA, TEXT_PARTS, Family
+from hyper_parallel.model.families import (
+    FAMILIES,
+    FAMILIES_READ,
+    KEEPS_MORE,
+    LLAMA,
+    TEXT_PARTS,
+    Family,
+)
 from hyper_parallel.near_paths import (
     export_hint,
     is_data_file,
@@ -62,12 +69,6 @@ def find_preset(text: str) -> str | None:
     return None
 
 
-def nearest_presets(text: str) -> tuple[str, ...]:
-    """Return the preset names most similar to a name."""
-    close = difflib.get_close_matches(_normal(text.rpartition("/")[2]), preset_names(), cutoff=0.4)
-    return tuple(close)
-
-
 def _normal(text: str) -> str:
     return "/".join(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in text.split("/"))
 
@@ -86,9 +87,6 @@ _NOT_GENERIC = (
     "linear_num_key_heads",
 )
 """Keys that show that a model of an unknown family is not a plain Llama-like decoder."""
-
-FAMILIES_READ = (*sorted(FAMILIES), "gpt2")
-"""`model_type` of every supported family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,8 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
         return ConfigFile(values, name, str(file), path)
     if os.path.isfile(path):  # noqa: PTH113
         _refuse_no_config(path)
-        return ConfigFile(read_config_values(path), _name_of(path), str(path))
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return ConfigFile(read_config_values(path), name, str(path))
     preset = find_preset(text)
     if preset is not None:
         return ConfigFile(read_preset(preset), preset, f"preset {preset}")
@@ -131,14 +130,13 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
         problem = f"the directory `{text}` has no config.json"
     else:
         problem = f"`{text}` is neither a path that exists nor a preset"
-    near = [] if "/" in text else [*_nearest_model(text), *nearest_presets(text)]
     raise UnknownModel(
         problem,
         where=where,
         got=text,
         allowed=f"a Hugging Face directory, a config.json, a name on the hub as org/name, or a preset: "
         f"{', '.join(preset_names())}",
-        hint=f"did you mean `{near[0]}`?" if near else _path_hint(text),
+        hint=_unknown_hint(text),
     )
 
 
@@ -150,11 +148,7 @@ UNMEASURED_ACTIVATIONS: Final = (
 
 
 def _refuse_no_config(path: Path) -> None:
-    """Raise an error if a recipe or a data file is given in place of a model.
-
-    Raises:
-        ModelUnreadable: HP305 with the command that plans for a recipe.
-    """
+    """Raise ModelUnreadable (HP305) with the command that plans, if a recipe or data is given in place of a model."""
     content, recipe = "a recipe", str(path)
     if is_data_file(path):
         content, recipe = "data", some_recipe() or ""
@@ -194,13 +188,7 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
     spec = replace(spec, notes=spec.notes + notes)
     if not tensors:
         return spec
-    return check_weights(
-        spec,
-        tensors,
-        config.directory,
-        known_family=spec.family in FAMILIES_READ,
-        quantized=bool(config.values.get("quantization_config")),
-    )
+    return check_weights(spec, tensors, config.directory)
 
 
 def spec_from_config(
@@ -244,11 +232,6 @@ def spec_from_config(
     )
 
 
-def _name_of(path: Path) -> str:
-    """Return the name of the directory of a config.json, or the stem of another file."""
-    return path.resolve().parent.name if path.name == "config.json" else path.stem
-
-
 def _special_float(value: dict[str, Any]) -> Any:
     """Return the float that transformers writes as `{"__float__": "Infinity"}`; return other objects unchanged."""
     if value.keys() != {"__float__"}:
@@ -265,16 +248,14 @@ def read_config_values(path: Path) -> dict[str, Any]:
     Raises:
         ModelUnreadable: HP305 when the file is not a JSON object, or a number is far beyond all published models.
     """
+    published = "fetch config.json again from where the model was published"
     try:
         text = read_text(path, CONFIG_LIMITS)
         values = json.loads(text, object_hook=_special_float)
         check_value(values, CONFIG_LIMITS)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelUnreadable(
-            "the config is not readable JSON",
-            where=str(path),
-            got=str(error),
-            hint="fetch config.json again from where the model was published",
+            "the config is not readable JSON", where=str(path), got=str(error), hint=published
         ) from error
     if not isinstance(values, dict):
         raise ModelUnreadable(
@@ -284,13 +265,7 @@ def read_config_values(path: Path) -> dict[str, Any]:
             hint='a config starts with `{"model_type": ...`',
         )
     check_config(values, str(path))
-    if not isinstance(values.get("model_type"), str | None):
-        raise ModelUnreadable(
-            "`model_type` of the config is not a string",
-            where=str(path),
-            got=abbreviated(values["model_type"]),
-            hint="fetch config.json again from where the model was published",
-        )
+    _model_type(values, str(path))
     names = values.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelUnreadable(
@@ -298,7 +273,7 @@ def read_config_values(path: Path) -> dict[str, Any]:
             where=str(path),
             got=abbreviated(names),
             allowed='a list such as `["Qwen3ForCausalLM"]`, or null',
-            hint="fetch config.json again from where the model was published",
+            hint=published,
         )
     return values
 
@@ -330,7 +305,7 @@ def _model_type(values: Mapping[str, Any], where: str) -> str:
         return "unknown"
     if not isinstance(model_type, str):
         raise ModelUnreadable(
-            "`model_type` is not a string",
+            "`model_type` of the config is not a string",
             where=where,
             got=abbreviated(model_type),
             hint='write for example `"model_type": "llama"`',
@@ -397,21 +372,18 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
     return dtype, (note,)
 
 
-def _nearest_model(text: str) -> list[str]:
-    """Return a list of one model directory with a path similar to a missing path; empty if none is similar."""
+def _unknown_hint(text: str) -> str:
+    """Return the hint for a text that names no model: a similar path or preset, or a command."""
     near = nearest_path(text)
     # os.path, because pathlib raises for a text that is too long for a path.
-    has_config = near is not None and os.path.isfile(f"{near}/config.json")  # noqa: PTH113
-    return [near] if near is not None and has_config else []
-
-
-def _path_hint(text: str) -> str:
+    if "/" not in text and not (near and os.path.isfile(f"{near}/config.json")):  # noqa: PTH113
+        presets = difflib.get_close_matches(_normal(text), preset_names(), cutoff=0.4)
+        if presets:
+            return f"did you mean `{presets[0]}`?"
     if (hint := export_hint(text)) is not None:
         return hint
-    inside = Path(text) / "export"
-    # os.path, because pathlib raises for a text that is too long for a path.
-    has_config = os.path.isfile(inside / "config.json")  # noqa: PTH113
-    near = str(inside) if has_config else nearest_path(text)
+    if os.path.isfile(f"{text}/export/config.json"):  # noqa: PTH113
+        near = str(Path(text) / "export")
     if near is not None:
         return f"did you mean `{near}`?"
     if os.path.isdir(text):  # noqa: PTH112

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,7 @@ class ModelProperties:
 
     def by_name(self) -> dict[str, Property]:
         """Return the measured properties by name."""
-        answers = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in answers.items() if isinstance(value, Property)}
+        return {name: getattr(self, name) for name in QUESTIONS}
 
 
 QUESTIONS: dict[str, str] = {

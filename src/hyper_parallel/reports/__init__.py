@@ -6,23 +6,14 @@ from pathlib import Path
 
 from hyper_parallel.errors import written
 from hyper_parallel.owned_folder import check_output_file
-from hyper_parallel.reports._page import render
-from hyper_parallel.reports._run_record import RunRecord, load_run
-from hyper_parallel.reports._submodels import submodel_rows
-from hyper_parallel.reports._timeline import chrome_trace, one_step, predicted_timeline
+from hyper_parallel.reports._page import render as render
+from hyper_parallel.reports._run_record import RunRecord as RunRecord
+from hyper_parallel.reports._run_record import load_run as load_run
+from hyper_parallel.reports._submodels import submodel_rows as submodel_rows
+from hyper_parallel.reports._timeline import chrome_trace as chrome_trace
+from hyper_parallel.reports._timeline import one_step as one_step
+from hyper_parallel.reports._timeline import predicted_timeline as predicted_timeline
 from hyper_parallel.serde import write_text
-
-__all__ = [
-    "RunRecord",
-    "chrome_trace",
-    "load_run",
-    "one_step",
-    "predicted_timeline",
-    "render",
-    "submodel_rows",
-    "write_comparison",
-    "write_report",
-]
 
 
 def write_report(directory: str | Path) -> tuple[Path, Path]:
@@ -60,7 +51,7 @@ def write_comparison(directories: Sequence[str | Path]) -> Path:
 def _check_written(*paths: Path) -> None:
     """Raise OutputNotWritable (HP105) if a file to write exists and was not written by a report."""
     for path in paths:
-        check_output_file(path, _is_report, "a report or a trace of a run", "report")
+        check_output_file(path, _is_report, "a report or a trace of a run")
 
 
 def _is_report(text: str) -> bool:

@@ -66,17 +66,17 @@ _COPIES: Final = {
     "copy_out": "host to file",
     "copy_in": "file to host",
 }
+_PLAIN: Final = (("", 1.0),)
 _CURVES: Final = (
-    ("lr", "learning rate", (("", 1.0),)),
-    ("grad_norm", "gradient norm", (("", 1.0),)),
-    ("step_s", "step time", SECONDS),
-    ("tps", "tokens/s per rank", (("", 1.0),)),
+    ("completion_tokens", "tokens", _PLAIN, "rollout"),
+    ("age_mean", "rollouts", _PLAIN, "rollout"),
+    ("effective_samples", "share", _PLAIN, "rollout"),
+    ("lr", "learning rate", _PLAIN, None),
+    ("grad_norm", "gradient norm", _PLAIN, None),
+    ("step_s", "step time", SECONDS, None),
+    ("tps", "tokens/s per rank", _PLAIN, None),
 )
-_OF_ROLLOUTS: Final = (
-    ("completion_tokens", "tokens"),
-    ("age_mean", "rollouts"),
-    ("effective_samples", "share"),
-)
+"""Charts of one metric each: key, label and units of the metric, and the record that contains it."""
 _OF_PREFERENCES: Final = {
     "accuracy": ("accuracy",),
     "margin": ("margin",),
@@ -199,7 +199,7 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
 
     losses = []
     for run, name, color in named:
-        losses.append(Curve(label(name, "training"), _points(run, "loss"), color))
+        losses.append(Curve(label(name, "training"), _points(run.metrics, "loss"), color))
         held_out = [(float(e["step"]), float(e["loss"])) for e in run.evals]
         losses.append(Curve(label(name, "held out"), held_out, color, "dots"))
     # With several runs, the resume marks of one run could be mistaken for those of another.
@@ -209,14 +209,14 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
     charts = {
         "loss": curves(losses, "loss" if len(shared) > 1 else min(shared), **options, height=320)
     }
-    charts |= _reward_chart(named, label, **options)
+    charts["reward"] = _reward_chart(named, label, **options)
     charts |= _preference_charts(named, label, **options)
-    charts |= _accuracy_chart(named, label, **options)
-    charts |= _rollout_charts(named, label, **options)
-    for key, y_label, units in _CURVES:
+    charts["held_out_accuracy"] = _accuracy_chart(named, label, **options)
+    for key, y_label, units, record in _CURVES:
         lines = []
         for run, name, color in named:
-            points = _points(run, key)
+            in_record = (key, None) if record is None else (record, key)
+            points = _points(run.metrics, *in_record)
             lines.append(Curve(label(name, "measured" if key != "lr" else "set"), points, color))
             if key == "step_s":
                 flat = _predicted_steps(run)
@@ -227,65 +227,49 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
     return charts
 
 
-def _reward_chart(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
-    """Return the chart of rollout rewards, by name; empty without rewards."""
+def _reward_chart(named: _Named, label: _Label, **options: Any) -> Chart | None:
     rewards = [
-        Curve(label(name, key.replace("_", " ")), _points(run, "rollout", key), color, dash)
+        Curve(label(name, key.replace("_", " ")), _points(run.metrics, "rollout", key), color, dash)
         for run, name, color in named
         for key, dash in zip(run.rewards, ("solid", *["dashed"] * len(run.rewards)), strict=False)
     ]
-    if not rewards:
-        return {}
     held_out = [
-        Curve(label(name, "held out"), _points_of(run.evals, "rollout", "reward"), color, "dots")
+        Curve(label(name, "held out"), _points(run.evals, "rollout", "reward"), color, "dots")
         for run, name, color in named
     ]
-    return {"reward": curves([*rewards, *held_out], "reward", **options, height=320)}
-
-
-def _rollout_charts(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
-    """Return the charts of rollouts by name: length, age, share of effective samples; omits charts without data."""
-    charts: dict[str, Chart | None] = {}
-    for key, y_label in _OF_ROLLOUTS:
-        lines = [
-            Curve(label(name, "measured"), _points(run, "rollout", key), color)
-            for run, name, color in named
-            if any(key in (m.get("rollout") or {}) for m in run.metrics)
-        ]
-        if lines:
-            charts[key] = curves(lines, y_label, (("", 1.0),), **options, from_zero=True)
-    return charts
+    return curves([*rewards, *held_out], "reward", **options, height=320) if rewards else None
 
 
 def _preference_charts(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
-    """Return the charts of accuracy, margin and scores of preference stages, by name; omits charts without data."""
+    """Return the charts of accuracy, margin and scores of preference stages, by name; None for a chart without data."""
     charts: dict[str, Chart | None] = {}
     for chart, keys in _OF_PREFERENCES.items():
         lines = []
         for run, name, color in named:
             for key, dash in zip(keys, ("solid", "dashed"), strict=False):
                 series = key if len(keys) > 1 else "training"
-                line = _points(run, "preference", key)
+                line = _points(run.metrics, "preference", key)
                 lines.append(Curve(label(name, series), line, color, dash))
-            held_out = _points_of(run.evals, "preference", keys[0])
+            held_out = _points(run.evals, "preference", keys[0])
             if len(keys) == 1:
                 lines.append(Curve(label(name, "held out"), held_out, color, "dots"))
-        if any(line.points for line in lines):
-            charts[chart] = curves(lines, chart, **options, from_zero=chart == "accuracy")
+        charts[chart] = curves(lines, chart, **options, from_zero=chart == "accuracy")
     return charts
 
 
-def _accuracy_chart(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
-    """Return the chart of the fractions of right held-out answers and tokens, by name; empty without evaluations."""
+def _accuracy_chart(named: _Named, label: _Label, **options: Any) -> Chart | None:
+    """Return the chart of the fractions of right held-out answers and tokens; None without evaluations."""
     lines = [
-        Curve(label(name, f"held-out {word}"), points, color, dash)
+        Curve(
+            label(name, f"held-out {word}"),
+            _points(run.evals, f"{word[:-1]}_accuracy"),
+            color,
+            dash,
+        )
         for run, name, color in named
         for word, dash in (("answers", "solid"), ("tokens", "dashed"))
-        if (points := _points_of(run.evals, f"{word[:-1]}_accuracy"))
     ]
-    if not lines:
-        return {}
-    return {"held_out_accuracy": curves(lines, "accuracy", **options, from_zero=True)}
+    return curves(lines, "accuracy", **options, from_zero=True)
 
 
 def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]]]]:
@@ -300,12 +284,7 @@ def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]
     return lines
 
 
-def _points(run: RunRecord, key: str, inside: str | None = None) -> list[tuple[float, float]]:
-    """Return (step, value) pairs of a metric; for a metric that is a dict, of its entry `inside`."""
-    return _points_of(run.metrics, key, inside)
-
-
-def _points_of(
+def _points(
     rows: Sequence[dict[str, Any]], key: str, inside: str | None = None
 ) -> list[tuple[float, float]]:
     """Return (step, value) pairs of a key in records; for a value that is a dict, of its entry `inside`."""
@@ -332,8 +311,7 @@ def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
         points = [(c.time_s, c.value) for c in step.counters if c.lane == f"{rank}/memory"]
         if len(points) < 3:  # no samples inside the step
             continue
-        stairs = [(x, y) for (x, _), (_, y) in zip(points[1:], points, strict=False)]
-        lines.append(Curve(f"{label}, {rank}", _stairs(points, stairs), color))
+        lines.append(Curve(f"{label}, {rank}", _stairs(points), color))
         if len(runs) == 1:
             bands = [s for s in _with_labels(step, kind_of) if s.lane.startswith(f"{rank}/")]
             flat = [(x, float(run.plan.memory_bytes)) for x in (points[0][0], points[-1][0])]
@@ -343,9 +321,9 @@ def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
     return curves(lines, "memory", BYTES, x_label="time", x_unit=unit, from_zero=True, bands=bands)
 
 
-def _stairs(
-    points: Sequence[tuple[float, float]], corners: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
+def _stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the corners of the step function that holds each sample until the next one."""
+    corners = [(after[0], before[1]) for before, after in itertools.pairwise(points)]
     return sorted([*points, *corners], key=lambda p: p[0])
 
 
@@ -458,8 +436,7 @@ def _tier(run: RunRecord, tier: str) -> Chart | None:
         ("predicted", "measured"), ("dashed", "solid"), run.offload or (), strict=True
     ):
         points = [(c.time_s, c.value) for c in timeline.counters if c.lane == tier]
-        corners = [(x, y) for (x, _), (_, y) in zip(points[1:], points, strict=False)]
-        lines.append(Curve(kind, _stairs(points, corners), RUNS[0], style))
+        lines.append(Curve(kind, _stairs(points), RUNS[0], style))
     if not any(y for line in lines for _, y in line.points):
         return None
     unit = Unit.of(max(x for line in lines for x, _ in line.points), SECONDS)

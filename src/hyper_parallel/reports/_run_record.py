@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, NotRequired
 
-from pydantic import ConfigDict, Field, TypeAdapter, with_config
+from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from hyper_parallel.config import read_mapping, run_hint
@@ -17,14 +17,12 @@ from hyper_parallel.received import Limits, parse_json, read_text
 from hyper_parallel.reports._run_parts import PartRecord, read_parts, unreadable
 from hyper_parallel.reports.data_section import read_answers, read_data_facts
 from hyper_parallel.reports.stage_terms import StageTerms, stage_terms
-from hyper_parallel.serde import DecodeError, read
+from hyper_parallel.serde import DecodeError, flatten, read
 from hyper_parallel.units import MiB
 
-_STRICT: Final = ConfigDict(strict=True, extra="allow")
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-@with_config(_STRICT)
 class _Offloaded(TypedDict):
     """Fields of an offloaded step that a report uses."""
 
@@ -34,7 +32,6 @@ class _Offloaded(TypedDict):
     replanned: bool
 
 
-@with_config(_STRICT)
 class _Overlap(TypedDict):
     """Fields of exposed communication that a report uses; see `ir.masking`."""
 
@@ -43,7 +40,6 @@ class _Overlap(TypedDict):
     masking_wait: NotRequired[_Number | None]
 
 
-@with_config(_STRICT)
 class _Balance(TypedDict):
     """Imbalance of media tokens in a step, in the order of the data and after balancing."""
 
@@ -52,7 +48,6 @@ class _Balance(TypedDict):
     balanced: _Number
 
 
-@with_config(_STRICT)
 class _Row(TypedDict):
     """Fields of a line of metrics.jsonl or eval.jsonl that a report uses."""
 
@@ -75,7 +70,6 @@ class _Row(TypedDict):
     balance: NotRequired[_Balance]
 
 
-@with_config(_STRICT)
 class _FusedKernel(TypedDict):
     """Kernel that a back end generated from several operators."""
 
@@ -83,7 +77,6 @@ class _FusedKernel(TypedDict):
     operators: list[str]
 
 
-@with_config(_STRICT)
 class _ProgramMemory(TypedDict):
     """Prediction for a step program with a memory plan."""
 
@@ -95,7 +88,6 @@ class _ProgramMemory(TypedDict):
     origin: str
 
 
-@with_config(_STRICT)
 class _About(TypedDict):
     """Fields of run.json that a report uses."""
 
@@ -261,9 +253,9 @@ def load_run(directory: str | Path) -> RunRecord:
     )
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, limits: Limits = _FILE) -> str:
     try:
-        return read_text(path, _FILE) if path.is_file() else ""
+        return read_text(path, limits) if path.is_file() else ""
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
 
@@ -272,16 +264,7 @@ def _settings(path: Path) -> dict[str, Any]:
     """Return the values of the recipe by dotted key; empty for a run without a recipe file."""
     if not path.is_file():
         return {}
-    flat: dict[str, Any] = {}
-    pending = [("", read_mapping(path, RunUnreadable, "recipe of the run"))]
-    while pending:
-        prefix, section = pending.pop(0)
-        for key, value in section.items():
-            if isinstance(value, dict) and value:
-                pending.append((f"{prefix}{key}.", value))
-            else:
-                flat[f"{prefix}{key}"] = value
-    return flat
+    return dict(flatten(read_mapping(path, RunUnreadable, "recipe of the run")))
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -289,23 +272,22 @@ def _about(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = parse_json(_text(path), _FILE)
-        _ABOUT.validate_python(value)
+        facts: dict[str, Any] = parse_json(_text(path), _FILE)
+        _ABOUT.validate_python(facts, strict=True)
     except ValueError as error:
         problem = "the recorded settings of the run cannot be read"
         raise unreadable(path, error, problem) from error
-    facts: dict[str, Any] = value
     return facts
 
 
 def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
     """Return the records of a JSON-lines file, with only the last record of a step that was repeated after a resume."""
     rows: dict[int, dict[str, Any]] = {}
-    lines = _lines(path)
+    lines = _text(path, _LINES).splitlines()
     for number, line in enumerate(lines, 1):
         try:
             row = parse_json(line, _LINE)
-            _ROW.validate_python(row)
+            _ROW.validate_python(row, strict=True)
             rows[row["step"]] = {k: row[k] for k in _READ if row.get(k) is not None}
         except ValueError as error:
             if number == len(lines):
@@ -313,18 +295,10 @@ def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
             raise RunUnreadable(
                 "a line is not a metrics record",
                 where=f"{path}:{number}",
-                got=line[:80],
-                allowed=f"{error!s:.200}",
+                got=f"{line[:80]} ({error!s:.200})",
                 hint="restore the file from a copy of the run, or remove this line",
             ) from error
     return tuple(rows[step] for step in sorted(rows))
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return read_text(path, _LINES).splitlines() if path.is_file() else []
-    except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
 
 
 def _timeline(path: Path) -> Timeline | None:

@@ -41,8 +41,18 @@ def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
     steps = steps_of(timeline)
     if not steps:
         return timeline
-    chosen = steps[len(steps) // 2] if step is None else step
-    spans = [span for span in timeline.spans if span.step == chosen]
+    return _cut(timeline, [steps[len(steps) // 2] if step is None else step])
+
+
+def some_steps(timeline: Timeline, count: int) -> Timeline:
+    """Return the spans and counters of the `count` middle steps of a timeline, shifted to start at time 0."""
+    steps = steps_of(timeline)
+    middle = max(0, (len(steps) - count) // 2)
+    return _cut(timeline, steps[middle : middle + count])
+
+
+def _cut(timeline: Timeline, steps: Sequence[int]) -> Timeline:
+    spans = [span for span in timeline.spans if span.step in steps]
     start = min((span.start_s for span in spans), default=0.0)
     end = max((span.end_s for span in spans), default=0.0)
     samples = [c for c in timeline.counters if start <= c.time_s <= end]
@@ -51,16 +61,6 @@ def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
         tuple(replace(s, start_s=s.start_s - start) for s in spans),
         tuple(replace(c, time_s=c.time_s - start) for c in samples),
     )
-
-
-def some_steps(timeline: Timeline, count: int) -> Timeline:
-    """Return the spans of the `count` middle steps of a timeline, shifted to start at time 0."""
-    inside = steps_of(timeline)
-    middle = max(0, (len(inside) - count) // 2)
-    chosen = inside[middle : middle + count]
-    spans = [s for s in timeline.spans if s.step in chosen]
-    start = min((s.start_s for s in spans), default=0.0)
-    return Timeline(timeline.kind, tuple(replace(s, start_s=s.start_s - start) for s in spans))
 
 
 def chrome_trace(

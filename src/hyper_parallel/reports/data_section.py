@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Final, NotRequired
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from hyper_parallel.errors import printable
@@ -13,18 +13,15 @@ from hyper_parallel.received import Limits, read_json
 from hyper_parallel.reports._run_parts import unreadable
 from hyper_parallel.units import MiB
 
-_STRICT: Final = ConfigDict(strict=True, extra="allow")
 _Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]*$")]
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
-@with_config(_STRICT)
 class _Segment(TypedDict):
     text: str
     trained: bool
 
 
-@with_config(_STRICT)
 class _Text(TypedDict):
     name: str
     segments: list[_Segment]
@@ -32,7 +29,6 @@ class _Text(TypedDict):
     num_cut: NotRequired[_Count]
 
 
-@with_config(_STRICT)
 class _Example(TypedDict):
     where: str
     texts: list[_Text]
@@ -42,7 +38,6 @@ class _Example(TypedDict):
 _Bucket = TypedDict("_Bucket", {"from": _Count, "to": _Count, "documents": _Count})
 
 
-@with_config(_STRICT)
 class _DataSource(TypedDict):
     source: str
     used: _Count
@@ -50,7 +45,6 @@ class _DataSource(TypedDict):
     examples: list[_Example]
 
 
-@with_config(_STRICT)
 class _DataFacts(TypedDict):
     """Fields of data.json that a report uses."""
 
@@ -62,7 +56,6 @@ class _DataFacts(TypedDict):
     sources: list[_DataSource]
 
 
-@with_config(_STRICT)
 class _Answer(TypedDict):
     """Held-out conversation in answers.json, with the expected answer and the model's answer."""
 
@@ -103,7 +96,7 @@ def _read(path: Path, schema: TypeAdapter[Any], name: str) -> Any:
     problem = f"the {name} of the run cannot be read"
     try:
         value = read_json(path, _LIMITS)
-        schema.validate_python(value)
+        schema.validate_python(value, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         got = f"{'.'.join(map(str, first['loc']))}: {first['msg']:.200}"

@@ -96,9 +96,9 @@ class Divergence:
 
 
 def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
-    """Return the content of dump files by rank, which is the number at the end of a file name.
+    """Return the content of dump files by rank, the number at the end of a file name, before any extension.
 
-    For a directory, every file is read whose name ends in a number.
+    In a directory, other files are ignored.
 
     Raises:
         DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is no dump.
@@ -110,7 +110,11 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
             if match := _RANK.search(path.name):
                 rank = int(match[1])
                 if rank in dumps:
-                    raise _unreadable(path, f"a second dump of rank {rank}")
+                    raise DumpUnreadable(
+                        f"there are several dumps of rank {rank}",
+                        where=str(path),
+                        hint="hyper-parallel doctor DUMP_OF_RANK_0 DUMP_OF_RANK_1",
+                    )
                 dumps[rank] = _read(path)
             elif path == source:
                 raise _unreadable(path, "a name without the number of its rank at the end")

@@ -26,14 +26,6 @@ from hyper_parallel.integration.llamafactory.parallel_model import (
     shard_model,
 )
 
-__all__ = [
-    "HSDPModule",
-    "clip_grad_norm_",
-    "fsdp2_prepare_model",
-    "hsdp_sync_stream",
-    "wrap_optimizer_with_skip_dtensor_dispatch",
-]
-
 _MODEL: Final = "_hyper_parallel_model"
 """Attribute of a parameter with a reference to its model, for callers that pass only parameters."""
 

@@ -86,7 +86,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
                     f"`{name}` cannot be combined with use_hyper_parallel",
                     where="the arguments of LlamaFactory",
                     got=name,
-                    hint="leave one of them out",
+                    hint=f"remove {name}, or set use_hyper_parallel: false",
                 )
 
     def _parallelize_once(self) -> None:

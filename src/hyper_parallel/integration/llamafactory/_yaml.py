@@ -129,26 +129,20 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
     yield "LlamaFactory", {"training.eval_tokens": 2**40}
     yield from _schedule_layers(v, path)
     yield "LlamaFactory", {"checkpoint.every_minutes": 0}
-    yield (
-        "train_from_scratch",
-        {"model.init": "random" if v["train_from_scratch"] else "pretrained"},
-    )
+    init = "random" if v["train_from_scratch"] else "pretrained"
+    yield "train_from_scratch", {"model.init": init}
     yield "disable_shuffling", {"data.shuffle": not v["disable_shuffling"]}
     if stage in PAIRED_STAGES:
         if stage != "rm":
             yield "pref_beta", {f"{stage}.beta": v["pref_beta"]}
-        yield (
-            "per_device_train_batch_size",
-            {"training.microbatch": 2 * v["per_device_train_batch_size"]},
-        )
+        rows = 2 * v["per_device_train_batch_size"]
+        yield "per_device_train_batch_size", {"training.microbatch": rows}
     if v["save_total_limit"] is None:
         yield "save_total_limit", {"checkpoint.keep": _ALL}
     if not WORDS["save_strategy"][v["save_strategy"]]:
         yield "save_strategy", {"checkpoint.every": 0}
-    yield (
-        "overwrite_output_dir",
-        {"checkpoint.resume": "never" if v["overwrite_output_dir"] else "auto"},
-    )
+    resume = "never" if v["overwrite_output_dir"] else "auto"
+    yield "overwrite_output_dir", {"checkpoint.resume": resume}
     names = v["report_to"] if isinstance(v["report_to"], list) else [v["report_to"]]
     yield "report_to", {"training.report_to": [name for name in names if name not in _OFF]}
     if v["max_steps"] > 0:
@@ -167,10 +161,8 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
     keeps = v["disable_gradient_checkpointing"] or not v["gradient_checkpointing"]
     yield "disable_gradient_checkpointing", {"training.recompute": "none" if keeps else "full"}
     packs = v["neat_packing"] or (stage == "pt" if v["packing"] is None else v["packing"])
-    yield (
-        "packing",
-        {"data.packing": packs, "data.mask_documents": bool(v["neat_packing"]) if packs else None},
-    )
+    masks = bool(v["neat_packing"]) if packs else None
+    yield "packing", {"data.packing": packs, "data.mask_documents": masks}
     yield from _trained_layers(v, kind)
     yield from _data_layers(v, path)
     yield from _layout_layers(v, path, overrides)
@@ -182,10 +174,8 @@ def _trained_layers(v: dict[str, Any], kind: str) -> Iterator[Layer]:
         targets = [t.strip() for t in str(v["lora_target"]).split(",")]
         extra = [t.strip() for t in str(v["additional_target"] or "").split(",") if t]
         yield "lora_alpha", {"lora.lora_alpha": v["lora_alpha"] or 2 * v["lora_rank"]}
-        yield (
-            "lora_target",
-            {"lora.target_modules": "all-linear" if targets == ["all"] else targets},
-        )
+        modules = "all-linear" if targets == ["all"] else targets
+        yield "lora_target", {"lora.target_modules": modules}
         yield "additional_target", {"lora.modules_to_save": extra}
     elif kind == "freeze":
         frozen = _frozen(str(v["model_name_or_path"]), v["freeze_trainable_layers"])
@@ -193,11 +183,7 @@ def _trained_layers(v: dict[str, Any], kind: str) -> Iterator[Layer]:
 
 
 def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
-    """Yield the recipe values of the learning-rate schedule's arguments, with LlamaFactory's defaults.
-
-    Raises:
-        BadValue: HP102 when a required argument has no default, as in transformers.
-    """
+    """Yield the schedule's arguments with LlamaFactory's defaults; raise HP102 if a required one is missing."""
     name, args = v["lr_scheduler_type"], v["lr_scheduler_kwargs"] or {}
     args = parse_yaml(args) if isinstance(args, str) else args
     if not isinstance(args, dict):
@@ -269,10 +255,8 @@ def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
     else:
         yield "dataset", {"data.source": [{**one, "weight": min(n, limit)} for one, n in parts]}
     records, num_held_out = sum(min(n, limit) for _, n in parts), v["val_size"] or 0.0
-    yield (
-        "val_size",
-        {"data.holdout": num_held_out / records if num_held_out >= 1 else num_held_out},
-    )
+    holdout = num_held_out / records if num_held_out >= 1 else num_held_out
+    yield "val_size", {"data.holdout": holdout}
     if v["eval_dataset"] is not None:
         held_out, _ = source_of(v["eval_dataset"], directory, stage)
         _check_same_names(parts[0][0], held_out, f"{path}: eval_dataset")

@@ -6,19 +6,18 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from hyper_parallel.config import validated
+from hyper_parallel.config import canonical_dtype, validated
 from hyper_parallel.errors import BadValue, DegreesMismatch, RecipeUnreadable
 from hyper_parallel.ir import Strategy
 from hyper_parallel.received import Limits, read_json
 
-_SHORT: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 YAML_KEYS: Final = ("cp_size", "ep_size", "efsdp_size", "token_dispatcher")
 """Keys that LlamaFactory also accepts in its YAML file, as `hyper_parallel_cp_size`."""
-_Dtype = Literal["float32", "float16", "bfloat16"]
+_Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(canonical_dtype)]
 
 
 class HyperParallelArguments(BaseModel):
@@ -54,11 +53,6 @@ class HyperParallelArguments(BaseModel):
     activation_mode: Literal["none", "recompute", "swap"] = "none"
     activation_swap_inputs: bool = True
     device_type: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-
-    @field_validator("param_dtype", "reduce_dtype", mode="before")
-    @classmethod
-    def _long(cls, value: object) -> object:
-        return _SHORT.get(value, value) if isinstance(value, str) else value
 
     @classmethod
     def from_dict(
@@ -145,7 +139,7 @@ class HyperParallelArguments(BaseModel):
             raise DegreesMismatch(
                 "the degrees of hyper_parallel_args do not divide the number of ranks",
                 got=f"tp_size={self.tp_size}, cp_size={self.cp_size}, fsdp_size={shard} on {world_size} ranks",
-                hint='{"tp_size": 1, "cp_size": 1}',
+                hint='{"tp_size": 1, "cp_size": 1, "fsdp_size": null, "efsdp_size": null}',
             )
         experts = max(model_ranks * shard // self.ep_size, 1)
         if self.efsdp_size not in (None, experts):

@@ -13,6 +13,8 @@ from hyper_parallel.trainer.data import render
 from hyper_parallel.trainer.data.records import read_records
 from hyper_parallel.trainer.data.saved_tokenizer import load_tokenizer
 
+_KEYS: Final = ("file_name", "formatting", "ranking", "columns", "tags")
+"""Supported keys of a dataset's entry."""
 _COLUMNS: Final = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
     "sharegpt": {"messages": "messages"},
@@ -61,45 +63,48 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
         raise _unknown(name, listed, sorted(known))
     info: dict[str, Any] = known[name]
 
-    def refuse(key: str, got: object, allowed: object) -> Contradiction:
-        what = f"the dataset `{name}` sets `{key}`, which is not supported"
+    def refuse(problem: str, got: object, allowed: object) -> Contradiction:
         return Contradiction(
-            what,
+            f"the dataset `{name}` {problem}",
             where=str(listed),
             got=got,
             allowed=allowed,
-            hint="data.source=<a file with these keys>",
+            hint=f"correct the entry `{name}` of {listed}",
         )
 
     parts = (info.get("columns") or {}, info.get("tags") or {}) if isinstance(info, dict) else ()
     if not parts or not all(isinstance(part, dict) for part in parts):
-        raise refuse(name, abbreviated(info), "an object with keys, also under columns and tags")
+        problem = "is not described by an object with keys"
+        raise refuse(problem, abbreviated(info), "an object, also under columns and tags")
     columns, tags, shape = *map(dict, parts), info.get("formatting", "alpaca")
     for key in info:
-        if key not in ("file_name", "formatting", "ranking", "columns", "tags"):
-            raise refuse(key, info[key], "file_name, formatting, ranking, columns, tags")
+        if key not in _KEYS:
+            raise refuse(f"has the key `{key}`, which is not supported", info[key], _KEYS)
     if shape not in _COLUMNS:
-        raise refuse("formatting", abbreviated(shape), list(_COLUMNS))
+        raise refuse("has a format that is not supported", abbreviated(shape), list(_COLUMNS))
     for part, values, known in (("columns", columns, _NAMED), ("tags", tags, {**_TAGS, **_ROLES})):
         for key, value in values.items():
             if key not in known or not isinstance(value, str):
-                raise refuse(f"{part}.{key}", abbreviated(value), list(known))
+                problem = f"sets `{part}.{key}`, which is not supported"
+                raise refuse(problem, abbreviated(value), list(known))
     file = info.get("file_name")
     if not isinstance(file, str) or names_outside(file):
-        raise refuse("file_name", abbreviated(file), "the name of a file in the folder")
+        raise refuse("has no valid `file_name`", abbreviated(file), "a file in the folder")
     path = Path(directory) / file
     if (target := outside_target(path, Path(directory))) is not None:
-        raise refuse("file_name", f"{file}, a link to {target}", "a file in the folder")
+        problem = "has a `file_name` outside of the folder"
+        raise refuse(problem, f"{file}, a link to {target}", "a file in the folder")
     number, keys = 0, set[str]()
     for number, (_, record) in enumerate(read_records(path), start=1):
         keys |= record.keys()
         for key in _SAID if stage != "pt" else ():
             if record.get(key) and key not in columns.values():
-                problem = f"a record with `{key}`, and no column for it"
+                problem = f"contains a record with `{key}`, and no column for it"
                 raise refuse(problem, f"record {number}", columns)
     for key, value in columns.items():
         if value not in keys and key not in _OPTIONAL:
-            raise refuse(f"columns.{key}", value, sorted(keys))
+            problem = f"has no record with the key that `columns.{key}` names"
+            raise refuse(problem, value, sorted(keys))
     if stage == "pt":
         text_key = columns.get("prompt", "instruction")
         return {"source": str(path), "format": "jsonl", "text_key": text_key}, number

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import HyperParallelError, JournalMismatch, OutputNotWritable, RunInUse
+from hyper_parallel.serde import sync_directory
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S: Final = 10.0
@@ -54,9 +55,7 @@ class Journal:
             self._file = path.open("ab+")
             self._lock()
             self._read()
-            folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
+            sync_directory(path.parent)
         except OSError as error:
             with suppress(OutputNotWritable):
                 self.close()

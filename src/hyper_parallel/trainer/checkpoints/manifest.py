@@ -234,12 +234,12 @@ def publish(directory: Path, step: int) -> None:
     replaced = directory / f".{step_name(step)}.old"
     for place in (target, replaced):
         check_own(place)
-    _sync(written)
+    serde.sync_directory(written)
     remove_parts(replaced)
     if target.exists():
         target.rename(replaced)
     written.rename(target)
-    _sync(directory)
+    serde.sync_directory(directory)
     remove_parts(replaced)
 
 
@@ -302,14 +302,6 @@ def _has_key(path: Path, key: str) -> bool:
         return key in read_json(path, _READ_LIMITS)
     except (OSError, ValueError, TypeError):
         return False
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class CheckpointDirectory:

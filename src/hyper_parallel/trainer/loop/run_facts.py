@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from hyper_parallel.config import Recipe, Section, with_absolute_paths
 from hyper_parallel.errors import CheckpointMismatch
+from hyper_parallel.serde import flatten
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.job import Job
@@ -45,7 +46,7 @@ def run_facts(job: Job) -> dict[str, Any]:
     recipe, work = with_absolute_paths(job.recipe), job.plan.workload
     dumped = recipe.model_dump(mode="json", exclude={"parallel": True})
     facts = dict(_section_leaves(recipe, dumped))
-    config = flat(json.loads(job.model_files["config.json"]), MODEL_CONFIG)
+    config = flatten(json.loads(job.model_files["config.json"]), f"{MODEL_CONFIG}.")
     facts |= {k: v for k, v in config if k.rpartition(".")[2] not in _ABSENT_IN_CONFIG}
     facts |= {
         "parallel": str(job.plan.strategy),
@@ -60,15 +61,6 @@ def run_facts(job: Job) -> dict[str, Any]:
     facts |= {f"{ENVIRONMENT}.{name}": value for name, value in _environment().items()}
     values: dict[str, Any] = json.loads(json.dumps(facts))
     return values
-
-
-def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of each leaf of nested dicts; an empty dict is a leaf."""
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from flat(inner, f"{key}.{name}")
-    else:
-        yield key, value
 
 
 def _section_leaves(

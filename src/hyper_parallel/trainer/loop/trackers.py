@@ -18,8 +18,7 @@ from typing import Any, Final
 
 from hyper_parallel.errors import DISK_ERRORS, MissingDependency, RunDirectoryLost, TrackerFailed
 from hyper_parallel.received import Limits
-from hyper_parallel.serde import DecodeError, create_file, read, write_text
-from hyper_parallel.trainer.loop.run_facts import flat
+from hyper_parallel.serde import DecodeError, create_file, flatten, read, write_text
 from hyper_parallel.units import MiB
 
 _PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
@@ -165,7 +164,7 @@ def _mlflow(directory: Path, ids: dict[str, str], recipe: Mapping[str, Any]) -> 
 
     run = mlflow.start_run(run_id=ids.get("mlflow"), run_name=directory.name)
     if "mlflow" not in ids:
-        mlflow.log_params(dict(leaf for key, value in recipe.items() for leaf in flat(value, key)))
+        mlflow.log_params(dict(flatten(recipe)))
     ids["mlflow"] = run.info.run_id
     log = lambda step, values: mlflow.log_metrics(values, step=step)  # noqa: E731
     return Tracker("mlflow", log, mlflow.end_run)
