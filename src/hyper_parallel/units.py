@@ -32,8 +32,14 @@ DTYPE_BYTES: Final[dict[str, int]] = {
     "bool": 1,
 }
 """Width of one element by canonical dtype name (torch's names)."""
+_DTYPE_ALIAS: Final = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 _SIZE = re.compile(r"^\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+
+
+def canonical_dtype(value: object) -> object:
+    """Return the full name of a dtype for an alias such as `bf16`; other values are unchanged."""
+    return _DTYPE_ALIAS.get(value, value) if isinstance(value, str) else value
 
 
 def parse_bytes(text: str | int) -> int:

@@ -34,7 +34,6 @@ from hyper_parallel.config._sections import (
     Section,
     Training,
 )
-from hyper_parallel.config._values import canonical_dtype
 from hyper_parallel.config.foreign_keys import FOREIGN_KEYS
 from hyper_parallel.config.schedules import SCHEDULE_ARGS
 
@@ -61,7 +60,6 @@ __all__ = [
     "Rm",
     "Section",
     "Training",
-    "canonical_dtype",
     "describe",
     "leaves",
     "load_recipe",

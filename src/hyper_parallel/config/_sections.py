@@ -35,13 +35,12 @@ from hyper_parallel.config._values import (
     MOST_VOCABULARY,
     MOST_WEIGHT,
     arguments,
-    canonical_dtype,
     canonical_optimizer,
     size,
 )
 from hyper_parallel.config.foreign_keys import ForeignKey
 from hyper_parallel.config.schedules import ScheduleName
-from hyper_parallel.units import MiB, TiB
+from hyper_parallel.units import MiB, TiB, canonical_dtype
 
 
 class Section(BaseModel):

@@ -8,14 +8,6 @@ from typing import Final
 from hyper_parallel.errors import abbreviated
 from hyper_parallel.units import parse_bytes
 
-_DTYPE_ALIAS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-
-
-def canonical_dtype(value: object) -> object:
-    """Return the full name of a dtype for an alias such as `bf16`; other values are unchanged."""
-    return _DTYPE_ALIAS.get(value, value) if isinstance(value, str) else value
-
-
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 """Number that YAML 1.1 parses as text, because it lacks a decimal point or a sign of its exponent."""
 

@@ -9,9 +9,9 @@ from hyper_parallel.model._model_spec import (
     ParamSpec,
 )
 from hyper_parallel.model._weight_listing import INDEX, SINGLE, list_weight_files
+from hyper_parallel.model.families import FAMILIES_READ
 from hyper_parallel.model.generation_config import GENERATION, read_generation_config
 from hyper_parallel.model.loading import (
-    FAMILIES_READ,
     UNMEASURED_ACTIVATIONS,
     ConfigFile,
     find_preset,

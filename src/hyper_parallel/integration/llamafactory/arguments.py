@@ -10,10 +10,11 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from hyper_parallel.config import canonical_dtype, validated
+from hyper_parallel.config import validated
 from hyper_parallel.errors import BadValue, DegreesMismatch, RecipeUnreadable
 from hyper_parallel.ir import Strategy
 from hyper_parallel.received import Limits, read_json
+from hyper_parallel.units import canonical_dtype
 
 YAML_KEYS: Final = ("cp_size", "ep_size", "efsdp_size", "token_dispatcher")
 """Keys that LlamaFactory also accepts in its YAML file, as `hyper_parallel_cp_size`."""

@@ -7,10 +7,8 @@ A document is a text or a conversation. A target is a token with loss, such as a
 No collective waits for tokenization: `prepare` returns before ranks start, and ranks only memory-map files.
 """
 
-from hyper_parallel.trainer.data.answer_spans import render
-from hyper_parallel.trainer.data.balance import Balance, Grid
-from hyper_parallel.trainer.data.batches import Batch, Batches, Order, StepRows
-from hyper_parallel.trainer.data.chat import CHATML, PLAIN, stop_ids
+from hyper_parallel.trainer.data.batches import Balance, Batch, Batches, Grid, Order, StepRows
+from hyper_parallel.trainer.data.chat import CHATML, PLAIN, render, stop_ids
 from hyper_parallel.trainer.data.preparation import PackedData, prepare
 from hyper_parallel.trainer.data.prompt_media import PromptMedia, encode_parts, has_parts
 from hyper_parallel.trainer.data.saved_tokenizer import (
