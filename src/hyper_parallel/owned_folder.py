@@ -266,7 +266,7 @@ class Replacement:
 
     def _check_targets(self) -> None:
         check_replaceable(self.target, self._replaces, self._label)
-        check_replaceable(self._old, self._replaces, f"{self._label} that was replaced before")
+        check_replaceable(self._old, self._replaces, f"the backup of {self._label}")
 
     def open(self) -> Path:
         """Create the hidden folder and return it; replaces a hidden folder that a killed process has left.

@@ -222,7 +222,10 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
 
 
 def _fit_pace(rates: LocalRates) -> dict[str, float]:
-    """Return a dict from fraction of active ranks to the speed of one rank, relative to its speed with all active."""
+    """Return a dict from fraction of active ranks, as text, to the speed of one rank relative to all ranks active.
+
+    The speed is at least 1, and never lower than with more active ranks.
+    """
     pace, slowest = dict[str, float](), 1.0
     for ranks, seconds in rates.layers[1:]:
         max_ranks, full_s = rates.layers[0]

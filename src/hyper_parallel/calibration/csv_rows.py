@@ -178,7 +178,7 @@ def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
             "the CSV file of runs cannot be read",
             where=str(path),
             got=str(error),
-            hint="check the path, and that the file is CSV in UTF-8",
+            hint="give a readable CSV file in UTF-8 of at most 64 MiB",
         ) from error
     twice = [name for name, count in Counter(columns).items() if name and count > 1]
     if twice:

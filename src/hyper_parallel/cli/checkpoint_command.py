@@ -191,7 +191,10 @@ def export(
 
 
 def _print_steps(run_dir: Path, *, contents: bool) -> bool:
-    """Print one line per checkpoint, newest last, and return whether all are intact."""
+    """Print one line per checkpoint, newest last; return whether all are intact.
+
+    With `contents`, tensors are compared with their checksums, and files that are not part of a checkpoint are damage.
+    """
     from hyper_parallel.trainer.checkpoints import manifest as files
     from hyper_parallel.trainer.files import Damaged
     from hyper_parallel.units import format_bytes, plural

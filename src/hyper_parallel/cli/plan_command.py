@@ -124,11 +124,11 @@ def _choose_plan(
     """Return the plan of a recipe or of a model, and the names of model and topology that the user gave."""
     params = ctx.params
     if recipe is not None:
-        if not _chosen(ctx).keys().isdisjoint(_IN_RECIPE):
+        if given := sorted(_chosen(ctx).keys() & {*_IN_RECIPE}):
             raise Contradiction(
                 "a recipe already determines the model, the workload and the search",
-                got="--recipe with a model, a workload or choices of the search",
-                hint=f"hyper-parallel plan --recipe {recipe}",
+                got="--recipe with " + ", ".join(f"--{name.replace('_', '-')}" if name != "model" else name for name in given),
+                hint=f"hyper-parallel plan --recipe {shlex.quote(str(recipe))}",
                 where="--recipe",
             )
         return _plan_recipe(recipe, params["devices"], params["topology"], params["no_code"])

@@ -80,7 +80,7 @@ def submit_job(launcher: str, job: Job, words: Sequence[str]) -> None:
             "sbatch rejects the job",
             where=str(path),
             got=done.stderr.strip()[-500:],
-            hint="correct the option named above in `launch.sbatch`",
+            hint=f"correct the option in the section `launch`; to see all messages: sbatch {shlex.quote(str(path))}",
         )
     say(done.stdout.strip())
 

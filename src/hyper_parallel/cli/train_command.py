@@ -155,15 +155,14 @@ class _SavedPlan:
         from hyper_parallel.errors import PlanMismatch
 
         rest = [word for word in overrides if not word.startswith(("parallel.", "parallel="))]
-        words = ["hyper-parallel", "train", str(recipe), "--plan", self._path, *rest]
         for override in overrides:
             if override not in rest:
                 raise PlanMismatch(
-                    "the command line sets degrees, but the saved plan already determines them",
+                    "the command line sets a key of `parallel`, but the saved plan determines this section",
                     where=self._path,
                     got=override,
                     allowed="overrides outside of the section `parallel`",
-                    hint=f"{shlex.join(words)}, without `{override}`",
+                    hint=f"repeat the command without `{override}`",
                 )
 
     def overrides(self, loaded: LoadedRecipe) -> list[str]:

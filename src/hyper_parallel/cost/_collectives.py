@@ -127,7 +127,7 @@ def check_stage_layers(strategy: Strategy, layers: int) -> None:
     """Raise an error if `strategy.stage_layers` is set and does not fit the stages and a model of `layers` layers.
 
     Raises:
-        NotDivisible: HP203; the suggested change is an even split.
+        NotDivisible: HP203; the suggested change is an even split, if no stage would be empty.
     """
     stages, explicit = strategy.stages, strategy.stage_layers
     if explicit and (len(explicit) != stages or sum(explicit) != layers or min(explicit) < 1):

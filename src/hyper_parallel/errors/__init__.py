@@ -154,9 +154,9 @@ class PlanUnreadable(HyperParallelError, code="HP306"):
 
 
 class PlanMismatch(HyperParallelError, code="HP307"):
-    """A saved plan does not match the model, the machine, the workload or the settings of the run.
+    """A saved plan does not match the model, the number of ranks, the batch or other settings of the run.
 
-    Fix: create a plan for this run, or remove the settings named in the message.
+    Fix: create a plan for this run, or give the settings named in the message the values of the plan.
     """
 
 

@@ -36,7 +36,7 @@ def panel(plan: Plan, half_width: float | None, width: int) -> str:
 
 
 def brief(plan: Plan) -> str:
-    """Return a plan in at most ten lines: strategy, batch, step time, memory, largest terms, first runner-up."""
+    """Return a plan in at most ten lines: strategy, batch, step time and its largest parts, memory, first runner-up."""
     rows = summary(plan)
     labels = (
         "strategy", "batch", "step time", "throughput", "memory", "mostly", "why not", "notes",

@@ -9,9 +9,10 @@ sender to a receiver are the intersections of their boxes, whatever the two layo
     ->    [2:4, 0:3]  [4:6, 0:3]        transfers
 
 A packed weight stacks projections, its parts: query, key and value (or gate and up) are rows of one matrix. Under
-tensor parallelism, each rank uses a slice of every part, at head boundaries. With fewer key and value heads than ranks,
-several ranks use the same head. A weight with parts of different sizes is sharded into equal slices of all rows, like
-any other matrix. Ranks then exchange output columns: rank s sends to rank t the columns that s computes and t uses.
+tensor parallelism, each rank computes with a slice of every part, at head boundaries. With fewer key and value heads
+than ranks, several ranks use the same head. If all parts have equal sizes, each rank also stores these slices.
+Otherwise, the weight is stored in equal slices of all rows. After the projection, an all-to-all then moves activations:
+rank s sends to rank t the output columns that s computes and t uses.
 
 This module imports no framework and computes with integers only.
 """

@@ -550,7 +550,11 @@ def _check(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
     if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):
         raise LayoutError("redistribution does not support dims with stacked parts", got=layout)
     if layout.one_of:
-        raise LayoutError("redistribution does not support layouts with `one_of`", got=layout)
+        raise LayoutError(
+            "redistribution does not support tensors that only one rank of an axis has (`one_of`)",
+            got=layout,
+            hint="use layouts without `one_of`",
+        )
 
 
 def _without_trivial(layout: Layout, mesh: Mesh) -> Layout:

@@ -44,10 +44,10 @@ class EmittedProgram:
         seconds: Simulated seconds.
         peaks: Peak bytes per tier.
         dram_bytes: Bytes of the host slabs that the DRAM buffers need.
-        gaps: Gaps of offloaded storages.
+        gaps: Gaps of offloaded storages: ranges of operators during which a storage is off the device.
         recomputes: Recomputed storages; None: nothing is offloaded or recomputed.
         statement: Phrase about the residency choice, for the statement of the plan.
-        waited_s: Seconds that the device waits for copies at every position, and at the end.
+        waited_s: Seconds that the device waits for copies before each operator, in program order, and at the end.
     """
 
     actions: tuple[MemoryAction, ...]

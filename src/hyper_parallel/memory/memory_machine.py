@@ -70,14 +70,17 @@ def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> Me
 
 @dataclass(frozen=True, slots=True)
 class MemoryMachine:
-    """Channels and capacities of the three tiers; a channel has the name of its copying action, a key of `COPIES`.
+    """Copy channels between device, DRAM and flash, and the capacities of DRAM and flash.
+
+    A channel has the name of its copying action, a key of `COPIES`.
 
     Attributes:
         store: Channel from device to DRAM.
         prefetch: Channel from DRAM to device.
         copy_out: Channel from DRAM to flash; None: there is no flash tier.
-        copy_in: Channel from flash to DRAM.
-        dram_bytes: Pinned bytes this device may use, counted in slabs (`MemoryPlan.dram_bytes`); None: unlimited.
+        copy_in: Channel from flash to DRAM; None: there is no flash tier.
+        dram_bytes: Pinned bytes this device may use; None: unlimited. Buffers are cut from slabs, whose bytes are counted
+            (`MemoryPlan.dram_bytes`).
         flash_bytes: File bytes this device may use; None: unlimited.
     """
 

@@ -41,8 +41,8 @@ class RankProgram:
         """Append the actions of a pattern, repeated `times` times.
 
         Args:
-            pattern: Words separated by blanks: `F0`, `B1`, `I0` for a forward, backward or input gradient of the
-                rank's stage 0 or 1; `W` for the oldest pending weight gradient; `F0+B1` for an overlap.
+            pattern: Words separated by blanks. `F0`, `B1`, `I0`: forward, backward, input gradient of the rank's stage
+                with this index, counted from 0. `W`: the oldest pending weight gradient. `F0+B1`: an overlap.
             times: Repetitions; 0 or less appends nothing.
         """
         for word in pattern.split() * times:

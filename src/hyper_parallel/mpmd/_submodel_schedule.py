@@ -144,7 +144,8 @@ def submodel_schedule(
     """Return the fastest verified schedule of a step, with sends and receives.
 
     Several orders of microbatches, and placements of the tower's microbatches on lanes, are tried. List scheduling
-    orders the actions, with the backward split into I and W and at most `TowerLanes.limits` microbatches in flight.
+    orders the actions. It splits each backward into I (input gradient) and W (weight gradient), with at most
+    `TowerLanes.limits` microbatches in flight. For a sharded tower, 1F1B with whole backwards is tried too.
 
     Args:
         lanes: Lanes of tower and language part.

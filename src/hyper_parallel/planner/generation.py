@@ -66,10 +66,12 @@ def plan_generation(
 ) -> GenerationPlan:
     """Return the fastest layout for generation from prompts on a machine, among all that fit in memory.
 
+    A given `strategy` is evaluated and returned even if it does not fit.
+
     Args:
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
-        workload: Number of prompts, and lengths; None: the defaults of `GenerateWorkload`.
+        workload: Number of prompts, lengths and dtype; None: the defaults of `GenerateWorkload`.
         num_devices: Number of devices to use; None: those of `strategy`, else all of the topology.
         strategy: Layout to evaluate: a `Strategy`, or text as for `generate --parallel`. None: search for the best one.
         objective: `throughput`: the most new tokens per second; prompts may wait for a slot. `latency`: the fewest
@@ -78,12 +80,13 @@ def plan_generation(
         memory_headroom: Fraction of device memory that is left free; None: 0.05 on accelerators, 0 on a CPU.
 
     Raises:
-        BadValue: HP102 for an unknown objective or format, or lengths beyond the context.
+        BadValue: HP102 for an unknown objective, an unsupported `workload.dtype`, or lengths beyond the context.
         UnsupportedSharding: HP205 for choices that generation does not support, such as cp or quantised weights, and
             for families that are not known to decode several sequences at a time.
         DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.
         NoLegalStrategy: HP302 when no layout is legal.
-        DoesNotFit: HP401 when no layout fits in memory; the hint is a change with which one fits.
+        NotDivisible, BatchMismatch: HP203 or HP308 for a `strategy` that does not fit the model.
+        DoesNotFit: HP401 when no layout fits in memory; the hint is a change with which one fits, if there is one.
     """
     _check_objective(objective)
     explicit = parse_strategy(strategy) if isinstance(strategy, str) else strategy

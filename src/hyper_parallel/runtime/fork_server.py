@@ -69,7 +69,10 @@ def prepare_fork() -> None:
 
 
 def begin_forked() -> None:
-    """Initialize a forked rank: keep inherited objects alive, and make the kernel kill it when its parent ends."""
+    """Initialize a forked rank: enable garbage collection, but exempt inherited objects from it.
+
+    On Linux, the kernel kills the rank when its parent ends.
+    """
     parent = multiprocessing.parent_process()
     gc.freeze()  # objects of the parent must not be finalized here
     gc.enable()  # the command line disables garbage collection at its start
@@ -100,9 +103,10 @@ def _check_fork() -> None:
 
 
 def _check_threads() -> None:
-    """Raise ForkUnsafe (HP605) if another thread computes, which may hold a lock that a forked rank needs.
+    """Raise ForkUnsafe (HP605) if another thread still computes after 2 s; it may hold a lock that a forked rank needs.
 
-    Sleeping threads, for example of notebooks, progress bars or BLAS, are accepted.
+    Sleeping threads, for example of notebooks, progress bars or BLAS, are accepted. Systems without /proc are not
+    checked.
     """
     deadline, quiet = time.monotonic() + _LONGEST_WAIT_S, 0
     running: set[tuple[int, str]] = set()
@@ -113,9 +117,9 @@ def _check_threads() -> None:
     if quiet < _QUIET_LOOKS:
         python = {thread.native_id: thread.name for thread in threading.enumerate()}
         raise ForkUnsafe(
-            "local ranks cannot be forked while another thread runs",
+            "local ranks cannot be forked while another thread computes",
             got=sorted(f"thread {python.get(number, name)}" for number, name in running),
-            hint="end the thread before with thread.join(), or start the ranks with torchrun",
+            hint="wait for the thread with thread.join() before the ranks start, or start the ranks with torchrun",
         )
 
 

@@ -65,7 +65,10 @@ def _first_folder(parents: list[Path], stack: ExitStack) -> Path:
 
 
 def _locked(folder: Path) -> int:
-    """Create and lock the lock file of a folder; return its file descriptor, whose closing releases the lock."""
+    """Create and lock the lock file of a folder; return its file descriptor.
+
+    The lock is released when every process that inherited the descriptor has closed it.
+    """
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     # On a file system without locks, the folder of a killed process is never removed.
     with suppress(OSError):

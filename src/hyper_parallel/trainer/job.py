@@ -79,7 +79,7 @@ class Job:
 
     Attributes:
         recipe: Resolved recipe.
-        plan: Plan of the training ranks; with sub-models, of the ranks of the language model.
+        plan: Plan of the training ranks; if encoders have ranks of their own, of the ranks of the language model.
         packed: Tokenized and packed data.
         output_dir: Directory of all outputs.
         weights: Directory of the pretrained weights; None: random weights.
@@ -89,8 +89,8 @@ class Job:
         trained: Description of adapters and trained parameters; empty when all parameters are trained.
         restarted: Whether this is a restart after a failure of ranks, which resumes from the checkpoints of the run.
         router_loss: Description of the auxiliary loss of expert routers; None: no auxiliary loss.
-        programs: Captured step programs of each rank in a block (see `step_programs`), for a back end other than torch;
-            None: torch.
+        programs: Captured step programs for a back end other than torch, one per rank of a pipeline or of a tensor- or
+            expert-parallel group (see `step_programs`); None: torch.
         media_costs: (work per image or audio recording, work per media token) of encoders, estimated for balancing;
             see `cost_balance.media_costs`.
     """
@@ -271,11 +271,12 @@ def _training_ranks(recipe: Recipe) -> int | None:
         return ranks - towers
     if ranks <= sampling:
         replica = recipe.grpo.copy_ranks
+        fewer = (ranks - 1) // replica * replica
         raise Contradiction(
-            "no rank is left to train",
+            "torchrun has started too few ranks: none is left to train",
             where="grpo.rollout_ranks",
             got=f"{ranks} ranks, of which {sampling} only sample",
-            hint=f"grpo.rollout_ranks={(ranks - 1) // replica * replica}",
+            hint=f"start at least {sampling + 1} ranks" + (f", or grpo.rollout_ranks={fewer}" if fewer else ""),
         )
     return ranks - sampling
 
@@ -638,7 +639,10 @@ def _write_prediction(plan: Plan, path: Path) -> None:
 
 
 def _resume_dir(recipe: Recipe) -> Path:
-    """Return the checkpoint folder to resume from: that of `checkpoint.from_dir` unless the run's own is newer."""
+    """Return the folder of checkpoints to resume from.
+
+    It is that of `checkpoint.from_dir`, or the run's own if `from_dir` is null or the run's own last step is later.
+    """
     own = Path(recipe.output_dir) / "checkpoints"
     if recipe.checkpoint.from_dir is None:
         return own

@@ -108,8 +108,9 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
             hint="data.packing=false",
         )
     if plan.strategy.overlap.half_batch and not properties.half_batches.holds:
+        may = "" if properties.half_batches.holds is False else "may "
         raise Contradiction(
-            "layers of this model compute different results on half-batches",
+            f"layers of this model {may}compute different results on half-batches",
             where=loaded.where("overlap"),
             got=f"{properties.model_class}, equal: {properties.half_batches}",
             hint="overlap=none",

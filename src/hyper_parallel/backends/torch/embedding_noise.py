@@ -48,7 +48,8 @@ class EmbeddingNoise:
     def attach(cls, model: nn.Module, alpha: float) -> EmbeddingNoise:
         """Add noise to the token embeddings of a model that passed through `parallelize`, in training mode only.
 
-        A forward pass raises HP205 if the output of the embedding does not have one row per token of the batch.
+        A forward pass raises HP205 if the output of the embedding does not have one row for each of this rank's tokens.
+        A pass without `input_ids` gets no noise.
         """
         noise, attached = cls(alpha), handle(model)
 

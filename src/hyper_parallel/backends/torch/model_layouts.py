@@ -2,8 +2,8 @@
 
 `hyper_parallel.model` reads a ModelSpec from the config of a known model family. For other modules, parameters, tied
 weights and layers are read from the module itself, also on the meta device. Heads, windows and the number of experts
-per token are read from the module's Hugging Face config, if it has one. Values that neither contains are assumed, and
-listed in the notes of the ModelSpec.
+per token are read from the module's Hugging Face config, if it has one. Values that neither contains are assumed. The
+notes of the ModelSpec name an assumed number of experts per token, and layers whose attention is unknown.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _require_linear(model: nn.Module, styles: dict[str, str]) -> None:
                 f"a rule shards a {type(module).__name__}, but only nn.Linear can be sharded over ranks",
                 where=name,
                 got=type(module).__name__,
-                hint=f"'parallel.rules={{{starred(name)}: replicate}}'",
+                hint=f"'parallel.rules={{{starred(name)}: replicate}}', without other rules that match it",
             )
 
 

@@ -54,7 +54,7 @@ def check_dtype(dtype: str | None, allowed: Collection[str]) -> None:
     """Raise BadValue (HP102) for an unsupported value of the command-line option `--dtype`; None is supported."""
     if dtype is not None and dtype not in allowed:
         raise BadValue(
-            f"unknown dtype `{dtype}` for weights",
+            f"this command does not support the dtype `{dtype}` for weights",
             where="--dtype",
             got=dtype,
             allowed=[*allowed],

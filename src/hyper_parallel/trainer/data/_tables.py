@@ -70,7 +70,7 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
             "a parquet file cannot be read",
             where=str(path),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            hint=f"fetch `{path.name}` again",
+            hint=f"check that `{path.name}` is readable and complete, or write it again",
         ) from error
 
 
@@ -366,7 +366,7 @@ def _check_names(path: Path) -> None:
             "a description of the dataset cannot be read",
             where=str(path),
             got=str(error)[:200],
-            hint=f"fetch `{path.name}` again",
+            hint=f"check that `{path.name}` is readable and complete, or write it again",
         ) from error
     if outside is not None:
         raise NoData(

@@ -228,7 +228,7 @@ _OF_CALLS: Final = frozenset(("name", "argument"))
 
 
 class _Search:
-    """Search for the answers of a conversation in its rendered text; the module docstring defines the term words."""
+    """Search for the answers of a conversation in its rendered text. The module docstring defines "words"."""
 
     def __init__(self, renderer: _Renderer, messages: Sequence[Message], text: str) -> None:
         self._renderer, self._messages, self._text = renderer, messages, text

@@ -271,7 +271,10 @@ def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = "the chat template of the processor cannot be read"
         raise NoData(
-            problem, where=str(older), got=str(error)[:120], hint="data.chat_template=FILE"
+            problem,
+            where=str(older),
+            got=f"no key {error}" if isinstance(error, KeyError) else str(error)[:120],
+            hint="data.chat_template=FILE, where FILE has a Jinja template",
         ) from error
 
 

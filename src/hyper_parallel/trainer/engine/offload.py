@@ -127,12 +127,14 @@ class PlannedSteps:
         """Run `first` eagerly, record a step on `second`, plan its memory, and move model and optimizer to their tiers.
 
         Args:
-            first: Inputs of the next step. Its eager results are the reference for the first planned step.
+            first: Inputs of the next step. Its eager results are the reference for the first planned step. On an
+                accelerator, it runs twice to measure how much its results vary.
             second: Inputs of another step with the same shapes.
 
         Raises:
             CaptureUnsupported: HP511 for a step that cannot be replayed from its recorded operators.
-            BudgetImpossible: HP402 with the smallest budget that fits every rank.
+            BudgetImpossible: HP402 with a budget that suffices on every rank, or the peak of a warm-up step above the
+                budget.
             TierFull: HP403 when a tier has no space for the state.
         """
         if self._flash is not None:

@@ -151,7 +151,7 @@ def check_offload(
             "a memory plan needs fixed shapes, but without a capacity the tokens per expert depend on the data",
             where=where("parallel.ep"),
             got=f"ep={strategy.ep}, moe.capacity_factor=null",
-            hint="moe.capacity_factor=1.25, or parallel.auto=false parallel.ep=1",
+            hint="moe.capacity_factor=1.25, or parallel.ep=1",
         )
 
 

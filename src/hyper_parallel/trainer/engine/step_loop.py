@@ -382,7 +382,10 @@ class Loop:
         return output
 
     def count_routing(self) -> Routing:
-        """Return the tokens per expert in the step; None for a model without experts."""
+        """Return tokens per expert and auxiliary loss of the step, summed over ranks; see `backends.torch.count_routing`.
+
+        Router biases are updated, and counts reset. None: the model has no experts, or no token was routed.
+        """
         if not handle(self.model).routes:
             return None
         with self.recorder.span("routing", "communication"):

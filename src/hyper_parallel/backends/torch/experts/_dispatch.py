@@ -207,7 +207,10 @@ class _SortedRows:
 def _assign_uneven(
     chunks: Sequence[_SortedRows], group: dist.ProcessGroup, load: Tensor | None
 ) -> list[_Assignment]:
-    """Assign a slot in the send buffer to every row of each chunk of tokens, after one exchange of row counts."""
+    """Assign a slot in the send buffer to every row of each chunk of tokens, after one exchange of row counts.
+
+    Rows of padding are not sent. `load` has the rows per expert that count as kept, over all chunks; None: all sent rows.
+    """
     degree = group.size()
     counts = torch.stack([c.counts.view(degree, -1) for c in chunks], dim=1)
     received = all_to_all(torch.empty_like(counts), counts, group, Purpose.EXPERT_ROW_COUNTS)

@@ -161,7 +161,10 @@ class StepCapture:
         return storage is not None and self._entries[storage].num_bytes == base.nbytes()
 
     def _record_refill(self, tensor: torch.Tensor, former: int | None) -> int:
-        """Record a resized storage as a new allocation, and return its new index; `former` is its present index."""
+        """Record a resized storage as a new allocation, and return its new index.
+
+        `former` is its index before the resize, if any. Raise HP511 for a storage that exists at the start of the step.
+        """
         if former is not None and self._entries[former].at_start:
             raise resize_error(self._entries[former].name)
         num_bytes = tensor.untyped_storage().nbytes()

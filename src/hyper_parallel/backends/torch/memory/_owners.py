@@ -77,7 +77,10 @@ def make_stubs(tensors: Iterable[Tensor]) -> list[tuple[Tensor, type]]:
 
 
 def aliases_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return all other live tensors on the storages of `tensors`, such as a `weight.detach()` that code still holds."""
+    """Return the other tensors and parameters on the storages of `tensors`, such as a `weight.detach()` that code holds.
+
+    Tensors of subclasses, and tensors that only C++ refers to, are not found.
+    """
     known = {id(tensor): tensor for tensor in tensors}
     uses = Counter(tensor.untyped_storage()._cdata for tensor in known.values())
     # torch counts the Python object of the storage as one use.

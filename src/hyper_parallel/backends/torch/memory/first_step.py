@@ -123,7 +123,7 @@ class ReferenceStep:
                 got=actual.item() if is_scalar else "other bytes",
                 allowed=expected.item() if is_scalar else None,
                 hint="if a Python value changes between steps, keep it in a tensor; or train "
-                "without a memory plan (`offload.budget=null` in a recipe)",
+                "without a memory plan (in a recipe: offload.budget=null offload.max_slowdown=null)",
             )
 
 

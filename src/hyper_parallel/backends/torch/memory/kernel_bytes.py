@@ -121,7 +121,8 @@ def piece_workspace(
 ) -> tuple[int, ...]:
     """Return the workspace bytes of a call when a plan executes it.
 
-    If plans compute the call in pieces, the widest piece is run and its workspace returned; else `workspace`.
+    If plans compute the call in pieces, the widest piece is run and measured. Otherwise, and if `workspace`, the
+    measured bytes of the whole call, is empty, the result is `workspace`.
     """
     pieces = columns(call)
     if not workspace or not pieces:

@@ -23,7 +23,7 @@ from hyper_parallel.backends.torch.memory._untracked_effects import (
 from hyper_parallel.errors import StepChanged
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_RECAPTURE = "undo the change, or close the device, capture and plan again"
+_RECAPTURE = "undo the change, or call `step.close()` and create the step again with `hp.offload`"
 _CONSTANT = "the recorded step uses it as a constant; for `OneCycleLR`, pass `cycle_momentum=False`"
 _OF_GROUP = {
     "lr": "make it a tensor before the capture, as in `lr=torch.tensor(1e-3)`: every step reads its value",
@@ -132,9 +132,9 @@ class CaptureSource:
 
 
 class _IdentityStamp:
-    """Identities of all objects on which the properties in `CaptureSource` depend, `seen` included.
+    """Identities of all objects on which the properties in `CaptureSource` depend.
 
-    Equal identities imply equal properties. Identities are compared in every step, because computing all properties
+    `seen` has, by id, the Python objects that were inspected to read the properties. Equal identities imply equal properties. Identities are compared in every step, because computing all properties
     would take longer than a small step.
     """
 

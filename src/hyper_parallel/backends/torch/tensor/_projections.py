@@ -103,9 +103,9 @@ class Region:
         key_program: Collectives of the key and value projections.
         kv_heads: Number of key heads of the model; 0 for an MLP, which accepts tokens in any order.
         spans: Attention with queries from one span of every sequence; None for other modules.
-        last_column: Last column-parallel projection, after which `offer_turn` is called.
-        column_products: For each column-parallel projection, a function that reads its weight and returns
-            `TokenExecutor.product` for one pass.
+        last_column: Last column-parallel projection. After it, the other half-batch may run (`in_flight.offer_turn`).
+        column_products: For each column-parallel projection, a function that reads its weight and returns the product
+            of one pass, a result of `TokenExecutor.product`.
         row_products: The same functions for row-parallel projections.
         following: Next region in the same layer, whose weights are read while this region's scatter is in flight. In
             backward, their gradients are then computed while the gradient of this region's output is gathered.

@@ -50,9 +50,10 @@ def local_runs(tensor: Tensor, name: str = "tensor") -> tuple[Runs, ...]:
         runs = runs_of_splits(size, splits[dim])
         if runs is None:
             raise UnsupportedSharding(
-                f"dim {dim} of `{name}`, of size {size}, is split unevenly by two mesh axes",
+                f"dim {dim} of `{name}`, of size {size}, is split unevenly by several mesh axes",
                 got=tensor.placements,
-                allowed="sizes that the product of the two degrees divides",
+                allowed="sizes that the product of their degrees divides",
+                hint="lower the degree of one of these axes, such as parallel.dp_shard or parallel.tp",
             )
         result.append(runs)
     return tuple(result)
