@@ -140,7 +140,7 @@ def test_a_tensor_may_lie_on_one_rank_of_an_axis():
     assert decode(Layout, json.loads(json.dumps(encode(layout)))) == layout
     with pytest.raises(LayoutError, match="an axis twice"):
         replace(layout, one_of=("edp",))
-    with pytest.raises(LayoutError, match="layouts with `one_of`"):
+    with pytest.raises(LayoutError, match="`one_of`"):
         redistribute(layout, Layout(((), ())), mesh, (6, 5), 4)
 
 

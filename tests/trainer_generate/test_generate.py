@@ -263,7 +263,7 @@ def test_a_device_or_format_that_is_not_there_is_refused(run_dir):
         Generator(run_dir, device="xpu")
     with pytest.raises(BadValue, match="unknown device"):
         Generator(run_dir, device="gpuu")
-    with pytest.raises(BadValue, match="unknown dtype `int3` for weights"):
+    with pytest.raises(BadValue, match="does not support the dtype `int3` for weights"):
         Generator(run_dir, dtype="int3")
 
 

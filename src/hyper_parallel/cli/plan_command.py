@@ -127,7 +127,10 @@ def _choose_plan(
         if given := sorted(_chosen(ctx).keys() & {*_IN_RECIPE}):
             raise Contradiction(
                 "a recipe already determines the model, the workload and the search",
-                got="--recipe with " + ", ".join(f"--{name.replace('_', '-')}" if name != "model" else name for name in given),
+                got="--recipe with "
+                + ", ".join(
+                    f"--{name.replace('_', '-')}" if name != "model" else name for name in given
+                ),
                 hint=f"hyper-parallel plan --recipe {shlex.quote(str(recipe))}",
                 where="--recipe",
             )

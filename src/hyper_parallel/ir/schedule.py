@@ -369,7 +369,11 @@ class Schedule:
                     raise
         leaves = [leaf for rank in ranks for a in rank for leaf in a.leaves]
         if not leaves:
-            raise ScheduleError("the schedule has no actions", where=name, hint="write one row per pipeline rank, with actions such as 0F0,0F1,0B0,0B1")
+            raise ScheduleError(
+                "the schedule has no actions",
+                where=name,
+                hint="write one row per pipeline rank, with actions such as 0F0,0F1,0B0,0B1",
+            )
         stages = 1 + max(leaf.stage for leaf in leaves)
         numbers = [leaf.microbatch for leaf in leaves if leaf.microbatch is not None]
         return Schedule(name, stages, 1 + max(numbers, default=-1), tuple(map(tuple, ranks)), graph)

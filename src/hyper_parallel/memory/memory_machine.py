@@ -79,8 +79,8 @@ class MemoryMachine:
         prefetch: Channel from DRAM to device.
         copy_out: Channel from DRAM to flash; None: there is no flash tier.
         copy_in: Channel from flash to DRAM; None: there is no flash tier.
-        dram_bytes: Pinned bytes this device may use; None: unlimited. Buffers are cut from slabs, whose bytes are counted
-            (`MemoryPlan.dram_bytes`).
+        dram_bytes: Pinned bytes this device may use, counted in the slabs from which buffers are cut
+            (`MemoryPlan.dram_bytes`); None: unlimited.
         flash_bytes: File bytes this device may use; None: unlimited.
     """
 

@@ -273,10 +273,10 @@ def _training_ranks(recipe: Recipe) -> int | None:
         replica = recipe.grpo.copy_ranks
         fewer = (ranks - 1) // replica * replica
         raise Contradiction(
-            "torchrun has started too few ranks: none is left to train",
+            "no rank is left to train: torchrun has started too few",
             where="grpo.rollout_ranks",
             got=f"{ranks} ranks, of which {sampling} only sample",
-            hint=f"start at least {sampling + 1} ranks" + (f", or grpo.rollout_ranks={fewer}" if fewer else ""),
+            hint=f"start at least {sampling + 1} ranks, or grpo.rollout_ranks={fewer}",
         )
     return ranks - sampling
 

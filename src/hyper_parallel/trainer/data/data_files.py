@@ -121,7 +121,7 @@ def refuse_other_target(path: Path) -> None:
             where=str(path),
             got=str(target),
             allowed=f"a file of format {kind_of(path)}",
-            hint=f"give the link a name that ends in {inner_suffix(target)}, or data.source={shlex.quote(str(target))}",
+            hint=f"data.source={shlex.quote(str(target))}",
         )
 
 

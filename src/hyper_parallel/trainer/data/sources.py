@@ -246,7 +246,7 @@ class Source:
     def _without_empty(self, one: Conversation, record: Record, where: str) -> Conversation:
         """Exclude empty answers from training, unless all answers are empty or the stage is `grpo`.
 
-        An empty answer would teach the model to stop immediately. Raise HP602 for a flag that trains on a prompt's turn.
+        An empty answer would teach the model to stop immediately. Raise HP602 for a flag that trains on a prompt.
         """
         count = num_context(one, self.stage)
         check_flags(one, count, record, where, self.rules)
@@ -288,7 +288,7 @@ class Source:
                 if number == 0 and b"\0" in raw[:8192]:
                     if len(self.files) == 1:
                         raise NoData(
-                            "the data file contains NUL bytes, so it is not text in UTF-8",
+                            "the data file contains NUL bytes, so it is binary and not text in UTF-8",
                             where=str(path),
                             allowed=f"text, {', '.join(KINDS)}",
                             hint="name another file; convert text in UTF-16: iconv -f utf-16 -t utf-8 FILE > NEW_FILE",

@@ -209,7 +209,8 @@ def _assign_uneven(
 ) -> list[_Assignment]:
     """Assign a slot in the send buffer to every row of each chunk of tokens, after one exchange of row counts.
 
-    Rows of padding are not sent. `load` has the rows per expert that count as kept, over all chunks; None: all sent rows.
+    Rows of padding are not sent. `load` has the rows per expert that count as kept, over all chunks; None: all that are
+    sent.
     """
     degree = group.size()
     counts = torch.stack([c.counts.view(degree, -1) for c in chunks], dim=1)

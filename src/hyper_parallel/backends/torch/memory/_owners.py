@@ -77,7 +77,7 @@ def make_stubs(tensors: Iterable[Tensor]) -> list[tuple[Tensor, type]]:
 
 
 def aliases_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the other tensors and parameters on the storages of `tensors`, such as a `weight.detach()` that code holds.
+    """Return the other tensors and parameters on the storages of `tensors`, such as a `weight.detach()` still in use.
 
     Tensors of subclasses, and tensors that only C++ refers to, are not found.
     """

@@ -303,7 +303,8 @@ def _remove_dead(parent: Path) -> None:
 def _remove_if_dead(mark: Path, lock: int) -> None:
     """Remove a lock file and its folder; raise OSError while another process holds the lock.
 
-    `mark` is the path of the lock file, `lock` its open file descriptor. Lock files of other users, and those written before the last boot, are ignored.
+    `mark` is the path of the lock file, `lock` its open file descriptor. Lock files of other users, and those written
+    before the last boot, are ignored.
     """
     folder, expected = mark.with_name(mark.name.removesuffix(".lock")), _mark(mark.name[:-5])
     # A lock does not survive a reboot. Files with another boot id, or without content yet, stay.

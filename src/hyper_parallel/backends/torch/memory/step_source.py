@@ -134,8 +134,9 @@ class CaptureSource:
 class _IdentityStamp:
     """Identities of all objects on which the properties in `CaptureSource` depend.
 
-    `seen` has, by id, the Python objects that were inspected to read the properties. Equal identities imply equal properties. Identities are compared in every step, because computing all properties
-    would take longer than a small step.
+    `seen` has, by id, the Python objects that were inspected to read the properties. Equal identities imply equal
+    properties. Identities are compared in every step, because computing all properties would take longer than a small
+    step.
     """
 
     def __init__(

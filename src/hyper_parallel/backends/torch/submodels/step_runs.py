@@ -51,7 +51,7 @@ class Rounds:
         )
 
     def begin(self, index: int) -> None:
-        """Run the towers' passes that precede microbatch `index` of the language part, and select it for the forward."""
+        """Run the towers' passes before microbatch `index` of the language part, and select it for the forward."""
         next(self._rounds, None)
         if self._language is not None:
             self._language[1].begin(index)
