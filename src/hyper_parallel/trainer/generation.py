@@ -237,7 +237,7 @@ def decode_tokens(
 ) -> Iterator[int]:
     """Continue an encoded prompt; yield each new token id, except a final stop token.
 
-    `stops` are the stop token ids. `passes` run the model; None: new `Passes`, with a new cache if the model supports one.
+    `stops` are the stop token ids. `passes` run the model; None: new `Passes`, with a new cache if the model has one.
     """
     draws = draws_of(sampling, 0)
     sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)

@@ -382,7 +382,7 @@ class Loop:
         return output
 
     def count_routing(self) -> Routing:
-        """Return tokens per expert and auxiliary loss of the step, summed over ranks; see `backends.torch.count_routing`.
+        """Return tokens per expert and auxiliary loss of the step, summed over ranks, see `count_routing`.
 
         Router biases are updated, and counts reset. None: the model has no experts, or no token was routed.
         """
