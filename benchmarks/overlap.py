@@ -144,7 +144,7 @@ def cases() -> dict[str, Case]:
                 "half-batch": replaced(tensor, half_batch=True),
                 **{f"chunks {n}": replaced(tensor, tp_chunks=n) for n in (4, 8)},
             },
-            (700, 900), 1.25,
+            (580, 900), 1.25,
         ),
     }  # fmt: skip
 
