@@ -107,7 +107,7 @@ def _train_recipe(
     loaded = load_any_recipe(recipe, values, no_code)
     saved = None if plan is None else _SavedPlan(plan)
     if saved is not None:
-        saved.refuse_degrees(recipe, values)
+        saved.refuse_parallel(values)
         loaded = load_any_recipe(recipe, [*values, *saved.overrides(loaded)], no_code)
     permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
     if loaded.recipe.launch.launcher in ("local", "slurm") and "SLURM_STEP_ID" in os.environ:
@@ -150,15 +150,14 @@ class _SavedPlan:
 
         self._path, self._plan = str(path), Plan.load(path)
 
-    def refuse_degrees(self, recipe: Path, overrides: Sequence[str]) -> None:
+    def refuse_parallel(self, overrides: Sequence[str]) -> None:
         """Raise PlanMismatch (HP307) for an override of the section `parallel`, which the plan determines."""
         from hyper_parallel.errors import PlanMismatch
 
-        rest = [word for word in overrides if not word.startswith(("parallel.", "parallel="))]
         for override in overrides:
-            if override not in rest:
+            if override.startswith(("parallel.", "parallel=")):
                 raise PlanMismatch(
-                    "the command line sets a key of `parallel`, but the saved plan determines this section",
+                    "the command line sets keys of `parallel`, but the saved plan already determines them",
                     where=self._path,
                     got=override,
                     allowed="overrides outside of the section `parallel`",
