@@ -46,6 +46,7 @@ from hyper_parallel.shard import (
     context_boundaries,
     embedding_boundaries,
     expert_boundaries,
+    half_batch_boundaries,
     head_boundaries,
     head_norm_boundaries,
     norm_boundaries,
@@ -501,6 +502,8 @@ class _Step:
                 elements, ("edp",), edp, s.dp_replicate, s.zero_stage, self.reduces_once, s.frees_gathered, experts=True
             )  # fmt: skip
         chunks, parts = s.overlap.ep_chunks, self.parts
+        if parts > 1:
+            yield 1, False, half_batch_boundaries(s.ep)
         sequences = (self.workload.microbatch or 1) // parts
         tokens = -(-sequences * self.workload.seq_len // (s.cp * s.tp))
         for block, recomputed in self.blocks:

@@ -303,6 +303,11 @@ def expert_boundaries(
     yield from _mirrored("reduce_scatter", ("etp",), cut_experts, cut, Purpose.SEQUENCE_SCATTER)
 
 
+def half_batch_boundaries(ranks: Number) -> Iterator[Boundary]:
+    """Yield the agreement of `ranks` expert-parallel ranks to run a pass of the model on half-batches."""
+    yield Boundary("all_reduce", ("ep",), ranks, 1, Purpose.HALF_BATCHES, "count", forward=1)
+
+
 def sharing_boundaries(
     elements: Number, axes: tuple[str, ...], ranks: Number, replicas: Number, zero: Number, once: Number,
     freed: Number, *, experts: bool = False,
