@@ -17,7 +17,7 @@ _MOST_ENTRIES: Final = 2000
 _SIMILAR: Final = 0.65
 """Minimum similarity of names, by `difflib`."""
 _MOST_TRIED: Final = 5
-"""Maximum number of similar names per folder that are considered."""
+"""Maximum number of similar names per folder that `fits` checks, which may open files; a trade-off, not measured."""
 RECIPE_FOLDER: Final = "recipes"
 """Folder below the working directory into which `hyper-parallel init` writes recipes."""
 _RECIPE_BYTES: Final = 65536

@@ -88,7 +88,7 @@ def test_every_matrix_of_a_dense_family_is_split(transformers, family, tp):
 
 
 def test_rules_of_the_built_model_give_the_same_layouts(transformers):
-    """What `parallelize` reads from the class and what the planner reads from the table are one plan."""
+    """The rules that `parallelize` reads from the class and those of the planner's table give one plan."""
     params = parameters(transformers, "qwen3")
     plan = transformers.models.qwen3.Qwen3Config.base_model_tp_plan
     rules = (*normalise_plan(plan, "model."), Rule("model.embed_tokens", "vocab"))

@@ -22,7 +22,7 @@ NOTES_SHOWN: Final = 4
 _DETAILS: Final = ("searched:", "the space that was searched:")
 """Beginnings of notes about the search, which `explain` shows and `panel` omits."""
 _BRIEF_WIDTH: Final = 80
-"""Characters per line of `brief`: columns of a terminal."""
+"""Characters per line of `brief`: the default width of a terminal."""
 
 
 def panel(plan: Plan, half_width: float | None, width: int) -> str:

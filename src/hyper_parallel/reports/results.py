@@ -158,7 +158,7 @@ def _speed(run: RunRecord) -> Iterator[Result]:
         note = f"generated from {sum(len(kernel['operators']) for kernel in kernels)} operators"
         yield Result("fused kernels", f"{len(kernels)}", float(len(kernels)), note)
     if skipped := sum(int(m.get("skipped", 0)) for m in run.metrics):
-        note = "gradients were not finite, the loss scale was lowered"
+        note = "no update of the parameters; the log names the causes"
         yield Result("skipped steps", f"{skipped}", float(skipped), note)
 
 

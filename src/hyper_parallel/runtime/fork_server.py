@@ -26,7 +26,7 @@ _TOKENIZERS: Final = "TOKENIZERS_PARALLELISM"
 _LONGEST_WAIT_S: Final = 2.0  # idle BLAS workers spin for about 30 ms before they sleep
 _BETWEEN_LOOKS_S: Final = 0.002
 _QUIET_LOOKS: Final = 5
-"""Number of consecutive polls that must find all threads asleep, because a computing thread may pause."""
+"""Consecutive polls that must find all threads asleep: a computing thread may pause. A trade-off, not measured."""
 
 
 def fork_rank(

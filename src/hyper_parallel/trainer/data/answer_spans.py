@@ -41,7 +41,7 @@ from hyper_parallel.trainer.data.template_properties import (
 )
 
 _MAX_CACHED_TEXTS: Final = 256
-"""Maximum number of cached texts with placeholders; conversations with equal roles usually share a text."""
+"""Maximum number of cached texts with placeholders. Few suffice: conversations with equal roles usually share one."""
 _MAX_CACHED_CHARACTERS: Final = 2048
 """Maximum characters of the turns of a cached text, so that the cache stays below a megabyte or two."""
 _OTHER_FILE: Final = "data.chat_template=FILE"

@@ -81,7 +81,7 @@ _OPTIONAL_COLUMNS: Final = (
     "system", "history", "tools", "input", "label", "margin", "answer", "images", "audio",
 )  # fmt: skip
 _MOST_FOLDERS: Final = 32
-"""Maximum number of folders in the working directory that are searched for a missing source."""
+"""Maximum number of folders in the working directory that are searched for a missing source; a trade-off with time."""
 _RECORDS: Final = ("csv", "jsonl", "parquet")
 _FORMATS: Final = {
     "text": {"text", *KINDS.values()},

@@ -52,6 +52,7 @@ _SAMPLES: Final = 32
 _MOST_SAMPLES: Final = 64
 """Maximum number of documents of all sources on which tokenizers are compared."""
 _SAMPLE_CHARACTERS: Final = 4000
+"""Maximum characters of each such document. With `_MOST_SAMPLES`, it bounds the time of a comparison; a trade-off."""
 _ENTRIES: Final = 4096
 """Default vocabulary size of a trained tokenizer, unless the model's vocabulary is smaller."""
 
