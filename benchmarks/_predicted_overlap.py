@@ -7,6 +7,8 @@ this order:
                        the last one has its data, so a replay takes longer than the step by half of that time
     link bandwidth     predicted time of the collectives = time blocked + excess of the replay
     compute rate       predicted computation = step - time blocked - time late
+    element-wise rate  predicted computation between dispatch and combine = measured one, with experts; together with
+                       the compute rate
     jitter             predicted step, with ranks that wait for each other = measured step
     collective share   CPU time beyond computation, divided by the time in which collectives were in flight
 
@@ -32,6 +34,7 @@ from hyper_parallel.cost import (
     score,
     stack_card,
 )
+from hyper_parallel.cost.overlap import expert_work_seconds
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.topology import Supernode
@@ -40,6 +43,8 @@ INSIDE_LAYERS = ("tp communication", "ep communication")
 """Terms of the collectives whose waits `overlap.py` measures."""
 NEEDED = ("step_s", "blocked_s", "late_s", "replayed_s", "processor_s")
 """Seconds of the serial step that calibration needs: step, blocked in collectives, late, replayed step, CPU time."""
+EXPERTS = "experts_s"
+"""Seconds of the serial step between the dispatch of rows to experts and the combine; absent without experts."""
 NOT_MEASURED = ("optimizer", "gradient norm", "every step", "stragglers")
 """Terms of a training step that a forward and backward pass lacks."""
 
@@ -51,6 +56,7 @@ class Rates:
     Attributes:
         link_bytes_s: Bytes/s that a rank sends.
         slowdown: Factor on the kernel times of the card.
+        elementwise: Fraction of the memory bandwidth that element-wise kernels reach; None: that of the card.
         share: Fraction of the compute units that a collective occupies.
         jitter: Standard deviation of one task's time on one rank, relative to its mean.
         spread: Share of a collective's time by which the first rank has its result before the last one.
@@ -60,6 +66,7 @@ class Rates:
 
     link_bytes_s: float
     slowdown: float = 1.0
+    elementwise: float | None = None
     share: float = 0.0
     jitter: float = 0.0
     spread: float = 0.0
@@ -99,14 +106,25 @@ class Calibrated:
             spec: Model.
             workload: Workload with all batch numbers.
             serial: Strategy without overlap.
-            measured: Seconds of the serial step, `NEEDED`.
+            measured: Seconds of the serial step, `NEEDED` and `EXPERTS`.
         """
         step_s, blocked_s, late_s, replayed_s, processor_s = (measured[name] for name in NEEDED)
         transfer_s = blocked_s + max(0.0, replayed_s - step_s)
         case = cls(supernode, spec, workload, Rates(1.0))
         case = case._fitted("link_bytes_s", lambda c: transfer_s - c.waits_s(serial), 1e4, 1e12)
         busy_s = step_s - blocked_s - late_s
-        case = case._fitted("slowdown", lambda c: c.step_s(serial) - busy_s - transfer_s, 1e-3, 1e3)
+
+        def at_speed(case: Calibrated) -> Calibrated:
+            return case._fitted(
+                "slowdown", lambda c: c.step_s(serial) - busy_s - transfer_s, 1e-3, 1e3
+            )
+
+        if EXPERTS in measured:
+            experts_s = measured[EXPERTS]
+            case = case._fitted(
+                "elementwise", lambda c: at_speed(c).experts_s(serial) - experts_s, 1e-2, 1.0
+            )
+        case = at_speed(case)
         sent_s = blocked_s + _terms(case.priced(serial))["data-parallel reduction"]
         share = (processor_s - (step_s - late_s - sent_s)) / sent_s
         case = case.replace(spread=2.0 * (1.0 - blocked_s / transfer_s))
@@ -128,6 +146,11 @@ class Calibrated:
         terms = _terms(self.priced(strategy))
         return sum(s for name, s in terms.items() if name not in NOT_MEASURED)
 
+    def experts_s(self, strategy: Strategy) -> float:
+        """Return the predicted seconds of computation between dispatch and combine, without overlap."""
+        case = self.case(strategy)
+        return float(case.n.layers * expert_work_seconds(case)[0])
+
     def waits_s(self, strategy: Strategy) -> float:
         """Return the predicted exposed seconds of collectives of layers, the cost of smaller kernels included.
 
@@ -147,9 +170,14 @@ class Calibrated:
 
     def priced(self, strategy: Strategy) -> Scores:
         """Return the cost model's result for a strategy."""
+        return score(self.case(strategy))
+
+    def case(self, strategy: Strategy) -> PricingCase:
+        """Return the inputs of the cost model for a strategy."""
         card, rates = device_card("", "cpu"), self.rates
         card = dataclasses.replace(
             card,
+            elementwise=card.elementwise if rates.elementwise is None else rates.elementwise,
             collective_share=rates.share,
             latency=card.latency * rates.latency,
             jitter=rates.jitter,
@@ -163,7 +191,7 @@ class Calibrated:
         machine = Machine.of(supernode, "float32", card=card, stack=stack)
         machine = dataclasses.replace(machine, counts_late=rates.counts_late)
         numbers, candidates = ModelNumbers.of(self.spec), Candidates.of(strategy, self.workload)
-        return score(PricingCase(numbers, machine, self.workload, candidates))
+        return PricingCase(numbers, machine, self.workload, candidates)
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
@@ -215,6 +243,7 @@ def predicted(
     return {
         "link_bytes_s": model.rates.link_bytes_s,
         "slowdown": model.rates.slowdown,
+        "elementwise": model.rates.elementwise,
         "collective_share": model.rates.share,
         "jitter": model.rates.jitter,
         "collective_spread": model.rates.spread,

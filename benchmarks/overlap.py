@@ -56,8 +56,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from _machine import QUIET, busy_s, calm_rounds, keep_freed_memory, machine, others_shares
-from _overlap_replay import replays
-from _predicted_overlap import NEEDED, predicted
+from _overlap_replay import FEW_BYTES, replays
+from _predicted_overlap import EXPERTS, NEEDED, predicted
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from hyper_parallel.backends.torch import collectives
@@ -419,7 +419,7 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
     replayed = replays(
         {name: list(zip(*(r[name]["times"] for r in ranks), strict=True)) for name in models}
     )
-    return {
+    results: dict[str, dict[str, Any]] = {
         name: {
             "step_s": ranks[0][name]["step_s"],
             "others": others_shares(
@@ -434,6 +434,9 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
         }
         for name in models
     }
+    if hasattr(case.config, "num_experts"):
+        results["serial"][EXPERTS] = expert_seconds([r["serial"]["times"] for r in ranks])
+    return results
 
 
 def communication(ranks: Sequence[Sequence[Mapping[str, list[Any]]]]) -> dict[str, list[float]]:
@@ -472,6 +475,23 @@ def _communication_of_rank(
     return blocked_s, late_s, 1 - common_seconds(in_flight, blocked) / flying_s if flying_s else 0.0
 
 
+def expert_seconds(ranks: Sequence[Sequence[Mapping[str, list[Any]]]]) -> list[float]:
+    """Return, per round, the seconds of computation between dispatch and combine in a serial step, as means over ranks.
+
+    Exchanges of rows are those with more than a few bytes. They come in pairs, in forward and in backward.
+
+    Args:
+        ranks: Results of `Meter.times` by rank and round.
+    """
+
+    def of_rank(times: Mapping[str, list[Any]]) -> float:
+        large = [n for n, size in enumerate(times["bytes"]) if size >= FEW_BYTES]
+        pairs = zip(large[::2], large[1::2], strict=True)
+        return sum(times["blocked"][b][0] - times["blocked"][a][1] for a, b in pairs)
+
+    return _mean([of_rank(times) for times in rounds] for rounds in ranks)
+
+
 def _mean(columns: Any) -> list[float]:
     return [statistics.fmean(values) for values in zip(*columns, strict=True)]
 
@@ -499,6 +519,8 @@ def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
             "replay_error": median(name, "replay_error"),
             "loss_difference": samples[name]["loss"] - samples["serial"]["loss"],
         }
+        if EXPERTS in samples[name]:
+            rows[name][EXPERTS] = median(name, EXPERTS)
     return {
         "communication_share": alone_s / serial_s,
         "others": others,

@@ -163,6 +163,40 @@ def test_numbers_of_rows_wait_for_the_dispatch_of_the_other_half():
     assert pass_span(counted, 2, 2, np.ones(1), 0.0)[0] == 5.0 + 4 * 4.0 + 2.0
 
 
+def priced(stack, **overlap):
+    workload = Workload(512, microbatch=4, accumulation_steps=1).resolve(2)
+    strategy = Strategy(dp_shard=2, ep=2, overlap=Overlap(**overlap))
+    card = dataclasses.replace(device_card("", "cpu"), collective_share=0.0)
+    host = Machine.of(machine(), "float32", card=card, stack=stack)
+    candidates = Candidates.of(strategy, workload)
+    case = PricingCase(ModelNumbers.of(moe_model()), host, workload, candidates)
+    return case, sum(t.seconds[0] for t in score(case).time)
+
+
+def test_weight_gradients_of_parts_are_added():
+    stack = stack_card("cpu")
+    without = dataclasses.replace(stack, adds_gradients=0.0)
+    assert priced(stack)[1] == priced(without)[1]
+    for overlap, times, weights in (
+        ({"ep_chunks": 2}, 1, ("expert",)),
+        ({"ep_chunks": 4}, 3, ("expert",)),
+        ({"half_batch": True}, 1, ("attention", "mlp", "expert")),
+    ):
+        case, added_s = priced(stack, **overlap)
+        n, added_s = case.n, added_s - priced(without, **overlap)[1]
+        # Two gradients in float32 are read and one is written; the rank has half of the experts.
+        whole = {
+            "attention": n.attention_weights,
+            "mlp": n.mlp_weights,
+            "expert": n.expert_weights / 2,
+        }
+        read = times * 3 * 4 * sum(whole[name] for name in weights)
+        seconds = n.layers * read / case.machine.passing_bytes_s
+        # Additions hide waits, too.
+        assert 0.0 < added_s <= seconds * 1.0001
+        assert added_s > 0.5 * seconds
+
+
 def test_halves_meet_after_every_layer_of_fsdp_for_every_stage_of_zero():
     workload = Workload(512, microbatch=4, accumulation_steps=1).resolve(2)
     card, stack = device_card("", "cpu"), stack_card("cpu")

@@ -60,3 +60,18 @@ def test_ranks_that_are_late_in_the_serial_step_block_each_other_in_an_overlappe
     assert calibrated.blocked_s(TENSOR) == pytest.approx(0.2)
     halves = dataclasses.replace(TENSOR, overlap=Overlap(half_batch=True))
     assert calibrated.blocked_s(halves) > 1.1 * lockstep.blocked_s(halves)
+
+
+def test_the_elementwise_rate_explains_how_long_experts_compute():
+    workload = Workload(512, microbatch=4, accumulation_steps=1).resolve(EXPERTS.dp)
+    parts = machine(), moe_model(), workload, EXPERTS
+    row = ROW | {"late_s": 0.02, "replayed_s": 0.81}
+    plain = Calibrated.of(*parts, row)
+    assert plain.rates.elementwise is None
+    # Slower element-wise kernels leave less of the same computation to the matmuls of experts.
+    experts_s = 0.7 * plain.experts_s(EXPERTS)
+    case = Calibrated.of(*parts, row | {"experts_s": experts_s})
+    assert case.experts_s(EXPERTS) == pytest.approx(experts_s)
+    assert case.step_s(EXPERTS) == pytest.approx(0.8)
+    assert case.rates.elementwise < 0.55
+    assert case.rates.slowdown < plain.rates.slowdown

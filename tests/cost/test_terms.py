@@ -7,8 +7,12 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hyper_parallel.cost import (
     Candidates,
@@ -18,9 +22,10 @@ from hyper_parallel.cost import (
     StackCard,
     device_card,
     score,
+    stack_card,
 )
 from hyper_parallel.ir import Strategy, Workload
-from hyper_parallel.model import load_model
+from hyper_parallel.model import load_model, spec_from_config
 from hyper_parallel.topology import load_topology, preset_names
 from hyper_parallel.units import GiB
 from tests.cost.machines import machine, score_strategy, small_model
@@ -190,3 +195,46 @@ def test_accelerators_hold_a_context_and_cpus_do_not():
     workload = Workload(512, 512)
     assert "device context" in memory(small_model(), machine(), Strategy(), workload)
     assert "device context" not in memory(small_model(), machine(kind="cpu"), Strategy(), workload)
+
+
+class _CountedElements(TorchDispatchMode):
+    """Elements that operators other than views read and write; broadcast dims count once."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and "detach" not in str(func):
+            self.elements += sum(
+                math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
+                for x in tree_leaves((args, kwargs, result))
+                if isinstance(x, torch.Tensor)
+            )
+        return result
+
+
+def test_passes_of_an_eager_norm_are_those_of_its_operators():
+    x = torch.randn(4, 64, 2048, requires_grad=True)
+    with _CountedElements() as forward:
+        y = LlamaRMSNorm(2048)(x)
+    grad = torch.randn_like(y)
+    with _CountedElements() as backward:
+        y.backward(grad)
+    passes = stack_card("cpu").norm_passes
+    # Of the passes over all saved elements, two in forward and three in backward are of the input of a norm.
+    assert forward.elements / x.numel() == pytest.approx(passes["forward"] + 2.0, rel=0.01)
+    assert backward.elements / x.numel() == pytest.approx(passes["backward"] + 3.0, rel=0.01)
+
+
+def test_norms_with_a_bias_are_one_kernel():
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "vocab_size": 128,
+    }
+    models = spec_from_config(config, name="gpt2"), load_model("llama-3-8b")
+    fused, unfused = (ModelNumbers.of(model) for model in models)
+    assert (fused.unfused_norms, unfused.unfused_norms) == (0.0, 2.0)

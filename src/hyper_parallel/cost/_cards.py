@@ -104,6 +104,11 @@ class StackCard:
     compute: float = 1.0  # time of all kernels relative to the device card
     # passes of element-wise kernels over a layer's saved bytes, forward and backward
     passes: float = 5.0
+    # passes over the elements of a norm, `forward` and `backward`, beyond those in `passes`; for norms that run
+    # operator by operator
+    norm_passes: Mapping[str, float] = field(default_factory=dict)
+    # the same over the results of experts, which are weighted and summed
+    combine_passes: Mapping[str, float] = field(default_factory=dict)
     # bytes moved per matmul input or output gradient that is cast to 8 or 4 bits
     quantize_bytes: Mapping[str, float] = field(default_factory=dict)
     # 1 for fused attention; 0 for attention that writes the score matrix to memory and computes the masked half too
@@ -130,6 +135,9 @@ class StackCard:
     overlap_weights: float = 1.0
     # share of the weight gradients of the experts' first chunk that is computed while its rows are in flight
     overlap_expert_weights: float = 0.0
+    # 1 where separate kernels add the weight gradients of half-batches and of chunks of experts; 0 where matmuls
+    # accumulate them
+    adds_gradients: float = 0.0
     overlap_dp: float = 0.9  # share of data-parallel traffic that hides behind compute
     # efficiency of the stack's collectives relative to the device card
     network: float = 1.0

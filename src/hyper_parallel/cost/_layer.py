@@ -7,6 +7,7 @@ Letters: T tokens of the microbatch in a tensor-parallel group, P tensor-paralle
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -19,6 +20,9 @@ SCORE_BYTES = 13.0
 The products write and read the scores (4), the softmax reads and writes them (4), dropout reads, writes and masks them
 (5).
 """
+
+PASSES: Final = (0.4, 0.6)
+"""Fractions of a stack's `passes` and `bias_passes` in forward and in backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +84,13 @@ def layer_compute(s: PricingCase) -> Compute:
     attention, attention_backward = _attention(s)
 
     dense, expert = n.saved_elements, n.expert_saved_width
-    moved = sum(moved_elements(s))
     routed = s.over_tp(s.uncut.stream)
-    passes = stack.passes * moved + stack.bias_passes * n.bias_width / c.tp
-    passing = tokens * passes * machine.width / machine.passing_bytes_s
-    elementwise, elementwise_backward = 0.4 * passing, 0.6 * passing
+    biases = stack.bias_passes * n.bias_width / c.tp
+    seconds = tokens * machine.width / machine.passing_bytes_s
+    elementwise, elementwise_backward = (
+        seconds * (sum(moved) + share * biases)
+        for moved, share in zip(moved_elements(s), PASSES, strict=True)
+    )
 
     cast = stack.quantize_bytes.get(machine.matmul_dtype, 0.0) / machine.passing_bytes_s
     inputs = sum(m.inputs * m.count for m in n.matmuls)
@@ -113,27 +119,40 @@ def layer_compute(s: PricingCase) -> Compute:
     )  # fmt: skip
 
 
-def moved_elements(s: PricingCase) -> tuple[Array, Array, Array, Array]:
-    """Return the elements per token that element-wise work of an average layer moves on one rank.
+def moved_elements(s: PricingCase) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Return the elements per token that element-wise kernels of an average layer read and write on one rank.
 
     Returns:
-        Elements of the attention block, of the feed-forward part without routed experts, of routed experts, and of rows
-        that are copied to send buffers of experts and from their results.
+        Elements in forward and in backward, each of the attention block, of the feed-forward part without routed
+        experts, of routed experts, and of rows that are copied to send buffers of experts and from their results.
     """
     n, c, stack = s.n, s.c, s.machine.stack
     dense, uncut = n.saved_elements, n.whole_bytes(s.uncut, 1.0, 0.0)
     whole = 0.0 if stack.sequence_parallel or s.uncut.stream else 5.0 * n.hidden
     blocks = (dense - whole - uncut) / c.tp + whole + uncut * s.over_tp(1.0)
-    attention = (2.0 * n.hidden + n.attention_width) / dense
+    attention_share = (2.0 * n.hidden + n.attention_width) / dense
     experts = n.expert_saved_width * stack.moe * stack.imbalance * s.over_tp(s.uncut.stream)
     # Experts keep the copied rows, 2 h per choice of a token, and their own activations.
     copied = min(1.0, 2.0 * n.hidden * n.experts_per_token / max(n.expert_saved_width, 1e-9))
-    return (
-        attention * blocks,
-        (1.0 - attention) * blocks,
+    moved = (
+        attention_share * blocks,
+        (1.0 - attention_share) * blocks,
         (1.0 - copied) * experts,
         copied * experts,
     )
+    # Half of the norms precede the attention block, half the feed-forward part.
+    norm = 0.5 * n.unfused_norms * n.hidden * s.over_tp(s.uncut.stream)
+    heads = (n.normed_width + n.latent_width) * s.over_tp(s.uncut.attention)
+    combined = n.experts_per_token * n.hidden * s.over_tp(s.uncut.stream)
+
+    def passes(share: float, direction: str) -> tuple[Array, ...]:
+        norms, combines = (
+            table.get(direction, 0.0) for table in (stack.norm_passes, stack.combine_passes)
+        )
+        attention, mlp, *others = (stack.passes * share * elements for elements in moved)
+        return attention + norms * (norm + heads), mlp + norms * norm + combines * combined, *others
+
+    return passes(PASSES[0], "forward"), passes(PASSES[1], "backward")
 
 
 def forward_launch(s: PricingCase, seconds: Array) -> Array:

@@ -169,6 +169,9 @@ class ModelNumbers:
     matmuls: tuple[Matmul, ...]  # the matmuls of an average layer
     normed_width: float  # width of the normalized query and key heads of a layer; 0 for most models
     head_norms: float  # number of norms of query and key heads in an average layer
+    unfused_norms: (
+        float  # norms of hidden states in an average layer, without torch's fused LayerNorm
+    )
     # bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
     norm_bytes: float
     # bytes that norms of query and key heads save per element of their input
@@ -235,6 +238,7 @@ class ModelNumbers:
             matmuls=_matmuls(decoders),
             normed_width=mean(lambda b: sum(_head_norms(b))),
             head_norms=mean(lambda b: len(_head_norms(b))),
+            unfused_norms=mean(lambda b: _norms(b, model.hidden_size)[0]),
             norm_bytes=mean(lambda b: _norm_bytes(b, model.hidden_size, norm_kept_bytes)),
             head_norm_bytes=norm_kept_bytes,
             latent_width=mean(_latent_width),
@@ -437,11 +441,18 @@ def _norm_bytes(block: Block, hidden: int, norm_kept_bytes: float) -> float:
     4h bytes of the inputs in `saved_elements`. A norm with a bias is torch's fused LayerNorm, which saves only its
     input. If a layer has a single LayerNorm, attention and MLP share its output, and the layer saves 4h bytes less.
     """
+    unfused, fused = _norms(block, hidden)
+    return 4.0 * fused - 8.0 if fused else norm_kept_bytes * unfused - 4.0
+
+
+def _norms(block: Block, hidden: int) -> tuple[int, int]:
+    """Return the numbers of norms of hidden states in a layer, as (unfused, torch's fused LayerNorm); one is 0.
+
+    A norm with a bias is a fused LayerNorm. A layer without weights of such norms is assumed to have two unfused ones.
+    """
     norms = [p for p in block.params if "norm" in p.name and p.shape == (hidden,)]
     fused = sum(p.name.endswith("bias") for p in norms)
-    if fused and 2 * fused == len(norms):
-        return 4.0 * fused - 8.0
-    return norm_kept_bytes * max(2, len(norms)) - 4.0
+    return (0, fused) if fused and 2 * fused == len(norms) else (max(2, len(norms)), 0)
 
 
 def _latent_width(block: Block) -> int:

@@ -436,9 +436,12 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
         np.where(s.c.tp > 1, matmuls(half, part=part, row=False), 0.0)
         for part in ("attention", "mlp")
     ]
+    added = _addition_seconds(s, halves, chunks)
     forward, backward = (
         PassSeconds(
-            blocks[i][0] - (1 + i) * columns[0], blocks[i][1] - (1 + i) * columns[1], experts[i][2],
+            blocks[i][0] - (1 + i) * columns[0] + i * added[0],
+            blocks[i][1] - (1 + i) * columns[1] + i * added[1],
+            experts[i][2] + i * added[2],
             traffic[i] / 2.0 / (1.0 + mlp), mlp * traffic[i] / 2.0 / (1.0 + mlp), exchange,
             (1 + i) * columns[0], (1 + i) * columns[1], i * deferred * experts[i][2], 0.5 * experts[i][3],
             counts_rows=i == 0 and bool(np.any(exchange > 0.0)),
@@ -446,6 +449,29 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
         for i in (0, 1)
     )  # fmt: skip
     return forward, backward
+
+
+def expert_work_seconds(s: PricingCase) -> Array:
+    """Return the compute seconds between dispatch and combine in a layer's forward and backward, without overlap."""
+    forward, backward = _passes(s, 1, 1)
+    return forward.experts + backward.experts
+
+
+def _addition_seconds(s: PricingCase, halves: int, chunks: int) -> tuple[Array, Array, Array]:
+    """Return the seconds per part in which backward adds the part's weight gradients to those of the other parts.
+
+    Returns:
+        Seconds of the attention block, of the feed-forward part without routed experts, and of one chunk of experts.
+    """
+    n, c, machine = s.n, s.c, s.machine
+    # An addition reads two gradients and writes one.
+    element_s = machine.stack.adds_gradients * 3.0 * machine.width / machine.passing_bytes_s
+    half, chunk = 1.0 - 1.0 / halves, 1.0 - 1.0 / (halves * chunks)
+    return (
+        half * element_s * n.attention_weights / c.tp,
+        half * element_s * n.mlp_weights / c.tp,
+        chunk * element_s * n.expert_weights / (c.ep * s.etp),
+    )
 
 
 def _block_seconds(s: PricingCase) -> list[tuple[Array, Array, Array, Array]]:
@@ -462,12 +488,12 @@ def _block_seconds(s: PricingCase) -> list[tuple[Array, Array, Array, Array]]:
     products = [matmuls(s, part=part) for part in ("attention", "mlp", "expert")]
     moved = moved_elements(s)
     forward, backward = (
-        _block_shares(total, [times * p for p in products], scores, [p * elementwise / sum(moved) for p in moved])
-        for total, times, scores, elementwise in (
-            (work.forward + launch, 1.0, work.attention, work.elementwise),
+        _block_shares(total, [times * p for p in products], scores, [p * elementwise / sum(elements) for p in elements])
+        for total, times, scores, elementwise, elements in (
+            (work.forward + launch, 1.0, work.attention, work.elementwise, moved[0]),
             (
                 work.backward + selective + 2.0 * launch, 2.0, work.attention_backward,
-                work.elementwise_backward,
+                work.elementwise_backward, moved[1],
             ),
         )
     )  # fmt: skip
