@@ -450,9 +450,11 @@ def _norms(block: Block, hidden: int) -> tuple[int, int]:
 
     A norm with a bias is a fused LayerNorm. A layer without weights of such norms is assumed to have two unfused ones.
     """
-    norms = [p for p in block.params if "norm" in p.name and p.shape == (hidden,)]
-    fused = sum(p.name.endswith("bias") for p in norms)
-    return (0, fused) if fused and 2 * fused == len(norms) else (max(2, len(norms)), 0)
+    # The only modules whose weight is a vector as wide as the hidden states are norms.
+    vectors = {p.name for p in block.params if p.shape == (hidden,)}
+    norms = [name for name in vectors if name.endswith(".weight")]
+    fused = sum(f"{name.removesuffix('weight')}bias" in vectors for name in norms)
+    return (0, fused) if fused and fused == len(norms) else (max(2, len(norms)), 0)
 
 
 def _latent_width(block: Block) -> int:
