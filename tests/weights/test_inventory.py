@@ -247,8 +247,10 @@ def test_save_pretrained_of_a_parallelized_model(tmp_path):
             hp.parallelize(model, hp.plan_of(model, strategy), world)
             model.save_pretrained(tmp_path / "own", max_shard_size="20KB")
             hp.save_pretrained(model, tmp_path / "hp", max_file_bytes=20_000)
-            with pytest.raises(BadValue, match="state_dict"):
-                model.save_pretrained(tmp_path / "other", state_dict={})
+            model.save_pretrained(tmp_path / "own", token=None, max_shard_size="20KB")
+            for name, value in (("state_dict", {}), ("push_to_hub", True), ("max_shard", "20KB")):
+                with pytest.raises(BadValue, match=f"does not support `{name}`"):
+                    model.save_pretrained(tmp_path / "other", **{name: value})
 
     want = qwen3(tied=True)
     materialize(want, seed=5)

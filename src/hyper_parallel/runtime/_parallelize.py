@@ -178,6 +178,8 @@ _DEFAULTS: Final = {
     "save_original_format": True,
     "distributed_checkpoint": False,
     "safe_serialization": True,
+    "save_peft_format": True,
+    "token": None,
 }
 """Arguments of transformers' `save_pretrained` for which only the default value is supported."""
 
@@ -202,7 +204,7 @@ def _save_pretrained(
         save_directory: Directory to write.
         is_main_process: Ignored: rank 0 writes.
         max_shard_size: Maximum file size, in bytes or as a text such as `5GB`; None: 5 GiB.
-        kwargs: Other arguments of transformers. Those in `_DEFAULTS` must have their defaults; others are ignored.
+        kwargs: Arguments in `_DEFAULTS`, with these values.
 
     Raises:
         BadValue: HP102 for an unsupported argument.
@@ -210,16 +212,15 @@ def _save_pretrained(
     """
     from huggingface_hub.serialization._base import parse_size_to_int
 
-    for name, allowed in _DEFAULTS.items():
-        if kwargs.get(name, allowed) != allowed:
-            raise BadValue(
-                f"`save_pretrained` of a parallelized model does not support `{name}`",
-                got=f"{name}={type(kwargs[name]).__name__}"
-                if name == "state_dict"
-                else f"{name}={kwargs[name]!r}",
-                allowed=f"{name}={allowed!r}",
-                hint=f"model.save_pretrained({os.fspath(save_directory)!r})",
-            )
+    for name, value in kwargs.items():
+        if name in _DEFAULTS and value == _DEFAULTS[name]:
+            continue
+        raise BadValue(
+            f"`save_pretrained` of a parallelized model does not support `{name}`",
+            got=f"{name}={type(value).__name__}" if name == "state_dict" else f"{name}={value!r}",
+            allowed=f"{name}={_DEFAULTS[name]!r}" if name in _DEFAULTS else sorted(_DEFAULTS),
+            hint=f"model.save_pretrained({os.fspath(save_directory)!r})",
+        )
     text = isinstance(max_shard_size, str)
     size = parse_size_to_int(max_shard_size) if text else max_shard_size
     hyper_parallel.save_pretrained(model, save_directory, max_file_bytes=size)
