@@ -349,6 +349,37 @@ def test_code_that_fails_on_the_first_stage_only_is_refused(
         hp.launch(rank, 2, timeout_s=100)
 
 
+class _MaskedLogitForCausalLM(Qwen2ForCausalLM):
+    """Model that never predicts token 5, as models that read but do not write images."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids=input_ids, **kwargs)
+        out.logits[:, :, [5]] = torch.finfo(out.logits.dtype).min
+        if labels is not None:
+            out.loss = self.loss_function(out.logits, labels, self.config.vocab_size, **kwargs)
+        return out
+
+
+@pytest.mark.dist
+def test_stages_before_the_head_run_code_that_writes_logits() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 32, "num_hidden_layers": 2}
+    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    model = _MaskedLogitForCausalLM(config).double()
+    ids = torch.arange(8)[None] % 4
+    batch = {"input_ids": ids, "labels": ids}
+    alone = hp.parallelize(copy.deepcopy(model), hp.plan_of(model, ""), hp.World.join("cpu"))
+    expected = float(hp.forward_backward(alone, [batch, batch])), _gradients(alone)
+
+    def rank(number: int) -> None:
+        with hp.World.join("cpu") as world:
+            hp.parallelize(model, hp.plan_of(model, "pp=2"), world)
+            loss, gradients = float(hp.forward_backward(model, [batch, batch])), _gradients(model)
+            own = {name: expected[1][name] for name in gradients}
+            _assert_equal([(loss, gradients)], [(expected[0], own)])
+
+    hp.launch(rank, 2, timeout_s=100)
+
+
 def test_codes_of_media_are_inputs_of_an_encoder_and_grids_and_masks_are_not() -> None:
     batch = {
         "codes": torch.ones(1, 3, 2, dtype=torch.long),

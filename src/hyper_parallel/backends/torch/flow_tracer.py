@@ -51,7 +51,7 @@ class FlowTracer(TorchDispatchMode):
     Attributes:
         mixes: Names of operators whose result for one token depends on other tokens.
         guarded: Addresses of the storages whose writes are detected.
-        written: True after an in-place write to a guarded storage.
+        written: Addresses of the guarded storages that were written in place.
     """
 
     def __init__(self, draw: float = 0.0) -> None:
@@ -59,7 +59,7 @@ class FlowTracer(TorchDispatchMode):
         self._draw = draw
         self.mixes: dict[str, None] = {}
         self.guarded: set[int] = set()
-        self.written = False
+        self.written: set[int] = set()
         self._marks: dict[int, int] = {}
         self._alive: list[Any] = []  # prevents reuse of the addresses of marked storages
         self._known: dict[int, Tensor] = {}
@@ -99,7 +99,7 @@ class FlowTracer(TorchDispatchMode):
             marks |= TOKEN_DEPENDENT
         on_meta = any(t.is_meta or isinstance(t, nn.Parameter) for t in tensors)
         if self.guarded and func._schema.is_mutable and tensors:
-            self.written |= tensors[0].untyped_storage()._cdata in self.guarded
+            self.written |= self.guarded & {tensors[0].untyped_storage()._cdata}
         if on_meta:
             value = self._placeholder_value(packet, tensors[0], kwargs)
             if value is not None:

@@ -42,6 +42,7 @@ class LayerFlow:
         results: For each of these modules, (n, sizes): the result has the shape of the first argument, with its last n
             dims replaced by `sizes`. None if the shape follows no such rule.
         params: For each parameter outside the list, by name: indices of the layers that use it, also through a module.
+        writes_logits: Whether forward changes the output of the head in place.
     """
 
     path: str
@@ -51,6 +52,7 @@ class LayerFlow:
     owners: dict[str, set[int]] = field(default_factory=dict)
     results: dict[str, tuple[int, tuple[int, ...]] | None] = field(default_factory=dict)
     params: dict[str, set[int]] = field(default_factory=dict)
+    writes_logits: bool = False
 
     @property
     def unused(self) -> set[str]:
@@ -150,6 +152,7 @@ class _LayerTrace(SlotList):
         self.tracer = FlowTracer()
         self.called: list[int] = []
         self._bits: dict[int, tuple[str, int]] = {}
+        self._logits: set[int] = set()
         self._slots = [_Slot(layer, i, self) for i, layer in enumerate(view.layers)]
         object.__setattr__(self, "model", model)
 
@@ -163,7 +166,8 @@ class _LayerTrace(SlotList):
             model.set_submodule(flow.path, self)
             loss = run_on_meta(model, tracer, "pp").loss
         self.record_uses(tracer.marks_of(loss), flow.layers)
-        if tracer.written:
+        flow.writes_logits = bool(tracer.written & self._logits)
+        if tracer.written - self._logits:
             raise flow_error(model, "activations are modified in place between layers", "pp")
         if self.called != [*range(flow.layers)]:
             raise flow_error(
@@ -236,7 +240,7 @@ class _LayerTrace(SlotList):
         return 1 << FIRST_FREE_BIT + self.flow.layers + layer
 
     def _hook(self, name: str, bit: int) -> Any:
-        results = self.flow.results
+        results, head = self.flow.results, self.model.get_output_embeddings()
 
         def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
@@ -251,6 +255,9 @@ class _LayerTrace(SlotList):
                 if same and TOKENS not in rest:
                     form = (first.dim() - same, rest)
             results[name] = form if results.get(name, form) == form else None
+            if module is head:
+                self._logits.add(out.untyped_storage()._cdata)
+                self.tracer.guarded |= self._logits
             for leaf in tree_flatten(out)[0]:
                 if isinstance(leaf, Tensor):
                     self.tracer.mark(leaf, self.tracer.marks_of(leaf) | 1 << bit)

@@ -398,7 +398,8 @@ def _outer_modules(
         ranks_of[owner] = tuple(sorted(ranks))
         if result is not None:
             trailing, sizes = result
-            sizes = (1,) if module is head else sizes
+            if module is head and not flow.writes_logits:
+                sizes = (1,)
             stages = frozenset(stage_of[i] for i in layers)
             ends.append((owner, stages, _placeholder_result(trailing, sizes, dtype)))
     # One pair of ranks exchanges a shared gradient; more ranks, or several pairs, all-reduce it over all ranks.
