@@ -237,10 +237,14 @@ def row(name: str, axes: list[str], folder: Path) -> dict[str, str]:
     shutil.rmtree(weights, ignore_errors=True)
     model = save_plain(config, weights)
     file.write_text(json.dumps(recipe(weights, folder)))
+    write_tokenizer(folder / "tokenizer")
     cells = {"plain": "ok"}
     want: list[dict[str, float]] = []
     for axis in dict.fromkeys(["one rank", *axes]):
         outcome, got = run_cell(file, folder, AXES[axis])
+        if outcome.startswith("HP102: the exported tokenizer"):
+            write_tokenizer(folder / "tokenizer", weights / "config.json")
+            outcome, got = run_cell(file, folder, AXES[axis])
         if outcome == "ok":
             if axis == "one rank":
                 pairs = [(plain_step(model, file), got[0])]
@@ -255,16 +259,23 @@ def row(name: str, axes: list[str], folder: Path) -> dict[str, str]:
     return cells
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level BPE tokenizer whose vocabulary is smaller than the models', in the format of transformers."""
+def write_tokenizer(folder: Path, config: Path | None = None) -> None:
+    """Write a byte-level BPE tokenizer whose vocabulary is smaller than the models', in the format of transformers.
+
+    `config` is a model's config.json; the tokenizer gets the class that transformers demands next to it.
+    """
     from tokenizers import ByteLevelBPETokenizer
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator([(ROOT / "LICENSE").read_text()], 300, special_tokens=["<|end|>"])
-    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|end|>").save_pretrained(
-        folder
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|end|>")
+    tokenizer.save_pretrained(folder)
+    if config is not None:
+        copied, own = Path(shutil.copy(config, folder)), folder / "tokenizer_config.json"
+        name = type(AutoTokenizer.from_pretrained(folder)).__name__
+        copied.unlink()
+        own.write_text(json.dumps(json.loads(own.read_text()) | {"tokenizer_class": name}))
 
 
 def census(wanted: dict[str, list[str]], keep: Callable[[str, dict[str, str]], None]) -> None:
@@ -276,7 +287,6 @@ def census(wanted: dict[str, list[str]], keep: Callable[[str, dict[str, str]], N
         text = Path(scratch, "text")
         text.mkdir()
         (text / "a.txt").write_text((ROOT / "LICENSE").read_text())
-        write_tokenizer(Path(scratch, "tokenizer"))
         for name, axes in wanted.items():
             result = Path(scratch, "row.json")
             result.write_text(json.dumps({"plain": "ok", "one rank": "fails: killed, or no end"}))
