@@ -238,3 +238,22 @@ def test_norms_with_a_bias_are_one_kernel():
     models = spec_from_config(config, name="gpt2"), load_model("llama-3-8b")
     fused, unfused = (ModelNumbers.of(model) for model in models)
     assert (fused.unfused_norms, unfused.unfused_norms) == (0.0, 2.0)
+
+
+def test_matmuls_with_few_rows_cost_more_and_those_with_one_or_many_do_not():
+    card, model = device_card("", "cpu"), small_model()
+
+    def matmul_s(tokens, few_rows):
+        host = dataclasses.replace(card, few_rows=few_rows)
+        on = Machine.of(machine(), "float32", card=host, stack=stack_card("cpu"))
+        workload = Workload(tokens, microbatch=1, accumulation_steps=1).resolve(1)
+        case = PricingCase(
+            ModelNumbers.of(model), on, workload, Candidates.of(Strategy(), workload)
+        )
+        return next(t.seconds[0] for t in score(case).time if t.name == "matmul")
+
+    ratios = {n: matmul_s(n, card.few_rows) / matmul_s(n, {}) for n in (1, 16, 128, 16384)}
+    assert ratios[16] == pytest.approx(1.5)
+    assert ratios[128] == pytest.approx(1 + 4 * 0.5 * 8 / 9**2)
+    assert 1.0 < ratios[16384] < 1.01
+    assert ratios[1] < 1.12

@@ -134,7 +134,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
     elementwise = moved / sum(s for _, s in rates.passing) / device.memory_bytes_s.value
     stream = rates.stream[0] / rates.stream[1] / device.memory_bytes_s.value
     link, latency = _fit_rings(rates, supernode, base)
-    numbers = {
+    numbers: dict[str, Any] = {
         "saturation": saturation, "attention_head": head, "elementwise": elementwise, "stream": stream, "link": link,
         "latency": latency,
     }  # fmt: skip
@@ -149,6 +149,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
         attention_len=_TINY,
         portable=1.0,
         pace=tables["pace"],
+        few_rows={},  # the fitted saturation includes their cost
         sources={**base.sources, **dict.fromkeys(measured, source)},
         priors={},
         **numbers,

@@ -68,6 +68,9 @@ class DeviceCard:
     fragmentation: float
     # seconds of a collective with a tiny message, relative to the topology's latency
     latency: float = 1.0
+    # number of `rows` at which matmuls are slowest relative to `saturation`, and their relative extra `cost` there;
+    # {}: no extra cost
+    few_rows: Mapping[str, float] = field(default_factory=dict)
     # share of the compute units that a collective occupies, so that overlapped computation and communication are
     # slower; with 1, overlap gains no time
     collective_share: float = 1.0

@@ -69,10 +69,15 @@ def matmul_seconds(
     """Return the seconds of a matmul of [rows, inputs] with [inputs, outputs].
 
     For sizes M x K x N, the achieved fraction of the peak FLOP/s is e0 M/(M+s) N/(N+s) K/(K+s). Here e0 is the fraction
-    of a large matmul, and s is `Machine.saturation`.
+    of a large matmul, and s is `Machine.saturation`. With `DeviceCard.few_rows`, kernels of M rows take longer by the
+    factor 1 + 4 c M r / (M + r)^2, for r `rows` and c `cost`.
     """
-    s = machine.saturation
+    s, few = machine.saturation, machine.card.few_rows
     stretch = (1.0 + s / rows) * (1.0 + s / outputs) * (1.0 + s / inputs)
+    if few:
+        stretch = stretch * (
+            1.0 + 4.0 * few["cost"] * rows * few["rows"] / (rows + few["rows"]) ** 2
+        )
     return 2.0 * rows * outputs * inputs / machine.matmul_flops * stretch
 
 
