@@ -86,6 +86,8 @@ def case_of(pair: dict[str, Any], overlap: Overlap = NO_OVERLAP) -> PricingCase:
     stack = dataclasses.replace(
         stack_card(pair["stack"]), overlap_tp=0.0, overlap_ep=0.0, overlap_ep_chunks=0.0
     )
+    if pair.get("decoding"):  # without gradients
+        stack = dataclasses.replace(stack, adds_gradients=0.0)
     dtype = pair.get("matmul_dtype", "bfloat16")
     machine = Machine.of(supernode, "bfloat16", matmul_dtype=dtype, stack=stack)
     return PricingCase(ModelNumbers.of(model), machine, workload, Candidates.of(strategy, workload))
