@@ -26,6 +26,8 @@ DTYPES: Final = {
 """Safetensors name and bytes per element of each dtype, by torch's name without `torch.`."""
 DTYPE_BYTES: Final = {name: num_bytes for name, (_, num_bytes) in DTYPES.items()}
 """Bytes per element of each dtype."""
+FLOAT_DTYPES: Final = {code: name for name, (code, _) in DTYPES.items() if "float" in name}
+"""Floating-point dtypes by their safetensors name."""
 _DTYPE_ALIAS: Final = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 _SIZE = re.compile(r"^\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)

@@ -8,16 +8,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.model._model_spec import ModelSpec, ParamSpec
 from hyper_parallel.model._weight_listing import TensorInfo, list_weight_files, read_tensor_infos
 from hyper_parallel.model.families import FAMILIES, FAMILIES_READ, Experts
-from hyper_parallel.units import DTYPES
+from hyper_parallel.units import FLOAT_DTYPES
 
-_FLOATS: Final = {code: name for name, (code, _) in DTYPES.items() if "float" in name}
-"""Names of floating-point dtypes by their safetensors name."""
 _BUFFERS = ("inv_freq", "e_score_correction_bias", "attn.bias", "attn.masked_bias")
 """Suffixes of names in published files that are buffers, not parameters."""
 
@@ -155,4 +152,4 @@ def _main_dtype(tensors: list[TensorInfo]) -> str | None:
     elements: Counter[str] = Counter()
     for tensor in tensors:
         elements[tensor.dtype] += math.prod(tensor.shape)
-    return _FLOATS.get(elements.most_common(1)[0][0]) if elements else None
+    return FLOAT_DTYPES.get(elements.most_common(1)[0][0]) if elements else None
