@@ -25,7 +25,7 @@ def scratch_folder(*, in_memory: bool = True) -> Iterator[Path]:
         in_memory: Whether to prefer /dev/shm to the temporary directory (TMPDIR); False for large files.
 
     Raises:
-        OutputNotWritable: HP105 when no directory has space.
+        OutputNotWritable: HP105 when the folder cannot be created in any of the directories.
     """
     temporary = Path(tempfile.gettempdir())
     with ExitStack() as stack:

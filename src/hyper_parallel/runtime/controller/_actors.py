@@ -11,13 +11,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from hyper_parallel.errors import DeviceUnavailable, MissingDependency, RankFailed
+from hyper_parallel.errors import DeviceUnavailable, RankFailed
 from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
-from hyper_parallel.runtime.launchers import STORE_BYTES, Rank, rank_environment
+from hyper_parallel.runtime.launchers import (
+    LOCAL_CLUSTER,
+    PLACED_S,
+    Rank,
+    import_ray,
+    rank_environment,
+)
 from hyper_parallel.runtime.supervision import process_state
 
-_PLACED_S: Final = 60.0
-"""Seconds within which a cluster must schedule the actors of a role."""
 _ENDED_S: Final = 5.0
 """Maximum seconds to wait for the end of killed actors."""
 _STOPPED: Final = ("t", "T")
@@ -58,20 +62,13 @@ class RayEngine:
     most_ranks = None
 
     def __init__(self) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingDependency(
-                "the engine `ray` needs the package `ray`",
-                where="Controller(engine='ray')",
-                hint="pip install 'hyper-parallel[ray]'",
-            ) from error
+        ray = import_ray("Controller(engine='ray')")
         self._ray, self._joined, self._is_local = ray, not ray.is_initialized(), False
         if self._joined:
             address, local_options = None, {}
             if "RAY_ADDRESS" not in os.environ:
                 address, self._is_local = "local", True
-                local_options = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
+                local_options = LOCAL_CLUSTER
             ray.init(address, log_to_driver=False, **local_options)
 
     def start(self, spec: RoleSpec, size: int) -> ActorRanks:
@@ -119,7 +116,7 @@ class ActorRanks:
         self._actors = [kind.remote() for _ in range(size)]
         try:
             requests = [(a.place.remote(), a.process.remote()) for a in self._actors]
-            places = ray.get([place for place, _ in requests], timeout=_PLACED_S)
+            places = ray.get([place for place, _ in requests], timeout=PLACED_S)
             self._pids = ray.get([process for _, process in requests])
             self._hosts = [place[0] for place in places]
             begins = []
