@@ -477,17 +477,17 @@ def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple
     has_generation_config = read_generation_config(directory) is not None
     listing = list_weight_files(directory)
     if listing.index is not None or len(listing.files) < 2:
-        loaded: tuple[Any, Any] = _auto_class(base).from_pretrained(
+        model, info = _auto_class(base).from_pretrained(
             base, local_files_only=True, trust_remote_code=trusted, **report
         )
-        complete_outputs(loaded[0])
-        return loaded
-    empty: Any = model_from_config(read_config(base), torch.float32, trusted=trusted)
-    state = {name: t.slices for name, t in WeightFiles(directory).tensors.items()}
-    model, info = type(empty).from_pretrained(None, config=empty.config, state_dict=state, **report)
+    else:
+        empty: Any = model_from_config(read_config(base), torch.float32, trusted=trusted)
+        report["config"] = empty.config
+        report["state_dict"] = {n: t.slices for n, t in WeightFiles(directory).tensors.items()}
+        model, info = type(empty).from_pretrained(None, **report)
+        if has_generation_config:
+            model.generation_config = GenerationConfig.from_pretrained(directory)
     complete_outputs(model)
-    if has_generation_config:
-        model.generation_config = GenerationConfig.from_pretrained(directory)
     return model, info
 
 
