@@ -159,7 +159,7 @@ def check_plain(path: Path) -> None:
 
 
 def clear_run_directory(place: Path) -> list[str]:
-    """Remove the files of an earlier run before a new run starts over; return the removed names."""
+    """Remove the files of an earlier run before a new run starts over; return the names of cleared entries."""
     removed = []
     known = _known(place)
     is_own = lambda path: path.name != _SAMPLE or known.get(_SAMPLE) == file_facts(path)  # noqa: E731

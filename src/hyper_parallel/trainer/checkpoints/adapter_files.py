@@ -55,7 +55,7 @@ def export_adapter(
         LossNotFinite: HP604 when a trained parameter is not finite.
     """
     out = Path(out_dir)
-    folder, ranks = exported_folder(out, "adapter"), RankGroup("export", out)
+    folder, ranks = exported_folder(out, "adapter"), RankGroup(out)
     ranks.on_rank_0(folder.open)
     state = {name.removeprefix(MODEL): t for name, t in model_tensors(model).items()}
     shards, tensors = ExportShards.of(ranks, model, state, resident), dict[str, Tensor]()

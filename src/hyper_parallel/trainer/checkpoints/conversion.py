@@ -1,31 +1,47 @@
-"""Export of a checkpoint as a Hugging Face directory, or of its adapters as a peft directory."""
+"""Conversion of checkpoints to and from Hugging Face directories, and of adapters to and from peft directories."""
 
 from __future__ import annotations
 
+import logging
+import shlex
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from hyper_parallel.backends.torch.dropout import original_config
+from hyper_parallel.backends.torch.peft_adapters import ADAPTER_CONFIG, base_of
 from hyper_parallel.backends.torch.token_scores import SCORE
 from hyper_parallel.backends.torch.weights.initialization import materialize
 from hyper_parallel.backends.torch.weights.lora import merge_adapters
-from hyper_parallel.backends.torch.weights.pretrained import CarriedWeights, carried_of
-from hyper_parallel.config import Lora, Model, Recipe
-from hyper_parallel.errors import ModelUnreadable, UnknownModel
+from hyper_parallel.backends.torch.weights.pretrained import (
+    CarriedWeights,
+    carried_of,
+    carried_weights,
+    load_pretrained,
+)
+from hyper_parallel.config import Lora, Model, Recipe, Training
+from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.model import GENERATION, list_weight_files
+from hyper_parallel.trainer.checkpoints import manifest as files
 from hyper_parallel.trainer.checkpoints._restore import stored_dtypes
-from hyper_parallel.trainer.checkpoints.adapter_files import allocate_trained, export_adapter
+from hyper_parallel.trainer.checkpoints.adapter_files import (
+    allocate_trained,
+    export_adapter,
+    load_adapter,
+)
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints.index import Index
 from hyper_parallel.trainer.checkpoints.model_export import export_hf, exported_folder
 from hyper_parallel.trainer.checkpoints.pieces import check_dtype
 from hyper_parallel.trainer.engine.base_weights import load_base
-from hyper_parallel.trainer.engine.recipe_model import build_model, set_pad_token_id
+from hyper_parallel.trainer.engine.recipe_model import build_model, read_spec, set_pad_token_id
 from hyper_parallel.trainer.input_checksums import BASE, RunInputs
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+logger = logging.getLogger(__name__)
+
+_EXPORTED_DTYPES: Final = ("float32", "bfloat16", "float16")
+_IMPORTED_DTYPES: Final = ("float32", "float64")
 
 
 def export_checkpoint(
@@ -63,17 +79,22 @@ def export_checkpoint(
         CheckpointMismatch: HP702 when the base weights are not those that the adapters were trained on.
         CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: See `Checkpointer.load` and `export_hf`.
     """
-    check_dtype(dtype, _DTYPES)
+    check_dtype(dtype, _EXPORTED_DTYPES)
     exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
     model_dir = model_dir.expanduser()
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
     exported_step, _, index = loader.newest_intact(step)
-    scores = f"{SCORE}.weight" in stored_dtypes(index)  # language models have no such parameter
-    model = _build_model(model_dir, index, lora, scores=scores, trusted=trusted)
+    dtypes = stored_dtypes(index)
+    scores = f"{SCORE}.weight" in dtypes  # language models have no such parameter
+    stage = "rm" if scores else "pt"
+    model = _build_model(str(model_dir), trusted=trusted, lora=lora, stage=stage)
+    for name, parameter in model.named_parameters():
+        default = parameter.dtype if lora is None else next(iter(dtypes.values()))
+        parameter.data = parameter.data.to(dtypes.get(name, default))
     _load(model, loader, exported_step, model_dir, lora=lora is not None, merge=merge)
     if tokenizer_dir is None and model_dir.exists():
         tokenizer_dir = model_dir if model_dir.is_dir() else model_dir.parent
-    stored = _DTYPES[dtype] if dtype else None
+    stored = getattr(torch, dtype) if dtype else None
     if lora is not None and not merge:
         export_adapter(model.to(dtype=stored), tokenizer_dir, out_dir)
         return exported_step
@@ -112,18 +133,76 @@ def _carried_weights(model: nn.Module, model_dir: Path, *, merge: bool) -> Carri
     return carried
 
 
-def _build_model(
-    model_dir: Path, index: Index, lora: Lora | None, *, scores: bool, trusted: bool
-) -> nn.Module:
-    """Return the model of a checkpoint (with `scores`, a reward model) on the meta device, in the stored dtypes."""
-    dtypes = stored_dtypes(index)
+def _build_model(path: str, *, trusted: bool, **sections: Any) -> nn.Module:
+    """Return the model at `path` on the meta device; `sections` are further sections of its recipe.
+
+    Raises:
+        ModelUnreadable: HP305 when the model cannot be read or built.
+    """
+    # All models support eager attention, and checkpoints do not depend on the attention implementation.
+    source = Model(path=path, attn_implementation="eager", trust_remote_code=trusted)
     try:
-        # All models support eager attention, and the export does not record the attention implementation.
-        source = Model(path=str(model_dir), attn_implementation="eager", trust_remote_code=trusted)
-        model = build_model(Recipe(model=source, lora=lora, stage="rm" if scores else "pt"))
+        return build_model(Recipe(model=source, **sections))
     except UnknownModel as error:
-        raise ModelUnreadable(error.what, where=str(model_dir), hint=error.hint) from error
-    for name, parameter in model.named_parameters():
-        default = next(iter(dtypes.values())) if lora is not None else parameter.dtype
-        parameter.data = parameter.data.to(dtypes.get(name, default))
-    return model
+        raise ModelUnreadable(error.what, where=path, hint=error.hint) from error
+
+
+def import_checkpoint(
+    model_dir: Path, directory: Path, dtype: str = "float32", *, trusted: bool = False
+) -> Path:
+    """Save the weights of a Hugging Face directory or a peft adapter as a checkpoint of step 0.
+
+    Host memory must hold the full model.
+
+    Args:
+        model_dir: Directory of `config.json` and weight files, or of a peft adapter.
+        directory: Directory of checkpoints, in which the checkpoint is created.
+        dtype: Dtype of the stored parameters: `float32` or `float64`.
+        trusted: Whether code in `model_dir` may run, for a model unknown to transformers.
+
+    Returns:
+        Directory of the checkpoint.
+
+    Raises:
+        BadValue: HP102 for an unsupported parameter dtype, or when the directory already has checkpoints.
+        ModelUnreadable, WeightsUnreadable, OutputNotWritable: See `build_model`, `load_pretrained`, `Checkpointer`.
+    """
+    check_dtype(dtype, _IMPORTED_DTYPES)
+    _check_empty(directory)
+    model_dir = model_dir.expanduser()
+    path, is_adapter = str(model_dir), (model_dir / ADAPTER_CONFIG).is_file()
+    if is_adapter:
+        path = base_of(model_dir)
+    training = Training.model_validate({"dtype": dtype})
+    model = _build_model(path, trusted=trusted, training=training)
+    spec = read_spec(path, path, trusted=trusted)
+    facts: dict[str, Any] = {}
+    if is_adapter:
+        facts = {"run": load_adapter(model, model_dir)}
+    else:
+        load_pretrained(model, path)
+        carried = carried_weights(model)
+        if carried is not None and carried.names:
+            logger.warning(
+                "%d tensors that the model does not use are not in the checkpoint, first `%s`: "
+                "`checkpoint export --model %s` writes them with the model",
+                len(carried.names), carried.names[0], path,
+            )  # fmt: skip
+    saver = Checkpointer(
+        directory,
+        keep=1,
+        asynchronous=False,
+        fingerprint={"model": spec.fingerprint, "param_dtype": dtype},
+    )
+    saver.save(0, model, None, facts)
+    return directory / files.step_name(0)
+
+
+def _check_empty(directory: Path) -> None:
+    if existing := files.steps(directory):
+        raise BadValue(
+            "the directory already has checkpoints",
+            where=str(directory),
+            got=f"steps {', '.join(map(str, existing))}",
+            hint=shlex.join(["mv", str(directory), f"{directory}.old"]),
+        )

@@ -96,7 +96,7 @@ def export_hf(
     """
     out = Path(out_dir)
     reference = _reference_of(model)
-    ranks = RankGroup("export", out)
+    ranks = RankGroup(out)
     state = {canonical_name(k): v for k, v in model.state_dict(keep_vars=True).items()}
     shards = ExportShards.of(ranks, model, state, resident)
     stored = _stored_tensors(model, reference, shards, dtype)
