@@ -298,6 +298,4 @@ def _filtered_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
 
 def numbers(*key: int, length: int) -> NDArray[np.float64]:
     """Return [length] pseudorandom numbers in [0, 1); each depends only on `key` and its index."""
-    raw = np.random.PCG64([part % 2**64 for part in key]).random_raw(length)
-    drawn: NDArray[np.float64] = (raw >> 11) / 2.0**53
-    return drawn
+    return np.random.Generator(np.random.PCG64([part % 2**64 for part in key])).random(length)

@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -342,22 +343,12 @@ def _names_in_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[st
 
 
 def _assign_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
-    """Return a dict from tensor to file name; consecutive tensors share a file of at most `max_file_bytes`."""
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for key, size in sizes.items():
-        if groups[-1] and filled + size > max_file_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(key)
-        filled += size
-    if len(groups) == 1:
-        return dict.fromkeys(groups[0], "model.safetensors")
-    return {
-        key: f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        for number, group in enumerate(groups, 1)
-        for key in group
-    }
+    """Return a dict from tensor to file name; a file has at most `max_file_bytes`, or a single larger tensor."""
+    pattern = "model{suffix}.safetensors"
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=max_file_bytes
+    )
+    return split.tensor_to_filename
 
 
 @dataclass(frozen=True)
