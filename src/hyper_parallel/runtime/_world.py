@@ -58,21 +58,23 @@ class Hosts:
         self, store: Any, rank: int, local_rank: int, world_size: int, ranks_each: int
     ) -> None:
         self._store, self._rank, self._ranks_each = store, rank, ranks_each
-        self._alive = [f"hyper_parallel/alive/{r}" for r in range(0, world_size, ranks_each)]
-        self._names = [f"hyper_parallel/name/{r}" for r in range(0, world_size, ranks_each)]
+        self._first_ranks = range(0, world_size, ranks_each)
         if local_rank == 0:
-            store.set(self._names[rank // ranks_each], socket.gethostname())
+            store.set(f"hyper_parallel/name/{rank}", socket.gethostname())
+
+    def _alive(self, first_rank: int) -> str:
+        return f"hyper_parallel/alive/{first_rank}"
 
     def report_alive(self) -> None:
         """Set the flag of this machine; called after a failure of this rank."""
-        self._store.set(self._alive[self._rank // self._ranks_each], "")
+        self._store.set(self._alive(self._rank - self._rank % self._ranks_each), "")
 
     def find_lost(self) -> HostLost | None:
         """Wait for the flags of all machines; return an error that names the missing machines, or None.
 
         If the store is unreachable, the error names the rendezvous host.
         """
-        missing, names = list(range(len(self._alive))), list[str]()
+        missing, names = [*self._first_ranks], list[str]()
         answered = threading.Event()
 
         def poll() -> None:
@@ -80,9 +82,9 @@ class Hosts:
                 self.report_alive()
                 deadline = time.monotonic() + _ANSWER_S
                 while missing and time.monotonic() < deadline:
-                    missing[:] = [m for m in missing if not self._store.check([self._alive[m]])]
+                    missing[:] = [r for r in missing if not self._store.check([self._alive(r)])]
                     time.sleep(_POLL_S)
-                names.extend(self._store.get(self._names[m]).decode() for m in missing)
+                names.extend(self._store.get(f"hyper_parallel/name/{r}").decode() for r in missing)
                 answered.set()
 
         thread = threading.Thread(target=poll, daemon=True)
@@ -90,10 +92,9 @@ class Hosts:
         thread.join(2 * _ANSWER_S)
         if answered.is_set() and not names:
             return None
-        ranks_each = self._ranks_each
         lost = [
-            f"{n} (ranks {m * ranks_each} to {m * ranks_each + ranks_each - 1})"
-            for n, m in zip(names, missing, strict=False)
+            f"{name} (ranks {first} to {first + self._ranks_each - 1})"
+            for name, first in zip(names, missing, strict=False)
         ]
         where = f"the rendezvous host {os.environ.get('MASTER_ADDR')}"
         return HostLost(

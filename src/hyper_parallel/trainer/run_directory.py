@@ -113,7 +113,7 @@ def mark_run_directory(place: Path) -> None:
         write_marker(place, Marker(RUN))
 
 
-def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
+def claim_run_directory(place: Path, recipe: Recipe) -> None:
     """Create a run directory and write its marker, unless the directory already has a marker.
 
     Raises:

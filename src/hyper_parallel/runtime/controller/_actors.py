@@ -20,12 +20,10 @@ from hyper_parallel.runtime.launchers import (
     import_ray,
     rank_environment,
 )
-from hyper_parallel.runtime.supervision import process_state
+from hyper_parallel.runtime.supervision import GONE, STOPPED, process_state
 
 _ENDED_S: Final = 5.0
 """Maximum seconds to wait for the end of killed actors."""
-_STOPPED: Final = ("t", "T")
-_GONE: Final = ("", "X", "Z")  # states of ended processes, proc(5)
 
 
 class RoleActor(Rank):
@@ -171,14 +169,14 @@ class ActorRanks:
         lines = []
         for rank in unanswered:
             is_local = self._hosts[rank] == socket.gethostname()
-            stopped = is_local and process_state(self._pids[rank]) in _STOPPED
+            stopped = is_local and process_state(self._pids[rank]) in STOPPED
             state = "is stopped by a signal" if stopped else "has not answered"
             lines.append((not stopped, f"rank {rank} {state} (no progress for {silent_s:.0f} s)"))
         (first, first_line), *other_lines = sorted(lines)
         return first_line, tuple(line for _, line in other_lines), not first
 
     def end(self) -> None:
-        """Kill all actors, and wait until the actors on this machine have ended.
+        """Kill all actors, and wait at most 5 s for the end of those on this machine.
 
         On this machine, processes stopped by a signal are killed too.
         """
@@ -188,11 +186,11 @@ class ActorRanks:
             rank for rank, host in enumerate(self._hosts) if host == socket.gethostname()
         ]
         for rank in local_ranks:
-            if process_state(self._pids[rank]) in _STOPPED:
+            if process_state(self._pids[rank]) in STOPPED:
                 with suppress(ProcessLookupError):
                     os.kill(self._pids[rank], signal.SIGKILL)
         deadline = time.monotonic() + _ENDED_S
-        while any(process_state(self._pids[rank]) not in _GONE for rank in local_ranks):
+        while any(process_state(self._pids[rank]) not in ("", *GONE) for rank in local_ranks):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)

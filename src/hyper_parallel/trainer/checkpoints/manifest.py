@@ -132,7 +132,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 where=str(checkpoint),
                 got="format 1",
                 allowed=f"format {FORMAT}",
-                hint="checkpoint.resume=never",
+                hint="train from the start with `checkpoint.resume=never`",
             )
         manifest = serde.decode(Manifest, values)
     except FileNotFoundError:
