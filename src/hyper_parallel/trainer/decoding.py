@@ -252,12 +252,16 @@ def make_decoder(
 
     The model is a causal language model in evaluation mode, before or after `parallelize`.
     """
-    # The last token is not fed to the model, so the cache needs no entry for it.
-    length = max((s.start + s.limit - 1 for s in sequences), default=1)
-    passes = passes_of(model, max(1, min(slots, len(sequences))), length)
+    passes = passes_of(model, max(1, min(slots, len(sequences))), cache_length(sequences))
     decoder = Decoder(passes, sampling, stops, ended=ended, interrupt=interrupt)
     decoder.add(sequences)
     return decoder
+
+
+def cache_length(sequences: Sequence[DecodingSequence]) -> int:
+    """Return the number of tokens that the key-value cache must hold for the longest sequence."""
+    # The last token is not fed to the model, so the cache needs no entry for it.
+    return max((s.start + s.limit - 1 for s in sequences), default=1)
 
 
 def choose(logits: Tensor, drawn: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
