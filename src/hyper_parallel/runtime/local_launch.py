@@ -122,9 +122,8 @@ def launch(
                 for rank in range(world_size):
                     if ending():
                         raise KeyboardInterrupt
-                    world = world_of_rank(rank, worlds or (world_size,))
                     folder = None if rank == echo_rank else logs
-                    arguments = (fn, rank, world, scratch, folder, threads, board, records)
+                    arguments = (fn, rank, worlds, scratch, folder, threads, board, records)
                     ranks.append(fork_rank(_child, arguments, rank, world_size))
                     if deadlines is not None:
                         board.started(rank, ranks[-1].pid or 0)
@@ -193,7 +192,7 @@ class _Records:
 def _child(
     fn: Callable[[int], Any],
     rank: int,
-    world: range,
+    worlds: Sequence[int],
     scratch: Path,
     logs: Path | None,
     threads: int,
@@ -214,6 +213,7 @@ def _child(
         import torch
 
         torch.set_num_threads(threads)
+        world = world_of_rank(rank, worlds or (board.ranks,))
         store = scratch / f"store_{world.start}"
         publish_rank(rank - world.start, len(world), rank, store, board)
         torch.manual_seed(rank)

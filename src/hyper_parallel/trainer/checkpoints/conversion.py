@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from hyper_parallel.backends.torch.dropout import original_config
 from hyper_parallel.backends.torch.peft_adapters import ADAPTER_CONFIG, base_of
 from hyper_parallel.backends.torch.token_scores import SCORE
 from hyper_parallel.backends.torch.weights.initialization import materialize
-from hyper_parallel.backends.torch.weights.lora import merge_adapters
+from hyper_parallel.backends.torch.weights.lora import has_adapters, merge_adapters
 from hyper_parallel.backends.torch.weights.pretrained import (
     CarriedWeights,
     carried_of,
@@ -86,11 +87,9 @@ def export_checkpoint(
     exported_step, _, index = loader.newest_intact(step)
     dtypes = stored_dtypes(index)
     scores = f"{SCORE}.weight" in dtypes  # language models have no such parameter
-    stage = "rm" if scores else "pt"
-    model = _build_model(str(model_dir), trusted=trusted, lora=lora, stage=stage)
-    for name, parameter in model.named_parameters():
-        default = parameter.dtype if lora is None else next(iter(dtypes.values()))
-        parameter.data = parameter.data.to(dtypes.get(name, default))
+    options = {"lora": lora, "stage": "rm" if scores else "pt"}
+    model = _build_model(str(model_dir), trusted=trusted, **options)
+    _set_dtypes(model, dtypes)
     _load(model, loader, exported_step, model_dir, lora=lora is not None, merge=merge)
     if tokenizer_dir is None and model_dir.exists():
         tokenizer_dir = model_dir if model_dir.is_dir() else model_dir.parent
@@ -105,6 +104,14 @@ def export_checkpoint(
     carried = _carried_weights(model, model_dir, merge=merge)
     export_hf(model, config, tokenizer_dir, out_dir, stored, generation=generation, carried=carried)
     return exported_step
+
+
+def _set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Convert parameters to their stored dtypes and, in a model with adapters, all others to the first stored dtype."""
+    adapted = has_adapters(model)
+    for name, parameter in model.named_parameters():
+        default = next(iter(dtypes.values())) if adapted else parameter.dtype
+        parameter.data = parameter.data.to(dtypes.get(name, default))
 
 
 def _load(

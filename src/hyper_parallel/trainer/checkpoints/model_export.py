@@ -96,19 +96,16 @@ def export_hf(
         LossNotFinite: HP604 when a trained parameter is not finite in its stored dtype.
     """
     out = Path(out_dir)
-    reference = _reference_of(model)
-    ranks = RankGroup(out)
+    reference, ranks = _reference_of(model), RankGroup(out)
     state = {canonical_name(k): v for k, v in model.state_dict(keep_vars=True).items()}
     shards = ExportShards.of(ranks, model, state, resident)
     stored = _stored_tensors(model, reference, shards, dtype)
-
     folder, writers = exported_folder(out, "export"), list[_Writer]()
 
     def begin() -> None:
-        meta = {n: torch.empty(x[0], dtype=x[1], device="meta") for n, x in stored.items()}
         unused = carried or carried_weights(model)
-        writer = _Writer(folder, reference, meta, max_file_bytes, unused, shards.trained)
-        writers.append(writer)
+        trained = shards.trained
+        writers.append(_Writer(folder, reference, stored, max_file_bytes, unused, trained))
 
     def finish() -> None:
         own = getattr(model_of_part(model), "generation_config", None)
@@ -116,9 +113,7 @@ def export_hf(
         writers[0].finish(exported, own, generation, tokenizer_dir)
 
     ranks.on_rank_0(begin)
-    write_export(
-        ranks, shards, stored, folder, lambda name, full: writers[0].add(name, full), finish
-    )
+    write_export(ranks, shards, stored, folder, lambda n, full: writers[0].add(n, full), finish)
     return out
 
 
@@ -191,15 +186,16 @@ class _Writer:
         self,
         folder: Replacement,
         reference: nn.Module,
-        meta: dict[str, Tensor],
+        stored: Mapping[str, tuple[torch.Size, torch.dtype]],
         max_file_bytes: int,
         carried: CarriedWeights | None,
         trained: Collection[str],
     ) -> None:
         self._target, self._temporary = str(folder.target), folder.partial
         self._reference, self._trained = reference, trained
-        self._dtypes = {name: tensor.dtype for name, tensor in meta.items()}
+        self._dtypes = {name: dtype for name, (_, dtype) in stored.items()}
         # Convert the model on the meta device to assign a file to each tensor before writing.
+        meta = {n: torch.empty(x[0], dtype=x[1], device="meta") for n, x in stored.items()}
         self._groups, sizes = _published_sizes(reference, meta)
         self._waiting: dict[str, Tensor] = {}
         self._carried = open_carried(carried, sizes.keys())
