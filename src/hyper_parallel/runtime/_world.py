@@ -100,7 +100,7 @@ class Hosts:
         return HostLost(
             f"the connection to {', '.join(lost) or where} is lost",
             where=f"rank {self._rank} on {socket.gethostname()}",
-            hint="checkpoint.resume=must continues from the newest checkpoint, if there is one",
+            hint="checkpoint.resume=must continues from the newest checkpoint",
         )
 
 
