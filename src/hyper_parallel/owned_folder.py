@@ -5,6 +5,11 @@ as a whole, the marker also lists name, size and checksum of every file. The fol
 an allowed kind and every file is listed and unchanged. Otherwise HP105 is raised before anything changes. Removal
 unlinks listed files one by one, then empty folders, so a file that appears meanwhile survives. Symbolic links below the
 folder are not followed.
+
+A temporary folder is removed by its process or, after a kill, when the next one is created on this host. Next to the
+folder is a lock file of the same name. The process locks it with `flock`. The kernel releases the lock when this
+process and its forks have ended. The lock file names its folder, and the marker in the folder names the lock. A folder
+is removed only if both names agree, both belong to this user, and the lock file was written since the last boot.
 """
 
 from __future__ import annotations
@@ -13,8 +18,10 @@ import fcntl
 import hashlib
 import itertools
 import json
+import logging
 import os
 import re
+import secrets
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,6 +32,8 @@ from typing import Any, Final
 from hyper_parallel.errors import OutputNotWritable, RunInUse
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.serde import sync_directory, write_text
+
+_log = logging.getLogger(__name__)
 
 MARKER: Final = ".hyper_parallel.json"
 FORMAT: Final = 1
@@ -42,6 +51,7 @@ PATTERNS: Final[Mapping[str, str]] = {
     "cache": r"[\w.-]+\.(npy|jsonl?|txt|model|jinja)",
     "scratch": r"rank\d+/|(rank\d+/)?[\w-]+\.(bin|part)|"
     r"\.?step_\d+(\.tmp|\.old)?/((manifest|index|extra)\.json|rank_\d+\.safetensors)",
+    "launch": r".*",
 }  # fmt: skip
 """Per kind of folder, the paths of files that a killed process may have written into an unfinished one."""
 
@@ -53,7 +63,7 @@ class Marker:
     """Content of the marker file by which this package recognizes a folder that it wrote.
 
     Attributes:
-        kind: Kind of the folder: run, export, adapter, model, part, cache, scratch.
+        kind: Kind of the folder: run, export, adapter, model, part, cache, scratch, launch.
         files: Size and checksum of every file by relative path; for a run, of its recipe only. None: the folder is
             unfinished.
         identity: Text that ties the folder to a file outside it; empty for most kinds.
@@ -345,6 +355,96 @@ class Replacement:
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
+
+
+_TEMPORARY: Final = ("scratch", "launch")
+"""Kinds of temporary folders."""
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+@contextmanager
+def temporary_folder(parent: Path, name: str, kind: str = "scratch") -> Iterator[Path]:
+    """Yield a new folder, removed with its files at the end of the context.
+
+    Temporary folders in `parent` whose processes were killed since the boot of this host are removed first.
+
+    Args:
+        parent: Parent folder; created when it is missing.
+        name: Prefix of the folder's name.
+        kind: Kind of the folder, which determines the files that are removed; other files stay, with a warning.
+
+    Raises:
+        OSError: The folder cannot be created.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    _remove_dead(parent)
+    folder = parent / f"{name}-{secrets.token_hex(8)}"
+    mark = parent / f"{folder.name}.lock"
+    lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        # On a file system without locks, the folder of a killed process stays.
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.write(lock, _lock_text(folder))
+        folder.mkdir(mode=0o700)
+        write_marker(folder, Marker(kind, identity=folder.name))
+        yield folder
+    finally:
+        _remove_temporary(folder, kind)
+        mark.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _remove_dead(parent: Path) -> None:
+    """Remove the temporary folders that ended processes of this user have left in `parent`."""
+    for mark in parent.glob("*.lock"):
+        with suppress(OSError):
+            lock = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                _remove_if_dead(mark, lock)
+            finally:
+                os.close(lock)
+
+
+def _remove_if_dead(mark: Path, lock: int) -> None:
+    """Remove a lock file and its folder; raise OSError while another process holds the lock.
+
+    `mark` is the path of the lock file, `lock` its open file descriptor. Lock files of other users, and those written
+    before the last boot, are ignored.
+    """
+    folder, status = mark.with_suffix(""), os.fstat(lock)
+    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+    expected = _lock_text(folder)
+    # A lock does not survive a reboot. Files with another boot id, or without content yet, stay.
+    if not is_own or not expected or os.read(lock, len(expected) + 1) != expected:
+        return
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while another process holds the lock
+    if os.path.lexists(folder):
+        status, marker = folder.lstat(), read_marker(folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            return
+        named = marker and marker.kind in _TEMPORARY and marker.identity == folder.name
+        if not (named or (marker is None and not any(folder.iterdir()))):
+            return
+        _remove_temporary(folder, marker.kind if marker else "")
+    # The lock file is removed last: after a kill at this point the next run removes it.
+    if not os.path.lexists(folder):
+        mark.unlink()
+        _log.info("removed %s, which a killed run had left", folder)
+
+
+def _remove_temporary(folder: Path, kind: str) -> None:
+    """Remove the files of a temporary folder, and the folder; other files in it stay, with a warning."""
+    if remaining := remove_unfinished(folder, kind):
+        _log.warning("%s is not removed: it holds %s", folder, ", ".join(sorted(remaining)[:3]))
+
+
+def _lock_text(folder: Path) -> bytes:
+    """Return the content of a folder's lock file: the boot id of the kernel, and the folder's name."""
+    try:
+        return b"hyper-parallel " + _BOOT.read_bytes() + os.fsencode(folder.name) + b"\n"
+    except OSError:  # not Linux
+        return b""
 
 
 def check_output_file(

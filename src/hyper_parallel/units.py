@@ -17,21 +17,17 @@ TiB: Final = 2**40
 GB: Final = 10**9
 TFLOP: Final = 10**12
 
-DTYPE_BYTES: Final[dict[str, int]] = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Width of one element by canonical dtype name (torch's names)."""
+DTYPES: Final = {
+    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8),
+    "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1),
+    "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1), "bool": ("BOOL", 1),
+}  # fmt: skip
+"""Safetensors name and bytes per element of each dtype, by torch's name without `torch.`."""
+DTYPE_BYTES: Final = {name: num_bytes for name, (_, num_bytes) in DTYPES.items()}
+"""Bytes per element of each dtype."""
+FLOAT_DTYPES: Final = {code: name for name, (code, _) in DTYPES.items() if "float" in name}
+"""Floating-point dtypes by their safetensors name."""
 _DTYPE_ALIAS: Final = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 _SIZE = re.compile(r"^\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)

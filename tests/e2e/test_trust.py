@@ -18,7 +18,7 @@ from hyper_parallel.errors import (
     RankFailed,
     RunInUse,
 )
-from hyper_parallel.trainer.files import run_lock
+from hyper_parallel.trainer.run_directory import run_lock
 from tests.e2e.runs import CONFIG, curve, rows, train, write_functions
 
 pytestmark = pytest.mark.e2e

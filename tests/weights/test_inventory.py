@@ -19,8 +19,7 @@ import hyper_parallel as hp
 from hyper_parallel.backends.torch.weights.initialization import materialize
 from hyper_parallel.errors import BadValue, WeightsUnreadable
 from hyper_parallel.model import load_model, read_config
-from hyper_parallel.trainer.checkpoints.checkpoint_export import export_checkpoint
-from hyper_parallel.trainer.checkpoints.model_import import import_checkpoint
+from hyper_parallel.trainer.checkpoints.conversion import export_checkpoint, import_checkpoint
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.generation import from_pretrained
 from tests.weights.models import mixtral, qwen3, qwen3_moe

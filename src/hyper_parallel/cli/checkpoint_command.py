@@ -122,7 +122,7 @@ def import_(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a Hugging Face directory as the checkpoint of step 0, from which a run with any layout can start."""
-    from hyper_parallel.trainer.checkpoints.model_import import import_checkpoint
+    from hyper_parallel.trainer.checkpoints.conversion import import_checkpoint
     from hyper_parallel.trainer.files import written
     from hyper_parallel.trainer.run_directory import check_claimable, mark_run_directory
 
@@ -181,7 +181,7 @@ def export(
     lora, weights = adapters or (None, None)
     source = model or weights or _recipe_model(directory.parent)
     tokenizer = tokenizer or _run_tokenizer(directory.parent)
-    from hyper_parallel.trainer.checkpoints.checkpoint_export import export_checkpoint
+    from hyper_parallel.trainer.checkpoints.conversion import export_checkpoint
 
     exported_step = export_checkpoint(
         directory, source, target, step, tokenizer, dtype,

@@ -57,6 +57,11 @@ class HubName:
         return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
 
     @property
+    def folder(self) -> str:
+        """Name of the repository without its owner."""
+        return self.repository.rpartition("/")[2]
+
+    @property
     def is_pinned(self) -> bool:
         """True if the revision is a commit, which never changes."""
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
@@ -184,7 +189,7 @@ def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "")
             where=where,
             got=str(name),
             allowed=f"a directory that exists, or a repository in {cache_folder()}",
-            hint=f"{variable}=0 {_command(name, part)}",
+            hint=f"{variable}=0 {download_command(name, part)}",
         )
     words = (name.repository, part, name.revision or "main", "")
     answer = _run_download(*words, folder=cache_folder(), is_shown=_is_shown())
@@ -263,8 +268,7 @@ def _refusal(
 ) -> UnknownModel:
     """Return the error for a failed download, whose printed JSON object is `answer`."""
     kind, text = answer.get("kind"), str(answer.get("text", ""))
-    local = name.repository.rpartition("/")[2]
-    full_command = f"hf download {name.repository} --local-dir {local}"
+    local, full_command = name.folder, download_command(name, local=True)
     known: dict[Any, tuple[str, str]] = {
         "absent": (
             f"the hub has no model `{name.repository}`, or it is private",
@@ -283,16 +287,21 @@ def _refusal(
             f"`{name.repository}` has no files that make up a {part}",
             full_command,
         ),
-        "network": ("the hub does not answer", _command(name, part)),
+        "network": ("the hub does not answer", download_command(name, part)),
     }  # fmt: skip
-    description, hint = known.get(kind, (f"`{name}` cannot be downloaded", _command(name, part)))
+    description, hint = known.get(
+        kind, (f"`{name}` cannot be downloaded", download_command(name, part))
+    )
     return UnknownModel(description, where=where, got=text or str(name), hint=hint)
 
 
-def _command(name: HubName, part: Part) -> str:
+def download_command(name: HubName, part: Part = "model", *, local: bool = False) -> str:
+    """Return the command that downloads the requested files into the cache or, with `local`, into `name.folder`."""
     words = ["hf", "download", name.repository]
     if part == "config":
         words.append("config.json")
+    if local:
+        words += ["--local-dir", name.folder]
     if name.revision is not None:
         words += ["--revision", name.revision]
     return " ".join(words)

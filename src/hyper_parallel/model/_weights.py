@@ -8,23 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.model._model_spec import ModelSpec, ParamSpec
 from hyper_parallel.model._weight_listing import TensorInfo, list_weight_files, read_tensor_infos
 from hyper_parallel.model.families import FAMILIES, FAMILIES_READ, Experts
-
-_DTYPES: Mapping[str, str] = MappingProxyType(
-    {
-        "F64": "float64",
-        "F32": "float32",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-    }
-)
+from hyper_parallel.units import FLOAT_DTYPES
 
 _BUFFERS = ("inv_freq", "e_score_correction_bias", "attn.bias", "attn.masked_bias")
 """Suffixes of names in published files that are buffers, not parameters."""
@@ -163,4 +152,4 @@ def _main_dtype(tensors: list[TensorInfo]) -> str | None:
     elements: Counter[str] = Counter()
     for tensor in tensors:
         elements[tensor.dtype] += math.prod(tensor.shape)
-    return _DTYPES.get(elements.most_common(1)[0][0]) if elements else None
+    return FLOAT_DTYPES.get(elements.most_common(1)[0][0]) if elements else None

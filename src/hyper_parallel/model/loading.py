@@ -36,7 +36,7 @@ from hyper_parallel.near_paths import (
     some_recipe,
 )
 from hyper_parallel.received import check_value, read_text
-from hyper_parallel.units import DTYPE_BYTES
+from hyper_parallel.units import FLOAT_DTYPES
 
 _FOLDER = Path(__file__).parent / "presets"
 
@@ -356,12 +356,12 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
         dtype = "float32"
     named = abbreviated(dtype) if isinstance(dtype, (list, dict)) else str(dtype)
     dtype = named.removeprefix("torch.")
-    if dtype not in DTYPE_BYTES:
+    if dtype not in FLOAT_DTYPES.values():
         raise ModelUnreadable(
-            "`dtype` is not a known number format",
+            "`dtype` is not a floating-point format",
             where=where,
             got=dtype,
-            allowed=tuple(DTYPE_BYTES),
+            allowed=tuple(FLOAT_DTYPES.values()),
             hint='write `"dtype": "bfloat16"` in the config',
         )
     quantization = values.get("quantization_config")

@@ -1,7 +1,6 @@
 """Runtime: launch or join ranks, parallelize a model by a plan, and run training steps with offload."""
 
 from hyper_parallel.backends.torch import (
-    Handle,
     Routing,
     RoutingStatistics,
     accumulate,
@@ -37,7 +36,6 @@ from hyper_parallel.runtime.launchers import (
 )
 from hyper_parallel.runtime.local_launch import launch
 from hyper_parallel.runtime.offloaded_step import (
-    OffloadedStep,
     agree_on_plan,
     gather_objects,
     host_machine,
@@ -50,9 +48,7 @@ from hyper_parallel.runtime.supervision import Deadlines, HeartbeatWriter, with_
 __all__ = [
     "CommCounter",
     "Deadlines",
-    "Handle",
     "HeartbeatWriter",
-    "OffloadedStep",
     "Routing",
     "RoutingStatistics",
     "World",

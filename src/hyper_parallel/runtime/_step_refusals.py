@@ -66,7 +66,7 @@ def refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
     ):
         raise CaptureUnsupported(
             "the step or its model is compiled by torch.compile, but a memory plan runs single operators",
-            hint="pass the module before compilation: `model._orig_mod` of `torch.compile(model)`",
+            hint="pass step and model as they were before compilation, such as `torch.compile(model)._orig_mod`",
         )
 
 

@@ -6,12 +6,9 @@ import os
 import socket
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -30,7 +27,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.runtime.fork_server import device_of_rank
-from hyper_parallel.runtime.local_launch import INIT_METHOD, stamp
+from hyper_parallel.runtime.local_launch import INIT_METHOD, stamp, world_of_rank
 from hyper_parallel.runtime.supervision import (
     BOARD_VARIABLE,
     Deadlines,
@@ -61,21 +58,23 @@ class Hosts:
         self, store: Any, rank: int, local_rank: int, world_size: int, ranks_each: int
     ) -> None:
         self._store, self._rank, self._ranks_each = store, rank, ranks_each
-        self._alive = [f"hyper_parallel/alive/{r}" for r in range(0, world_size, ranks_each)]
-        self._names = [f"hyper_parallel/name/{r}" for r in range(0, world_size, ranks_each)]
+        self._first_ranks = range(0, world_size, ranks_each)
         if local_rank == 0:
-            store.set(self._names[rank // ranks_each], socket.gethostname())
+            store.set(f"hyper_parallel/name/{rank}", socket.gethostname())
+
+    def _alive(self, first_rank: int) -> str:
+        return f"hyper_parallel/alive/{first_rank}"
 
     def report_alive(self) -> None:
         """Set the flag of this machine; called after a failure of this rank."""
-        self._store.set(self._alive[self._rank // self._ranks_each], "")
+        self._store.set(self._alive(self._rank - self._rank % self._ranks_each), "")
 
     def find_lost(self) -> HostLost | None:
         """Wait for the flags of all machines; return an error that names the missing machines, or None.
 
         If the store is unreachable, the error names the rendezvous host.
         """
-        missing, names = list(range(len(self._alive))), list[str]()
+        missing, names = [*self._first_ranks], list[str]()
         answered = threading.Event()
 
         def poll() -> None:
@@ -83,9 +82,9 @@ class Hosts:
                 self.report_alive()
                 deadline = time.monotonic() + _ANSWER_S
                 while missing and time.monotonic() < deadline:
-                    missing[:] = [m for m in missing if not self._store.check([self._alive[m]])]
+                    missing[:] = [r for r in missing if not self._store.check([self._alive(r)])]
                     time.sleep(_POLL_S)
-                names.extend(self._store.get(self._names[m]).decode() for m in missing)
+                names.extend(self._store.get(f"hyper_parallel/name/{r}").decode() for r in missing)
                 answered.set()
 
         thread = threading.Thread(target=poll, daemon=True)
@@ -93,10 +92,9 @@ class Hosts:
         thread.join(2 * _ANSWER_S)
         if answered.is_set() and not names:
             return None
-        ranks_each = self._ranks_each
         lost = [
-            f"{n} (ranks {m * ranks_each} to {m * ranks_each + ranks_each - 1})"
-            for n, m in zip(names, missing, strict=False)
+            f"{name} (ranks {first} to {first + self._ranks_each - 1})"
+            for name, first in zip(names, missing, strict=False)
         ]
         where = f"the rendezvous host {os.environ.get('MASTER_ADDR')}"
         return HostLost(
@@ -136,7 +134,8 @@ class World:
         self._hosts: Hosts | None = None
         self._watched = ExitStack()
         self._timeout: timedelta | None = None
-        self._part: _WorldPart | None = None
+        self._part: tuple[range, int] | None = None
+        """Ranks of this world among the ranks that torchrun has launched, and the number of the latter."""
         self._meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -151,6 +150,8 @@ class World:
         ending: Callable[[], bool] = lambda: False,
     ) -> World:
         """Join the world that the launcher's environment variables describe; without RANK, a single-rank world.
+
+        If the process group exists already, it is used, and its owner must destroy it.
 
         Args:
             device: `cpu`, `cuda`, `npu`, ...; None: the accelerator of this machine, or `cpu` without accelerator.
@@ -168,14 +169,15 @@ class World:
             LauncherIncomplete: HP315 when environment variables of the launcher are missing or invalid.
         """
         rank, world_size, local_rank = launched_rank()
-        part = None
+        ranks, launched = range(world_size), world_size
         if len(worlds) > 1 and INIT_METHOD not in os.environ:
-            part = _WorldPart.of(rank, worlds)
-            rank, world_size = part.rank, part.world_size
+            ranks = world_of_rank(rank, worlds)
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind = device or ("cpu" if accelerator is None else accelerator.type)
-        world = cls(rank, world_size, local_rank, device_of_rank(kind, local_rank), "")
-        world._part = part
+        device_of_world = device_of_rank(kind, local_rank)
+        world = cls(rank - ranks.start, len(ranks), local_rank, device_of_world, "")
+        if len(ranks) < launched:
+            world._part = ranks, launched
         if debug:
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         if "RANK" in os.environ:
@@ -223,7 +225,7 @@ class World:
             if self._timeout is not None:
                 store.set_timeout(self._timeout)
             if self._part is not None:
-                store = self._part.store(store)
+                store = _store_of_world(store, *self._part)
             options = {"store": store, "timeout": self._timeout}
         dist.init_process_group(self.backend, rank=self.rank, world_size=self.world_size, **options)
         self._owns_group = True
@@ -236,7 +238,7 @@ class World:
         """Publish the heartbeats of this rank and, unless the launcher does so, monitor the ranks of this machine."""
         if BOARD_VARIABLE in os.environ:
             ranks, path = os.environ[BOARD_VARIABLE].split(" ", 1)
-            board, poll = HeartbeatBoard(Path(path), int(ranks)), _ignore
+            board, poll = HeartbeatBoard(Path(path), int(ranks)), lambda: None  # the launcher polls
         elif deadlines is not None or "LOCAL_WORLD_SIZE" in os.environ:
             board = HeartbeatBoard(board_of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             self._board = board.path
@@ -246,7 +248,7 @@ class World:
             if deadlines is not None:
                 poll = HangMonitor(board, deadlines, self.local_rank, first, ending).poll
             else:
-                poll = WaitReporter(board, first).poll if self.local_rank == 0 else _ignore
+                poll = WaitReporter(board, first).poll if self.local_rank == 0 else lambda: None
         else:
             return
         # The timeout of torch raises a less specific error, so it must expire later.
@@ -316,7 +318,7 @@ class World:
         return self._groups[tuple(mesh.mesh.flatten().tolist())]
 
     def close(self) -> None:
-        """Wait for all ranks in a barrier, then destroy the process groups that this object has created.
+        """Destroy the process groups that this object has created, after a barrier of all ranks.
 
         Without the barrier, a rank could close connections that slower ranks are still opening.
         """
@@ -365,40 +367,12 @@ class World:
                 raise mismatch from error
 
 
-@dataclass(frozen=True)
-class _WorldPart:
-    """Position of this process in the list of worlds into which the ranks of torchrun are split.
-
-    Attributes:
-        number: Index of this world.
-        rank: Rank of this process in this world.
-        world_size: Number of ranks in this world.
-        launched: Number of ranks in all worlds.
-    """
-
-    number: int
-    rank: int
-    world_size: int
-    launched: int
-
-    @classmethod
-    def of(cls, rank: int, worlds: Sequence[int]) -> _WorldPart:
-        """Return the position of a global rank; `worlds` are the sizes of the worlds, in rank order."""
-        ends = list(accumulate(worlds))
-        number = bisect_right(ends, rank)
-        size = worlds[number]
-        return cls(number, rank - ends[number] + size, size, ends[-1])
-
-    def store(self, store: dist.Store) -> dist.Store:
-        """Wait until the ranks of all worlds have joined `store`; return a prefix store for this world."""
-        if store.add("joined", 1) == self.launched:
-            store.set("all_joined", "")
-        store.wait(["all_joined"])
-        return dist.PrefixStore(f"world_{self.number}", store)
-
-
-def _ignore() -> None:
-    """Do nothing, because another process monitors the ranks."""
+def _store_of_world(store: dist.Store, ranks: range, launched: int) -> dist.Store:
+    """Wait until all `launched` ranks have joined `store`; return a prefix store for the world of `ranks`."""
+    if store.add("joined", 1) == launched:
+        store.set("all_joined", "")
+    store.wait(["all_joined"])
+    return dist.PrefixStore(f"world_{ranks.start}", store)
 
 
 def forget_meshes() -> None:
@@ -443,7 +417,11 @@ def launched_rank() -> tuple[int, int, int]:
 def _degrees_mismatch(strategy: Strategy, num_ranks: int, *, is_subset: bool) -> DegreesMismatch:
     size = strategy.world_size
     dp_shard, remainder = divmod(num_ranks, size // strategy.dp_shard)
-    hint = f"ranks=range({size})" if is_subset else f"torchrun --nproc-per-node {size} SCRIPT"
+    hint = f"torchrun --nproc-per-node {size} SCRIPT"
+    if is_subset:
+        hint = f"ranks=range({size})"
+    elif INIT_METHOD in os.environ:
+        hint = f"hp.launch(fn, {size})"
     return DegreesMismatch(
         f"the degrees multiply to {size}, but there {'is' if num_ranks == 1 else 'are'} {num_ranks} "
         f"rank{'' if num_ranks == 1 else 's'}",
@@ -466,5 +444,5 @@ def _incomplete(problem: str, got: str) -> LauncherIncomplete:
         where="environment of this process",
         got=got,
         allowed="RANK below WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
-        hint="unset RANK WORLD_SIZE",
+        hint="unset RANK WORLD_SIZE, to run a single rank",
     )

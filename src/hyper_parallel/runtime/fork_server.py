@@ -164,7 +164,9 @@ def device_of_rank(kind: str, local_rank: int) -> torch.device:
         raise DeviceUnavailable(
             f"local rank {local_rank} needs {kind} device {local_rank}, which does not exist",
             got=f"{count} {kind} devices",
-            hint="lower the degrees, or start the run on more machines with torchrun",
+            hint="lower the degrees, or start the run on more machines with torchrun"
+            if count
+            else f"install torch with support for {kind}, or run on the CPU",
         )
     try:
         module.set_device(local_rank)

@@ -36,7 +36,13 @@ def manifest(recipe: Recipe, ranks: int, output_dir: Path) -> str:
         DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
     """
     name = _name(output_dir.name)
-    parts = [_config_map(name, recipe), _job_set(name, recipe, ranks)]
+    config_map: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name},
+        "data": {"recipe.yaml": recipe_to_yaml(with_absolute_paths(recipe))},
+    }
+    parts = [config_map, _job_set(name, recipe, ranks)]
     if recipe.launch.namespace is not None:
         for part in parts:
             part["metadata"]["namespace"] = recipe.launch.namespace
@@ -47,16 +53,6 @@ def _name(text: str) -> str:
     """Convert a text to a DNS label of lower-case letters, digits and hyphens."""
     label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_MOST_NAME].strip("-")
     return label if re.match(r"[a-z]", label) else f"run-{label}".rstrip("-")
-
-
-def _config_map(name: str, recipe: Recipe) -> dict[str, Any]:
-    text = recipe_to_yaml(with_absolute_paths(recipe))
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": name},
-        "data": {"recipe.yaml": text},
-    }
 
 
 def _job_set(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:

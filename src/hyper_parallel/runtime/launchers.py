@@ -209,9 +209,8 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
     if "RANK" in os.environ:  # this process is a rank already
         return
     launch = recipe.launch
-    if launch.launcher in ("slurm", "kubernetes") or (
-        launch.launcher == "ray" and has_cluster(recipe)
-    ):
+    ray_cluster = launch.ray_address is not None or "RAY_ADDRESS" in os.environ
+    if launch.launcher in ("slurm", "kubernetes") or (launch.launcher == "ray" and ray_cluster):
         return
     local_ranks = ranks if launch.launcher == "local" else ranks_per_node(recipe, ranks)
     words = [word for word in words if not word.startswith(("launch.launcher=", "launch.n"))]
@@ -251,11 +250,6 @@ def check_rank_count(ranks: int, capacity: RankCapacity, where: str, hint: str) 
         )
 
 
-def has_cluster(recipe: Recipe) -> bool:
-    """Return whether `launch.ray_address` or RAY_ADDRESS names a Ray cluster; if not, actors run on this machine."""
-    return recipe.launch.ray_address is not None or "RAY_ADDRESS" in os.environ
-
-
 def launch_words(ranks: int, node_ranks: int | None = None) -> str:
     """Return recipe overrides that distribute ranks evenly over machines with at most `node_ranks` ranks (None: 8)."""
     max_per_node = min(node_ranks or _NODE_RANKS, ranks)
@@ -263,12 +257,12 @@ def launch_words(ranks: int, node_ranks: int | None = None) -> str:
     return f"launch.nnodes={ranks // per_node} launch.nproc_per_node={per_node}"
 
 
-_PLACED_S: Final = 60.0
-"""Seconds within which a cluster must reserve machines for the ranks."""
+PLACED_S: Final = 60.0
+"""Seconds within which a cluster must reserve machines for the ranks, or schedule the actors of a role."""
 _GRACE_S: Final = 2.0
 """Seconds after the first failure in which other ranks can report failures."""
-STORE_BYTES: Final = 100 * 2**20
-"""Bytes of a local cluster's object store; small, because ranks do not exchange data through the store."""
+LOCAL_CLUSTER: Final = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+"""Options of `ray.init` for a local cluster, with a small object store, because ranks exchange no data through it."""
 
 
 class Rank:
@@ -288,6 +282,23 @@ class Rank:
         """Set environment variables, and return the result of `fn()`."""
         os.environ.update(environment)
         return fn()
+
+
+def import_ray(where: str) -> Any:
+    """Import and return the module `ray`; `where` is the option that needs it, for the error.
+
+    Raises:
+        MissingDependency: HP501 when the package `ray` is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependency(
+            "ranks on Ray need the package `ray`",
+            where=where,
+            hint="pip install 'hyper-parallel[ray]'",
+        ) from error
+    return ray
 
 
 def launch_on_ray(
@@ -316,22 +327,11 @@ def launch_on_ray(
         RankFailed: HP601 with the machine of the first actor that died or failed.
         HyperParallelError: Coded error of a rank.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingDependency(
-            "launching on Ray needs the package `ray`",
-            where="launch.launcher",
-            hint="pip install 'hyper-parallel[ray]'",
-        ) from error
+    ray = import_ray("launch.launcher")
     per_node, cluster_options = ranks // nnodes, {}
     if address is None and "RAY_ADDRESS" not in os.environ:
         address, cores = "local", max(ranks, os.cpu_count() or 1)
-        cluster_options = {
-            "num_cpus": cores,
-            "object_store_memory": STORE_BYTES,
-            "include_dashboard": False,
-        }
+        cluster_options = {"num_cpus": cores, **LOCAL_CLUSTER}
     with ExitStack() as stack:
         ray.init(address, **cluster_options)
         stack.callback(ray.shutdown)
@@ -360,7 +360,7 @@ def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
     bundles = [{kind: per_node * share for kind, share in resources.items()}] * nnodes
     group = placement_group(bundles, strategy="STRICT_SPREAD" if nnodes > 1 else "STRICT_PACK")
     stack.callback(remove_placement_group, group)
-    if not group.wait(_PLACED_S):
+    if not group.wait(PLACED_S):
         raise DeviceUnavailable(
             f"the Ray cluster does not have {nnodes} machines with {per_node} free {' and '.join(resources)} each",
             where="launch.ray_address",

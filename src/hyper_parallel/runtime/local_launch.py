@@ -62,7 +62,6 @@ _POLL_S: Final = 0.25  # detects a frozen rank well within a second after its de
 _LINES_OF_STACK: Final = 16  # number of lines in an error; the log contains the full stack
 _STACKS_S: Final = 0.5
 _LENGTH: Final = struct.Struct("<Q")
-_CHUNK_BYTES: Final = 1 << 30  # Linux writes less than 2 GiB per call
 _STACK: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n(?:  File .*\n)*", re.MULTILINE)
 """Stack of a thread in the output of faulthandler, in which the main thread is the last."""
 
@@ -120,11 +119,11 @@ def launch(
         ranks: list[ForkProcess] = []
         try:
             with serial_tokenizers():
-                for rank, world in enumerate(_world_of_ranks(worlds or (world_size,))):
+                for rank in range(world_size):
                     if ending():
                         raise KeyboardInterrupt
                     folder = None if rank == echo_rank else logs
-                    arguments = (fn, rank, world, scratch, folder, threads, board, records)
+                    arguments = (fn, rank, worlds, scratch, folder, threads, board, records)
                     ranks.append(fork_rank(_child, arguments, rank, world_size))
                     if deadlines is not None:
                         board.started(rank, ranks[-1].pid or 0)
@@ -139,11 +138,10 @@ def launch(
         return [records.read(rank).result for rank in range(world_size)]
 
 
-def _world_of_ranks(worlds: Sequence[int]) -> Iterator[range]:
-    """Yield, for every rank, the range of ranks in the same world; `worlds` are sizes in rank order."""
-    for first, stop in pairwise(accumulate(worlds, initial=0)):
-        for _ in range(first, stop):
-            yield range(first, stop)
+def world_of_rank(rank: int, worlds: Sequence[int]) -> range:
+    """Return the ranks in the same world as `rank`; `worlds` are the sizes of the worlds, in rank order."""
+    bounds = pairwise(accumulate(worlds, initial=0))
+    return next(range(first, stop) for first, stop in bounds if rank < stop)
 
 
 def _kill(ranks: Sequence[ForkProcess]) -> None:
@@ -175,10 +173,10 @@ class _Records:
     def write(self, rank: int, record: _Record) -> None:
         """Write a record atomically: its length is written last, and `read` ignores a record without length."""
         content = pickle.dumps(record)
-        with os.fdopen(self._files[rank], "r+b", buffering=0, closefd=False) as file:
+        with os.fdopen(self._files[rank], "r+b", closefd=False) as file:
             file.seek(_LENGTH.size)
-            for start in range(0, len(content), _CHUNK_BYTES):
-                file.write(content[start : start + _CHUNK_BYTES])
+            file.write(content)
+            file.flush()
             file.seek(0)
             file.write(_LENGTH.pack(len(content)))
 
@@ -194,7 +192,7 @@ class _Records:
 def _child(
     fn: Callable[[int], Any],
     rank: int,
-    world: range,
+    worlds: Sequence[int],
     scratch: Path,
     logs: Path | None,
     threads: int,
@@ -215,6 +213,7 @@ def _child(
         import torch
 
         torch.set_num_threads(threads)
+        world = world_of_rank(rank, worlds or (board.ranks,))
         store = scratch / f"store_{world.start}"
         publish_rank(rank - world.start, len(world), rank, store, board)
         torch.manual_seed(rank)

@@ -295,7 +295,8 @@ class OffloadedStep:
         """Run a step and return the outputs of the user's step.
 
         Raises:
-            StepChanged: HP512 when the model, the optimizer or a value read by Python differs from the recording.
+            StepChanged: HP512 when the model, the optimizer or a value read by Python differs from the recording, or
+                for more than `MOST_SHAPES` different inputs.
             CaptureUnsupported: HP511 if the step cannot be replayed.
             BudgetImpossible: HP402 if no memory plan fits the budget.
         """

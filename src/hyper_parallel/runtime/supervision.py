@@ -135,11 +135,6 @@ class HeartbeatWriter:
         self._noted = False
         self.begin_phase("start")
 
-    @property
-    def beats(self) -> int:
-        """Number of phases begun."""
-        return self._numbers[1]
-
     def begin_step(self, step: int | None) -> None:
         """Publish the start of a step; None: work outside steps, such as an evaluation or a checkpoint."""
         self._numbers[2] += step is not None
@@ -164,7 +159,6 @@ class HeartbeatWriter:
     def watched(self, poll: Callable[[], None]) -> Iterator[None]:
         """Run a thread inside the context that twice a second calls `poll`, and publishes a note in a long phase."""
         ended = threading.Event()
-
         main = threading.main_thread().ident or 0
 
         def watch() -> None:
@@ -172,11 +166,13 @@ class HeartbeatWriter:
             while not ended.wait(_POLL_S):
                 now_s = _computed_s(main)
                 # A user's loop, which publishes no phases, counts as waiting only while it uses no CPU time.
-                if self.beats == before and (self._numbers[2] or now_s - computed_s < _IDLE_S):
+                if self._numbers[1] == before and (
+                    self._numbers[2] or now_s - computed_s < _IDLE_S
+                ):
                     self.note(describe_position())
                 elif self._noted:
                     self.note("")
-                before, computed_s = self.beats, now_s
+                before, computed_s = self._numbers[1], now_s
                 poll()
 
         thread = threading.Thread(target=watch, name="heartbeat", daemon=True)
@@ -281,9 +277,9 @@ _LONGEST_POLL_S: Final = 2.0
 _BACKOFF_S: Final = 1.0
 """Seconds of waiting before the first restart, doubled for each later restart."""
 _LONGEST_BACKOFF_S: Final = 60.0
-_STOPPED: Final = "tT"
+STOPPED: Final = ("t", "T")
 """Process states of proc(5): stopped by a debugger, stopped by a signal."""
-_GONE: Final = "ZX"
+GONE: Final = ("Z", "X")
 """Process states of proc(5): zombie, dead."""
 _LAST_WORDS_S: Final = 0.5
 """Seconds for the ranks of a machine to print the reason and their stacks, before the first rank ends."""
@@ -388,7 +384,7 @@ class HangDetector:
             is_idle = beat.beats == self._beats[rank]
             if not is_idle and beat.step:
                 self._longest_s = max(self._longest_s, self._idle_s[rank])
-            frozen = _is_one_of(states.get(rank, ""), _STOPPED + _GONE)
+            frozen = states.get(rank) in STOPPED + GONE
             self._idle_s[rank] = self._idle_s[rank] + passed if is_idle else 0.0
             self._frozen_s[rank] = self._frozen_s[rank] + passed if frozen else 0.0
             self._beats[rank] = beat.beats
@@ -460,8 +456,8 @@ def hang(
         first: Rank of slot 0.
     """
     waiting = [rank for rank in states if beats[rank].note.startswith("waits for")]
-    stopped = tuple(rank for rank, state in states.items() if _is_one_of(state, _STOPPED))
-    gone = tuple(rank for rank, state in states.items() if _is_one_of(state, _GONE))
+    stopped = tuple(rank for rank, state in states.items() if state in STOPPED)
+    gone = tuple(rank for rank, state in states.items() if state in GONE)
     culprits = stopped + gone or tuple(rank for rank in states if rank not in waiting)
     lines = {
         slot: f"rank {first + slot} {_doing(beats[slot], state)} "
@@ -476,15 +472,11 @@ def hang(
 
 
 def _doing(beat: Heartbeat, state: str) -> str:
-    if _is_one_of(state, _STOPPED):
+    if state in STOPPED:
         return "is stopped by a signal"
-    if _is_one_of(state, _GONE):
+    if state in GONE:
         return "has ended without an error message"
     return beat.note or "reports no position"
-
-
-def _is_one_of(state: str, states: str) -> bool:
-    return state != "" and state in states
 
 
 def process_state(pid: int) -> str:

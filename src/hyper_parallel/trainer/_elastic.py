@@ -34,7 +34,8 @@ def replan_for_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
 def replan_for_launched(loaded: LoadedRecipe, launched: int | None) -> LoadedRecipe:
     """Return a recipe with `training.elastic` changed to the number of ranks that torchrun has launched.
 
-    Return the recipe unchanged if it is not elastic, already has `launched` ranks, or `launched` is None.
+    Return the recipe unchanged if it is not elastic, if `launched` is None, or if its own number of ranks is `launched`
+    or not set.
     """
     parallel = loaded.recipe.parallel
     planned = parallel.world_size

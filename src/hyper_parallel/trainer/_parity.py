@@ -122,8 +122,8 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
     """Train a small copy of a recipe's model on a single rank and on the recipe's layout, and compare all metrics.
 
     The two runs have the same seed and data, and use float64 without dropout or clipping. Ranks are local processes
-    with gloo. Degrees above 2 become 2, and axes are dropped until at most 8 ranks remain. `steps` is the number of
-    optimizer steps of each run.
+    with gloo. Degrees above 2 become 2 (hybrid cp: at most 4), and axes are dropped until at most 8 ranks remain.
+    `steps` is the number of optimizer steps of each run.
 
     Raises:
         Contradiction: HP104 in a process of torchrun, or for a recipe with sub-models.
@@ -179,7 +179,7 @@ def _layout(loaded: LoadedRecipe) -> tuple[Strategy, tuple[str, ...]]:
     available = math.prod(degrees[a] for a in ("dp_shard", "cp", "tp_x", "tp_y"))
     changes: dict[str, Any] = {
         "ep": min(strategy.ep, 2, available),
-        "cp_ulysses": 2 if hybrid else min(strategy.cp_ulysses, degrees["cp"]),
+        "cp_ulysses": min(2 if hybrid else strategy.cp_ulysses, degrees["cp"]),
         "virtual_stages": min(strategy.virtual_stages, 2),
         "stage_layers": (),
         "schedule_file": "",

@@ -252,8 +252,8 @@ def sample_data(
 ) -> DataSample:
     """Encode the first records of a recipe's data as training does, and count them.
 
-    `max_records` are divided evenly among the sources, each of which has `num_examples` examples. With `progress`, a
-    progress bar is shown if a tokenizer is trained.
+    `max_records` are divided evenly among the sources, each of which has at most `num_examples` examples. With
+    `progress`, a progress bar is shown if a tokenizer is trained.
 
     Raises:
         NoData, BadValue, Contradiction: Errors of `open_sources`.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -33,17 +33,6 @@ SLOTS: Final = 32
 
 _REFILL: Final = 4
 """New sequences are admitted when at least one in this many slots is free, to prefill several prompts per pass."""
-
-
-_KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
-    "max_new_tokens": int,
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "seed": int,
-    "top_k": int,
-    "stop": tuple,
-}
-"""Types of the fields of `Sampling`."""
 
 
 @dataclass(frozen=True)
@@ -68,22 +57,20 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, kinds in _KINDS.items():
-            value = getattr(self, name)
-            if not isinstance(value, kinds) or isinstance(value, bool):
-                allowed = "a whole number" if kinds is int else "a number"
-                allowed = "texts" if kinds is tuple else allowed
-                raise BadValue(f"{name} has the wrong type", got=repr(value)[:80], allowed=allowed)
-        for name, good, allowed in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
-            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
-            ("top_k", self.top_k >= 0, "0 or more"),
-            ("stop", all(self.stop), "strings of at least one character"),
+        number = (int, float)
+        for name, types, is_valid, allowed in (
+            ("max_new_tokens", int, lambda v: v >= 1, "a whole number, 1 or more"),
+            ("temperature", number, lambda v: 0 <= v < math.inf, "a number, 0 or more"),
+            ("top_p", number, lambda v: 0 < v <= 1, "a number above 0, at most 1"),
+            ("seed", int, lambda _: True, "a whole number"),
+            ("top_k", int, lambda v: v >= 0, "a whole number, 0 or more"),
+            ("stop", tuple, all, "texts of at least one character"),
         ):
-            if not good:
-                got = getattr(self, name)
-                raise BadValue(f"{name} is out of range", got=got, allowed=allowed)
+            value = getattr(self, name)
+            of_type = isinstance(value, types) and not isinstance(value, bool)
+            if not of_type or not is_valid(value):
+                problem = "is out of range" if of_type else "has the wrong type"
+                raise BadValue(f"{name} {problem}", got=repr(value)[:80], allowed=allowed)
 
 
 @dataclass(slots=True, eq=False)
@@ -265,12 +252,16 @@ def make_decoder(
 
     The model is a causal language model in evaluation mode, before or after `parallelize`.
     """
-    # The last token is not fed to the model, so the cache needs no entry for it.
-    length = max((s.start + s.limit - 1 for s in sequences), default=1)
-    passes = passes_of(model, max(1, min(slots, len(sequences))), length)
+    passes = passes_of(model, max(1, min(slots, len(sequences))), cache_length(sequences))
     decoder = Decoder(passes, sampling, stops, ended=ended, interrupt=interrupt)
     decoder.add(sequences)
     return decoder
+
+
+def cache_length(sequences: Sequence[DecodingSequence]) -> int:
+    """Return the number of tokens that the key-value cache must hold for the longest sequence."""
+    # The last token is not fed to the model, so the cache needs no entry for it.
+    return max((s.start + s.limit - 1 for s in sequences), default=1)
 
 
 def choose(logits: Tensor, drawn: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -311,6 +302,4 @@ def _filtered_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
 
 def numbers(*key: int, length: int) -> NDArray[np.float64]:
     """Return [length] pseudorandom numbers in [0, 1); each depends only on `key` and its index."""
-    raw = np.random.PCG64([part % 2**64 for part in key]).random_raw(length)
-    drawn: NDArray[np.float64] = (raw >> 11) / 2.0**53
-    return drawn
+    return np.random.Generator(np.random.PCG64([part % 2**64 for part in key])).random(length)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from hyper_parallel.errors import RunDirectoryLost
 from hyper_parallel.trainer.checkpoints import manifest as checkpoints
+from hyper_parallel.trainer.files import inode
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.job import Job
@@ -51,11 +52,12 @@ class DirectoryWatch:
             self._handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise _lost_error(place, None, "directory of the run") from error
-        self._file = _identity(place)
+        self._file = self._watched()
 
     def follow(self, name: str) -> None:
         """Also watch file `name` in the directory, which the run keeps open for writing."""
-        self._name, self._file = name, _identity(self._place / name)
+        self._name = name
+        self._file = self._watched()
 
     def check(self) -> None:
         """Check that the directory and the watched file still exist at their paths.
@@ -63,7 +65,7 @@ class DirectoryWatch:
         Raises:
             RunDirectoryLost: HP721 with the newest saved step and the command that resumes from it.
         """
-        if self._is_unchanged() and _identity(self._place / self._name) == self._file:
+        if self._is_unchanged() and self._watched() == self._file:
             return
         # A recursive removal may not have reached the directory yet.
         begin = time.monotonic()
@@ -73,9 +75,12 @@ class DirectoryWatch:
             raise _lost_error(self._place, self._place, f"file {self._name} of the run")
         raise _lost_error(self._place, _folder_of(self._handle), "directory of the run")
 
+    def _watched(self) -> tuple[int, int] | None:
+        return inode(self._place / self._name, follow_links=not self._name)
+
     def _is_unchanged(self) -> bool:
         opened = os.fstat(self._handle)
-        return _identity(self._place) == (opened.st_dev, opened.st_ino)
+        return inode(self._place) == (opened.st_dev, opened.st_ino)
 
     def close(self) -> None:
         """Close the file descriptor of the directory."""
@@ -99,15 +104,6 @@ def _lost_error(place: Path, now: Path | None, what: str) -> RunDirectoryLost:
     )
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Return (device number, inode) of a file or directory; None for a missing path."""
-    try:
-        status = path.lstat() if path.name.endswith(".jsonl") else path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
 def _folder_of(handle: int) -> Path | None:
     """Return the current path of a directory from its open file descriptor; None if the directory was removed."""
     try:
@@ -115,4 +111,4 @@ def _folder_of(handle: int) -> Path | None:
     except OSError:  # not Linux
         return None
     status = os.fstat(handle)
-    return path if _identity(path) == (status.st_dev, status.st_ino) else None
+    return path if inode(path) == (status.st_dev, status.st_ino) else None

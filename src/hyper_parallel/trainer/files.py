@@ -1,29 +1,20 @@
-"""File output of a run: checksums of files, the lock of a run directory, and checks before writing."""
+"""File output of a run: checksums and identity of files, and checks before writing."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import platform
-import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-from hyper_parallel.errors import OutputNotWritable, RunInUse, written
+from hyper_parallel.errors import OutputNotWritable, written
 from hyper_parallel.ir import Timeline
 from hyper_parallel.serde import encode, write_text
-
-_PARTIAL: Final = re.compile(
-    r"\.(config\.yaml|(plan|predicted_timeline|timeline|offload_predicted|offload_measured|run|trace|trackers|answers)\.json"
-    r"|(metrics|eval)\.jsonl|(report|comparison)\.html|sample\.txt|\.run\.owner)\.\d+\.part"
-)
-"""Names of partial files that `write_text` creates in a run directory."""
 
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
@@ -109,46 +100,13 @@ def tensors_written(path: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def run_lock(directory: Path) -> Iterator[None]:
-    """Lock a run directory for this process and the ranks that it forks, and remove incomplete files.
-
-    The operating system releases the lock when the last of these processes has ended.
-
-    Raises:
-        RunInUse: HP720 naming the process that holds the lock.
-        OutputNotWritable: HP105 when the directory cannot be written.
-    """
-    from filelock import FileLock, Timeout
-
-    lock, owner = FileLock(directory / ".run.lock"), directory / ".run.owner"
-    with written(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            owner_text = owner.read_text(encoding="utf-8") if owner.is_file() else "another process"
-            raise RunInUse(
-                "another run writes to this directory",
-                where=str(directory),
-                got=owner_text,
-                hint=f"wait until it ends, or set `output_dir={directory}-2`",
-            ) from None
-        write_text(owner, f"process {os.getpid()} on {platform.node()}")
-    _remove_partials(directory)
+def inode(path: Path, *, follow_links: bool = True) -> tuple[int, int] | None:
+    """Return (device number, inode) of a file or directory, equal for all its hard links; None for a missing path."""
     try:
-        yield
-    finally:
-        with suppress(OSError):
-            owner.unlink(missing_ok=True)
-        lock.release()
-
-
-def _remove_partials(directory: Path) -> None:
-    for path in directory.glob(".*.part"):
-        if _PARTIAL.fullmatch(path.name) and path.is_file() and not path.is_symlink():
-            with suppress(OSError):
-                path.unlink()
+        status = path.stat(follow_symlinks=follow_links)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def check_writable(directory: Path, key: str) -> None:

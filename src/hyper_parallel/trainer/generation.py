@@ -51,7 +51,14 @@ from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, lo
 from hyper_parallel.trainer.checkpoints.pieces import check_dtype, dtype_name
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.data.prompt_media import PromptMedia
-from hyper_parallel.trainer.decoding import SLOTS, Decoder, DecodingSequence, Sampling, make_decoder
+from hyper_parallel.trainer.decoding import (
+    SLOTS,
+    Decoder,
+    DecodingSequence,
+    Sampling,
+    cache_length,
+    make_decoder,
+)
 from hyper_parallel.trainer.engine.auto_model import (
     class_of_config,
     complete_outputs,
@@ -259,9 +266,8 @@ def _passes_of_one(model: Any, sequence: DecodingSequence) -> Passes:
 
 def _fixed_steps(sequences: Sequence[DecodingSequence]) -> SlotSteps:
     """Return the shapes of decoding steps with a cache slot for each sequence."""
-    # The last token is not fed to the model, so the cache needs no entry for it.
-    length = max(s.start + s.limit - 1 for s in sequences)
-    return SlotSteps(len(sequences), max(len(s.text) for s in sequences), length)
+    prompt_tokens = max(len(s.text) for s in sequences)
+    return SlotSteps(len(sequences), prompt_tokens, cache_length(sequences))
 
 
 def _decode_sequence(
@@ -410,27 +416,18 @@ class Generator:
         for first in range(0, len(sequences), slots):
             if interrupt is not None and interrupt():
                 break
-            self._continue(sequences[first : first + slots], batch, interrupt)
+            part = sequences[first : first + slots]
+            passes = self._planned_passes(part)
+            options = {"ended": batch.ended, "interrupt": interrupt}
+            decoder = Decoder(passes, batch.sampling, batch.stops, **options)
+            decoder.add(part)
+            try:
+                for _ in decoder.run():
+                    pass
+            finally:
+                passes.close()
+                self.memory_use.add(passes.use)
         return [replace(generation, memory=self.memory_use) for generation in batch.generations()]
-
-    def _continue(
-        self,
-        sequences: list[DecodingSequence],
-        batch: PromptBatch,
-        interrupt: Callable[[], bool] | None,
-    ) -> None:
-        assert self.memory_use is not None
-        passes = self._planned_passes(sequences)
-        decoder = Decoder(
-            passes, batch.sampling, batch.stops, ended=batch.ended, interrupt=interrupt
-        )
-        decoder.add(sequences)
-        try:
-            for _ in decoder.run():
-                pass
-        finally:
-            passes.close()
-            self.memory_use.add(passes.use)
 
     def _planned_passes(self, sequences: Sequence[DecodingSequence]) -> PlannedSlots:
         assert self.memory is not None
@@ -477,17 +474,17 @@ def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple
     has_generation_config = read_generation_config(directory) is not None
     listing = list_weight_files(directory)
     if listing.index is not None or len(listing.files) < 2:
-        loaded: tuple[Any, Any] = _auto_class(base).from_pretrained(
+        model, info = _auto_class(base).from_pretrained(
             base, local_files_only=True, trust_remote_code=trusted, **report
         )
-        complete_outputs(loaded[0])
-        return loaded
-    empty: Any = model_from_config(read_config(base), torch.float32, trusted=trusted)
-    state = {name: t.slices for name, t in WeightFiles(directory).tensors.items()}
-    model, info = type(empty).from_pretrained(None, config=empty.config, state_dict=state, **report)
+    else:
+        empty: Any = model_from_config(read_config(base), torch.float32, trusted=trusted)
+        report["config"] = empty.config
+        report["state_dict"] = {n: t.slices for n, t in WeightFiles(directory).tensors.items()}
+        model, info = type(empty).from_pretrained(None, **report)
+        if has_generation_config:
+            model.generation_config = GenerationConfig.from_pretrained(directory)
     complete_outputs(model)
-    if has_generation_config:
-        model.generation_config = GenerationConfig.from_pretrained(directory)
     return model, info
 
 

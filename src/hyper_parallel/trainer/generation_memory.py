@@ -61,7 +61,7 @@ class DeviceMemory:
         try:
             flops_s = node.peak_flops(dtype)
         except UnknownPeak as error:
-            error.hint = f"--dtype float32, or a --topology with peak FLOP/s for {dtype}"
+            error.hint = f"a --topology with peak FLOP/s for {dtype}, or another --dtype"
             raise
         roofline = Roofline(flops_s, node.device.memory_bytes_s.value)
         return MemoryLimits(self.device_bytes, machine, roofline, self.flash)

@@ -7,7 +7,7 @@ pp   the key-value cache is sharded by layers; the last stage chooses the token 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,17 +89,16 @@ def generate_on_ranks(
         with World.join(kind) as world:
             parallelized = parallelize(model, plan, world)
             load_pretrained(parallelized, export, device=world.device)
-            sequences = _decode_share(parallelized, batch, slots, stop)
-            return gather_objects(sequences) if under_torchrun() else [sequences]
+            return gather_objects(_decode_share(parallelized, batch, slots, stop))
 
-    for part in rank() if under_torchrun() else _launch(rank, strategy.world_size):
+    ranks = strategy.world_size
+    for part in (
+        rank()
+        if under_torchrun()
+        else launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)[0]
+    ):
         batch.sequences.update(part)
     return batch.generations()
-
-
-def _launch(rank: Callable[[int], list[_Sequences]], ranks: int) -> list[_Sequences]:
-    results = launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)
-    return [part for parts in results for part in parts]
 
 
 def _decode_share(

@@ -14,6 +14,7 @@ from hyper_parallel.hub import (
     HubName,
     Part,
     cached_snapshot,
+    download_command,
     downloads_allowed,
     fetch,
     fetch_dataset,
@@ -45,16 +46,13 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
     path = _folder(loaded, model.path, part, "model.path", recorded)
     _fetch_data(loaded)
     if path != model.path and model.trust_remote_code:
-        name, _, revision = str(parse_name(model.path)).partition("@")
-        local = name.rpartition("/")[2]
-        download = f"hf download {name} --local-dir {local}" + (
-            f" --revision {revision}" if revision else ""
-        )
+        name = parse_name(model.path)
+        assert name is not None
         raise Contradiction(
             "model.path is a hub id with trust_remote_code=true, but Python code is not downloaded automatically",
             where=loaded.where("model.trust_remote_code"),
             got=f"trust_remote_code=true, model.path={model.path}",
-            hint=f"{download}, then model.path={local}",
+            hint=f"{download_command(name, local=True)}, then model.path={name.folder}",
         )
     tokenizer = data.tokenizer
     if tokenizer is not None:

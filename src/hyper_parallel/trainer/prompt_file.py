@@ -67,7 +67,9 @@ def read_prompts(
             "the prompt file cannot be read",
             where=str(path),
             got=str(error),
-            hint="check the path and its permissions",
+            hint="check the path and its permissions"
+            if isinstance(error, OSError)
+            else "write the file as UTF-8 text of at most 256 MiB",
         ) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -1,4 +1,4 @@
-"""Directory of a run: names that belong to the run, and checks before files are written or removed.
+"""Directory of a run: names that belong to the run, its lock, and checks before files are written or removed.
 
 The marker is a small file that identifies the directory of a run. A missing or empty directory is created and marked. A
 directory with other files but no marker is rejected before data is prepared or a rank starts; only log files of
@@ -18,14 +18,16 @@ import itertools
 import json
 import logging
 import os
+import platform
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.config import LoadedRecipe, Recipe, paths_read
-from hyper_parallel.errors import Contradiction, OutputNotWritable
+from hyper_parallel.errors import Contradiction, OutputNotWritable, RunInUse, written
 from hyper_parallel.owned_folder import (
     MARKER,
     Marker,
@@ -40,7 +42,7 @@ from hyper_parallel.owned_folder import (
 from hyper_parallel.received import holds_text
 from hyper_parallel.serde import write_text
 from hyper_parallel.trainer.checkpoints import manifest as checkpoints
-from hyper_parallel.trainer.files import copy_files
+from hyper_parallel.trainer.files import copy_files, inode
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +76,8 @@ _HARMLESS: Final = re.compile(
     r"lost\+found|\.gitkeep|\.keep|\.gitignore|\.DS_Store|\.nfs\w+|"
     rf"\.run\.(lock|owner)|\.{re.escape(MARKER)}\.\d+\.part"
 )
+_PARTIAL: Final = re.compile(r"\.(.+)\.\d+\.part")
+"""Names of partial files that `write_text` creates."""
 _RANK_LOG: Final = re.compile(r"logs/(rank_\d+\.log|restart_\d+(/.*)?)")
 
 
@@ -109,7 +113,7 @@ def mark_run_directory(place: Path) -> None:
         write_marker(place, Marker(RUN))
 
 
-def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
+def claim_run_directory(place: Path, recipe: Recipe) -> None:
     """Create a run directory and write its marker, unless the directory already has a marker.
 
     Raises:
@@ -155,7 +159,7 @@ def check_plain(path: Path) -> None:
 
 
 def clear_run_directory(place: Path) -> list[str]:
-    """Remove the files of an earlier run before a new run starts over; return the removed names."""
+    """Remove the files of an earlier run before a new run starts over; return the names of cleared entries."""
     removed = []
     known = _known(place)
     is_own = lambda path: path.name != _SAMPLE or known.get(_SAMPLE) == file_facts(path)  # noqa: E731
@@ -287,16 +291,16 @@ def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
     parents = {o.partition(" ")[2] for o in loaded.origins.values() if o.startswith("extends ")}
     read += [("extends", str(loaded.path.parent / name)) for name in parents]
     filled = dict(zip(_FILLED, (recipe.data.cache_dir, recipe.offload.flash_dir), strict=True))
-    hard = {
-        _identity(place / name) for name in (*_CLEARED_FILES, *_KEPT_FILES) if name != _RECIPE
-    } - {None}
+    hard = {inode(place / name) for name in (*_CLEARED_FILES, *_KEPT_FILES) if name != _RECIPE} - {
+        None
+    }
     over = recipe.checkpoint.resume == "never"
     for key, name in (*read, *filled.items()):
         path = None if name is None else Path(name).expanduser()
         if path is None or not (key in filled or path.exists()):
             continue
         targets = [_relative(p, place) for p in (path, *_linked(path))]
-        if any(_is_written(p, key, over=over) for p in targets) or _identity(path) in hard:
+        if any(_is_written(p, key, over=over) for p in targets) or inode(path) in hard:
             raise Contradiction(
                 f"the run would overwrite an input: `{key}` is inside of `output_dir`",
                 where=loaded.where(key) if key in loaded.origins else str(loaded.path),
@@ -349,12 +353,49 @@ def _relative(path: Path, folder: Path) -> Path | None:
     return real.relative_to(base) if real.is_relative_to(base) else None
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Return (device number, inode) of a file, equal for all its hard links; None for other paths."""
-    if not path.is_file():
-        return None
-    status = path.stat()
-    return status.st_dev, status.st_ino
+@contextmanager
+def run_lock(directory: Path) -> Iterator[None]:
+    """Lock a run directory for this process and the ranks that it forks, and remove incomplete files.
+
+    The operating system releases the lock when the last of these processes has ended.
+
+    Raises:
+        RunInUse: HP720 naming the process that holds the lock.
+        OutputNotWritable: HP105 when the directory cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    lock, owner = FileLock(directory / ".run.lock"), directory / ".run.owner"
+    with written(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            owner_text = owner.read_text(encoding="utf-8") if owner.is_file() else "another process"
+            raise RunInUse(
+                "another run writes to this directory",
+                where=str(directory),
+                got=owner_text,
+                hint=f"wait until it ends, or set `output_dir={directory}-2`",
+            ) from None
+        write_text(owner, f"process {os.getpid()} on {platform.node()}")
+    _remove_partials(directory)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            owner.unlink(missing_ok=True)
+        lock.release()
+
+
+def _remove_partials(directory: Path) -> None:
+    """Remove partial files that `write_text` of a killed process has left."""
+    for path in directory.glob(".*.part"):
+        match = _PARTIAL.fullmatch(path.name)
+        is_own = match is not None and match[1] in (*_CLEARED_FILES, *_KEPT_FILES)
+        if is_own and path.is_file() and not path.is_symlink():
+            with suppress(OSError):
+                path.unlink()
 
 
 _PARTS: Final = "parts"

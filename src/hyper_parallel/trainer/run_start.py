@@ -29,10 +29,9 @@ from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._elastic import replan_up_to
 from hyper_parallel.trainer.data import Stream
 from hyper_parallel.trainer.engine.torch_engine import TorchEngine
-from hyper_parallel.trainer.files import run_lock
 from hyper_parallel.trainer.job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer.loop import Display, Summary, Trainer
-from hyper_parallel.trainer.run_directory import claim_run_directory
+from hyper_parallel.trainer.run_directory import claim_run_directory, run_lock
 from hyper_parallel.trainer.signals import Interrupted, StopRequest
 from hyper_parallel.trainer.snapshots import newest_saved, snapshot_folder
 from hyper_parallel.trainer.stages.rollout_folder import RolloutFolder

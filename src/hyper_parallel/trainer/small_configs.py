@@ -76,12 +76,11 @@ _DOTS3 = {
     "per_layer_config": {i: {"num_attention_heads": 2, "num_key_value_heads": 2} for i in (1, 3)},
 }
 _QWEN4 = {
-    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16},
-    **{"indexer_compress_ratio": 4, "hc_lowrank": 8, "ple_embed_dim": 32},
-    **{"ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8},
-    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-}
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
+    "indexer_compress_ratio": 4, "hc_lowrank": 8, "ple_embed_dim": 32, "ngram_vocab_size_base": 64,
+    "make_ngram_vocab_size_divisible_by": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _FULL_ROPE = {"rope_parameters": {"full_attention": _ROPE}}
 _MROPE = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}}
@@ -92,9 +91,7 @@ _VOCAB = {"unpadded_vocab_size": SIZES["vocab_size"]}
 FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glmga"), _MROPE),
     "glm4v_moe": {
-        "text_config": {
-            "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
-        }
+        "text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
     },
     "glm5_next": {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0}},
     "paddleocr_vl": _MROPE,
@@ -102,24 +99,20 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "cohere_compass": {"text_config": _FULL_ROPE},
     "cohere_compass_text": _FULL_ROPE,
     "apertus1p5": {
-        **{"image_token_offset": 64, "audio_token_offset": 192},
-        "vision_config": {**_CODES, "codebook_size": 128},
+        "image_token_offset": 64, "audio_token_offset": 192, "vision_config": {**_CODES, "codebook_size": 128},
         "audio_config": {
-            **{"codebook_size": 128, "codebook_dim": HIDDEN, "decoder_hidden_size": 32},
-            **{"decoder_num_layers": 2, "decoder_intermediate_size": 48, "num_filters": 2},
+            "codebook_size": 128, "codebook_dim": HIDDEN, "decoder_hidden_size": 32, "decoder_num_layers": 2,
+            "decoder_intermediate_size": 48, "num_filters": 2,
         },
     },
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
-    **{name: {"mm_tokens_per_image": 4} for name in ("gemma3", "shieldgemma2")},
+    **{key: {"mm_tokens_per_image": 4} for key in ("gemma3", "shieldgemma2")},
     "bailing_hybrid": {"layer_group_size": 2},
     # On short sequences the model switches to this attention in its first step.
     "big_bird": {"attention_type": "original_full"},
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "chameleon": {
-        "vocabulary_map": {
-            "<image>": 303,
-            **{f"IMGIMG{letter}Z": 304 + i for i, letter in enumerate("ABCDEFGH")},
-        },
+        "vocabulary_map": {"<image>": 303, **{f"IMGIMG{letter}Z": 304 + i for i, letter in enumerate("ABCDEFGH")}},
         "vq_config": {**_CODES, "num_embeddings": 8},
     },
     "cohere2_vision": {"alignment_intermediate_size": 48},
@@ -132,34 +125,26 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
     "dots3_note": {
         "text_config": _DOTS3,
-        "vision_config": {
-            **{"mlp_layer_types": _SPARSE, "adapter_in_dim": HIDDEN},
-            "adapter_out_dim": HIDDEN,
-        },
+        "vision_config": {"mlp_layer_types": _SPARSE, "adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN},
         "audio_config": {"adapter_input_size": HIDDEN, "adapter_output_size": HIDDEN},
     },
     "dots3_note_text": _DOTS3,
     "emu3": {
         "vocabulary_map": {
-            **{"<image>": 303, "<|extra_200|>": 304},
-            **{f"<|visual token {i:06}|>": 305 + i for i in range(8)},
+            "<image>": 303, "<|extra_200|>": 304, **{f"<|visual token {i:06}|>": 305 + i for i in range(8)},
         },
         "vq_config": {**_CODES, "codebook_size": 8, "hidden_size": 4 * HIDDEN},
     },
     "ernie4_5_vl_moe": {
-        "text_config": {
-            **{"moe_num_experts": 4, "moe_k": 2},
-            "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
-        }
+        "text_config": {"moe_num_experts": 4, "moe_k": 2, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
     },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "fast_vlm": {"vision_config": {"hidden_size": 2048}},
     "florence2": {
         "vision_config": {
-            **{"depths": [1] * 4, "embed_dim": [8, 16, 16, 32], "num_heads": [2] * 4},
-            **{"num_groups": [2] * 4, "patch_size": [7, 3, 3, 3], "projection_dim": HIDDEN},
-            "window_size": 4,
-        }
+            "depths": [1] * 4, "embed_dim": [8, 16, 16, 32], "num_heads": [2] * 4, "num_groups": [2] * 4,
+            "patch_size": [7, 3, 3, 3], "projection_dim": HIDDEN, "window_size": 4,
+        },
     },
     "fun_asr_nano": {
         "adaptor_config": {"hidden_size": HIDDEN, "intermediate_size": HIDDEN // 4},
@@ -167,28 +152,22 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granite4_vision": {
-        **{"downsample_rate": "1/2", "projector_dropout": 0.0, "deepstack_layer_map": [[1, 0]]},
-        **{"spatial_target_layers": [1, 2, 3, 3], "vision_config": {"hidden_size": 2 * HIDDEN}},
+        "downsample_rate": "1/2", "projector_dropout": 0.0, "deepstack_layer_map": [[1, 0]],
+        "spatial_target_layers": [1, 2, 3, 3], "vision_config": {"hidden_size": 2 * HIDDEN},
     },
-    **{
-        name: {"projector_config": {"encoder_hidden_size": HIDDEN}}
-        for name in ("granite_speech", "granite_speech_plus")
-    },
+    **{key: {"projector_config": {"encoder_hidden_size": HIDDEN}} for key in ("granite_speech", "granite_speech_plus")},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "hy_v4_vl": {"vision_config": {"max_image_size": 16}},
     "hunyuan_vl": {"vision_config": {"max_image_size": 16}, **_MROPE},
     "kimi_k25": {"projection_hidden_size": HIDDEN},
     "glmasr": {"audio_config": {"intermediate_size": 4 * HIDDEN}},
     "llama4": {"vision_config": {"intermediate_size": 4 * HIDDEN}},
-    **{name: {"text_config": _VOCAB} for name in ("inkling2", "inkling2_loop")},
+    **{key: {"text_config": _VOCAB} for key in ("inkling2", "inkling2_loop")},
     **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), _VOCAB),
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "janus": {
         "vision_config": {"projection_dim": HIDDEN},
-        "vq_config": {
-            **_CODES,
-            **{"num_embeddings": 64, "projection_dim": HIDDEN, "image_token_embed_dim": HIDDEN},
-        },
+        "vq_config": {**_CODES, "num_embeddings": 64, "projection_dim": HIDDEN, "image_token_embed_dim": HIDDEN},
     },
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "kosmos-2.5": {"latent_query_num": 16},
@@ -202,71 +181,55 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 8},
     "mistral4": {"head_dim": 16},
     "molmo2": {
-        "image_patch_id": 318,
-        "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
+        "image_patch_id": 318, "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
         "adapter_config": {"vision_feature_layer": [3, 1]},
     },
-    "mllama": {
-        "vision_config": {"intermediate_layers_indices": [1, 2], "vision_output_dim": 3 * HIDDEN}
-    },
+    "mllama": {"vision_config": {"intermediate_layers_indices": [1, 2], "vision_output_dim": 3 * HIDDEN}},
     "moss_transcribe_diarize": {"audio_config": {"max_source_positions": 16}},
     "muse_glimmer": {"projector_hidden_size": HIDDEN, "out_hidden_size": 4 * HIDDEN},
     "muse_spark": {
-        "out_hidden_size": 4 * HIDDEN,
-        "projector_hidden_size": HIDDEN,
-        "text_config": {"moe_hidden_size": HIDDEN},
+        "out_hidden_size": 4 * HIDDEN, "projector_hidden_size": HIDDEN, "text_config": {"moe_hidden_size": HIDDEN},
         "audio_config": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
     },
     "nemotron_h_omni": {
         "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 16},
         "text_config": {
-            **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
-            "moe_shared_expert_intermediate_size": 24,
+            "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "moe_shared_expert_intermediate_size": 24,
         },
-        **{"projector_hidden_size": HIDDEN, "vision_hidden_size": HIDDEN},
+        "projector_hidden_size": HIDDEN, "vision_hidden_size": HIDDEN,
     },
     "perception_lm": {
         "vision_config": {
             "architecture": "vit_pe_core_large_patch14_336",
             "model_args": {
-                **{"embed_dim": HIDDEN, "depth": 2, "num_heads": 2, "patch_size": 4},
-                **{"img_size": [16, 16], "ref_feat_shape": [4, 4], "global_pool": ""},
+                "embed_dim": HIDDEN, "depth": 2, "num_heads": 2, "patch_size": 4, "img_size": [16, 16],
+                "ref_feat_shape": [4, 4], "global_pool": "",
             },
-        }
+        },
     },
     "phi4_multimodal": {
         "vision_config": {"crop_size": 16},
         "audio_config": {
-            **{"num_blocks": 2, "ext_pw_out_channel": 32, "nemo_conv_channels": 32},
-            **{"depthwise_separable_out_channel": 32, "bias_max_distance": 16, "input_size": 16},
-            "nemo_final_size": 2,
+            "num_blocks": 2, "ext_pw_out_channel": 32, "nemo_conv_channels": 32,
+            "depthwise_separable_out_channel": 32, "bias_max_distance": 16, "input_size": 16, "nemo_final_size": 2,
         },
     },
     "paligemma": {"projection_dim": HIDDEN},
     "pix2struct": {"text_config": {"d_kv": 8}, "vision_config": {"d_kv": 8}},
     "qwen2_audio": {"audio_config": {"max_source_positions": 16}},
     "qwen3_asr": {"audio_config": {"downsample_hidden_size": 8, "output_dim": HIDDEN}},
-    "qwen3_omni_moe_thinker": {
-        "audio_config": {"downsample_hidden_size": 8, "output_dim": HIDDEN},
-    },
-    "qwen2_5_omni_thinker": {
-        **_MROPE,
-        "audio_config": {"max_source_positions": 16, "output_dim": HIDDEN},
-    },
+    "qwen3_omni_moe_thinker": {"audio_config": {"downsample_hidden_size": 8, "output_dim": HIDDEN}},
+    "qwen2_5_omni_thinker": {**_MROPE, "audio_config": {"max_source_positions": 16, "output_dim": HIDDEN}},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {
-        **{"is_decoder": True, "attn_layers": ["local"] * LAYERS, "axial_pos_shape": [4, 8]},
-        **{"axial_pos_embds_dim": [16, 16], "attention_head_size": 8, "feed_forward_size": 48},
-        **{
-            "local_attn_chunk_length": 8,
-            "max_position_embeddings": 32,
-            "local_attention_probs_dropout_prob": 0.0,
-        },
+        "is_decoder": True, "attn_layers": ["local"] * LAYERS, "axial_pos_shape": [4, 8],
+        "axial_pos_embds_dim": [16, 16], "attention_head_size": 8, "feed_forward_size": 48,
+        "local_attn_chunk_length": 8, "max_position_embeddings": 32, "local_attention_probs_dropout_prob": 0.0,
     },
     "roc_bert": {
-        **{"pronunciation_embed_dim": 16, "pronunciation_vocab_size": 32},
-        **{"shape_embed_dim": 16, "shape_vocab_size": 32},
+        "pronunciation_embed_dim": 16, "pronunciation_vocab_size": 32, "shape_embed_dim": 16,
+        "shape_vocab_size": 32,
     },
     "t5gemma2": {"encoder": {"mm_tokens_per_image": 4}},
     "unlimited_ocr": {"vision_config": _SAM},
@@ -281,11 +244,11 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": _PAIRS, "attention_hidden_size": 64, "attention_head_dim": 16},
     "zamba2": {
-        **{"layers_block_type": _PAIRS, "hybrid_layer_ids": [1, 3], "attention_hidden_size": 64},
-        **{"attention_head_dim": 16, "mamba_headdim": 8, "adapter_rank": 8},
+        "layers_block_type": _PAIRS, "hybrid_layer_ids": [1, 3], "attention_hidden_size": 64,
+        "attention_head_dim": 16, "mamba_headdim": 8, "adapter_rank": 8,
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
-}
+}  # fmt: skip
 """Additional sizes by model type: sizes that depend on each other, and lists with an entry per layer."""
 
 _DEPTH: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")

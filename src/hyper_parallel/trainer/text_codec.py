@@ -215,15 +215,15 @@ class PromptBatch:
 
     def generations(self) -> list[Generation]:
         """Return the continuation of each prompt so far, in the order of the prompts."""
-        return [self._to_generation(place, source) for place, source in enumerate(self._prompts)]
-
-    def _to_generation(self, place: int, source: str | Generation) -> Generation:
-        sequence = self.sequences.get(place)
-        if sequence is None:
-            assert isinstance(source, Generation)
-            return source
-        prompt = source.prompt if isinstance(source, Generation) else source
-        return self._texts.to_generation(sequence, prompt, self.sampling, self.stops)
+        generations: list[Generation] = []
+        for place, source in enumerate(self._prompts):
+            prompt = source.prompt if isinstance(source, Generation) else source
+            if (sequence := self.sequences.get(place)) is not None:
+                options = sequence, prompt, self.sampling, self.stops
+                generations.append(self._texts.to_generation(*options))
+            elif isinstance(source, Generation):
+                generations.append(source)
+        return generations
 
 
 def draws_of(sampling: Sampling, number: int) -> NDArray[np.float64]:

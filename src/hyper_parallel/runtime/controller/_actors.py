@@ -11,17 +11,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from hyper_parallel.errors import DeviceUnavailable, MissingDependency, RankFailed
+from hyper_parallel.errors import DeviceUnavailable, RankFailed
 from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
-from hyper_parallel.runtime.launchers import STORE_BYTES, Rank, rank_environment
-from hyper_parallel.runtime.supervision import process_state
+from hyper_parallel.runtime.launchers import (
+    LOCAL_CLUSTER,
+    PLACED_S,
+    Rank,
+    import_ray,
+    rank_environment,
+)
+from hyper_parallel.runtime.supervision import GONE, STOPPED, process_state
 
-_PLACED_S: Final = 60.0
-"""Seconds within which a cluster must schedule the actors of a role."""
 _ENDED_S: Final = 5.0
 """Maximum seconds to wait for the end of killed actors."""
-_STOPPED: Final = ("t", "T")
-_GONE: Final = ("", "X", "Z")  # states of ended processes, proc(5)
 
 
 class RoleActor(Rank):
@@ -58,20 +60,13 @@ class RayEngine:
     most_ranks = None
 
     def __init__(self) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingDependency(
-                "the engine `ray` needs the package `ray`",
-                where="Controller(engine='ray')",
-                hint="pip install 'hyper-parallel[ray]'",
-            ) from error
+        ray = import_ray("Controller(engine='ray')")
         self._ray, self._joined, self._is_local = ray, not ray.is_initialized(), False
         if self._joined:
             address, local_options = None, {}
             if "RAY_ADDRESS" not in os.environ:
                 address, self._is_local = "local", True
-                local_options = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
+                local_options = LOCAL_CLUSTER
             ray.init(address, log_to_driver=False, **local_options)
 
     def start(self, spec: RoleSpec, size: int) -> ActorRanks:
@@ -119,7 +114,7 @@ class ActorRanks:
         self._actors = [kind.remote() for _ in range(size)]
         try:
             requests = [(a.place.remote(), a.process.remote()) for a in self._actors]
-            places = ray.get([place for place, _ in requests], timeout=_PLACED_S)
+            places = ray.get([place for place, _ in requests], timeout=PLACED_S)
             self._pids = ray.get([process for _, process in requests])
             self._hosts = [place[0] for place in places]
             begins = []
@@ -174,14 +169,14 @@ class ActorRanks:
         lines = []
         for rank in unanswered:
             is_local = self._hosts[rank] == socket.gethostname()
-            stopped = is_local and process_state(self._pids[rank]) in _STOPPED
+            stopped = is_local and process_state(self._pids[rank]) in STOPPED
             state = "is stopped by a signal" if stopped else "has not answered"
             lines.append((not stopped, f"rank {rank} {state} (no progress for {silent_s:.0f} s)"))
         (first, first_line), *other_lines = sorted(lines)
         return first_line, tuple(line for _, line in other_lines), not first
 
     def end(self) -> None:
-        """Kill all actors, and wait until the actors on this machine have ended.
+        """Kill all actors, and wait at most 5 s for the end of those on this machine.
 
         On this machine, processes stopped by a signal are killed too.
         """
@@ -191,11 +186,11 @@ class ActorRanks:
             rank for rank, host in enumerate(self._hosts) if host == socket.gethostname()
         ]
         for rank in local_ranks:
-            if process_state(self._pids[rank]) in _STOPPED:
+            if process_state(self._pids[rank]) in STOPPED:
                 with suppress(ProcessLookupError):
                     os.kill(self._pids[rank], signal.SIGKILL)
         deadline = time.monotonic() + _ENDED_S
-        while any(process_state(self._pids[rank]) not in _GONE for rank in local_ranks):
+        while any(process_state(self._pids[rank]) not in ("", *GONE) for rank in local_ranks):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)

@@ -85,7 +85,9 @@ class Controller:
         name: str | None = None,
         first_device: int | None = None,
     ) -> Role:
-        """Start the ranks of a role, which construct `cls(*arguments)`; return without waiting for the constructors.
+        """Start the ranks of a role, which construct `cls(*arguments)`.
+
+        Only the engine `inline` waits for the constructor.
 
         In a role with several ranks, `hp.World.join()` joins a world of the role's ranks, which is also the default
         world of `hp.parallelize`.

@@ -106,7 +106,7 @@ class Role:
         return None if self._running is None else self._ranks
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> RoleCall:
-        """Queue a method call for all ranks, after all earlier calls, and return at once.
+        """Queue a method call for all ranks, after all earlier calls; only the engine `inline` waits for the answer.
 
         Args:
             method: Name of the method.
@@ -246,7 +246,9 @@ class Role:
             unanswered = [rank for rank in range(self.size) if rank not in self._answers]
             description, other_lines, frozen = self._ranks.silent(self._silent_s, unanswered)
             if self._raised_s is None or frozen:
-                hint = f"Controller(timeout_s={2 * call.timeout_s:g}), if a call may take this long"
+                setting = f"timeout_s={2 * call.timeout_s:g}), if a call may take this long"
+                setter = "Controller(" if call.number == BIRTH else f"call({call.method!r}, ..., "
+                hint = None if frozen else setter + setting
                 description = f"role `{self.name}`: {description}, in {call}"
                 self._replace(RankHung(description, hint=hint, others=other_lines))
             else:  # the other ranks wait for the rank that has raised
@@ -269,13 +271,13 @@ class Role:
         elif max_restarts == 0:
             self._fail(error)
         else:
-            description = f"{error.what}; the ranks were started {max_restarts + 1} times"
-            hint = (
-                error.hint
-                or "Controller(journal='journal.jsonl') would continue after the answered calls"
-            )
             self._fail(
-                RestartsUsedUp(description, allowed=f"max_restarts={max_restarts}", hint=hint)
+                RestartsUsedUp(
+                    f"{error.what}; the ranks were started {max_restarts + 1} times",
+                    allowed=f"max_restarts={max_restarts}",
+                    hint=error.hint
+                    or "Controller(journal='journal.jsonl') lets a restarted program continue",
+                )
             )
 
     def _fail(self, error: HyperParallelError) -> None:

@@ -48,5 +48,5 @@ def check_finite(name: str, tensor: Tensor, where: str) -> None:
         raise LossNotFinite(
             f"parameter `{name}` is not finite in {dtype_name(tensor.dtype)}, so nothing is exported",
             where=where,
-            hint="export an older checkpoint (--step), or in a dtype of a larger range (--dtype float32)",
+            hint="export an older checkpoint (--step), or, if it overflows in this dtype, in float32 (--dtype float32)",
         )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch.weights.initialization import canonical_name, is_adapter
 from hyper_parallel.backends.torch.weights.lora import has_adapters
 from hyper_parallel.errors import BadValue
+from hyper_parallel.trainer.checkpoints.extra_state import json_value
 from hyper_parallel.trainer.checkpoints.index import MODEL, SLOTS, StoredGroup
 from hyper_parallel.trainer.checkpoints.pieces import dtype_name
 
@@ -75,7 +76,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State
                 if isinstance(value, Tensor):
                     state.tensors[full] = value
                 else:
-                    state.values[full] = _json_value(full, value)
+                    state.values[full] = json_value(full, value)
         groups.append(StoredGroup(tuple(members), _values(group)))
     return State(state.tensors, state.values, tuple(groups))
 
@@ -119,22 +120,10 @@ def groups_of(
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: _json_value(f"optimizer.{key}", value.item() if isinstance(value, Tensor) else value)
+        key: json_value(f"optimizer.{key}", value.item() if isinstance(value, Tensor) else value)
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
-
-
-def _json_value(name: str, value: Any) -> Any:
-    """Return `value` after a JSON round trip; raise BadValue (HP102) if it cannot be encoded as JSON."""
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise BadValue(
-            f"`{name}` cannot be saved: it is neither a tensor nor a JSON value",
-            got=type(value).__name__,
-            hint="convert it to a tensor, or to numbers, strings, lists and dicts",
-        ) from error
 
 
 def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:

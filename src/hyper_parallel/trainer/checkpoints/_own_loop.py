@@ -12,7 +12,12 @@ from torch import nn
 from hyper_parallel.backends.torch import handle
 from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.lora import has_adapters
-from hyper_parallel.errors import CheckpointCorrupt, CheckpointMismatch, LossNotFinite
+from hyper_parallel.errors import (
+    CheckpointCorrupt,
+    CheckpointFormat,
+    CheckpointMismatch,
+    LossNotFinite,
+)
 from hyper_parallel.trainer.checkpoints.adapter_files import export_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.model_export import MAX_FILE_BYTES, export_hf
@@ -58,9 +63,10 @@ def save(
     try:
         checkpoints.save(step, model, optimizer, extra)
     except LossNotFinite as error:
-        error.hint = (
-            f"hp.load(model, optimizer, {str(path)!r}), and train on with a smaller learning rate"
-        )
+        restart = "train again"
+        if checkpoints.latest() is not None:
+            restart = f"hp.load(model, optimizer, {str(path)!r}), and train on"
+        error.hint = f"{restart} with a smaller learning rate"
         raise
     finally:
         checkpoints.close()
@@ -86,12 +92,13 @@ def load(
 
     Raises:
         CheckpointCorrupt: HP701 when there is no intact checkpoint.
+        CheckpointFormat: HP740 when an earlier version wrote it.
         CheckpointMismatch: HP702 naming the first tensor that differs between the checkpoint and this model.
     """
     checkpoints = Checkpointer(path, keep=1, asynchronous=False, fingerprint=None)
     try:
         loaded_step, extra = checkpoints.load(model, optimizer, step)
-    except (CheckpointCorrupt, CheckpointMismatch) as error:
+    except (CheckpointCorrupt, CheckpointFormat, CheckpointMismatch) as error:
         # The hints of `Checkpointer` are written for runs of a recipe.
         error.hint = (error.hint or "").replace(
             " with `checkpoint.resume=never`", " without `hp.load`"

@@ -45,6 +45,13 @@ _OTHER_RUN: Final = (
 )
 
 
+def _mismatch(
+    problem: str, path: Path | None = None, hint: str = _OTHER_RUN, **values: Any
+) -> CheckpointMismatch:
+    where = None if path is None else str(path)
+    return CheckpointMismatch(problem, where=where, hint=hint, **values)
+
+
 def compare_fingerprints(
     saved: dict[str, Any], expected: dict[str, Any], path: Path, index: Index
 ) -> None:
@@ -56,13 +63,9 @@ def compare_fingerprints(
         if key == "optimizer" and not index.groups:
             continue
         if saved.get(key) != expected.get(key):
-            raise CheckpointMismatch(
-                f"the checkpoint was saved by a run with another `{key}`",
-                where=str(path / files.MANIFEST),
-                got=expected.get(key),
-                allowed=saved.get(key),
-                hint=_OTHER_RUN,
-            )
+            problem = f"the checkpoint was saved by a run with another `{key}`"
+            values = {"got": expected.get(key), "allowed": saved.get(key)}
+            raise _mismatch(problem, path / files.MANIFEST, **values)
 
 
 def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
@@ -70,38 +73,25 @@ def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
     saved = {k: (t.shape, t.dtype) for k, t in index.tensors.items() if k.startswith(MODEL)}
     for key in expected:
         if key not in saved:
-            raise CheckpointMismatch(
-                f"the checkpoint has no tensor `{key}`, which this run needs",
-                where=str(path),
-                hint=_OTHER_MODEL,
-            )
+            problem = f"the checkpoint has no tensor `{key}`, which this run needs"
+            raise _mismatch(problem, path, _OTHER_MODEL)
     for key, stored in saved.items():
         if key not in expected:
-            raise CheckpointMismatch(
-                f"the checkpoint holds `{key}`, which this run does not have",
-                where=str(path),
-                hint=_OTHER_MODEL,
-            )
+            problem = f"the checkpoint holds `{key}`, which this run does not have"
+            raise _mismatch(problem, path, _OTHER_MODEL)
         if expected[key] != stored:
-            raise CheckpointMismatch(
-                f"`{key}` has a different shape or dtype in the checkpoint",
-                where=str(path),
-                got=f"{expected[key][0]} {expected[key][1]}",
-                allowed=f"{stored[0]} {stored[1]}",
-                hint=_OTHER_MODEL,
-            )
+            problem = f"`{key}` has a different shape or dtype in the checkpoint"
+            got, allowed = (f"{shape} {dtype}" for shape, dtype in (expected[key], stored))
+            raise _mismatch(problem, path, _OTHER_MODEL, got=got, allowed=allowed)
 
 
 def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
     """Raise CheckpointMismatch (HP702) if the fingerprint names an optimizer but the index has no optimizer state."""
     name = saved.get("optimizer")
     if not index.groups and name not in (None, WITHOUT_OPTIMIZER):
-        raise CheckpointMismatch(
-            "the checkpoint contains no optimizer state",
-            where=str(path),
-            allowed=f"the state of {name}",
-            hint="load another step, or start over with `checkpoint.resume=never`",
-        )
+        hint = "load another step, or start over with `checkpoint.resume=never`"
+        problem = "the checkpoint contains no optimizer state"
+        raise _mismatch(problem, path, hint, allowed=f"the state of {name}")
 
 
 def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Path) -> None:
@@ -115,21 +105,18 @@ def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Pat
     saved = {name: group.values for group in index.groups for name in group.parameters}
     for name in group_keys:
         if name not in saved:
-            raise CheckpointMismatch(
+            raise _mismatch(
                 f"the checkpoint has no optimizer state for `{name}`, which the saved run did not train",
-                where=str(path),
-                hint="train the parameters of the saved run, or start over with `checkpoint.resume=never`",
+                path,
+                "train the parameters of the saved run, or start over with `checkpoint.resume=never`",
             )
     for name, values in saved.items():
         keys = group_keys.get(name)
         for key in [""] if keys is None else [k for k in values if k not in keys]:
             what = f"`optimizer.{name}`" if keys is None else f"`optimizer.{key}` of `{name}`"
             if key not in _SCHEDULER_KEYS:
-                raise CheckpointMismatch(
-                    f"the checkpoint holds {what}, which this run does not have",
-                    where=str(path),
-                    hint=_OTHER_RUN,
-                )
+                problem = f"the checkpoint holds {what}, which this run does not have"
+                raise _mismatch(problem, path)
 
 
 def restore_optimizer(
@@ -159,21 +146,16 @@ def restore_optimizer(
             values.pop(_DECAY, None)
         numbers = {n: {k: v for k, v in saved[n].items() if k in values} for n in members}
         if mismatched := next((n for n in members if numbers[n] != values), None):
-            raise CheckpointMismatch(
+            raise _mismatch(
                 f"the saved optimizer settings of `{mismatched}` differ from those of other parameters in its group",
-                where=str(path),
-                hint=_OTHER_RUN,
+                path,
             )
         for key, value in values.items():
             old = group.get(key)
             if key in group and not _fits(old, value):
-                raise CheckpointMismatch(
-                    f"`optimizer.{key}` has a value of a different type in the checkpoint",
-                    where=str(path),
-                    got=f"{value!r:.80}",
-                    allowed=f"a value of the type of {old!r:.80}",
-                    hint=_OTHER_RUN,
-                )
+                problem = f"`optimizer.{key}` has a value of a different type in the checkpoint"
+                allowed = f"a value of the type of {old!r:.80}"
+                raise _mismatch(problem, path, got=f"{value!r:.80}", allowed=allowed)
             if isinstance(old, Tensor):
                 old.fill_(value)
             else:
@@ -220,12 +202,8 @@ def _state_tensor(
     if stored.shape == tuple(parameter.shape):
         return torch.empty_like(parameter.detach(), dtype=dtype)
     if isinstance(parameter, DTensor):
-        raise CheckpointMismatch(
-            f"`{name}` has a different shape than its parameter, which is sharded",
-            got=stored.shape,
-            allowed=tuple(parameter.shape),
-            hint=_OTHER_RUN,
-        )
+        problem = f"`{name}` has a different shape than its parameter, which is sharded"
+        raise _mismatch(problem, got=stored.shape, allowed=tuple(parameter.shape))
     return torch.empty(stored.shape, dtype=dtype, device=parameter.device)
 
 

@@ -25,7 +25,11 @@ from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.trainer.checkpoints._finite import check_finite
 from hyper_parallel.trainer.checkpoints._named_state import model_tensors
 from hyper_parallel.trainer.checkpoints.index import MODEL
-from hyper_parallel.trainer.checkpoints.model_export import ExportShards, exported_folder
+from hyper_parallel.trainer.checkpoints.model_export import (
+    ExportShards,
+    exported_folder,
+    write_export,
+)
 from hyper_parallel.trainer.checkpoints.pieces import Resident
 from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
 from hyper_parallel.trainer.data import copy_tokenizer
@@ -55,18 +59,12 @@ def export_adapter(
         LossNotFinite: HP604 when a trained parameter is not finite.
     """
     out = Path(out_dir)
-    folder, ranks = exported_folder(out, "adapter"), RankGroup("export", out)
-    ranks.on_rank_0(folder.open)
+    folder, ranks = exported_folder(out, "adapter"), RankGroup(out)
     state = {name.removeprefix(MODEL): t for name, t in model_tensors(model).items()}
     shards, tensors = ExportShards.of(ranks, model, state, resident), dict[str, Tensor]()
-    for name in sorted(shards.owners):
-        full = shards.gather_full(name)
-        if ranks.rank == 0:
-            tensors[_key(name)] = full.cpu().clone(memory_format=torch.contiguous_format)
 
-    def close() -> None:
-        with folder.discarded_on_error():
-            finish()
+    def add(name: str, full: Tensor) -> None:
+        tensors[_key(name)] = full.cpu().clone(memory_format=torch.contiguous_format)
 
     def finish() -> None:
         for name in sorted(shards.trained):
@@ -77,9 +75,8 @@ def export_adapter(
         config.save_pretrained(folder.partial)
         if tokenizer_dir is not None:
             copy_tokenizer(tokenizer_dir, folder.partial)
-        folder.publish()
 
-    ranks.on_rank_0(close)
+    write_export(ranks, shards, sorted(shards.owners), folder, add, finish)
     return out
 
 

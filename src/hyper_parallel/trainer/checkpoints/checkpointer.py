@@ -102,7 +102,7 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self._on_error, self._keep_best, self._check_extra = on_error, keep_best, check_extra
-        self._ranks = RankGroup("checkpoint", self.directory, own_group=True)
+        self._ranks = RankGroup(self.directory, own_group=True)
         self._background: tuple[ThreadPoolExecutor, Future[None]] | None = None
         self._failure: OutputNotWritable | None = None
         self._checked: dict[int, bool] = {}
@@ -161,7 +161,7 @@ class Checkpointer:
             raise failure
 
     def close(self) -> None:
-        """Wait for the background save, and destroy the process group used for it."""
+        """Call `finish`, then destroy the process group of background saves."""
         self.finish()
         self._ranks.close()
 
@@ -230,11 +230,13 @@ class Checkpointer:
             if not isinstance(result, str):
                 return candidate, *result
             damaged.append(result)
+        remedy = "choose one of these steps" if published else "check the path of the directory"
+        remedy = "restore the named files" if damaged else remedy
         raise CheckpointCorrupt(
             f"no intact checkpoint{'' if step is None else f' of step {step}'}",
             where=str(self.directory),
             got=damaged or f"steps {published}" if published else "none",
-            hint="restore the named files, or train from the start with `checkpoint.resume=never`",
+            hint=f"{remedy}, or train from the start with `checkpoint.resume=never`",
         )
 
     def _check(self, step: int) -> tuple[Manifest, Index] | str:

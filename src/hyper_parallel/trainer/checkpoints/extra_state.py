@@ -120,16 +120,7 @@ def normalize_extra(extra: dict[str, Any]) -> dict[str, Any]:
     Raises:
         BadValue: HP102 for a value that is not JSON, and for values that are too large.
     """
-    for name, value in extra.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as cause:
-            raise BadValue(
-                f"`{name}` cannot be saved with a checkpoint: it is not a JSON value",
-                got=type(value).__name__,
-                allowed="numbers, strings, True, False, None, and lists and dicts of them",
-                hint="pass `value.tolist()` of a tensor or an array",
-            ) from cause
+    extra = {name: json_value(name, value) for name, value in extra.items()}
     try:
         encode_extra(extra)
     except LimitExceeded as error:
@@ -138,8 +129,24 @@ def normalize_extra(extra: dict[str, Any]) -> dict[str, Any]:
             got=str(error),
             hint="save large states as tensors of the model, or in a file of your own",
         ) from None
-    copy: dict[str, Any] = json.loads(json.dumps(extra))
-    return copy
+    return extra
+
+
+def json_value(name: str, value: Any) -> Any:
+    """Return `value` after a JSON round trip.
+
+    Raises:
+        BadValue: HP102 for a value that is not JSON; `name` names it in the error.
+    """
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise BadValue(
+            f"`{name}` cannot be saved with a checkpoint: it is not a JSON value",
+            got=type(value).__name__,
+            allowed="numbers, strings, True, False, None, and lists and dicts of them",
+            hint="store numbers, strings, or lists of numbers (`value.tolist()`) instead",
+        ) from error
 
 
 def read_extra(checkpoint: Path) -> dict[str, Any]:

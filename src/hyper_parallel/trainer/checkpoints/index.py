@@ -24,7 +24,7 @@ from hyper_parallel import serde
 from hyper_parallel.ir import AXES, Box, divided_dims, tile
 from hyper_parallel.received import Limits
 from hyper_parallel.trainer.files import Damaged, check_size
-from hyper_parallel.units import MiB
+from hyper_parallel.units import DTYPE_BYTES, DTYPES, MiB
 
 INDEX = "index.json"
 MODEL: Final = "model."
@@ -39,14 +39,6 @@ _MAX_DIMS: Final = 64
 """Maximum number of dims in torch and numpy."""
 _MAX_SHARDED_DIMS: Final = len(AXES)
 """Maximum number of sharded dims: the number of mesh axes."""
-
-DTYPES: Final = {
-    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
-    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8),
-    "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1),
-    "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1), "bool": ("BOOL", 1),
-}  # fmt: skip
-"""Safetensors name and bytes per element of each torch dtype, by name without `torch.`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +101,7 @@ def piece_key(name: str, offset: tuple[int, ...]) -> str:
 
 def piece_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the number of bytes of a piece."""
-    return DTYPES[dtype][1] * math.prod(shape)
+    return DTYPE_BYTES[dtype] * math.prod(shape)
 
 
 def header(pieces: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:

@@ -40,7 +40,7 @@ from hyper_parallel.trainer.checkpoints.index import (
     most_index_bytes,
     read_index,
 )
-from hyper_parallel.trainer.files import Damaged, FileEntry, check_files
+from hyper_parallel.trainer.files import Damaged, FileEntry, check_files, inode
 from hyper_parallel.units import MiB
 
 MANIFEST = "manifest.json"
@@ -132,7 +132,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 where=str(checkpoint),
                 got="format 1",
                 allowed=f"format {FORMAT}",
-                hint="checkpoint.resume=never",
+                hint="train from the start with `checkpoint.resume=never`",
             )
         manifest = serde.decode(Manifest, values)
     except FileNotFoundError:
@@ -314,33 +314,28 @@ class CheckpointDirectory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._identities: dict[Path, tuple[int, int]] = {}
+        self._identities: dict[Path, tuple[int, int] | None] = {}
         if path.parent.is_dir():
-            self._identities[path.parent] = _identity(path.parent)
+            self._identities[path.parent] = inode(path.parent)
 
     def prepare(self, step: int) -> None:
         """Remove leftovers of killed runs, and create the hidden folder for the checkpoint of `step`.
 
         Raises:
-            OutputNotWritable: HP105 when the folder or its parent was replaced during the run, or when the checkpoint
-                would replace a folder with files that belong to no checkpoint.
+            OutputNotWritable: HP105 when the folder was replaced, or its parent removed or replaced, during the run,
+                or when the checkpoint would replace a folder with files that belong to no checkpoint.
         """
         for folder, identity in self._identities.items():
             if folder == self._path and not folder.exists():
                 _log.warning("%s was removed with its checkpoints; it is created again", folder)
-            elif _identity(folder) != identity:
+            elif inode(folder) != identity:
                 raise OutputNotWritable(
-                    "the checkpoint directory or its parent was replaced during the run",
+                    "the checkpoint directory or its parent was removed or replaced during the run",
                     where=str(folder),
                     hint=f"ls -ld {shlex.quote(str(folder))}",
                 )
         self._path.mkdir(parents=self._path.parent not in self._identities, exist_ok=True)
-        self._identities = {folder: _identity(folder) for folder in (self._path.parent, self._path)}
+        self._identities = {folder: inode(folder) for folder in (self._path.parent, self._path)}
         clean(self._path)
         check_own(self._path / step_name(step))
         temporary(self._path, step).mkdir()
-
-
-def _identity(folder: Path) -> tuple[int, int]:
-    status = folder.stat()
-    return status.st_dev, status.st_ino

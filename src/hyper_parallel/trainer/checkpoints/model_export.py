@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -95,23 +96,24 @@ def export_hf(
         LossNotFinite: HP604 when a trained parameter is not finite in its stored dtype.
     """
     out = Path(out_dir)
-    reference = _reference_of(model)
-    ranks = RankGroup("export", out)
+    reference, ranks = _reference_of(model), RankGroup(out)
     state = {canonical_name(k): v for k, v in model.state_dict(keep_vars=True).items()}
     shards = ExportShards.of(ranks, model, state, resident)
     stored = _stored_tensors(model, reference, shards, dtype)
+    folder, writers = exported_folder(out, "export"), list[_Writer]()
 
-    def open_writer() -> _Writer:
-        meta = {n: torch.empty(x[0], dtype=x[1], device="meta") for n, x in stored.items()}
+    def begin() -> None:
         unused = carried or carried_weights(model)
-        return _Writer(out, reference, meta, max_file_bytes, unused, shards.trained)
+        trained = shards.trained
+        writers.append(_Writer(folder, reference, stored, max_file_bytes, unused, trained))
 
-    def close(writer: _Writer) -> None:
+    def finish() -> None:
         own = getattr(model_of_part(model), "generation_config", None)
         exported = _exported_config(config, reference, dtype or _main_dtype(stored))
-        writer.close(exported, own, generation, tokenizer_dir)
+        writers[0].finish(exported, own, generation, tokenizer_dir)
 
-    _write_tensors(ranks, shards, stored, open_writer, close)
+    ranks.on_rank_0(begin)
+    write_export(ranks, shards, stored, folder, lambda n, full: writers[0].add(n, full), finish)
     return out
 
 
@@ -136,40 +138,35 @@ def _stored_tensors(
     return {n: (shapes[n], forced.get(n, shards.owners[n][1])) for n in names}
 
 
-def _write_tensors(
+def write_export(
     ranks: RankGroup,
     shards: ExportShards,
     names: Iterable[str],
-    open_writer: Callable[[], _Writer],
-    close: Callable[[_Writer], None],
+    folder: Replacement,
+    add: Callable[[str, Tensor], None],
+    finish: Callable[[], None],
 ) -> None:
     """Gather the full tensors one at a time and write them on rank 0; collective over all ranks.
 
-    An error on rank 0 is raised on all ranks, after all tensors have been gathered.
+    Rank 0 calls `add(name, full)` for each tensor, then `finish`, and publishes `folder`. An error on rank 0 is raised
+    on all ranks, after all tensors have been gathered.
     """
-    writer: _Writer | None = None
     failure: Exception | None = None
-
-    def begin() -> None:
-        nonlocal writer
-        writer = open_writer()
-        writer.folder.open()
-
-    ranks.on_rank_0(begin)
+    ranks.on_rank_0(folder.open)
     for name in names:
         full = shards.gather_full(name)
-        if writer is not None and failure is None:
+        if ranks.rank == 0 and failure is None:
             try:
-                writer.add(name, full)
+                add(name, full)
             except Exception as error:
                 failure = error
 
     def end() -> None:
-        assert writer is not None
-        with writer.folder.discarded_on_error():
+        with folder.discarded_on_error():
             if failure is not None:
                 raise failure
-            close(writer)
+            finish()
+            folder.publish()
 
     ranks.on_rank_0(end)
 
@@ -180,25 +177,25 @@ def exported_folder(out: Path, kind: Literal["export", "adapter"]) -> Replacemen
 
 
 class _Writer:
-    """Writer of the files of an export on rank 0, into a hidden directory that `close` renames to its final name.
+    """Writer of the files of an export on rank 0, into the hidden directory of `folder`.
 
     `trained` names the parameters that must be finite.
     """
 
     def __init__(
         self,
-        out: Path,
+        folder: Replacement,
         reference: nn.Module,
-        meta: dict[str, Tensor],
+        stored: Mapping[str, tuple[torch.Size, torch.dtype]],
         max_file_bytes: int,
         carried: CarriedWeights | None,
         trained: Collection[str],
     ) -> None:
-        self.folder = exported_folder(out, "export")
-        self._temporary = self.folder.partial
+        self._target, self._temporary = str(folder.target), folder.partial
         self._reference, self._trained = reference, trained
-        self._dtypes = {name: tensor.dtype for name, tensor in meta.items()}
+        self._dtypes = {name: dtype for name, (_, dtype) in stored.items()}
         # Convert the model on the meta device to assign a file to each tensor before writing.
+        meta = {n: torch.empty(x[0], dtype=x[1], device="meta") for n, x in stored.items()}
         self._groups, sizes = _published_sizes(reference, meta)
         self._waiting: dict[str, Tensor] = {}
         self._carried = open_carried(carried, sizes.keys())
@@ -213,7 +210,7 @@ class _Writer:
         if full.is_floating_point():
             full = full.to(self._dtypes[name])
         if name in self._trained:
-            check_finite(name, full, str(self.folder.target))
+            check_finite(name, full, self._target)
         self._waiting[name] = full.cpu()
         group = self._groups[name]
         if not self._waiting.keys() >= {*group}:
@@ -231,10 +228,10 @@ class _Writer:
         if self._left[file] == 0:
             save_file(self._open.pop(file), self._temporary / file, metadata={"format": "pt"})
 
-    def close(
+    def finish(
         self, config: Any, own: Any, generation: Path | None, tokenizer_dir: str | Path | None
     ) -> None:
-        """Write weight index, configs and tokenizer, and rename the directory to its final name.
+        """Write weight index, configs and tokenizer.
 
         The file `generation`, if it exists, takes precedence over the model's `own` generation config.
         """
@@ -255,7 +252,6 @@ class _Writer:
             own.save_pretrained(self._temporary)
         if tokenizer_dir is not None:
             copy_tokenizer(tokenizer_dir, self._temporary)
-        self.folder.publish()
 
 
 def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
@@ -342,22 +338,12 @@ def _names_in_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[st
 
 
 def _assign_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
-    """Return a dict from tensor to file name; consecutive tensors share a file of at most `max_file_bytes`."""
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for key, size in sizes.items():
-        if groups[-1] and filled + size > max_file_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(key)
-        filled += size
-    if len(groups) == 1:
-        return dict.fromkeys(groups[0], "model.safetensors")
-    return {
-        key: f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        for number, group in enumerate(groups, 1)
-        for key in group
-    }
+    """Return a dict from tensor to file name; a file has at most `max_file_bytes`, or a single larger tensor."""
+    pattern = "model{suffix}.safetensors"
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=max_file_bytes
+    )
+    return split.tensor_to_filename
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from torch import Tensor
 from hyper_parallel.backends.torch.weights.shard_ranges import local, local_boxes
 from hyper_parallel.errors import BadValue
 from hyper_parallel.ir import Box
-from hyper_parallel.trainer.checkpoints.index import DTYPES, Piece, checksum, header, piece_key
+from hyper_parallel.trainer.checkpoints.index import Piece, checksum, header, piece_key
+from hyper_parallel.units import DTYPES
 
 Resident = Callable[[Tensor], Tensor]
 """Function that returns the detached current values of a local tensor, which a memory plan may have offloaded."""

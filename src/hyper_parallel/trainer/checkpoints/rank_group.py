@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from hyper_parallel.errors import HyperParallelError, OutputNotWritable
+from hyper_parallel.errors import HyperParallelError, not_writable
 
 T = TypeVar("T")
 
@@ -22,13 +21,12 @@ class RankGroup:
     """Ranks of a process group, or a single process without one.
 
     Args:
-        work: Noun for the ranks' output in error messages, for example `checkpoint`.
         place: Path of the output, for error messages.
         own_group: Whether to create a separate process group, which a background thread needs for its collectives.
     """
 
-    def __init__(self, work: str, place: Path, *, own_group: bool = False) -> None:
-        self._work, self._place = work, place
+    def __init__(self, place: Path, *, own_group: bool = False) -> None:
+        self._place = place
         several = dist.is_initialized()
         self.rank = dist.get_rank() if several else 0
         self.size = dist.get_world_size() if several else 1
@@ -63,11 +61,8 @@ class RankGroup:
         """Return an exception that can be pickled for other ranks; I/O errors become OutputNotWritable (HP105)."""
         if isinstance(error, HyperParallelError):
             return error
-        if isinstance(error, (OSError, SafetensorError)):
-            reason = getattr(error, "strerror", None) or f"{error!s:.200}"
-            return OutputNotWritable(
-                f"the {self._work} cannot be written: {reason}",
-                where=str(getattr(error, "filename", None) or self._place),
-                hint=shlex.join(["df", "-h", str(self._place)]),
-            )
+        if isinstance(error, SafetensorError):  # for example a full disk
+            error = OSError(f"{error!s:.200}")
+        if isinstance(error, OSError):
+            return not_writable(error, self._place)
         return RuntimeError(f"{type(error).__name__}: {error}")

@@ -50,7 +50,7 @@ def load_base(
     report = load_pretrained(model, directory, checksums=frozen, **options)
     if not frozen:
         return None
-    gathered = RankGroup("base weights", directory).everywhere(lambda: report.checksums)
+    gathered = RankGroup(directory).everywhere(lambda: report.checksums)
     parts = list(itertools.chain.from_iterable(gathered))
     checksum = joint_checksum(parts, lambda name: WeightFiles(directory).read(name))
     return BaseWeights(checksum, tuple(sorted({part.box.name for part in parts})))

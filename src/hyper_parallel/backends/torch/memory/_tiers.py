@@ -1,33 +1,24 @@
-"""Counted memory tiers of the simulated device, and scratch folders of a run outside of the run directory.
+"""Counted memory tiers of the simulated device, and temporary folders of a run outside of the run directory.
 
 Every buffer is real, and every allocation and release is counted. A meter is independent of the plan. It counts a
 buffer from its allocation until the framework destroys it, so a leaked reference shows as a higher measured peak.
-
-A scratch folder is removed by the run or, after a kill, by the next run on this host. Next to a folder is a lock file
-of the same name. The run locks it with `flock`, and the kernel releases the lock when the last process of the run ends,
-for any reason. So a lock that is free belongs to a dead run. The lock file names its folder, and the marker in the
-folder names the lock. A folder is removed, file by file, only if both names agree, both files belong to this user, and
-the lock file was written since the last boot.
 """
 
 from __future__ import annotations
 
-import fcntl
-import logging
 import os
 import secrets
-import stat
 import weakref
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from hyper_parallel.errors import TierFull, TransferFailed
-from hyper_parallel.owned_folder import Marker, read_marker, remove_unfinished, write_marker
+from hyper_parallel.owned_folder import temporary_folder
 from hyper_parallel.units import round_up
 
 _HOST_TIERS: Final = ("dram", "flash")
@@ -242,113 +233,21 @@ def _bytes_of(base: torch.UntypedStorage) -> memoryview:
     return memoryview(flat.numpy())
 
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_KIND = "scratch"
-_MOST_BYTES = 4096  # limit of a lock file's size
-
-logger = logging.getLogger(__name__)
-
-
 @contextmanager
 def run_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Yield a folder for the files of one run, removed with its files at the end of the context.
-
-    Folders of runs that were killed on this host since its boot are removed first.
-
-    Args:
-        parent: Parent folder; created when it is missing.
-        name: Prefix of the folder's name.
+    """Yield a folder for the files of one run; see `temporary_folder`.
 
     Raises:
         TransferFailed: HP513 when the folder cannot be created.
     """
-    lock = -1
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        _remove_dead(parent)
-        identity = secrets.token_hex(8)
-        folder = parent / f"{name}-{identity}"
-        mark = folder.with_name(f"{folder.name}.lock")
-        lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise _impossible(parent, error) from error
-    try:
+    with ExitStack() as stack:
         try:
-            # On a file system without locks a dead run cannot be detected, and the folder stays.
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                os.write(lock, _mark(folder.name))
-            folder.mkdir(mode=0o700)
-            write_marker(folder, Marker(_KIND, identity=folder.name))
+            folder = stack.enter_context(temporary_folder(parent, name))
         except OSError as error:
-            raise _impossible(parent, error) from error
+            raise TransferFailed(
+                "cannot create a folder for the files of a run",
+                where=str(parent),
+                got=str(error),
+                hint=f"check the permissions of {parent}, or set another folder",
+            ) from error
         yield folder
-    finally:
-        _remove(folder)
-        mark.unlink(missing_ok=True)
-        os.close(lock)
-
-
-def _remove_dead(parent: Path) -> None:
-    """Remove folders of dead runs of this user."""
-    for mark in parent.glob("*.lock"):
-        with suppress(OSError):
-            lock = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                _remove_if_dead(mark, lock)
-            finally:
-                os.close(lock)
-
-
-def _remove_if_dead(mark: Path, lock: int) -> None:
-    """Remove a lock file and its folder; raise OSError while another process holds the lock.
-
-    `mark` is the path of the lock file, `lock` its open file descriptor. Lock files of other users, and those written
-    before the last boot, are ignored.
-    """
-    folder, expected = mark.with_name(mark.name.removesuffix(".lock")), _mark(mark.name[:-5])
-    # A lock does not survive a reboot. Files with another boot id, or without content yet, stay.
-    if not _is_mine(os.fstat(lock)) or not expected or os.read(lock, _MOST_BYTES) != expected:
-        return
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while another process holds the lock
-    if os.path.lexists(folder):
-        status = folder.lstat()
-        marker = read_marker(folder)
-        unmarked = marker is None and not any(folder.iterdir())
-        named = marker is not None and (marker.kind, marker.identity) == (_KIND, folder.name)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            return
-        if not (named or unmarked):
-            return
-        _remove(folder)
-    # The lock file is removed last: after a kill at this point the next run removes it.
-    if not os.path.lexists(folder):
-        mark.unlink()
-        logger.info("removed %s, which a killed run had left", folder)
-
-
-def _remove(folder: Path) -> None:
-    """Remove the files of a run, and the folder; other files in it stay, with a warning."""
-    if left := remove_unfinished(folder, _KIND):
-        logger.warning("%s is not removed: it holds %s", folder, ", ".join(sorted(left)[:3]))
-
-
-def _is_mine(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
-
-
-def _mark(folder: str) -> bytes:
-    """Return the content of a folder's lock file: the boot id of the kernel, and the folder's name."""
-    try:
-        return b"hyper-parallel " + _BOOT.read_bytes() + os.fsencode(folder) + b"\n"
-    except OSError:  # not Linux
-        return b""
-
-
-def _impossible(parent: Path, error: OSError) -> TransferFailed:
-    return TransferFailed(
-        "cannot create a folder for the files of a run",
-        where=str(parent),
-        got=str(error),
-        hint=f"check the permissions of {parent}, or set another folder",
-    )
