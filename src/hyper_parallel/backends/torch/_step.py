@@ -83,18 +83,12 @@ def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
             allowed="with torch.no_grad(): token_logprobs(...)",
             hint="forward_backward(model, microbatches, objective=...)",
         )
-    results: list[Tensor] = []
-
-    def run_last_stage(_: int) -> Tensor:
-        results.append(_logprobs(model, attached, batch))
-        return torch.zeros((), device=attached.device)
-
     part = _forward_kwargs(model, batch)
-    pipeline.run(model, [part], run_last_stage, _no_span, train=False)
+    out = pipeline.forward(model, part, lambda: _logprobs(model, attached, batch))
     compute = getattr(torch, attached.plan.workload.compute_dtype)
     dtype = torch.promote_types(compute, torch.float32)
-    like = part["input_ids"]
-    out = results[0] if results else torch.empty(like.shape, dtype=dtype, device=attached.device)
+    if out is None:
+        out = torch.empty(part["input_ids"].shape, dtype=dtype, device=attached.device)
     with purpose(Purpose.LOSS_STATISTICS):
         last = pipeline.stages.rank_of[pipeline.last]
         dist.broadcast(out, group=pipeline.group, group_src=last)

@@ -9,7 +9,7 @@ without communication. Data and tensor parallelism reduce gradients once, after 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -133,6 +133,22 @@ class Pipeline:
             self._sum_shared_gradients(model)
         return total
 
+    def forward(
+        self, model: nn.Module, batch: Microbatch, run_last: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """Run forward of one batch, which is the same on all ranks.
+
+        Return the result of `run_last`, which runs the model on the last stage; None on ranks without that stage.
+        """
+        results: list[Tensor] = []
+
+        def loss_of(_: int) -> Tensor:
+            results.append(run_last())
+            return torch.zeros((), device=self.stages.device)
+
+        self.run(model, [batch], loss_of, lambda *_: nullcontext(), train=False)
+        return results[0] if results else None
+
     def schedule(self, microbatches: int, train: bool) -> Schedule:
         """Return the schedule of all pipeline ranks for a number of microbatches, with backward if `train`."""
         key = (train, microbatches)
@@ -244,7 +260,7 @@ class _PipelinePass:
         self._step: StepActions | None = None
         self._pipeline, self._model, self._microbatches = pipeline, model, microbatches
         self._loss_of, self._span, self._train = loss_of, span, train
-        self._splits = pipeline.splits(model)
+        self._splits = train and pipeline.splits(model)
         # Evaluation does not compute the auxiliary loss.
         self._balance = pipeline.balance if train else None
         self._total = torch.zeros((), dtype=torch.float64, device=pipeline.stages.device)
@@ -330,7 +346,7 @@ class _PipelinePass:
         """Run the model on a stage before the last one; raise HP205 if code after the layers needs the head."""
         inputs = {k: v for k, v in batch.items() if k not in _TARGETS}
         try:
-            self._model(**inputs, use_cache=False)
+            self._model(**{"use_cache": False, **inputs})
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             if self._pipeline.stages.running.output is None:
                 raise
@@ -408,31 +424,3 @@ class _PipelinePass:
             with purpose(_DIRECTIONS[direction][1]):
                 work = dist.isend(tensor, group=self._pipeline.group, group_dst=peer)
             self._sent.append((work, tensor))
-
-
-def run_stages(pipeline: Pipeline, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
-    """Run all stages in sequence without backward; return the logits on the rank of the last stage, None on others.
-
-    All ranks pass the same inputs.
-    """
-    stages, rank = pipeline.stages, pipeline.rank
-    hidden: Tensor | None = None
-    logits: Tensor | None = None
-    for stage in range(pipeline.last + 1):
-        if stages.rank_of[stage] != rank:
-            continue
-        if stage and (source := stages.rank_of[stage - 1]) != rank:
-            hidden = pipeline.message(inputs)
-            dist.recv(hidden, group=pipeline.group, group_src=source)
-        pipeline.begin_pass(inputs)
-        running = stages.running
-        with running.run(stage, hidden), running.trace_media(model, inputs):
-            output = model(**inputs)
-            hidden = running.output
-        if stage == pipeline.last:
-            logits = output.logits
-        elif (target := stages.rank_of[stage + 1]) != rank:
-            assert hidden is not None
-            with purpose(Purpose.PIPELINE_ACTIVATIONS):
-                dist.send(hidden.contiguous(), group=pipeline.group, group_dst=target)
-    return logits
