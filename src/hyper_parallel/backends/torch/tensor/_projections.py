@@ -79,7 +79,7 @@ class RegionPass:
 
 @dataclass(slots=True)
 class PreparedProducts:
-    """Results of `TokenExecutor.product`, created while a collective is in flight; see `ChunkedWeight` for the reason.
+    """Results of `TokenExecutor.product`, created while a collective is in flight; see `chunk_product` for the reason.
 
     Attributes:
         shape: Shape of the forward pass in which the products were created.
