@@ -55,7 +55,7 @@ def check_pipeline(
             where=where,
             got=f"pp={s.pp}, virtual_stages={s.virtual_stages}, layers={layers}",
             allowed=f"pp up to {most}",
-            changes={"parallel.pp": most},
+            changes={"parallel.pp": most} | ({"parallel.virtual_stages": 1} if most == 1 else {}),
         )
     _check_microbatches(s, microbatches, where)
 
@@ -85,7 +85,7 @@ def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> No
         )
     if microbatches < s.pp:
         raise BatchMismatch(
-            "a pipeline needs at least one microbatch for every stage",
+            "a pipeline needs at least one microbatch per pipeline rank",
             where=where,
             got=f"pp={s.pp}, microbatches per step={microbatches}",
             allowed=f"pp up to {microbatches}, or {s.pp} microbatches and more",

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Action, Cores, Schedule, StageCost, Task, TaskGraph, Timeline
+from hyper_parallel.ir import Action, Cores, Schedule, Span, StageCost, Task, TaskGraph, Timeline
 from hyper_parallel.ir.schedule import COMPUTE, PEERS, at, message
 from hyper_parallel.mpmd._schedules import make_schedule
 from hyper_parallel.sim import simulate
@@ -229,13 +229,17 @@ def action_times(
     graph = schedule_tasks(schedule, costs, overlap=1.0, transfer_s=transfer_s)
     tasks = tuple(replace(t, duration_ns=max(1, t.duration_ns)) for t in graph.tasks)
     times: list[list[tuple[int, int]]] = [[] for _ in schedule.ranks]
-    for span in simulate(replace(graph, tasks=tasks)).spans:
-        if span.lane.endswith("/compute"):
-            start, end = round(span.start_s * 1e9), round((span.start_s + span.duration_s) * 1e9)
-            times[int(span.lane.removeprefix("rank ").removesuffix("/compute"))].append(
-                (start, end)
-            )
+    for rank, span in computations(simulate(replace(graph, tasks=tasks))):
+        times[rank].append((round(span.start_s * 1e9), round(span.end_s * 1e9)))
     return times
+
+
+def computations(timeline: Timeline) -> Iterator[tuple[int, Span]]:
+    """Yield (rank, span) for every computation of a simulated schedule."""
+    for span in timeline.spans:
+        rank, _, lane = span.lane.removeprefix("rank ").partition("/")
+        if lane == "compute":
+            yield int(rank), span
 
 
 def byte_changes(schedule: Schedule, costs: StageCosts) -> Callable[[Action], tuple[int, int]]:
@@ -430,9 +434,8 @@ def nanoseconds(seconds: float) -> int:
 def bubble_fraction(timeline: Timeline) -> float:
     """Return the mean over ranks of the fraction of the step in which the compute lane is idle."""
     busy: dict[str, float] = {}
-    for span in timeline.spans:
-        if span.lane.endswith("/compute"):
-            busy[span.lane] = busy.get(span.lane, 0.0) + span.duration_s
+    for _, span in computations(timeline):
+        busy[span.lane] = busy.get(span.lane, 0.0) + span.duration_s
     return 1.0 - sum(busy.values()) / (len(busy) * timeline.end_s)
 
 

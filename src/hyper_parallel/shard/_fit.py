@@ -142,24 +142,20 @@ def keep_whole(
             allowed="dp_replicate, dp_shard, or `parallel.rules` that name input and output projections",
             changes=sizes.without_tp,
         )
+    s = sizes.strategy
     latent = next((p.pattern for p in result if p.style == "latent"), None)
-    if (
-        sizes.strategy.tp_y > 1
-        or latent
-        or sizes.strategy.ep > 1
-        or (sizes.strategy.pp > 1 and not staged)
-    ):
-        s = sizes.strategy
+    needs_sharding = latent or s.ep > 1 or (s.pp > 1 and not staged)
+    if s.tp_y > 1 or needs_sharding:
         raise UnsupportedSharding(
             f"with {shown} replicated, tensor parallelism supports one axis only, without ep, pp and latent attention",
             got=f"tp_x={s.tp_x}, tp_y={s.tp_y}, ep={s.ep}, pp={s.pp}"
             + (f", {latent}" if latent else ""),
             changes=sizes.without_tp
-            if latent or s.tp_y == 1
+            if needs_sharding
             else {"parallel.tp_x": s.tp, "parallel.tp_y": 1},
         )
     notes.append(f"every tensor-parallel rank holds all tokens between blocks; replicated: {shown}")
-    if sizes.strategy.pp > 1:
+    if s.pp > 1:
         notes.append(
             "with pp, time and memory are predicted as if each rank held a part of the tokens"
         )

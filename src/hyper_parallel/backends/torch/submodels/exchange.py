@@ -379,10 +379,14 @@ class Reader:
     def _message(self, number: int) -> deque[tuple[str, Any]]:
         if number not in self._received:
             if self._index is None:
-                raise mismatch("a forward pass outside of a step")
+                raise CollectiveMismatch(
+                    "the language part was called outside of a step",
+                    where=f"rank {dist.get_rank()}",
+                    hint="call `hp.forward_backward(model, microbatches)` instead of the model",
+                )
             key = (self.borders[number].edge, self.share, self._index)
             message = self._features.receive(key, self._tower_rank(number, self._index))
-            tensors = _tensors(message)
+            tensors = pack(message)[1]
             self._leaves[number] = [t for t in tensors if t.requires_grad]
             if self._stages is not None and self._stages.trace is not None:
                 self._stages.trace.mark(tensors)
@@ -535,7 +539,10 @@ class Submodels:
 
 
 def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
-    """Yield once per microbatch of the language part, after the preceding passes of `services` (`Tower.serve`)."""
+    """Yield once per microbatch of the language part, after the preceding passes of `services` (`Tower.serve`).
+
+    The last item follows all remaining passes.
+    """
     running = [*services]
     while running:
         running = [service for service in running if next(service, None) is not None]
@@ -550,7 +557,3 @@ def mismatch(got: str) -> CollectiveMismatch:
         got=got,
         hint="pass the microbatches of `hp.microbatch_sources` to `hp.forward_backward` on every rank",
     )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return pack(value)[1]
