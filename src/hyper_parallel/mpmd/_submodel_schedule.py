@@ -247,8 +247,8 @@ def _in_rounds(
     """Return a schedule in which the tower's actions are replaced by rounds over all of its lanes.
 
     Rounds are inserted into a total order of all actions, and each lane runs its actions in this order. So the lanes
-    cannot deadlock. A forward precedes the first use of its features by `lead` rounds, and a backward follows the arrival
-    of its last gradient by `lag` rounds.
+    cannot deadlock. A forward precedes the first use of its features by `lead` rounds. A backward follows its last
+    gradient by `lag` rounds.
     """
     base = replace(base, graph=replace(lanes.graph(not base.is_trained(0)), sharded=frozenset()))
     order: list[tuple[tuple[int, int, int, int], int, Action]] = []
