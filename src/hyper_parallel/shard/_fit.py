@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
-from hyper_parallel.shard._rules import REFUSED, WHOLE
+from hyper_parallel.shard._rules import COLUMN_STYLES, REFUSED, WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,7 @@ def keep_whole(
             would be sharded. Also with two axes, ep, latent attention, or, unless `staged`, with pp.
     """
     result = [replace(p, style=WHOLE) if p.style in (None, *REFUSED) else p for p in params]
-    into = {
-        p.parent for p in result if len(p.shape) == 2 and p.style in ("colwise", "qkv", "gate_up")
-    }
+    into = {p.parent for p in result if len(p.shape) == 2 and p.style in COLUMN_STYLES}
     for param in result:
         is_layer = param.leaf == "*" or param.leaf.isdecimal()
         if param.style == WHOLE and param.pattern in into and not is_layer:
@@ -203,7 +201,7 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
         parents.setdefault(param.parent, []).append(param)
     for parent, members in parents.items():
         matrices = [p for p in members if len(p.shape) == 2]
-        into = [p for p in matrices if p.style in ("colwise", "kv_replicate", "qkv", "gate_up")]
+        into = [p for p in matrices if p.style in COLUMN_STYLES]
         out = [p for p in matrices if p.style == "rowwise"]
         odd = [p for p in matrices if p.style == "replicate" and _between(p, into)]
         odd += [p for p in members if p.style in (None, "replicate") and _norm_over_heads(p, sizes)]

@@ -29,10 +29,10 @@ from hyper_parallel.ir import (
 from hyper_parallel.shard._boundary import TokenCut
 from hyper_parallel.shard._fit import Param, Sizes, rule_hint
 from hyper_parallel.shard._grid import block_shape, shards_queries_by_token
+from hyper_parallel.shard._rules import COLUMN_STYLES, PACKED
 from hyper_parallel.units import divisors
 
-PACKED = ("qkv", "gate_up")
-_CUT = ("colwise", "rowwise", "kv_replicate", "norm_heads", *PACKED)
+_CUT = (*COLUMN_STYLES, "rowwise", "norm_heads")
 
 Problem = tuple[Param, str, int, str, int]
 """Dim whose size the degree does not divide: (parameter, name of the dim, size, names of the axes, degree)."""

@@ -391,7 +391,7 @@ def _run(
     else:
         towers.end()
     for role in submodels.roles:
-        role.side.flush()
+        role.side.outgoing.flush()
     if num_tokens is not None:
         return total
     totals = [total, *(torch.zeros_like(total) for _ in submodels.roles[1:])]

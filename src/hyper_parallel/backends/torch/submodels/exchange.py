@@ -208,13 +208,13 @@ class Border:
 class Tower:
     """Computation of features on a tower rank, and exchange with the readers.
 
-    `rank` is the data-parallel rank in the tower. `features` is the channel to the readers, `gradients` the channel
-    from them.
+    `rank` is the data-parallel rank in the tower. `outgoing` is the channel of features to the readers, `gradients` the
+    channel from them.
     """
 
-    def __init__(self, border: Border, rank: int, features: Channel, gradients: Channel) -> None:
+    def __init__(self, border: Border, rank: int, outgoing: Channel, gradients: Channel) -> None:
         self.border, self.rank = border, rank
-        self._features, self._gradients = features, gradients
+        self.outgoing, self._gradients = outgoing, gradients
         self._running: dict[int, tuple[Source, list[Tensor], Tensor]] = {}
 
     def serve(
@@ -243,10 +243,6 @@ class Tower:
                 with nullcontext() if number + 1 == len(microbatches) else deferred(model):
                     self.backward(number, span)
 
-    def flush(self) -> None:
-        """Wait until every message is sent."""
-        self._features.flush()
-
     def forward(
         self,
         model: nn.Module,
@@ -262,7 +258,7 @@ class Tower:
         if source is not None:
             for stage in self.border.readers[source[0]]:
                 for reader in stage:
-                    self._features.send((self.border.edge, *source), structure, tensors, reader)
+                    self.outgoing.send((self.border.edge, *source), structure, tensors, reader)
         if trained:
             self._running[number] = source, tensors, start
 
@@ -304,7 +300,7 @@ class Reader:
         share: Data-parallel rank in the language part.
         rank: Rank of this process in the world.
         features: Channel from the towers.
-        gradients: Channel to the towers.
+        outgoing: Channel of gradients to the towers.
     """
 
     def __init__(
@@ -313,13 +309,13 @@ class Reader:
         share: int,
         rank: int,
         features: Channel,
-        gradients: Channel,
+        outgoing: Channel,
     ) -> None:
         self.borders, self.share = tuple(borders), share
         stages = self.borders[0].readers[share]
         self._reads = any(rank in stage for stage in stages)
         self._sends = any(rank == stage[0] for stage in stages)
-        self._features, self._gradients = features, gradients
+        self._features, self.outgoing = features, outgoing
         self._summed_over: dist.ProcessGroup | None = None
         self._index: int | None = None
         self._owner: Callable[[int, int], int] | None = None
@@ -359,10 +355,6 @@ class Reader:
     def begin(self, index: int) -> None:
         """Set the microbatch of the next forward pass."""
         self._index = index
-
-    def flush(self) -> None:
-        """Wait until every message is sent."""
-        self._gradients.flush()
 
     def receive(self, label: str, number: int) -> Any:
         """Return the result of the call named `label`, which crosses the border to tower `number` of `borders`."""
@@ -444,7 +436,7 @@ class Reader:
             if count:
                 key = (self.borders[number].gradients_edge, self.share, index)
                 message = pack(grads[start : start + count])
-                self._gradients.send(key, *message, self._tower_rank(number, index))
+                self.outgoing.send(key, *message, self._tower_rank(number, index))
             start += count
 
 

@@ -43,11 +43,7 @@ from hyper_parallel.backends.torch.tensor._replicated_activations import (
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor.collectives import join
 from hyper_parallel.backends.torch.tensor.gradients import PartialParameter, use_local_parameters
-from hyper_parallel.backends.torch.tensor.partial_gradients import (
-    COLUMN_STYLES,
-    SPLIT_STYLES,
-    TensorTrial,
-)
+from hyper_parallel.backends.torch.tensor.partial_gradients import SPLIT_STYLES, TensorTrial
 from hyper_parallel.backends.torch.tensor.sharded_norm import ShardedNorm
 from hyper_parallel.backends.torch.tensor.state import (
     TP,
@@ -62,7 +58,7 @@ from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Purpose, Strategy
-from hyper_parallel.shard import block_program, module_of
+from hyper_parallel.shard import COLUMN_STYLES, PACKED, block_program, module_of
 
 Forward = Callable[..., Any]
 
@@ -297,7 +293,7 @@ class TensorParallel:
 
     def _column_projection(self, module: nn.Module, name: str, style: str) -> None:
         colwise(module, name, self._region_of(name), self._used_rows(module, style))
-        if style in ("qkv", "gate_up"):
+        if style in PACKED:
             owner = self.modules[module_of(name)]
             exchange_packed(module, owner, style, self.config, self.state)
 

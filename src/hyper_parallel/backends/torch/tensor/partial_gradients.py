@@ -35,10 +35,8 @@ from hyper_parallel.backends.torch.tensor._replicated_activations import tied_he
 from hyper_parallel.backends.torch.vocab_parallel_loss import has_causal_loss
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Strategy
-from hyper_parallel.shard import module_of
+from hyper_parallel.shard import COLUMN_STYLES, module_of
 
-COLUMN_STYLES: Final = ("colwise", "kv_replicate", "qkv", "gate_up")
-"""Sharding styles of column-parallel projections."""
 _WHOLE_RESULT_STYLES: Final = ("rowwise", "vocab", "head")
 """Styles of modules with a replicated result."""
 SPLIT_STYLES: Final = (*COLUMN_STYLES, *_WHOLE_RESULT_STYLES, "norm_heads")
