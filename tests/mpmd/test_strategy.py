@@ -55,8 +55,8 @@ def test_stages_lie_where_the_schedule_puts_them(strategy):
          "training.accumulation_steps=10"),
         (Strategy(pp=4, schedule="dualpipev", virtual_stages=2), 8, 7, BatchMismatch,
          "training.accumulation_steps=8"),
-        (Strategy(virtual_stages=2), 8, 8, UnsupportedSharding, "parallel.pp=2"),
-        (Strategy(stage_layers=(8,)), 8, 8, UnsupportedSharding, "parallel.pp=2"),
+        (Strategy(virtual_stages=2), 8, 8, UnsupportedSharding, "parallel.virtual_stages=1"),
+        (Strategy(stage_layers=(8,)), 8, 8, UnsupportedSharding, "'parallel.stage_layers=[]'"),
     ],
     ids=str,
 )  # fmt: skip

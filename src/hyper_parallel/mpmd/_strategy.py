@@ -68,7 +68,7 @@ def _check_no_pipeline(s: Strategy, where: str | None) -> None:
                 where=where,
                 got=f"pp=1, {name}={value}",
                 allowed=f"no {name}, or pp of 2 and more",
-                changes={"parallel.pp": 2},
+                changes={f"parallel.{name}": idle},
             )
 
 
@@ -165,7 +165,7 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
             "a graph of stages can be simulated, but the pipeline executes only a chain",
             where=path,
             got=str(schedule.graph),
-            hint="remove the last row of the file, `graph,...`, and the stages outside the chain",
+            hint="remove the row `graph,...` of the file, and the stages outside the chain",
         )
     got = (len(schedule.ranks), schedule.stages, schedule.microbatches)
     wanted = (strategy.pp, strategy.stages, microbatches)

@@ -373,7 +373,10 @@ def rounds_schedule(
 
 
 def inline_schedule(lanes: TowerLanes, microbatches: int, *, frozen: bool = False) -> Schedule:
-    """Return 1F1B of the language part, with the tower before each forward and after each backward of lane 0."""
+    """Return 1F1B of the language part, with the tower's forward before each forward of lane 0.
+
+    The backward of a tower that is not frozen follows each backward of lane 0.
+    """
 
     def passes(lane: int, kind: Literal["F", "B"], i: int) -> list[Action]:
         tower = [Action(0, kind, i)] if lane == 0 and (kind == "F" or not frozen) else []

@@ -117,7 +117,7 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
 
 
 def is_supported(node: Node) -> bool:
-    """Return whether MindSpore executes a call; calls with complex numbers are not supported."""
+    """Return whether MindSpore executes a call; calls with complex results are not supported."""
     if node.op in OWN:
         return True
     if node.op not in OPERATORS or any(kind.dtype.startswith("complex") for kind in node.types):

@@ -224,7 +224,6 @@ class Pipeline:
         return [p for p in params if p.requires_grad]
 
     def _sum_shared_gradients(self, model: nn.Module) -> None:
-        """Sum the gradients of weights shared by stages over the ranks that hold them."""
         # Encoders have no gradients in a step without media.
         encoders = not self.stages.running.flow.unused.isdisjoint(self.stages.shared)
         sum_gradients(self._shared_parameters(model), self._sum_shared, optional=encoders)

@@ -194,7 +194,6 @@ def _feature_methods(kind: str) -> list[tuple[str, str]]:
 def _tower_part(
     model: nn.Module, kind: str, names: Sequence[str], media: frozenset[str]
 ) -> TowerPart:
-    """Return the tower with the parameters `names` of a model."""
     owned, modules = {id(model.get_parameter(name)) for name in names}, list[str]()
     for name, module in model.named_modules():
         parameters = [id(p) for p in module.parameters()]
@@ -223,7 +222,6 @@ def _drop_parameters(model: nn.Module, dropped: set[int]) -> None:
 
 
 def _remove_children(module: nn.Module, kept: set[nn.Module]) -> None:
-    """Remove all submodules of a module that are not in `kept`."""
     for name, child in [*module.named_children()]:
         if child in kept:
             _remove_children(child, kept)
@@ -417,7 +415,6 @@ def tower_flops(
 
 
 def _flops(tower: TowerModel, batches: Sequence[Mapping[str, NDArray[Any]]]) -> list[float]:
-    """Return the FLOPs of a tower's forward on each batch; see `tower_flops`."""
     dtype = next(tower.parameters()).dtype
     media, counts = tower.part.media, list[float]()
     for batch in batches:

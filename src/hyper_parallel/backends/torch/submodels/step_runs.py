@@ -1,7 +1,4 @@
-"""Execution of the towers of one rank in one step: in rounds, or under a joint schedule with the language part.
-
-A tower is an encoder of images, videos or audio. In a round, each of its ranks computes the features of one microbatch.
-"""
+"""Execution of the towers of one rank in one step: in rounds, or under a joint schedule; see `exchange`."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@
     final norm                  on this rank's part, then gather tokens: the base model's output is unchanged
     head (rows sharded)         logits of all tokens for this rank's part of the vocabulary, which the loss accepts
 
-Only the attribute `forward` of module instances changes; classes, parameter names and the model's source do not. All
-arithmetic runs on local tensors; parameters stay DTensors for FSDP, optimizers and checkpoints. An attention or MLP
-module with these collectives is called a region.
+Forwards and a few attributes of module instances change, such as numbers of heads; classes, parameter names and the
+model's source do not. All arithmetic runs on local tensors; parameters stay DTensors for FSDP, optimizers and
+checkpoints. An attention or MLP module with these collectives is called a region.
 """
 
 from __future__ import annotations

@@ -119,7 +119,6 @@ class _InventoryBuilder:
         self._stored: dict[str, Source] = {}
 
     def build(self) -> Inventory:
-        """Return the inventory; raise for missing, unknown or misshapen tensors."""
         reference, inventory = self._reference, self._inventory
         # Map all names of the full model, although a pipeline rank has only a part of it.
         wanted = {*self._targets} | ({*reference.state_dict()} if reference is not None else set())
@@ -322,7 +321,6 @@ def loadable_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _keys(source: Source) -> list[str]:
-    """Return the stored names that a source reads."""
     if isinstance(source, list):
         return [part.key for part in source]
     return [key for keys in source[0].keys.values() for key in keys]
