@@ -45,6 +45,7 @@ from hyper_parallel.backends.torch.tensor.overlapped_tokens import (
 from hyper_parallel.backends.torch.tensor.state import RegatherScope, TpState, Y
 from hyper_parallel.backends.torch.weights.initialization import LORA_A
 from hyper_parallel.backends.torch.weights.lora import delta
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Part, Purpose, exchanged, exchanged_rows, gate_up_parts, qkv_parts
 from hyper_parallel.shard import Boundary
@@ -487,12 +488,7 @@ def exchange_packed(
         set_local_head_counts(parent, config, state.degree)
     if hasattr(module.weight.placements[0], "split_factor"):
         return
-    inner, group = module.forward, state.group
-
-    def forward(x: Tensor) -> Tensor:
-        return exchange_columns(inner(x), parts, group)
-
-    module.forward = forward
+    wrap(module, lambda inner, x: exchange_columns(inner(x), parts, state.group))
 
 
 def exchange_columns(out: Tensor, parts: tuple[Part, ...], group: dist.ProcessGroup) -> Tensor:
