@@ -203,7 +203,10 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
         matrices = [p for p in members if len(p.shape) == 2]
         into = [p for p in matrices if p.style in COLUMN_STYLES]
         out = [p for p in matrices if p.style == "rowwise"]
-        odd = [p for p in matrices if p.style == "replicate" and _between(p, into)]
+        between = {p.shape for p in into}
+        odd = [
+            p for p in matrices if p.style == "replicate" and (p.in_attention or p.shape in between)
+        ]
         odd += [p for p in members if p.style in (None, "replicate") and _norm_over_heads(p, sizes)]
         if bool(into) != bool(out):
             odd += into or out
@@ -243,10 +246,6 @@ def check_widths(params: list[Param]) -> None:
                 allowed="colwise input projections and rowwise output projections",
                 hint=rule_hint({param.pattern: "replicate"}),
             )
-
-
-def _between(param: Param, into: list[Param]) -> bool:
-    return param.in_attention or param.shape in {p.shape for p in into}
 
 
 def _norm_over_heads(param: Param, sizes: Sizes) -> bool:

@@ -130,7 +130,11 @@ class Pipeline:
             self._defer_fsdp(model)
             if gradients is not None:
                 gradients.reduce_deferred()
-            self._sum_shared_gradients(model)
+            # Encoders have no gradients in a step without media.
+            encoders = not self.stages.running.flow.unused.isdisjoint(self.stages.shared)
+            shared = self._shared_parameters(model)
+            sum_gradients(shared, self._sum_shared, optional=encoders)
+            self._shared_are_summed = True
         return total
 
     def forward(
@@ -178,11 +182,6 @@ class Pipeline:
             return (*tokens, *self.stages.tail)
         return tp.grid_of(tokens).part_shape(*self.stages.tail)
 
-    def begin_pass(self, batch: Microbatch) -> None:
-        """Set the batch shape of a pass for tensor parallelism, because the first layer may be on another stage."""
-        if self.tp is not None:
-            self.tp.running.update(shape=PassShape(self.tokens(batch)))
-
     def tokens(self, batch: Microbatch) -> tuple[int, int]:
         """Return the number of sequences and of local tokens per sequence."""
         sequences, length = batch["input_ids"].shape
@@ -222,12 +221,6 @@ class Pipeline:
         """Return the shared weights of this rank that are trained, in the same order on all ranks."""
         params = map(model.get_parameter, self.stages.shared)
         return [p for p in params if p.requires_grad]
-
-    def _sum_shared_gradients(self, model: nn.Module) -> None:
-        # Encoders have no gradients in a step without media.
-        encoders = not self.stages.running.flow.unused.isdisjoint(self.stages.shared)
-        sum_gradients(self._shared_parameters(model), self._sum_shared, optional=encoders)
-        self._shared_are_summed = True
 
     def _sum_shared(self, flat: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks that hold shared weights; two ranks exchange their tensors."""
@@ -315,7 +308,10 @@ class _PipelinePass:
         if received is not None and self._train:
             received = received.detach().requires_grad_()
         pipeline = self._pipeline
-        pipeline.begin_pass(batch)
+        if (
+            pipeline.tp is not None
+        ):  # the first layer, which sets the shape, may be on another stage
+            pipeline.tp.running.update(shape=PassShape(pipeline.tokens(batch)))
         running = pipeline.stages.running
         with running.run(stage, received), running.trace_media(self._model, batch):
             if stage == last:

@@ -25,7 +25,7 @@ computed, and waits for a message only when an action needs it. `verify` proves 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -528,17 +528,6 @@ class Submodels:
         pairs = zip(values, self.roles, strict=True)
         reported = [value if role.reports else torch.zeros_like(value) for value, role in pairs]
         return all_reduce(torch.stack(reported).sum(0), self.group, Purpose.SUBMODELS_SUM)
-
-
-def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
-    """Yield once per microbatch of the language part, after the preceding passes of `services` (`Tower.serve`).
-
-    The last item follows all remaining passes.
-    """
-    running = [*services]
-    while running:
-        running = [service for service in running if next(service, None) is not None]
-        yield
 
 
 def mismatch(got: str) -> CollectiveMismatch:

@@ -11,12 +11,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch.collectives import all_reduce
 from hyper_parallel.backends.torch.shared_gradients import divide_gradients, sum_gradients
-from hyper_parallel.backends.torch.submodels.exchange import (
-    Span,
-    Submodels,
-    is_trained,
-    rounds_of,
-)
+from hyper_parallel.backends.torch.submodels.exchange import Span, Submodels, is_trained
 from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Action, Purpose
 
@@ -42,14 +37,18 @@ class Rounds:
         deferred: Callable[[nn.Module], AbstractContextManager[None]],
     ) -> None:
         self._language = submodels.language
-        self._rounds = rounds_of(
+        self._running = [
             tower.serve(part, batches, span, train, deferred)
             for (part, tower), batches in zip(submodels.towers, served, strict=True)
-        )
+        ]
+
+    def _advance(self) -> None:
+        """Run the passes of every tower up to the next microbatch of the language part, or to the end of the step."""
+        self._running = [tower for tower in self._running if next(tower, None) is not None]
 
     def begin(self, index: int) -> None:
         """Run the towers' passes before microbatch `index` of the language part, and select it for the forward."""
-        next(self._rounds, None)
+        self._advance()
         if self._language is not None:
             self._language[1].begin(index)
 
@@ -59,8 +58,8 @@ class Rounds:
 
     def end(self) -> None:
         """Run all remaining passes of the towers."""
-        for _ in self._rounds:
-            continue
+        while self._running:
+            self._advance()
 
 
 class Joint:

@@ -186,12 +186,13 @@ class Region:
 
     def _executor(self, part: Tensor) -> TokenExecutor | None:
         """Return the executor for this rank's tokens [1, n, D]; None if collectives and products run serially."""
-        executor = self.state.executor
-        if executor is None:
+        state = self.state
+        if state.executor is None:
             return None
-        fits = executor.fits(part.shape[1]) and not torch.compiler.is_compiling()
-        self.state.count_block(fits)
-        return executor if fits else None
+        fits = state.executor.fits(part.shape[1]) and not torch.compiler.is_compiling()
+        state.chunked_blocks += fits
+        state.whole_blocks += not fits
+        return state.executor if fits else None
 
     def _prepare(self, products: dict[nn.Module, Callable[[], Any]]) -> PreparedProducts:
         """Read the weights of projections for the running pass, and return their products."""
