@@ -31,7 +31,7 @@ from hyper_parallel.backends.torch.experts.routing import (
 from hyper_parallel.backends.torch.in_flight import sum_forward
 from hyper_parallel.backends.torch.parallel_handle import Handle, handle
 from hyper_parallel.backends.torch.partial_use import extend_backward, refuse_other_inputs
-from hyper_parallel.backends.torch.pipeline.apply import Microbatch, Span, StepActions
+from hyper_parallel.backends.torch.pipeline.apply import TARGETS, Microbatch, Span, StepActions
 from hyper_parallel.backends.torch.submodels.exchange import Source
 from hyper_parallel.backends.torch.submodels.step_runs import Joint, Rounds
 from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
@@ -293,12 +293,8 @@ def _accepts_any_kwargs(model: nn.Module) -> bool:
 def _forward_kwargs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the items of a batch, except targets, that the model's forward accepts."""
     named, free = _forward_parameters(model), _accepts_any_kwargs(model)
-    targets = ("labels", "shift_labels")
-    return {
-        k: v
-        for k, v in batch.items()
-        if k not in targets and (free or k in named or k == TOKEN_MASK)
-    }
+    accepted = batch if free else {*named, TOKEN_MASK}
+    return {k: v for k, v in batch.items() if k in accepted and k not in TARGETS}
 
 
 def forward_backward(

@@ -48,7 +48,8 @@ _Message = tuple[Tensor, ...]
 """Activations with routing counts, or gradients with derivatives; see `BalanceLoss.messages` for the second tensor."""
 _DIRECTIONS = {"F": (1, Purpose.PIPELINE_ACTIVATIONS), "B": (-1, Purpose.PIPELINE_GRADIENTS)}
 """By direction: stage of the receiver minus stage of the sender, and purpose of the message."""
-_TARGETS = ("labels", "shift_labels")
+TARGETS = ("labels", "shift_labels")
+"""Arguments of a model's forward that only the loss reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +340,7 @@ class _PipelinePass:
 
     def _run_stage(self, batch: Microbatch) -> None:
         """Run the model on a stage before the last one; raise HP205 if code after the layers needs the head."""
-        inputs = {k: v for k, v in batch.items() if k not in _TARGETS}
+        inputs = {k: v for k, v in batch.items() if k not in TARGETS}
         try:
             self._model(**{"use_cache": False, **inputs})
         except (AttributeError, IndexError, TypeError, ValueError) as error:

@@ -37,6 +37,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch.collectives import all_reduce
+from hyper_parallel.backends.torch.pipeline.apply import Span
 from hyper_parallel.backends.torch.pipeline.stages import StageLayers
 from hyper_parallel.backends.torch.submodels.channel import Channel, pack
 from hyper_parallel.errors import CollectiveMismatch
@@ -131,7 +132,6 @@ def _crosses(action: Action) -> bool:
     return action.kind.startswith(("SEND", "RECV")) and 0 in (action.stage, action.peer.stage)
 
 
-Span = Callable[[str, str], AbstractContextManager[Any]]
 _T = TypeVar("_T")
 Pass = Literal["forward", "language", "backward"]
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.backends.torch.collectives import all_reduce
+from hyper_parallel.backends.torch.pipeline.apply import Span
 from hyper_parallel.backends.torch.shared_gradients import divide_gradients, sum_gradients
-from hyper_parallel.backends.torch.submodels.exchange import Span, Submodels, is_trained
+from hyper_parallel.backends.torch.submodels.exchange import Submodels, is_trained
 from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Action, Purpose
 
