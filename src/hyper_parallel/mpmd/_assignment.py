@@ -22,7 +22,7 @@ from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph, Timeline
 from hyper_parallel.mpmd._list_schedule import ListScheduler
-from hyper_parallel.mpmd._tasks import action_costs, computations, nanoseconds, schedule_tasks
+from hyper_parallel.mpmd._tasks import computations, cost_function, nanoseconds, schedule_tasks
 from hyper_parallel.sim import simulate
 
 _Order: TypeAlias = Literal["given", "light", "heavy", "mixed"]
@@ -168,10 +168,8 @@ class Assignment:
     @property
     def bubble(self) -> float:
         """Fraction of the device time of a step in which devices are idle."""
-        busy_s = sum(
-            action_costs(self.costs[a.stage][a.microbatch or 0])[a.kind][0] * self.widths[rank]
-            for rank, _, a in self.schedule.leaves()
-        )
+        cost_of = cost_function(self.schedule, self.costs)
+        busy_s = sum(cost_of(a)[0] * self.widths[rank] for rank, _, a in self.schedule.leaves())
         return 1.0 - busy_s / (sum(self.widths) * self.value_s)
 
     def lanes(self, columns: int = 96) -> str:
