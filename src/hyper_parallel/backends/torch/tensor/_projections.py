@@ -236,7 +236,7 @@ class Region:
         return tokens.products.pop(module)
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Gather tokens to [B, S, .], or to [B, span, .] for span attention; for a 2d MLP, to a list [1, T, .]."""
+        """Gather tokens to [B, S, .], or [B, span, .] if y shards sequences; for an MLP on two axes, to [1, T, .]."""
         tokens = gather(part, 1, self.group(Purpose.SEQUENCE_GATHER), Purpose.SEQUENCE_GATHER)
         self.current.padded_rows = tokens.shape[1]
         if not self.kv_heads and Y in self.state.groups:
@@ -293,7 +293,7 @@ class Region:
         return delta(module, x, state.local(module.lora_A), b, part)
 
     def gather_over_y(self, x: Tensor) -> Tensor:
-        """Gather the input of a 2d block's row-parallel projection over y: its heads, or for an MLP its tokens."""
+        """Gather the input of a 2d block's row-parallel projection over y: heads, or tokens for an MLP and for spans."""
         purpose = Purpose.HEAD_GATHER if self.kv_heads else Purpose.WIDTH_GATHER
         y = self.group(purpose)
         if self.kv_heads and self.spans is None:
