@@ -293,7 +293,7 @@ class Region:
         return delta(module, x, state.local(module.lora_A), b, part)
 
     def gather_over_y(self, x: Tensor) -> Tensor:
-        """Gather the input of a 2d block's row-parallel projection over y: heads, or tokens for an MLP and for spans."""
+        """Gather the input of a 2d block's row-parallel projection over y: heads, or tokens for an MLP or spans."""
         purpose = Purpose.HEAD_GATHER if self.kv_heads else Purpose.WIDTH_GATHER
         y = self.group(purpose)
         if self.kv_heads and self.spans is None:
