@@ -48,14 +48,15 @@ def test_stages_lie_where_the_schedule_puts_them(strategy):
         (Strategy(pp=2, schedule="zbv"), 8, 8, UnsupportedSharding, "parallel.virtual_stages=2"),
         (Strategy(pp=2, schedule="interleaved"), 8, 8, UnsupportedSharding, "parallel.virtual_stages=2"),
         (Strategy(pp=2, virtual_stages=2), 8, 8, UnsupportedSharding, "parallel.schedule=interleaved"),
-        (Strategy(pp=2, schedule="interleaved", virtual_stages=3), 5, 8, NotDivisible, "parallel.pp=1"),
+        (Strategy(pp=2, schedule="interleaved", virtual_stages=3), 5, 8, NotDivisible,
+         "parallel.pp=1 parallel.virtual_stages=1"),
         (Strategy(pp=4, schedule="interleaved", virtual_stages=2), 8, 10, None, None),
         (Strategy(pp=4, schedule="interleaved", virtual_stages=2), 8, 9, BatchMismatch,
          "training.accumulation_steps=10"),
         (Strategy(pp=4, schedule="dualpipev", virtual_stages=2), 8, 7, BatchMismatch,
          "training.accumulation_steps=8"),
-        (Strategy(virtual_stages=2), 8, 8, UnsupportedSharding, "parallel.pp=2"),
-        (Strategy(stage_layers=(8,)), 8, 8, UnsupportedSharding, "parallel.pp=2"),
+        (Strategy(virtual_stages=2), 8, 8, UnsupportedSharding, "parallel.virtual_stages=1"),
+        (Strategy(stage_layers=(8,)), 8, 8, UnsupportedSharding, "'parallel.stage_layers=[]'"),
     ],
     ids=str,
 )  # fmt: skip
@@ -69,12 +70,12 @@ def test_what_cannot_run_is_refused_with_the_nearest_that_can(
     with pytest.raises(error) as caught:
         check_pipeline(strategy, layers, microbatches)
     assert caught.value.hint == hint
-    key, _, value = hint.rpartition("=")
-    fixed = strategy
-    if key == "training.accumulation_steps":
-        check_pipeline(fixed, layers, int(value))
-    elif key == "parallel.virtual_stages":
-        check_pipeline(replace(fixed, virtual_stages=int(value)), layers, microbatches)
+    changes = {k: int(v) for k, v in (c.split("=") for c in hint.split()) if v.isdecimal()}
+    if error is NotDivisible or "parallel.virtual_stages" in changes:
+        fixed = {key.removeprefix("parallel."): value for key, value in changes.items()}
+        check_pipeline(replace(strategy, **fixed), layers, microbatches)
+    elif "training.accumulation_steps" in changes:
+        check_pipeline(strategy, layers, changes["training.accumulation_steps"])
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph, Timeline
 from hyper_parallel.mpmd._list_schedule import ListScheduler
-from hyper_parallel.mpmd._tasks import action_costs, nanoseconds, schedule_tasks
+from hyper_parallel.mpmd._tasks import computations, cost_function, nanoseconds, schedule_tasks
 from hyper_parallel.sim import simulate
 
 _Order: TypeAlias = Literal["given", "light", "heavy", "mixed"]
@@ -168,10 +168,8 @@ class Assignment:
     @property
     def bubble(self) -> float:
         """Fraction of the device time of a step in which devices are idle."""
-        busy_s = sum(
-            action_costs(self.costs[a.stage][a.microbatch or 0])[a.kind][0] * self.widths[rank]
-            for rank, _, a in self.schedule.leaves()
-        )
+        cost_of = cost_function(self.schedule, self.costs)
+        busy_s = sum(cost_of(a)[0] * self.widths[rank] for rank, _, a in self.schedule.leaves())
         return 1.0 - busy_s / (sum(self.widths) * self.value_s)
 
     def lanes(self, columns: int = 96) -> str:
@@ -203,10 +201,8 @@ def lanes_text(
     """
     end_s = end_s or timeline.end_s
     rows: dict[tuple[int, str], list[str]] = {}
-    for span in timeline.spans:
-        if not span.lane.endswith("/compute"):
-            continue
-        rank, action = int(span.lane[5:].removesuffix("/compute")), Action.parse(span.name)
+    for rank, span in computations(timeline):
+        action = Action.parse(span.name)
         row = rows.setdefault((rank, parts[action.stage]), ["."] * columns)
         first = int(span.start_s / end_s * columns)
         last = int(span.end_s / end_s * columns)
@@ -266,7 +262,7 @@ def assign_submodels(
         pins: Dict from a field of `Choice` to its only allowed value.
 
     Raises:
-        ScheduleError: HP320 for an unknown pin, incomplete costs, or when no choice fits into memory.
+        ScheduleError: HP320 for an unknown pin, incomplete costs, or when no choice has the pins and fits into memory.
     """
     _check([*encoders, language])
     names = [f.name for f in fields(Choice)]
@@ -294,9 +290,9 @@ def assign_submodels(
     )
     if best is None:
         raise ScheduleError(
-            "no assignment fits into the memory of the devices",
-            got=f"{devices.count} devices of {devices.memory_bytes} bytes",
-            hint="raise memory_bytes, or use more devices",
+            "no assignment fits the devices and the pins",
+            got=f"{devices.count} devices of {devices.memory_bytes} bytes, pins={dict(pins)}",
+            hint="raise memory_bytes, use more devices, or remove pins",
         )
     lower = min(plan.work_bound for plan in plans)
     _, number, position = queue[best.position]
@@ -383,11 +379,8 @@ class _Plan:
     def _balanced(self, shares: Sequence[float]) -> tuple[list[int], list[list[int]], list[float]]:
         """Return the language layers of each rank, the rank of each encoder microbatch, and the seconds of each rank.
 
-        Each layer goes to the least loaded rank. Then each encoder microbatch, longest first, goes to the rank with the
-        lowest load after it.
-
-        Args:
-            shares: Expected seconds of encoder work on each language rank.
+        Each layer goes to the least loaded rank; `shares` are the expected seconds of encoder work on language ranks.
+        Then each encoder microbatch, longest first, goes to the rank with the lowest load after it.
         """
         p, per_rank = self._ranks, self._key[3]
         layer_s = self._language_s / self._language.layers

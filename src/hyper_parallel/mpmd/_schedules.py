@@ -233,7 +233,7 @@ def make_schedule(
             f"schedule {name} does not support {v} stages per rank",
             got=f"stages_per_rank={v}",
             allowed=f"{form.stages[0]}{'' if only else ' and more'}",
-            hint=f"schedule={'interleaved_1f1b' if v > 1 else '1f1b'}",
+            hint="schedule=interleaved_1f1b" if v > 1 else f"stages_per_rank={form.stages[0]}",
         )
     if not is_legal(name, p, m):
         near = legal_microbatches(name, p, m)

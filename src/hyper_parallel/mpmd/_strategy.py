@@ -55,7 +55,7 @@ def check_pipeline(
             where=where,
             got=f"pp={s.pp}, virtual_stages={s.virtual_stages}, layers={layers}",
             allowed=f"pp up to {most}",
-            changes={"parallel.pp": most},
+            changes={"parallel.pp": most} | ({"parallel.virtual_stages": 1} if most == 1 else {}),
         )
     _check_microbatches(s, microbatches, where)
 
@@ -68,7 +68,7 @@ def _check_no_pipeline(s: Strategy, where: str | None) -> None:
                 where=where,
                 got=f"pp=1, {name}={value}",
                 allowed=f"no {name}, or pp of 2 and more",
-                changes={"parallel.pp": 2},
+                changes={f"parallel.{name}": idle},
             )
 
 
@@ -85,7 +85,7 @@ def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> No
         )
     if microbatches < s.pp:
         raise BatchMismatch(
-            "a pipeline needs at least one microbatch for every stage",
+            "a pipeline needs at least one microbatch per pipeline rank",
             where=where,
             got=f"pp={s.pp}, microbatches per step={microbatches}",
             allowed=f"pp up to {microbatches}, or {s.pp} microbatches and more",
@@ -165,7 +165,7 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
             "a graph of stages can be simulated, but the pipeline executes only a chain",
             where=path,
             got=str(schedule.graph),
-            hint="remove the last row of the file, `graph,...`, and the stages outside the chain",
+            hint="remove the row `graph,...` of the file, and the stages outside the chain",
         )
     got = (len(schedule.ranks), schedule.stages, schedule.microbatches)
     wanted = (strategy.pp, strategy.stages, microbatches)

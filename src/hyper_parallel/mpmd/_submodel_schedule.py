@@ -189,11 +189,7 @@ def _fastest_order(
 ) -> Schedule:
     """Return the fastest compute-only schedule over all tried placements and orders of microbatches.
 
-    Args:
-        lanes: Lanes of tower and language part.
-        rows: Cost of each stage and microbatch. Activations count one byte each, so bytes count microbatches in flight.
-        limits: Maximum number of microbatches in flight per lane.
-        frozen: As for `submodel_schedule`.
+    In `rows`, an activation has one byte, so `limits` are the maximum numbers of microbatches in flight per lane.
     """
     count, graph = len(rows[0]), lanes.graph(frozen)
     in_turn = list(range(count))
@@ -225,13 +221,8 @@ def _fastest_rounds(
 ) -> Schedule:
     """Return the fastest compute-only schedule of a sharded tower that computes in rounds within the limits.
 
-    1F1B with `lead` and `lag` of 0 (see `_in_rounds`) is always within the limits.
-
-    Args:
-        lanes: Lanes of tower and language part.
-        bases: Schedules, including 1F1B, from which the order of the language stages is taken.
-        rows: As for `_fastest_order`.
-        limits: As for `_fastest_order`.
+    The order of the language stages is taken from one of `bases`, which include 1F1B. 1F1B with `lead` and `lag` of 0
+    (see `_in_rounds`) is always within the limits. `rows` and `limits` are as for `_fastest_order`.
     """
     best: tuple[float, Schedule] | None = None
     for base, lead, lag in product(bases, (1, 0), (1, 0)):
@@ -256,14 +247,8 @@ def _in_rounds(
     """Return a schedule in which the tower's actions are replaced by rounds over all of its lanes.
 
     Rounds are inserted into a total order of all actions, and each lane runs its actions in this order. So the lanes
-    cannot deadlock.
-
-    Args:
-        lanes: Lanes of tower and language part.
-        base: Compute-only schedule.
-        rows: Cost of each stage and microbatch.
-        lead: Number of rounds by which a forward precedes the first use of its features.
-        lag: Number of rounds by which a backward follows the arrival of its last gradient.
+    cannot deadlock. A forward precedes the first use of its features by `lead` rounds. A backward follows its last
+    gradient by `lag` rounds.
     """
     base = replace(base, graph=replace(lanes.graph(not base.is_trained(0)), sharded=frozenset()))
     order: list[tuple[tuple[int, int, int, int], int, Action]] = []
@@ -329,14 +314,15 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
     if not schedule.has_communication:
         schedule = lower(schedule.compute_only(), reduce_grad=False)
     verify(schedule)
-    used = {lane for (stage, _), lane in schedule.homes().items() if not stage}
+    homes = schedule.homes()
+    used = {lane for (stage, _), lane in homes.items() if not stage}
     if lanes.sharded and used != {*lanes.towers}:
         raise ScheduleError(
             "the schedule does not use all lanes of a sharded encoder",
             got=f"lanes {sorted(used)}",
             allowed=f"lanes {sorted(lanes.towers)}",
         )
-    for (stage, _), lane in schedule.homes().items():
+    for (stage, _), lane in homes.items():
         if lane != stage - 1 if stage else lane not in lanes.towers:
             raise ScheduleError(
                 f"stage {stage} must not compute on lane {lane}",
@@ -387,7 +373,10 @@ def rounds_schedule(
 
 
 def inline_schedule(lanes: TowerLanes, microbatches: int, *, frozen: bool = False) -> Schedule:
-    """Return 1F1B of the language part, with the tower before each forward and after each backward of lane 0."""
+    """Return 1F1B of the language part, with the tower's forward before each forward of lane 0.
+
+    The backward of a tower that is not frozen follows each backward of lane 0.
+    """
 
     def passes(lane: int, kind: Literal["F", "B"], i: int) -> list[Action]:
         tower = [Action(0, kind, i)] if lane == 0 and (kind == "F" or not frozen) else []

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Action, Cores, Schedule, StageCost, Task, TaskGraph, Timeline
+from hyper_parallel.ir import Action, Cores, Schedule, Span, StageCost, Task, TaskGraph, Timeline
 from hyper_parallel.ir.schedule import COMPUTE, PEERS, at, message
 from hyper_parallel.mpmd._schedules import make_schedule
 from hyper_parallel.sim import simulate
@@ -229,48 +229,40 @@ def action_times(
     graph = schedule_tasks(schedule, costs, overlap=1.0, transfer_s=transfer_s)
     tasks = tuple(replace(t, duration_ns=max(1, t.duration_ns)) for t in graph.tasks)
     times: list[list[tuple[int, int]]] = [[] for _ in schedule.ranks]
-    for span in simulate(replace(graph, tasks=tasks)).spans:
-        if span.lane.endswith("/compute"):
-            start, end = round(span.start_s * 1e9), round((span.start_s + span.duration_s) * 1e9)
-            times[int(span.lane.removeprefix("rank ").removesuffix("/compute"))].append(
-                (start, end)
-            )
+    for rank, span in computations(simulate(replace(graph, tasks=tasks))):
+        times[rank].append((round(span.start_s * 1e9), round(span.end_s * 1e9)))
     return times
 
 
-def byte_changes(schedule: Schedule, costs: StageCosts) -> Callable[[Action], tuple[int, int]]:
-    """Return a function from an action to its memory changes in bytes: (at its start, at its end)."""
-    table = _table(schedule, costs)
-    return lambda a: _of(table, a)[2:]
+def computations(timeline: Timeline) -> Iterator[tuple[int, Span]]:
+    """Yield (rank, span) for every computation of a simulated schedule."""
+    for span in timeline.spans:
+        rank, _, lane = span.lane.removeprefix("rank ").partition("/")
+        if lane == "compute":
+            yield int(rank), span
 
 
-_Costs: TypeAlias = dict[str, tuple[float, float, int, int]]
+ActionCost: TypeAlias = tuple[float, float, int, int]
+"""(Seconds of an action, seconds of exposed collectives after it, byte change at its start, byte change at its end)."""
 
 
-def _table(schedule: Schedule, costs: StageCosts) -> list[list[_Costs]]:
-    """Return `action_costs` per stage and microbatch; a stage with one cost for all microbatches has one entry."""
-    return [
-        [
-            action_costs(c, schedule.is_trained(s))
-            for c in ([cost] if isinstance(cost, StageCost) else cost)
-        ]
-        for s, cost in enumerate(costs)
+def cost_function(schedule: Schedule, costs: StageCosts) -> Callable[[Action], ActionCost]:
+    """Return a function from an action of a schedule to its cost."""
+    table = [
+        [action_costs(c, schedule.is_trained(s)) for c in row]
+        for s, row in enumerate([c] if isinstance(c, StageCost) else c for c in costs)
     ]
 
+    def cost_of(action: Action) -> ActionCost:
+        row = table[action.stage]
+        kinds = row[(action.microbatch or 0) if len(row) > 1 else 0]
+        return kinds.get(action.kind, (0.0, 0.0, 0, 0))
 
-def _of(table: list[list[_Costs]], action: Action) -> tuple[float, float, int, int]:
-    costs = table[action.stage]
-    return costs[(action.microbatch or 0) if len(costs) > 1 else 0].get(
-        action.kind, (0.0, 0.0, 0, 0)
-    )
+    return cost_of
 
 
-def action_costs(c: StageCost, trained: bool = True) -> _Costs:
-    """Return the costs of each kind of action of a stage.
-
-    Returns:
-        Dict from kind to (seconds, seconds of exposed collectives after it, byte change at its start, at its end).
-    """
+def action_costs(c: StageCost, trained: bool = True) -> dict[str, ActionCost]:
+    """Return the cost of each kind of action of a stage."""
     activation, grad_input = c.activation_bytes, c.weight_grad_input_bytes
     return {
         "F": (c.forward_s, c.exposed_forward_s, activation, 0 if trained else -activation),
@@ -295,7 +287,7 @@ class _Builder:
         self._schedule, self._transfer_s = schedule, transfer_s
         self.homes = schedule.homes()
         self.copies = _ranks_of_stages(self.homes)
-        self.costs = _table(schedule, costs)
+        self.cost_of = cost_function(schedule, costs)
         self.tasks: list[Task] = []
         self.policies: dict[str, Literal["order", "priority"]] = {}
         # (stage, value, microbatch or rank, reader) to the task that produces it. Values: output (F) or gradient (B)
@@ -315,10 +307,10 @@ class _Builder:
         """
         if actions[0].kind in PEERS:
             return
-        effects = [_of(self.costs, a) for a in actions]
+        effects = [*map(self.cost_of, actions)]
         together = self.rounds.get(actions[0], ())
         if together:
-            times = [_of(self.costs, a)[:2] for a, _ in together]
+            times = [self.cost_of(a)[:2] for a, _ in together]
             effects = [(max(s for s, _ in times), max(s for _, s in times), *effects[0][2:])]
         seconds, exposed, at_start, at_end = map(sum, zip(*effects, strict=True))
         name = str(actions[0] if len(actions) == 1 else Action(-1, "OVERLAP_F_B", None, actions))
@@ -375,7 +367,7 @@ class _Builder:
         for send in self._schedule.messages(action):
             to, arrival = send.peer.stage, task
             edge = min(s, to), max(s, to)
-            seconds = _of(self.costs, send)[0]
+            seconds = self.cost_of(send)[0]
             if edge in self._transfer_s:
                 seconds = self._transfer_s[edge][i or 0]
             peer = self.homes.get((to, i), rank)
@@ -430,9 +422,8 @@ def nanoseconds(seconds: float) -> int:
 def bubble_fraction(timeline: Timeline) -> float:
     """Return the mean over ranks of the fraction of the step in which the compute lane is idle."""
     busy: dict[str, float] = {}
-    for span in timeline.spans:
-        if span.lane.endswith("/compute"):
-            busy[span.lane] = busy.get(span.lane, 0.0) + span.duration_s
+    for _, span in computations(timeline):
+        busy[span.lane] = busy.get(span.lane, 0.0) + span.duration_s
     return 1.0 - sum(busy.values()) / (len(busy) * timeline.end_s)
 
 

@@ -10,7 +10,7 @@ from typing import Final, NoReturn, TypeAlias
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, ActionKind, Schedule
 from hyper_parallel.ir.schedule import COMPUTE, PEERS, at
-from hyper_parallel.mpmd._tasks import StageCosts, byte_changes, replay
+from hyper_parallel.mpmd._tasks import StageCosts, cost_function, replay
 
 _Spot: TypeAlias = tuple[int, int]
 _Wrong: TypeAlias = tuple[_Spot, str]
@@ -63,7 +63,7 @@ def verify(
     if max_in_flight is not None:
         _check_live(schedule, _counted(schedule), max_in_flight, "activations at once")
     if max_bytes is not None:
-        _check_live(schedule, byte_changes(schedule, costs), max_bytes, "bytes at once")
+        _check_live(schedule, _byte_changes(schedule, costs), max_bytes, "bytes at once")
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 def held_bytes(schedule: Schedule, costs: StageCosts) -> tuple[int, ...]:
     """Return the maximum bytes of activations and gathered parameters on each rank, as the simulation counts them."""
-    return _maxima(schedule, byte_changes(schedule, costs))
+    return _maxima(schedule, _byte_changes(schedule, costs))
 
 
 _Changes: TypeAlias = Callable[[Action], tuple[int, int]]
@@ -88,6 +88,11 @@ def _counted(schedule: Schedule) -> _Changes:
     return lambda a: (
         change.get(a.kind, (0, 0)) if a.kind != "F" or schedule.is_trained(a.stage) else (1, -1)
     )
+
+
+def _byte_changes(schedule: Schedule, costs: StageCosts) -> _Changes:
+    cost_of = cost_function(schedule, costs)
+    return lambda a: cost_of(a)[2:]
 
 
 def _maxima(schedule: Schedule, changes: _Changes) -> tuple[int, ...]:

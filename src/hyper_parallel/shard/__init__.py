@@ -13,7 +13,9 @@ from hyper_parallel.shard._derive import derived_rules
 from hyper_parallel.shard._fit import module_of
 from hyper_parallel.shard._plan import ShardPlan, covers, plan_layouts, replicated_matrices
 from hyper_parallel.shard._rules import (
+    COLUMN_STYLES,
     FAMILIES,
+    PACKED,
     REFUSED,
     STYLES,
     completed_rules,
@@ -38,7 +40,9 @@ from hyper_parallel.shard._table import (
 )
 
 __all__ = [
+    "COLUMN_STYLES",
     "FAMILIES",
+    "PACKED",
     "REFUSED",
     "STYLES",
     "BlockWidths",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
-from hyper_parallel.shard._rules import REFUSED, WHOLE
+from hyper_parallel.shard._rules import COLUMN_STYLES, REFUSED, WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,7 @@ def keep_whole(
             would be sharded. Also with two axes, ep, latent attention, or, unless `staged`, with pp.
     """
     result = [replace(p, style=WHOLE) if p.style in (None, *REFUSED) else p for p in params]
-    into = {
-        p.parent for p in result if len(p.shape) == 2 and p.style in ("colwise", "qkv", "gate_up")
-    }
+    into = {p.parent for p in result if len(p.shape) == 2 and p.style in COLUMN_STYLES}
     for param in result:
         is_layer = param.leaf == "*" or param.leaf.isdecimal()
         if param.style == WHOLE and param.pattern in into and not is_layer:
@@ -142,24 +140,20 @@ def keep_whole(
             allowed="dp_replicate, dp_shard, or `parallel.rules` that name input and output projections",
             changes=sizes.without_tp,
         )
+    s = sizes.strategy
     latent = next((p.pattern for p in result if p.style == "latent"), None)
-    if (
-        sizes.strategy.tp_y > 1
-        or latent
-        or sizes.strategy.ep > 1
-        or (sizes.strategy.pp > 1 and not staged)
-    ):
-        s = sizes.strategy
+    needs_sharding = latent or s.ep > 1 or (s.pp > 1 and not staged)
+    if s.tp_y > 1 or needs_sharding:
         raise UnsupportedSharding(
             f"with {shown} replicated, tensor parallelism supports one axis only, without ep, pp and latent attention",
             got=f"tp_x={s.tp_x}, tp_y={s.tp_y}, ep={s.ep}, pp={s.pp}"
             + (f", {latent}" if latent else ""),
             changes=sizes.without_tp
-            if latent or s.tp_y == 1
+            if needs_sharding
             else {"parallel.tp_x": s.tp, "parallel.tp_y": 1},
         )
     notes.append(f"every tensor-parallel rank holds all tokens between blocks; replicated: {shown}")
-    if sizes.strategy.pp > 1:
+    if s.pp > 1:
         notes.append(
             "with pp, time and memory are predicted as if each rank held a part of the tokens"
         )
@@ -207,9 +201,12 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
         parents.setdefault(param.parent, []).append(param)
     for parent, members in parents.items():
         matrices = [p for p in members if len(p.shape) == 2]
-        into = [p for p in matrices if p.style in ("colwise", "kv_replicate", "qkv", "gate_up")]
+        into = [p for p in matrices if p.style in COLUMN_STYLES]
         out = [p for p in matrices if p.style == "rowwise"]
-        odd = [p for p in matrices if p.style == "replicate" and _between(p, into)]
+        between = {p.shape for p in into}
+        odd = [
+            p for p in matrices if p.style == "replicate" and (p.in_attention or p.shape in between)
+        ]
         odd += [p for p in members if p.style in (None, "replicate") and _norm_over_heads(p, sizes)]
         if bool(into) != bool(out):
             odd += into or out
@@ -249,10 +246,6 @@ def check_widths(params: list[Param]) -> None:
                 allowed="colwise input projections and rowwise output projections",
                 hint=rule_hint({param.pattern: "replicate"}),
             )
-
-
-def _between(param: Param, into: list[Param]) -> bool:
-    return param.in_attention or param.shape in {p.shape for p in into}
 
 
 def _norm_over_heads(param: Param, sizes: Sizes) -> bool:

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from hyper_parallel.ir import BlockShape, Purpose, Strategy
 from hyper_parallel.shard._fit import Param
+from hyper_parallel.shard._rules import COLUMN_STYLES
 from hyper_parallel.shard._table import block_program
 
 X, Y = "tp_x", "tp_y"
-_REGION_STYLES = ("colwise", "rowwise", "kv_replicate", "qkv", "gate_up")
+_REGION_STYLES = (*COLUMN_STYLES, "rowwise")
 
 Axes = tuple[tuple[str, ...], ...]
 """Mesh axes that shard each dim of a parameter; () for a dim that is not sharded."""

@@ -34,6 +34,10 @@ STYLES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Meaning of each style that a rule may name."""
 
+PACKED: Final = ("qkv", "gate_up")
+"""Styles of projections that are stacked in one weight."""
+COLUMN_STYLES: Final = ("colwise", "kv_replicate", *PACKED)
+"""Styles of column-parallel projections."""
 WHOLE: Final = "whole"
 """Style of modules that are replicated because no rule shards them. Every rank then computes them for all tokens."""
 

@@ -29,10 +29,10 @@ from hyper_parallel.ir import (
 from hyper_parallel.shard._boundary import TokenCut
 from hyper_parallel.shard._fit import Param, Sizes, rule_hint
 from hyper_parallel.shard._grid import block_shape, shards_queries_by_token
+from hyper_parallel.shard._rules import COLUMN_STYLES, PACKED
 from hyper_parallel.units import divisors
 
-PACKED = ("qkv", "gate_up")
-_CUT = ("colwise", "rowwise", "kv_replicate", "norm_heads", *PACKED)
+_CUT = (*COLUMN_STYLES, "rowwise", "norm_heads")
 
 Problem = tuple[Param, str, int, str, int]
 """Dim whose size the degree does not divide: (parameter, name of the dim, size, names of the axes, degree)."""
@@ -77,12 +77,8 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
             f"ep={s.ep}, dp_shard={s.dp_shard}",
         ),
     }
-    for feature, (is_used, got) in illegal.items():
-        if is_used:
-            changes = (
-                {"overlap.ep": "chunks", "overlap.tp": "none"} if s.ep > 1 else {"overlap": "none"}
-            )
-            raise _overlap_error(f"half-batches do not work with {feature}", got, changes)
+    changes = {"overlap.ep": "chunks", "overlap.tp": "none"} if s.ep > 1 else {"overlap": "none"}
+    _refuse_features("half-batches do not work with", illegal, changes)
     sequences = workload.microbatch or 1
     if overlap.parts(sequences, workload.seq_len) == 1:
         even = 2 * sequences if 2 * sequences != workload.seq_len else sequences + 2
@@ -97,8 +93,17 @@ def _overlap_error(problem: str, got: str, changes: Mapping[str, object]) -> Uns
     return UnsupportedSharding(problem, where="overlap", got=got, changes=changes)
 
 
-def _features_without_overlap(s: Strategy) -> dict[str, tuple[bool, str]]:
-    """Return a dict from each feature that no overlap supports to (whether the strategy uses it, its setting)."""
+_Features = Mapping[str, tuple[bool, str]]
+"""Dict from a feature to (whether the strategy uses it, its setting)."""
+
+
+def _refuse_features(problem: str, features: _Features, changes: Mapping[str, object]) -> None:
+    for feature, (is_used, got) in features.items():
+        if is_used:
+            raise _overlap_error(f"{problem} {feature}", got, changes)
+
+
+def _features_without_overlap(s: Strategy) -> _Features:
     return {
         "a second tensor-parallel axis": (s.tp_y > 1, f"tp_y={s.tp_y}"),
         "re-gathered inputs": (s.gathered_inputs == "re-gather", "gathered_inputs=re-gather"),
@@ -114,10 +119,8 @@ def _check_blocks(strategy: Strategy, workload: Workload) -> None:
         "half-batches": (s.overlap.half_batch, "overlap.ep=half-batch"),
         **_features_without_overlap(s),
     }
-    for feature, (is_used, got) in features.items():
-        if is_used:
-            problem = f"`overlap.tp={s.overlap.block_executor}` does not work with {feature}"
-            raise _overlap_error(problem, got, {"overlap.tp": "none"})
+    problem = f"`overlap.tp={s.overlap.block_executor}` does not work with"
+    _refuse_features(problem, features, {"overlap.tp": "none"})
     tokens = TokenCut.of(s, workload).piece
     if tokens % chunks:
         fitting = [n for n in range(chunks - 1, 1, -1) if tokens % n == 0]

@@ -312,9 +312,7 @@ def sharing_boundaries(
     elements: Number, axes: tuple[str, ...], ranks: Number, replicas: Number, zero: Number, once: Number,
     freed: Number, *, experts: bool = False,
 ) -> Iterator[Boundary]:  # fmt: skip
-    """Yield the data-parallel collectives of a parameter group.
-
-    They are parameter all-gathers, gradient reduce-scatters, and gradient all-reduces over replicas.
+    """Yield the data-parallel collectives of a parameter group: gathers of parameters, reductions of gradients.
 
     Args:
         elements: Elements of the group, padding included.

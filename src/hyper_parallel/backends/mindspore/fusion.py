@@ -180,7 +180,6 @@ def _standard_output_to(descriptor: int) -> Iterator[None]:
 
 
 def _flush_output() -> None:
-    """Flush standard output of Python and of C libraries."""
     sys.stdout.flush()
     CDLL(None).fflush(None)
 

@@ -199,16 +199,8 @@ def _axes(x, dims):
     return tuple(range(x.ndim)) if dims is None or len(dims) == 0 else dims
 
 
-def sum_all(x, dtype=None):
-    return sum_over(x, None, False, dtype)
-
-
 def mean(x, dims=None, keepdim=False, dtype=None):
     return ops.ReduceMean(keep_dims=keepdim)(to_copy(x, dtype), _axes(x, dims))
-
-
-def mean_all(x, dtype=None):
-    return mean(x, None, False, dtype)
 
 
 def variance(x, dims=None, correction=1, keepdim=False):
@@ -250,12 +242,8 @@ def min_over(x, dim, keepdim=False):
     return value, ops.cast(index, ms.int64)
 
 
-def any_over(x, dim, keepdim=False):
+def any_over(x, dim=(), keepdim=False):
     return ops.ReduceAny(keep_dims=keepdim)(_truth(x), dim)
-
-
-def any_all(x):
-    return any_over(x, tuple(range(x.ndim)))
 
 
 def product_over(x, dim, keepdim=False, dtype=None):

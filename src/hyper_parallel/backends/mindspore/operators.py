@@ -38,7 +38,7 @@ OPERATORS: Final = {
     "aten._to_copy.default": "to_copy",
     "aten._unsafe_view.default": "view",
     "aten.abs.default": "absolute",
-    "aten.any.default": "any_all",
+    "aten.any.default": "any_over",
     "aten.any.dim": "any_over",
     "aten.clamp_min.default": "clamp",
     "aten.eq.Scalar": "equal",
@@ -54,7 +54,7 @@ OPERATORS: Final = {
     "aten.lt.Scalar": "less",
     "aten.lt.Tensor": "less",
     "aten.max.dim": "max_over",
-    "aten.mean.default": "mean_all",
+    "aten.mean.default": "mean",
     "aten.min.dim": "min_over",
     "aten.ne.Scalar": "not_equal",
     "aten.ne.Tensor": "not_equal",
@@ -70,7 +70,7 @@ OPERATORS: Final = {
     "aten.slice.Tensor": "slice_along",
     "aten.sort.default": "sort_values",
     "aten.sort.stable": "sort_stable",
-    "aten.sum.default": "sum_all",
+    "aten.sum.default": "sum_over",
     "aten.sum.dim_IntList": "sum_over",
     "aten.var.correction": "variance",
 }
@@ -117,7 +117,7 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
 
 
 def is_supported(node: Node) -> bool:
-    """Return whether MindSpore executes a call; calls with complex numbers are not supported."""
+    """Return whether MindSpore executes a call; calls with complex results are not supported."""
     if node.op in OWN:
         return True
     if node.op not in OPERATORS or any(kind.dtype.startswith("complex") for kind in node.types):

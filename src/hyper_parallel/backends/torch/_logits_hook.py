@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch.context.apply import join_sequences
 from hyper_parallel.backends.torch.context.state import ContextState
 from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
-from hyper_parallel.backends.torch.tensor.collectives import join, piece_size, reshard
+from hyper_parallel.backends.torch.tensor.collectives import join, reshard
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.token_scores import scores_tokens
 from hyper_parallel.backends.torch.vocab_parallel_loss import (
@@ -115,7 +115,7 @@ class LogitsHook:
         index = index.reshape(-1)
         if self.tp is None or self.tp.head == "whole":
             return index
-        piece = piece_size(index.numel(), self.tp.degree)
+        piece = self.tp.list_of((1, index.numel())).rows
         index = F.pad(index, (0, piece * self.tp.degree - index.numel()), value=-1)
         return index[self.tp.rank * piece : (self.tp.rank + 1) * piece]
 

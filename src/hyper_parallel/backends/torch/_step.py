@@ -31,7 +31,7 @@ from hyper_parallel.backends.torch.experts.routing import (
 from hyper_parallel.backends.torch.in_flight import sum_forward
 from hyper_parallel.backends.torch.parallel_handle import Handle, handle
 from hyper_parallel.backends.torch.partial_use import extend_backward, refuse_other_inputs
-from hyper_parallel.backends.torch.pipeline.apply import Microbatch, Span, StepActions
+from hyper_parallel.backends.torch.pipeline.apply import TARGETS, Microbatch, Span, StepActions
 from hyper_parallel.backends.torch.submodels.exchange import Source
 from hyper_parallel.backends.torch.submodels.step_runs import Joint, Rounds
 from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
@@ -83,18 +83,12 @@ def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
             allowed="with torch.no_grad(): token_logprobs(...)",
             hint="forward_backward(model, microbatches, objective=...)",
         )
-    results: list[Tensor] = []
-
-    def run_last_stage(_: int) -> Tensor:
-        results.append(_logprobs(model, attached, batch))
-        return torch.zeros((), device=attached.device)
-
     part = _forward_kwargs(model, batch)
-    pipeline.run(model, [part], run_last_stage, _no_span, train=False)
+    out = pipeline.forward(model, part, lambda: _logprobs(model, attached, batch))
     compute = getattr(torch, attached.plan.workload.compute_dtype)
     dtype = torch.promote_types(compute, torch.float32)
-    like = part["input_ids"]
-    out = results[0] if results else torch.empty(like.shape, dtype=dtype, device=attached.device)
+    if out is None:
+        out = torch.empty(part["input_ids"].shape, dtype=dtype, device=attached.device)
     with purpose(Purpose.LOSS_STATISTICS):
         last = pipeline.stages.rank_of[pipeline.last]
         dist.broadcast(out, group=pipeline.group, group_src=last)
@@ -299,12 +293,8 @@ def _accepts_any_kwargs(model: nn.Module) -> bool:
 def _forward_kwargs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the items of a batch, except targets, that the model's forward accepts."""
     named, free = _forward_parameters(model), _accepts_any_kwargs(model)
-    targets = ("labels", "shift_labels")
-    return {
-        k: v
-        for k, v in batch.items()
-        if k not in targets and (free or k in named or k == TOKEN_MASK)
-    }
+    accepted = batch if free else {*named, TOKEN_MASK}
+    return {k: v for k, v in batch.items() if k in accepted and k not in TARGETS}
 
 
 def forward_backward(
@@ -397,7 +387,7 @@ def _run(
     else:
         towers.end()
     for role in submodels.roles:
-        role.side.flush()
+        role.side.outgoing.flush()
     if num_tokens is not None:
         return total
     totals = [total, *(torch.zeros_like(total) for _ in submodels.roles[1:])]

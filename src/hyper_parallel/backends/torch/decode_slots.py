@@ -23,7 +23,6 @@ from transformers import Cache, StaticCache
 
 from hyper_parallel.backends.torch.forward_variants import cache_argument
 from hyper_parallel.backends.torch.parallel_handle import attached, known_properties
-from hyper_parallel.backends.torch.pipeline.apply import run_stages
 from hyper_parallel.backends.torch.static_cache import (
     FixedLayer,
     mask_argument,
@@ -143,8 +142,9 @@ class Passes:
     def _logits(self, **inputs: Any) -> Tensor | None:
         """Return the logits [B, S, V] of the model; None on pipeline ranks without the last stage."""
         with torch.no_grad():
-            if self._handle is not None and self._handle.pipeline is not None:
-                return run_stages(self._handle.pipeline, self._model, inputs)
+            pipeline = None if self._handle is None else self._handle.pipeline
+            if pipeline is not None:
+                return pipeline.forward(self._model, inputs, lambda: self._model(**inputs).logits)
             logits: Tensor = self._model(**inputs).logits
             return logits
 

@@ -26,6 +26,7 @@ from hyper_parallel.errors import PlanMismatch, UnsupportedSharding
 from hyper_parallel.ir import Layout, Plan, Rule, Strategy
 from hyper_parallel.model import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
 from hyper_parallel.shard import (
+    COLUMN_STYLES,
     ShardPlan,
     completed_rules,
     covers,
@@ -121,7 +122,7 @@ def _require_dims(params: Sequence[tuple[str, tuple[int, ...], Any]], strategy: 
 def _require_linear(model: nn.Module, styles: dict[str, str]) -> None:
     """Raise HP205 if a rule shards a module that is not an `nn.Linear`."""
     for name, module in model.named_modules():
-        split = styles.get(name) in ("colwise", "rowwise", "qkv", "gate_up", "kv_replicate", "head")
+        split = styles.get(name) in (*COLUMN_STYLES, "rowwise", "head")
         if split and type(module).forward is not nn.Linear.forward and module._parameters:
             if any(p.dim() == 1 and n == "weight" for n, p in module.named_parameters()):
                 continue  # the scale of a norm over heads

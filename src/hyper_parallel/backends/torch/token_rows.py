@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch.context.state import TOKENS, ContextState
 from hyper_parallel.backends.torch.in_flight import rows_of_half
 from hyper_parallel.backends.torch.pass_context import Padding, RunningPass
-from hyper_parallel.backends.torch.tensor.collectives import piece_size
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.errors import UnsupportedSharding
 
@@ -42,7 +41,7 @@ class Tokens:
             return None if bool(is_token.all()) else is_token.nonzero().squeeze(1).to(device)
         if self.tp is not None:
             total = math.prod(self.tp.batch)
-            if piece_size(total, self.tp.degree) != rows:
+            if self.tp.grid.rows != rows:
                 raise _part_of_tokens(f"{rows} of {total} tokens on {self.tp.degree} ranks", "tp")
             start = min(self.tp.rank * rows, total)
         stop = min(start + rows, total)

@@ -9,7 +9,7 @@ without communication. Data and tensor parallelism reduce gradients once, after 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -48,7 +48,8 @@ _Message = tuple[Tensor, ...]
 """Activations with routing counts, or gradients with derivatives; see `BalanceLoss.messages` for the second tensor."""
 _DIRECTIONS = {"F": (1, Purpose.PIPELINE_ACTIVATIONS), "B": (-1, Purpose.PIPELINE_GRADIENTS)}
 """By direction: stage of the receiver minus stage of the sender, and purpose of the message."""
-_TARGETS = ("labels", "shift_labels")
+TARGETS = ("labels", "shift_labels")
+"""Arguments of a model's forward that only the loss reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,28 @@ class Pipeline:
             self._defer_fsdp(model)
             if gradients is not None:
                 gradients.reduce_deferred()
-            self._sum_shared_gradients(model)
+            # Encoders have no gradients in a step without media.
+            encoders = not self.stages.running.flow.unused.isdisjoint(self.stages.shared)
+            shared = self._shared_parameters(model)
+            sum_gradients(shared, self._sum_shared, optional=encoders)
+            self._shared_are_summed = True
         return total
+
+    def forward(
+        self, model: nn.Module, batch: Microbatch, run_last: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """Run forward of one batch, which is the same on all ranks.
+
+        Return the result of `run_last`, which runs the model on the last stage; None on ranks without that stage.
+        """
+        results: list[Tensor] = []
+
+        def loss_of(_: int) -> Tensor:
+            results.append(run_last())
+            return torch.zeros((), device=self.stages.device)
+
+        self.run(model, [batch], loss_of, lambda *_: nullcontext(), train=False)
+        return results[0] if results else None
 
     def schedule(self, microbatches: int, train: bool) -> Schedule:
         """Return the schedule of all pipeline ranks for a number of microbatches, with backward if `train`."""
@@ -161,11 +182,6 @@ class Pipeline:
         if tp is None or tp.replicated_activations:
             return (*tokens, *self.stages.tail)
         return tp.grid_of(tokens).part_shape(*self.stages.tail)
-
-    def begin_pass(self, batch: Microbatch) -> None:
-        """Set the batch shape of a pass for tensor parallelism, because the first layer may be on another stage."""
-        if self.tp is not None:
-            self.tp.running.update(shape=PassShape(self.tokens(batch)))
 
     def tokens(self, batch: Microbatch) -> tuple[int, int]:
         """Return the number of sequences and of local tokens per sequence."""
@@ -207,13 +223,6 @@ class Pipeline:
         params = map(model.get_parameter, self.stages.shared)
         return [p for p in params if p.requires_grad]
 
-    def _sum_shared_gradients(self, model: nn.Module) -> None:
-        """Sum the gradients of weights shared by stages over the ranks that hold them."""
-        # Encoders have no gradients in a step without media.
-        encoders = not self.stages.running.flow.unused.isdisjoint(self.stages.shared)
-        sum_gradients(self._shared_parameters(model), self._sum_shared, optional=encoders)
-        self._shared_are_summed = True
-
     def _sum_shared(self, flat: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks that hold shared weights; two ranks exchange their tensors."""
         peers = self._sharing - {self.rank}
@@ -244,7 +253,7 @@ class _PipelinePass:
         self._step: StepActions | None = None
         self._pipeline, self._model, self._microbatches = pipeline, model, microbatches
         self._loss_of, self._span, self._train = loss_of, span, train
-        self._splits = pipeline.splits(model)
+        self._splits = train and pipeline.splits(model)
         # Evaluation does not compute the auxiliary loss.
         self._balance = pipeline.balance if train else None
         self._total = torch.zeros((), dtype=torch.float64, device=pipeline.stages.device)
@@ -300,7 +309,10 @@ class _PipelinePass:
         if received is not None and self._train:
             received = received.detach().requires_grad_()
         pipeline = self._pipeline
-        pipeline.begin_pass(batch)
+        if (
+            pipeline.tp is not None
+        ):  # the first layer, which sets the shape, may be on another stage
+            pipeline.tp.running.update(shape=PassShape(pipeline.tokens(batch)))
         running = pipeline.stages.running
         with running.run(stage, received), running.trace_media(self._model, batch):
             if stage == last:
@@ -328,9 +340,9 @@ class _PipelinePass:
 
     def _run_stage(self, batch: Microbatch) -> None:
         """Run the model on a stage before the last one; raise HP205 if code after the layers needs the head."""
-        inputs = {k: v for k, v in batch.items() if k not in _TARGETS}
+        inputs = {k: v for k, v in batch.items() if k not in TARGETS}
         try:
-            self._model(**inputs, use_cache=False)
+            self._model(**{"use_cache": False, **inputs})
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             if self._pipeline.stages.running.output is None:
                 raise
@@ -408,31 +420,3 @@ class _PipelinePass:
             with purpose(_DIRECTIONS[direction][1]):
                 work = dist.isend(tensor, group=self._pipeline.group, group_dst=peer)
             self._sent.append((work, tensor))
-
-
-def run_stages(pipeline: Pipeline, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
-    """Run all stages in sequence without backward; return the logits on the rank of the last stage, None on others.
-
-    All ranks pass the same inputs.
-    """
-    stages, rank = pipeline.stages, pipeline.rank
-    hidden: Tensor | None = None
-    logits: Tensor | None = None
-    for stage in range(pipeline.last + 1):
-        if stages.rank_of[stage] != rank:
-            continue
-        if stage and (source := stages.rank_of[stage - 1]) != rank:
-            hidden = pipeline.message(inputs)
-            dist.recv(hidden, group=pipeline.group, group_src=source)
-        pipeline.begin_pass(inputs)
-        running = stages.running
-        with running.run(stage, hidden), running.trace_media(model, inputs):
-            output = model(**inputs)
-            hidden = running.output
-        if stage == pipeline.last:
-            logits = output.logits
-        elif (target := stages.rank_of[stage + 1]) != rank:
-            assert hidden is not None
-            with purpose(Purpose.PIPELINE_ACTIVATIONS):
-                dist.send(hidden.contiguous(), group=pipeline.group, group_dst=target)
-    return logits

@@ -106,12 +106,6 @@ def layers_with_media(model: nn.Module) -> set[int]:
     return layers
 
 
-def without_media(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments in `inputs` except images and recordings."""
-    media = encoder_inputs(inputs)
-    return {name: value for name, value in inputs.items() if name not in media}
-
-
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
@@ -260,8 +254,10 @@ class StageModules:
                     allowed="forward_backward(model, microbatches, num_tokens), forward_loss",
                     hint="hp.forward_backward(model, microbatches, num_tokens)",
                 )
-            reads_media = self.running.stage in self.running.media_stages
-            return args, kwargs if reads_media else without_media(kwargs)
+            if self.running.stage in self.running.media_stages:
+                return args, kwargs
+            media = encoder_inputs(kwargs)
+            return args, {name: value for name, value in kwargs.items() if name not in media}
 
         model.register_forward_pre_hook(before, with_kwargs=True)
 

@@ -25,7 +25,7 @@ computed, and waits for a message only when an action needs it. `verify` proves 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -37,6 +37,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch.collectives import all_reduce
+from hyper_parallel.backends.torch.pipeline.apply import Span
 from hyper_parallel.backends.torch.pipeline.stages import StageLayers
 from hyper_parallel.backends.torch.submodels.channel import Channel, pack
 from hyper_parallel.errors import CollectiveMismatch
@@ -131,7 +132,6 @@ def _crosses(action: Action) -> bool:
     return action.kind.startswith(("SEND", "RECV")) and 0 in (action.stage, action.peer.stage)
 
 
-Span = Callable[[str, str], AbstractContextManager[Any]]
 _T = TypeVar("_T")
 Pass = Literal["forward", "language", "backward"]
 
@@ -208,13 +208,13 @@ class Border:
 class Tower:
     """Computation of features on a tower rank, and exchange with the readers.
 
-    `rank` is the data-parallel rank in the tower. `features` is the channel to the readers, `gradients` the channel
-    from them.
+    `rank` is the data-parallel rank in the tower. `outgoing` is the channel of features to the readers, `gradients` the
+    channel from them.
     """
 
-    def __init__(self, border: Border, rank: int, features: Channel, gradients: Channel) -> None:
+    def __init__(self, border: Border, rank: int, outgoing: Channel, gradients: Channel) -> None:
         self.border, self.rank = border, rank
-        self._features, self._gradients = features, gradients
+        self.outgoing, self._gradients = outgoing, gradients
         self._running: dict[int, tuple[Source, list[Tensor], Tensor]] = {}
 
     def serve(
@@ -243,10 +243,6 @@ class Tower:
                 with nullcontext() if number + 1 == len(microbatches) else deferred(model):
                     self.backward(number, span)
 
-    def flush(self) -> None:
-        """Wait until every message is sent."""
-        self._features.flush()
-
     def forward(
         self,
         model: nn.Module,
@@ -262,7 +258,7 @@ class Tower:
         if source is not None:
             for stage in self.border.readers[source[0]]:
                 for reader in stage:
-                    self._features.send((self.border.edge, *source), structure, tensors, reader)
+                    self.outgoing.send((self.border.edge, *source), structure, tensors, reader)
         if trained:
             self._running[number] = source, tensors, start
 
@@ -304,7 +300,7 @@ class Reader:
         share: Data-parallel rank in the language part.
         rank: Rank of this process in the world.
         features: Channel from the towers.
-        gradients: Channel to the towers.
+        outgoing: Channel of gradients to the towers.
     """
 
     def __init__(
@@ -313,13 +309,13 @@ class Reader:
         share: int,
         rank: int,
         features: Channel,
-        gradients: Channel,
+        outgoing: Channel,
     ) -> None:
         self.borders, self.share = tuple(borders), share
         stages = self.borders[0].readers[share]
         self._reads = any(rank in stage for stage in stages)
         self._sends = any(rank == stage[0] for stage in stages)
-        self._features, self._gradients = features, gradients
+        self._features, self.outgoing = features, outgoing
         self._summed_over: dist.ProcessGroup | None = None
         self._index: int | None = None
         self._owner: Callable[[int, int], int] | None = None
@@ -360,10 +356,6 @@ class Reader:
         """Set the microbatch of the next forward pass."""
         self._index = index
 
-    def flush(self) -> None:
-        """Wait until every message is sent."""
-        self._gradients.flush()
-
     def receive(self, label: str, number: int) -> Any:
         """Return the result of the call named `label`, which crosses the border to tower `number` of `borders`."""
         received = self._message(number)
@@ -379,10 +371,14 @@ class Reader:
     def _message(self, number: int) -> deque[tuple[str, Any]]:
         if number not in self._received:
             if self._index is None:
-                raise mismatch("a forward pass outside of a step")
+                raise CollectiveMismatch(
+                    "the language part was called outside of a step",
+                    where=f"rank {dist.get_rank()}",
+                    hint="call `hp.forward_backward(model, microbatches)` instead of the model",
+                )
             key = (self.borders[number].edge, self.share, self._index)
             message = self._features.receive(key, self._tower_rank(number, self._index))
-            tensors = _tensors(message)
+            tensors = pack(message)[1]
             self._leaves[number] = [t for t in tensors if t.requires_grad]
             if self._stages is not None and self._stages.trace is not None:
                 self._stages.trace.mark(tensors)
@@ -440,7 +436,7 @@ class Reader:
             if count:
                 key = (self.borders[number].gradients_edge, self.share, index)
                 message = pack(grads[start : start + count])
-                self._gradients.send(key, *message, self._tower_rank(number, index))
+                self.outgoing.send(key, *message, self._tower_rank(number, index))
             start += count
 
 
@@ -534,14 +530,6 @@ class Submodels:
         return all_reduce(torch.stack(reported).sum(0), self.group, Purpose.SUBMODELS_SUM)
 
 
-def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
-    """Yield once per microbatch of the language part, after the preceding passes of `services` (`Tower.serve`)."""
-    running = [*services]
-    while running:
-        running = [service for service in running if next(service, None) is not None]
-        yield
-
-
 def mismatch(got: str) -> CollectiveMismatch:
     """Return the error for ranks of tower and language part that run different microbatches."""
     return CollectiveMismatch(
@@ -550,7 +538,3 @@ def mismatch(got: str) -> CollectiveMismatch:
         got=got,
         hint="pass the microbatches of `hp.microbatch_sources` to `hp.forward_backward` on every rank",
     )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return pack(value)[1]

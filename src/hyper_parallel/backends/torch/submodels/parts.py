@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import view_of
+from hyper_parallel.backends.torch.pipeline.apply import TARGETS
 from hyper_parallel.backends.torch.pipeline.stages import keep_properties, layers_with_media
 from hyper_parallel.backends.torch.submodels.channel import pack
 from hyper_parallel.backends.torch.submodels.exchange import Reader
@@ -38,7 +39,6 @@ from hyper_parallel.model import tower_kind
 LANGUAGE: Final = "language"
 _KINDS: Final = {"image": "vision", "video": "vision", "audio": "audio"}
 """Name of the tower by input modality."""
-_TARGETS: Final = ("labels", "shift_labels")
 _RECORDINGS: Final = ("hidden_states", "attentions")
 """Fields of a feature method's result with the values of every layer, which the language part does not read."""
 
@@ -194,7 +194,6 @@ def _feature_methods(kind: str) -> list[tuple[str, str]]:
 def _tower_part(
     model: nn.Module, kind: str, names: Sequence[str], media: frozenset[str]
 ) -> TowerPart:
-    """Return the tower with the parameters `names` of a model."""
     owned, modules = {id(model.get_parameter(name)) for name in names}, list[str]()
     for name, module in model.named_modules():
         parameters = [id(p) for p in module.parameters()]
@@ -223,7 +222,6 @@ def _drop_parameters(model: nn.Module, dropped: set[int]) -> None:
 
 
 def _remove_children(module: nn.Module, kept: set[nn.Module]) -> None:
-    """Remove all submodules of a module that are not in `kept`."""
     for name, child in [*module.named_children()]:
         if child in kept:
             _remove_children(child, kept)
@@ -324,7 +322,7 @@ class TowerModel(nn.Module):
         self._crossed: list[tuple[str, Any]] = []
         self._running = False
         others = [tower for tower in division.towers if tower != part]
-        self._unused = frozenset(_TARGETS).union(*(tower.media for tower in others))
+        self._unused = frozenset(TARGETS).union(*(tower.media for tower in others))
         for owner, attribute, label in _crossings(model, part):
             setattr(owner, attribute, self._record_results(label, getattr(owner, attribute)))
         decoder, embedding = view_of(model).base, model.get_input_embeddings()  # type: ignore[operator]
@@ -417,7 +415,6 @@ def tower_flops(
 
 
 def _flops(tower: TowerModel, batches: Sequence[Mapping[str, NDArray[Any]]]) -> list[float]:
-    """Return the FLOPs of a tower's forward on each batch; see `tower_flops`."""
     dtype = next(tower.parameters()).dtype
     media, counts = tower.part.media, list[float]()
     for batch in batches:

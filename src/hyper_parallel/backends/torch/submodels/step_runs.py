@@ -1,7 +1,4 @@
-"""Execution of the towers of one rank in one step: in rounds, or under a joint schedule with the language part.
-
-A tower is an encoder of images, videos or audio. In a round, each of its ranks computes the features of one microbatch.
-"""
+"""Execution of the towers of one rank in one step: in rounds, or under a joint schedule; see `exchange`."""
 
 from __future__ import annotations
 
@@ -13,13 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.backends.torch.collectives import all_reduce
+from hyper_parallel.backends.torch.pipeline.apply import Span
 from hyper_parallel.backends.torch.shared_gradients import divide_gradients, sum_gradients
-from hyper_parallel.backends.torch.submodels.exchange import (
-    Span,
-    Submodels,
-    is_trained,
-    rounds_of,
-)
+from hyper_parallel.backends.torch.submodels.exchange import Submodels, is_trained
 from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Action, Purpose
 
@@ -45,14 +38,18 @@ class Rounds:
         deferred: Callable[[nn.Module], AbstractContextManager[None]],
     ) -> None:
         self._language = submodels.language
-        self._rounds = rounds_of(
+        self._running = [
             tower.serve(part, batches, span, train, deferred)
             for (part, tower), batches in zip(submodels.towers, served, strict=True)
-        )
+        ]
+
+    def _advance(self) -> None:
+        """Run the passes of every tower up to the next microbatch of the language part, or to the end of the step."""
+        self._running = [tower for tower in self._running if next(tower, None) is not None]
 
     def begin(self, index: int) -> None:
         """Run the towers' passes before microbatch `index` of the language part, and select it for the forward."""
-        next(self._rounds, None)
+        self._advance()
         if self._language is not None:
             self._language[1].begin(index)
 
@@ -62,8 +59,8 @@ class Rounds:
 
     def end(self) -> None:
         """Run all remaining passes of the towers."""
-        for _ in self._rounds:
-            continue
+        while self._running:
+            self._advance()
 
 
 class Joint:

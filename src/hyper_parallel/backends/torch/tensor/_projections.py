@@ -45,6 +45,7 @@ from hyper_parallel.backends.torch.tensor.overlapped_tokens import (
 from hyper_parallel.backends.torch.tensor.state import RegatherScope, TpState, Y
 from hyper_parallel.backends.torch.weights.initialization import LORA_A
 from hyper_parallel.backends.torch.weights.lora import delta
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Part, Purpose, exchanged, exchanged_rows, gate_up_parts, qkv_parts
 from hyper_parallel.shard import Boundary
@@ -79,7 +80,7 @@ class RegionPass:
 
 @dataclass(slots=True)
 class PreparedProducts:
-    """Results of `TokenExecutor.product`, created while a collective is in flight; see `ChunkedWeight` for the reason.
+    """Results of `TokenExecutor.product`, created while a collective is in flight; see `chunk_product` for the reason.
 
     Attributes:
         shape: Shape of the forward pass in which the products were created.
@@ -185,12 +186,13 @@ class Region:
 
     def _executor(self, part: Tensor) -> TokenExecutor | None:
         """Return the executor for this rank's tokens [1, n, D]; None if collectives and products run serially."""
-        executor = self.state.executor
-        if executor is None:
+        state = self.state
+        if state.executor is None:
             return None
-        fits = executor.fits(part.shape[1]) and not torch.compiler.is_compiling()
-        self.state.count_block(fits)
-        return executor if fits else None
+        fits = state.executor.fits(part.shape[1]) and not torch.compiler.is_compiling()
+        state.chunked_blocks += fits
+        state.whole_blocks += not fits
+        return state.executor if fits else None
 
     def _prepare(self, products: dict[nn.Module, Callable[[], Any]]) -> PreparedProducts:
         """Read the weights of projections for the running pass, and return their products."""
@@ -234,7 +236,7 @@ class Region:
         return tokens.products.pop(module)
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Gather tokens to [B, S, .], or to [B, span, .] for span attention; for a 2d MLP, to a list [1, T, .]."""
+        """Gather tokens to [B, S, .], or [B, span, .] if y shards sequences; for an MLP on two axes, to [1, T, .]."""
         tokens = gather(part, 1, self.group(Purpose.SEQUENCE_GATHER), Purpose.SEQUENCE_GATHER)
         self.current.padded_rows = tokens.shape[1]
         if not self.kv_heads and Y in self.state.groups:
@@ -291,7 +293,7 @@ class Region:
         return delta(module, x, state.local(module.lora_A), b, part)
 
     def gather_over_y(self, x: Tensor) -> Tensor:
-        """Gather the input of a 2d block's row-parallel projection over y: its heads, or for an MLP its tokens."""
+        """Gather the input of a 2d block's row-parallel projection over y: heads, or tokens for an MLP or spans."""
         purpose = Purpose.HEAD_GATHER if self.kv_heads else Purpose.WIDTH_GATHER
         y = self.group(purpose)
         if self.kv_heads and self.spans is None:
@@ -487,12 +489,7 @@ def exchange_packed(
         set_local_head_counts(parent, config, state.degree)
     if hasattr(module.weight.placements[0], "split_factor"):
         return
-    inner, group = module.forward, state.group
-
-    def forward(x: Tensor) -> Tensor:
-        return exchange_columns(inner(x), parts, group)
-
-    module.forward = forward
+    wrap(module, lambda inner, x: exchange_columns(inner(x), parts, state.group))
 
 
 def exchange_columns(out: Tensor, parts: tuple[Part, ...], group: dist.ProcessGroup) -> Tensor:

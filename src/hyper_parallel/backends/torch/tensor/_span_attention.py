@@ -66,10 +66,11 @@ class SpanAttention:
 
     def cut(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
         """Return the keyword arguments of an attention module with positions and mask rows reduced to this span."""
-        if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
+        caches = [n for n in ("past_key_values", "cache") if kwargs.get(n) is not None]
+        if caches:
             raise UnsupportedSharding(
                 "attention with tokens sharded over tp_y cannot cache keys and values for generation",
-                got="past_key_values",
+                got=caches[0],
                 allowed="attention_shape 1d, or 2d with attention_scatter head",
                 hint="use_cache=False",
             )

@@ -6,9 +6,9 @@
     final norm                  on this rank's part, then gather tokens: the base model's output is unchanged
     head (rows sharded)         logits of all tokens for this rank's part of the vocabulary, which the loss accepts
 
-Only the attribute `forward` of module instances changes; classes, parameter names and the model's source do not. All
-arithmetic runs on local tensors; parameters stay DTensors for FSDP, optimizers and checkpoints. An attention or MLP
-module with these collectives is called a region.
+Forwards and a few attributes of module instances change, such as numbers of heads; classes, parameter names and the
+model's source do not. All arithmetic runs on local tensors; parameters stay DTensors for FSDP, optimizers and
+checkpoints. An attention or MLP module with these collectives is called a region.
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ from hyper_parallel.backends.torch.tensor._replicated_activations import (
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor.collectives import join
 from hyper_parallel.backends.torch.tensor.gradients import PartialParameter, use_local_parameters
-from hyper_parallel.backends.torch.tensor.partial_gradients import (
-    COLUMN_STYLES,
-    SPLIT_STYLES,
-    TensorTrial,
-)
+from hyper_parallel.backends.torch.tensor.partial_gradients import SPLIT_STYLES, TensorTrial
 from hyper_parallel.backends.torch.tensor.sharded_norm import ShardedNorm
 from hyper_parallel.backends.torch.tensor.state import (
     TP,
@@ -62,7 +58,7 @@ from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Purpose, Strategy
-from hyper_parallel.shard import block_program, module_of
+from hyper_parallel.shard import COLUMN_STYLES, PACKED, block_program, module_of
 
 Forward = Callable[..., Any]
 
@@ -206,8 +202,10 @@ class TensorParallel:
     def _region_of(self, name: str) -> Region:
         return self.regions.setdefault(module_of(name), Region(self.state))
 
-    def _key_value_rows(self, module: nn.Module) -> slice:
-        """Return the weight rows of the key head that this rank's queries use; for fewer key heads than ranks."""
+    def _used_rows(self, module: nn.Module, style: str) -> slice | None:
+        """Return the weight rows of the key head that this rank's queries use; None: all local rows."""
+        if style != "kv_replicate":
+            return None
         heads = self.config.num_key_value_heads
         width = module.weight.shape[0] // heads
         row = self.state.rank // (self.state.degree // heads) * width
@@ -219,14 +217,11 @@ class TensorParallel:
         names = {m: n for n, m in self.modules.items()}
         for name, style in self.styles.items():
             module = self.modules[name]
-            rows = self._key_value_rows(module) if style == "kv_replicate" else None
-            if style == "norm_heads" or (rows and not isinstance(module, nn.Linear)):
-                self._norm_over_heads(module, name, rows)
+            is_linear = isinstance(module, nn.Linear)
+            if style == "norm_heads" or (style == "kv_replicate" and not is_linear):
+                self._norm_over_heads(module, name, style)
             elif style in COLUMN_STYLES:
-                colwise(module, name, self._region_of(name), rows)
-                if style in ("qkv", "gate_up"):
-                    owner = self.modules[module_of(name)]
-                    exchange_packed(module, owner, style, self.config, self.state)
+                self._column_projection(module, name, style)
             elif style == "rowwise":
                 rowwise(module, self._region_of(name))
             elif style == "vocab":
@@ -274,7 +269,7 @@ class TensorParallel:
                 if state.streams is not None:
                     wrap(module, state.streams.run_row_projection)
             elif style == "norm_heads":
-                self._norm_over_heads(module, name, None)
+                self._norm_over_heads(module, name, style)
             elif style == "vocab":
                 self._embedding(module, sum_forward)
                 gather_embedding_when_read(self.model, module, state.gradients, state.group)
@@ -285,13 +280,9 @@ class TensorParallel:
             self._guard()
 
     def _column_module(self, module: nn.Module, name: str, style: str, splits_logits: bool) -> None:
-        state, region = self.state, self._region_of(name)
-        rows = self._key_value_rows(module) if style == "kv_replicate" else None
-        colwise(module, name, region, rows)
-        if style in ("qkv", "gate_up"):
-            owner = module if self.config is None else self.modules[module_of(name)]
-            exchange_packed(module, owner, style, self.config, state)
-        shared = None if style == "head" else region
+        state = self.state
+        self._column_projection(module, name, style)
+        shared = None if style == "head" else self._region_of(name)
         wrap(module, partial(call_with_summed_input_grad, state.group, shared))
         if state.streams is not None and style != "head":
             wrap(module, partial(state.streams.run_column_projection, module))
@@ -300,7 +291,14 @@ class TensorParallel:
         elif style == "head":
             wrap(module, lambda inner, x: join(inner(x), -1, state.group))
 
-    def _norm_over_heads(self, module: nn.Module, name: str, rows: slice | None) -> None:
+    def _column_projection(self, module: nn.Module, name: str, style: str) -> None:
+        colwise(module, name, self._region_of(name), self._used_rows(module, style))
+        if style in PACKED:
+            owner = self.modules[module_of(name)]
+            exchange_packed(module, owner, style, self.config, self.state)
+
+    def _norm_over_heads(self, module: nn.Module, name: str, style: str) -> None:
+        rows = self._used_rows(module, style)
         inside = partial(ShardedNorm, self.state.group, name, Purpose.NORMS_OVER_HEADS)
         use_local_parameters(module, self.state.gradients, inside, rows)
 

@@ -5,7 +5,7 @@
 
 Every rank divides its n tokens into C equal chunks; gathered chunk c has the tokens of chunk c on all ranks. Backward
 overlaps the transposed collectives in the same way (see `in_flight`). The gradient of a weight is computed once, from
-all chunks, while later collectives are in flight (see `ChunkedWeight`).
+all chunks, while later collectives are in flight (see `chunk_product`).
 
 Sources: Wang et al. 2023, "Overlap communication with dependent computation via decomposition"; torchtitan's
 asynchronous tensor parallelism, which decomposes the same two products.
@@ -13,7 +13,6 @@ asynchronous tensor parallelism, which decomposes the same two products.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,50 +82,36 @@ class _ChunkProduct(torch.autograd.Function):
         return None, grad @ weight if is_needed(ctx, 0) else None, None, bias
 
 
-class ChunkedWeight:
-    """Weight of a linear projection in one forward pass, which is multiplied with all chunks of tokens.
+def chunk_product(weight: Tensor, bias: Tensor | None) -> Product:
+    """Return a function that multiplies chunks [..., C] by a weight [F, C] and adds a bias [F], in one forward pass.
 
     Backward computes the gradient of the weight once, from all chunks. Autograd runs nodes in the reverse order of
-    creation. If the object is created between start and finish of a collective, the gradient is therefore computed
+    creation. If this function is called between start and finish of a collective, the gradient is therefore computed
     while the transposed collective is in flight.
     """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Read a weight [F, C] and a bias [F], before the first chunk."""
-        self._chunks: list[tuple[Tensor, Tensor]] = []
-        self._weight = _Weight.apply(self._chunks, weight)
-        self._bias = bias
-
-    def product(self, chunk: Tensor) -> Tensor:
-        """Return the product [..., F] of a chunk [..., C]."""
-        return _ChunkProduct.apply(self._chunks, chunk, self._weight, self._bias)  # type: ignore[no-any-return]
+    chunks: list[tuple[Tensor, Tensor]] = []
+    shared = _Weight.apply(chunks, weight)
+    return lambda chunk: _ChunkProduct.apply(chunks, chunk, shared, bias)
 
 
 class ChunkedTokens(OverlappedTokens):
-    """Placeholder for the tokens [B, S, D] of a block, which are gathered in chunks; see `TokenExecutor.gather`."""
+    """Placeholder for the tokens [B, S, D] of a block, which are gathered in chunks.
 
-    _pending: list[PendingCollective]
-    _chunks: list[Tensor]
-    _ranks: int
-    _whole: Tensor | None
+    Attributes:
+        pending: Gather of each chunk.
+        chunks: Chunks whose gather is complete, in order.
+        num_ranks: Number of ranks whose tokens are gathered.
+    """
 
-    @staticmethod
-    def gather(
-        part: Tensor, num_chunks: int, group: ProcessGroup, batch: tuple[int, int]
-    ) -> ChunkedTokens:
-        """Start to gather the tokens of every rank, in `num_chunks` chunks; see `TokenExecutor.gather`."""
-        x = ChunkedTokens.like(part, (*batch, part.shape[2]))
-        pair = gather_pair(1, group, Purpose.SEQUENCE_GATHER)
-        x._pending = [PendingCollective(*pair, chunk) for chunk in part.chunk(num_chunks, 1)]
-        x._chunks, x._ranks, x._whole = [], group.size(), None
-        x.products, x.is_multiplied = {}, False
-        return x
+    pending: list[PendingCollective]
+    chunks: list[Tensor]
+    num_ranks: int
 
     def multiply(self, products: Mapping[nn.Module, Product]) -> None:
         """Compute the products of projections chunk by chunk: wait for a chunk, multiply it, wait for the next one."""
         self.is_multiplied = True
         results: dict[nn.Module, list[Tensor]] = {module: [] for module in products}
-        for index in range(len(self._pending)):
+        for index in range(len(self.pending)):
             chunk = self._chunk(index)
             for module, product in products.items():
                 results[module].append(product(chunk))
@@ -135,19 +120,17 @@ class ChunkedTokens(OverlappedTokens):
     def whole(self) -> Tensor:
         """Wait for all chunks and return the tokens; repeated calls return the same tensor."""
         if self._whole is None:
-            self._whole = self._joined([self._chunk(n) for n in range(len(self._pending))])
+            self._whole = self._joined([self._chunk(n) for n in range(len(self.pending))])
         return self._whole
 
     def _chunk(self, index: int) -> Tensor:
-        if index == len(self._chunks):
-            self._chunks.append(self._pending[index].finish())
-        return self._chunks[index]
+        if index == len(self.chunks):
+            self.chunks.append(self.pending[index].finish())
+        return self.chunks[index]
 
     def _joined(self, chunks: list[Tensor]) -> Tensor:
-        by_rank = [chunk.view(self._ranks, -1, chunk.shape[-1]) for chunk in chunks]
-        tokens = torch.cat(by_rank, 1).view(-1, chunks[0].shape[-1])
-        batch = self.shape[:2]
-        return tokens[: math.prod(batch)].view(*batch, -1)
+        by_rank = [chunk.view(self.num_ranks, -1, chunk.shape[-1]) for chunk in chunks]
+        return self.without_padding(torch.cat(by_rank, 1).view(-1, chunks[0].shape[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +149,16 @@ class ChunkExecutor:
 
     def product(self, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Product:
         """Return a function that multiplies a chunk by a weight, and adds a bias and the output of an adapter."""
-        product = ChunkedWeight(weight, bias).product
+        product = chunk_product(weight, bias)
         return product if adapter is None else lambda chunk: product(chunk) + adapter(chunk)
 
     def gather(self, part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> ChunkedTokens:
         """Start the gathers of all chunks."""
-        return ChunkedTokens.gather(part, self.num_chunks, group, batch)
+        tokens = ChunkedTokens.of(part, batch)
+        pair = gather_pair(1, group, Purpose.SEQUENCE_GATHER)
+        tokens.pending = [PendingCollective(*pair, x) for x in part.chunk(self.num_chunks, 1)]
+        tokens.chunks, tokens.num_ranks = [], group.size()
+        return tokens
 
     def scatter(
         self,

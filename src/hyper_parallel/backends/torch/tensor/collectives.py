@@ -28,11 +28,6 @@ from hyper_parallel.backends.torch.in_flight import CollectiveLauncher, collecti
 from hyper_parallel.ir import Purpose
 
 
-def piece_size(num_tokens: int, degree: int) -> int:
-    """Return the number of tokens per rank, padding included: ceil(num_tokens / degree)."""
-    return -(-num_tokens // degree)
-
-
 def padded(tokens: Tensor, rows: int) -> Tensor:
     """Pad tokens [..., T, C] with zeros to [..., rows, C]; return the input itself if T equals `rows`."""
     missing = rows - tokens.shape[-2]

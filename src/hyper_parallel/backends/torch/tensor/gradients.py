@@ -1,9 +1,9 @@
 """Local tensors of parameters, and gradient reduction of parameters replicated over tensor-parallel ranks.
 
 On each rank, a replicated parameter (a norm, a bias after a reduction) may act only on the rank's own tokens or heads.
-Each tensor-parallel rank then computes a partial gradient. One all-reduce at the end of backward sums the gradients of
-all such parameters. It runs after FSDP's reduction over the data-parallel ranks, so only 1 / dp_shard of each gradient
-is sent.
+Each tensor-parallel rank then computes a partial gradient. At the end of backward, one all-reduce per process group and
+dtype sums the gradients of all such parameters. It runs after FSDP's reduction over the data-parallel ranks, so only
+1 / dp_shard of each gradient is sent.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class TpGradients:
         self.enabled = False
 
     def reduce_deferred(self) -> None:
-        """Sum the gradients of the backward passes since `defer` over ranks, by one all-reduce."""
+        """Sum the gradients of the backward passes since `defer` over ranks."""
         self.enabled = True
         self._end_backward()
 

@@ -10,8 +10,9 @@ The module's wrapper (`Region`) passes its input to `gather`, and calls the modu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,19 @@ class OverlappedTokens(StandIn):
 
     products: dict[nn.Module, Tensor]
     is_multiplied: bool
+    _whole: Tensor | None
+
+    @classmethod
+    def of(cls, part: Tensor, batch: tuple[int, int]) -> Self:
+        """Return a placeholder for the tokens of all ranks; arguments as in `TokenExecutor.gather`."""
+        x = cls.like(part, (*batch, part.shape[2]))
+        x.products, x.is_multiplied, x._whole = {}, False, None
+        return x
+
+    def without_padding(self, tokens: Tensor) -> Tensor:
+        """Return gathered tokens [T, C] as [B, S, C], without the padding at the end."""
+        batch = self.shape[:2]
+        return tokens[: math.prod(batch)].view(*batch, -1)
 
     def multiply(self, products: Mapping[nn.Module, Any]) -> None:
         """Compute the outputs of projections and store them; `products` has the `TokenExecutor.product` of each."""

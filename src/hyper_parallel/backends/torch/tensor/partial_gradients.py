@@ -35,10 +35,8 @@ from hyper_parallel.backends.torch.tensor._replicated_activations import tied_he
 from hyper_parallel.backends.torch.vocab_parallel_loss import has_causal_loss
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Strategy
-from hyper_parallel.shard import module_of
+from hyper_parallel.shard import COLUMN_STYLES, module_of
 
-COLUMN_STYLES: Final = ("colwise", "kv_replicate", "qkv", "gate_up")
-"""Sharding styles of column-parallel projections."""
 _WHOLE_RESULT_STYLES: Final = ("rowwise", "vocab", "head")
 """Styles of modules with a replicated result."""
 SPLIT_STYLES: Final = (*COLUMN_STYLES, *_WHOLE_RESULT_STYLES, "norm_heads")
@@ -64,23 +62,6 @@ class TensorTrial:
     splits_logits: bool = False
 
 
-def summand_owners(
-    layouts: Mapping[str, Layout], styles: Mapping[str, str], axes: Sequence[str]
-) -> frozenset[str]:
-    """Return the names of the modules that act on sharded activations.
-
-    These modules have a sharded parameter, or a style whose parameters are replicated inside of a sharded block.
-    """
-    sharded = {
-        module_of(n)
-        for n, layout in layouts.items()
-        if not set(axes).isdisjoint(layout.sharding_axes)
-    }
-    return frozenset(
-        sharded | {n for n, style in styles.items() if style in ("inner", "kv_replicate")}
-    )
-
-
 def try_forward(
     model: nn.Module, layouts: Mapping[str, Layout], styles: Mapping[str, str], strategy: Strategy
 ) -> TensorTrial:
@@ -98,9 +79,11 @@ def try_forward(
         UnsupportedSharding: HP205 for a parameter that acts on both replicated and sharded activations, and for a
             forward that fails on meta tensors if the strategy has rules of the user.
     """
-    axes = ("tp_x", "tp_y")
-    replicated = [n for n, layout in layouts.items() if set(axes).isdisjoint(layout.sharding_axes)]
-    owners = summand_owners(layouts, styles, axes)
+    axes = {"tp_x", "tp_y"}
+    replicated = [n for n, layout in layouts.items() if axes.isdisjoint(layout.sharding_axes)]
+    # Modules that act on sharded activations: their parameters are sharded, or replicated inside of a sharded block.
+    owners = {module_of(n) for n in layouts.keys() - {*replicated}}
+    owners |= {n for n, style in styles.items() if style in ("inner", "kv_replicate")}
     known = {n for n in replicated if module_of(n) in owners}
     # The bias of a row-wise projection is excluded, because it is added after the sum over ranks.
     known -= {n for n in known if n.endswith(".bias") and styles.get(module_of(n)) == "rowwise"}

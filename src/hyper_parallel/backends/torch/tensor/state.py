@@ -313,11 +313,6 @@ class TpState:
     whole_blocks: int = 0
     streams: RandomStreams | None = None
 
-    def count_block(self, fits: bool) -> None:
-        """Count a block in `chunked_blocks` if the executor supports its size, else in `whole_blocks`."""
-        self.chunked_blocks += fits
-        self.whole_blocks += not fits
-
     def take_counts(self) -> dict[str, int]:
         """Return `chunked_blocks` and `whole_blocks` by name and reset them; {} without an executor."""
         counts = {"chunked_blocks": self.chunked_blocks, "whole_blocks": self.whole_blocks}

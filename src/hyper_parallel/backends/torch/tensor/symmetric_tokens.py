@@ -9,7 +9,6 @@ and backward gathers the output gradient of the row-parallel product.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,25 +120,16 @@ class _MultiplyAndScatter(torch.autograd.Function):
 class SymmetricTokens(OverlappedTokens):
     """Placeholder for the tokens [B, S, D] of a block, which are gathered together with the first products."""
 
-    _part: Tensor
-    _group: ProcessGroup
-    _whole: Tensor | None
-
-    @staticmethod
-    def gather(part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> SymmetricTokens:
-        """Return a placeholder for the tokens of all ranks; arguments as in `TokenExecutor.gather`."""
-        x = SymmetricTokens.like(part, (*batch, part.shape[2]))
-        x._part, x._group, x._whole = part, group, None
-        x.products, x.is_multiplied = {}, False
-        return x
+    part: Tensor
+    group: ProcessGroup
 
     def multiply(self, products: Mapping[nn.Module, Projection]) -> None:
         """Compute the products of projections; the first call also gathers the tokens."""
         self.is_multiplied = True
         if self._whole is None:
             weights = [p.weight for p in products.values()]
-            tokens, *results = _GatherAndMultiply.apply(self._group, self._part[0], *weights)
-            self._whole, results = self._of_batch(tokens), [self._of_batch(x) for x in results]
+            gathered = _GatherAndMultiply.apply(self.group, self.part[0], *weights)
+            self._whole, *results = map(self.without_padding, gathered)
         else:
             results = [F.linear(self._whole, p.weight) for p in products.values()]
         for (module, projection), out in zip(products.items(), results, strict=True):
@@ -148,13 +138,9 @@ class SymmetricTokens(OverlappedTokens):
     def whole(self) -> Tensor:
         """Return the gathered tokens; repeated calls return the same tensor."""
         if self._whole is None:
-            tokens = gather(self._part, 1, self._group, Purpose.SEQUENCE_GATHER)
-            self._whole = self._of_batch(tokens[0])
+            tokens = gather(self.part, 1, self.group, Purpose.SEQUENCE_GATHER)
+            self._whole = self.without_padding(tokens[0])
         return self._whole
-
-    def _of_batch(self, tokens: Tensor) -> Tensor:
-        batch = self.shape[:2]
-        return tokens[: math.prod(batch)].view(*batch, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +159,9 @@ class SymmetricExecutor:
 
     def gather(self, part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> SymmetricTokens:
         """Return a placeholder for the tokens of all ranks, which are gathered at their first use."""
-        return SymmetricTokens.gather(part, group, batch)
+        tokens = SymmetricTokens.of(part, batch)
+        tokens.part, tokens.group = part, group
+        return tokens
 
     def scatter(
         self,

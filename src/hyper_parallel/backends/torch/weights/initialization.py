@@ -64,7 +64,12 @@ def allocate(model: nn.Module, *, device: torch.device | str | None = None) -> N
                 if old is None or not old.is_meta:
                     continue
                 if id(old) not in new:
-                    new[id(old)] = (old, _storage_for(old, device))
+                    mesh_device = old.device_mesh.device_type if isinstance(old, DTensor) else "cpu"
+                    storage = torch.empty_like(old, device=device or mesh_device)
+                    if isinstance(old, nn.Parameter):
+                        storage = nn.Parameter(storage, requires_grad=old.requires_grad)
+                        storage.__dict__.update(old.__dict__)
+                    new[id(old)] = (old, storage)
                 table[name] = new[id(old)][1]
 
 
@@ -275,16 +280,6 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
         for key, tensor in table.items()
         if tensor is not None
     }
-
-
-def _storage_for(old: Tensor, device: torch.device | str | None) -> Tensor:
-    if device is None:
-        device = old.device_mesh.device_type if isinstance(old, DTensor) else "cpu"
-    new = torch.empty_like(old, device=device)
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=old.requires_grad)
-        new.__dict__.update(old.__dict__)
-    return new
 
 
 def module_seed(seed: int, name: str) -> int:

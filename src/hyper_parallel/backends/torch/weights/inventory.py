@@ -119,7 +119,6 @@ class _InventoryBuilder:
         self._stored: dict[str, Source] = {}
 
     def build(self) -> Inventory:
-        """Return the inventory; raise for missing, unknown or misshapen tensors."""
         reference, inventory = self._reference, self._inventory
         # Map all names of the full model, although a pipeline rank has only a part of it.
         wanted = {*self._targets} | ({*reference.state_dict()} if reference is not None else set())
@@ -181,7 +180,8 @@ class _InventoryBuilder:
         fates, unclassified = self._inventory.fates, {}
         inside = f"{self._model.base_model_prefix}." if self._inventory.fresh else ""
         for key in unknown:
-            if _is_recomputed(key, self._inventory.shapes[key]):
+            dims = len(self._inventory.shapes[key])
+            if any(re.search(name, key) and dims in allowed for name, allowed in _RECOMPUTED):
                 fates[key] = Fate.RECOMPUTED
             elif is_ignored_when("unexpected", self._reference, key):
                 fates[key] = Fate.IGNORED
@@ -322,15 +322,9 @@ def loadable_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _keys(source: Source) -> list[str]:
-    """Return the stored names that a source reads."""
     if isinstance(source, list):
         return [part.key for part in source]
     return [key for keys in source[0].keys.values() for key in keys]
-
-
-def _is_recomputed(key: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a stored tensor is a buffer that models compute instead of loading."""
-    return any(re.search(pattern, key) and len(shape) in dims for pattern, dims in _RECOMPUTED)
 
 
 def _check_shape(name: str, shape: tuple[int, ...], source: Source, files: WeightFiles) -> None:

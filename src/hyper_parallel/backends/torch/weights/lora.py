@@ -2,7 +2,7 @@
 
     y = x W^T + scaling * dropout(x) A^T B^T        W [out, in] frozen, A [r, in], B [out, r]
 
-`lora_A` and `lora_B` are parameters of the `nn.Linear` itself, so that all other names of the model are unchanged for
+`lora_A` and `lora_B` are parameters of the linear module itself, so that all other names of the model are unchanged for
 plans, weight files and exports. Tensor parallelism shards A like the columns of W, and B like its rows. The product is
 then partial, or sharded, exactly like the product of W. If an axis shards only one factor, the gradients of the other
 factor are summed over its ranks.

@@ -75,8 +75,7 @@ def check_pretrained(model: nn.Module, directory: str | Path) -> Inventory:
     """Return the inventory of a model and a directory without loading values; raise like `load_pretrained`."""
     files = WeightFiles(directory)
     inventory = take_inventory(model, files)
-    if inventory.untied:
-        _check_untied(model, inventory, files)
+    _check_untied(model, inventory, files)
     remember_carried(model, CarriedWeights.of(inventory, directory))
     return inventory
 
@@ -98,7 +97,7 @@ def load_pretrained(
     Args:
         model: Module of plain tensors or DTensors, on any device including meta; changed in place.
         directory: Directory with `model.safetensors` or `pytorch_model.bin`, or shards, with or without their index.
-        device: Device of plain tensors that are on the meta device; None: the CPU.
+        device: Device of tensors that are on the meta device; None: see `allocate`.
         seed: Seed of the initial values of a score head that no file contains; other heads in the files are ignored.
         checksums: Compute checksums of the parts that are read, for `joint_checksum`.
 
@@ -109,8 +108,8 @@ def load_pretrained(
     begin = time.perf_counter()
     files = WeightFiles(directory)
     inventory = take_inventory(model, files)
+    _check_untied(model, inventory, files)
     if inventory.untied:
-        _check_untied(model, inventory, files)
         fates = inventory.fates
         _untie(model, inventory)
         inventory = take_inventory(model, files)
@@ -154,8 +153,9 @@ def _log_inventory(inventory: Inventory, files: WeightFiles) -> None:
 
 def _check_untied(model: nn.Module, inventory: Inventory, files: WeightFiles) -> None:
     """Raise HP703 if the files untie parameters of a model that passed through `parallelize`: layouts are fixed."""
-    name, first = next(iter(inventory.untied.items()))
-    if HANDLE in model.__dict__ or any(isinstance(p, DTensor) for p in model.parameters()):
+    is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    if inventory.untied and (is_sharded or HANDLE in model.__dict__):
+        name, first = next(iter(inventory.untied.items()))
         raise WeightsUnreadable(
             f"the config ties `{name}` to `{first}`, but the files have different values for them",
             where=str(files.directory),

@@ -50,7 +50,7 @@ class Stored:
             raise WeightsUnreadable(
                 f"a tensor cannot be read ({error})",
                 where=str(self.file),
-                hint=f"fetch `{self.file.name}` again",
+                hint=f"replace `{self.file.name}` by an intact copy",
             ) from None
         return part
 
@@ -86,7 +86,7 @@ def open_tensors(path: Path) -> dict[str, Stored]:
             f"a weight file is truncated or damaged ({str(error).splitlines()[0]})",
             where=str(path),
             got=f"{path.stat().st_size} bytes",
-            hint=f"fetch `{path.name}` again",
+            hint=f"replace `{path.name}` by an intact copy",
         ) from None
 
 
@@ -115,7 +115,7 @@ class WeightFiles:
                         f"two files hold different values of `{name}`",
                         where=str(path),
                         got=str(first.file),
-                        hint=f"remove files of other models from {directory}",
+                        hint=f"keep the files of one model only in {directory}",
                     )
         self.missing_tensors = {n: f for n, f in listing.promised.items() if n not in self.tensors}
         """Tensors that the index lists and no file contains, by name; values are the listed files."""
