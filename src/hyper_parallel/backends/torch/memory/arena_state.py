@@ -19,7 +19,6 @@ from hyper_parallel.backends.torch.memory._owners import Owners
 from hyper_parallel.backends.torch.memory._tiers import FileTier
 from hyper_parallel.backends.torch.memory.action_binder import Act, ActionBinder
 from hyper_parallel.backends.torch.memory.hardware import Hardware, has_room
-from hyper_parallel.backends.torch.memory.prepared_plan import Addresses, StorageBytes
 from hyper_parallel.backends.torch.memory.tier_copies import finish
 from hyper_parallel.errors import (
     HyperParallelError,
@@ -32,6 +31,8 @@ from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import wrong_address
 
 _HOST = torch.device("cpu")
+StorageBytes = dict[int, torch.UntypedStorage]
+"""Bytes by storage index."""
 
 
 def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None:
@@ -119,13 +120,12 @@ class ArenaState:
             self.release(s)
         self.actions, self.arena = [], None
 
-    def _take_arena(self) -> Addresses:
-        """Allocate the arena, and bind the actions of the plan to its addresses."""
+    def _take_arena(self) -> StorageBytes:
+        """Allocate the arena, bind the actions of the plan to it, and return the ranges of resident storages."""
         self.arena = self.hardware.arena(self.plan.arena_bytes)
-        addresses = Addresses(self.captured, self.plan, self.arena)
-        bind = ActionBinder(self).bind
-        self.actions = list(map(bind, self.plan.actions, addresses.actions))
-        return addresses
+        binder = ActionBinder(self, self.arena)
+        self.actions = [binder.bind(position) for position in range(len(self.plan.actions))]
+        return binder.at_start
 
     def _acquire(self) -> None:
         """Take the state from its owner tensors, and turn them into stubs."""
@@ -162,7 +162,7 @@ class ArenaState:
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
                     # Inputs keep their bytes: the caller may pass the same tensors in the next step.
                     base.resize_(0)
-            for s, target in self._take_arena().at_start.items():
+            for s, target in self._take_arena().items():
                 target.copy_(staged[s])
                 self.mark_resident(s, target)
                 del staged[s]
