@@ -15,10 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+)
 
 from hyper_parallel.backends.torch.decode_slots import FixedPasses, SlotSteps
-from hyper_parallel.backends.torch.memory._capture import Named, model_state, record
+from hyper_parallel.backends.torch.memory._capture import Named, model_state, read_error, record
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import grouped_products
@@ -55,7 +60,7 @@ class MemoryUse:
     """Predicted and measured memory use of a generation.
 
     Attributes:
-        predicted_bytes: Predicted peak per tier over the two plans: arena and staging on the device, buffers in DRAM.
+        predicted_bytes: Predicted peak per tier over all plans: arena and staging on the device, buffers in DRAM.
         measured_bytes: Measured peak per tier over all steps.
         state_bytes: Bytes of weights, buffers and KV cache.
         seconds: Seconds of all steps.
@@ -73,7 +78,7 @@ class MemoryUse:
     simulated: bool = True
 
     def add(self, other: MemoryUse) -> None:
-        """Add the use of later steps on the same machine: take the maximum of peaks, the sum of seconds and steps."""
+        """Add the use of later steps on the same machine: take the maximum of bytes, the sum of seconds and steps."""
         self.state_bytes = max(self.state_bytes, other.state_bytes)
         for peaks, other_peaks in (
             (self.predicted_bytes, other.predicted_bytes),
@@ -89,7 +94,7 @@ _CPU = torch.device("cpu")
 
 
 class PlannedSlots(FixedPasses):
-    """Prompt and decode passes under a device budget; all prompts precede all decoding.
+    """Prompt and decode passes under a device budget; all prompts must precede all decoding.
 
     A slot is a row of the fixed-size batch. Construction records and plans both steps.
 
@@ -166,7 +171,6 @@ class PlannedSlots(FixedPasses):
         ]
 
     def _plan(self) -> list[MemoryPlan]:
-        """Return one plan for each recorded step; see the class for errors."""
         limits, plans, errors = self.limits, list[MemoryPlan](), list[BudgetImpossible | TierFull]()
         for captured in self._captured:
             program = limits.roofline.annotate(captured.program)
@@ -239,11 +243,11 @@ class PlannedSlots(FixedPasses):
             "dram": measured.dram_bytes,
             "flash": measured.peak_bytes["flash"],
         }
-        most = self.use.measured_bytes
-        most |= {tier: max(peak, most[tier]) for tier, peak in peaks.items()}
-        self.use.seconds += measured.seconds
-        self.use.wait_s += measured.wait_s
-        self.use.steps += 1
+        self.use.add(
+            MemoryUse(
+                measured_bytes=peaks, seconds=measured.seconds, wait_s=measured.wait_s, steps=1
+            )
+        )
         result: Tensor = logits
         return result
 
@@ -293,6 +297,8 @@ def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
         with mode, OperatorMode(grouped_products):
             _move(fake, device)
             yield fake
+    except DataDependentOutputException as error:
+        raise read_error(error.func) from error
     except DynamicOutputShapeException as error:
         raise CaptureUnsupported(
             f"`{error.func}` returns a result whose size depends on the data",
