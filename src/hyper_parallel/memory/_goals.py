@@ -47,15 +47,6 @@ def least_time(
         BudgetImpossible: HP402 when no program fits the budget and the time.
         TierFull: HP403 when a program would fit with more DRAM or flash.
     """
-    try:
-        return _least_time(search, budget, finish, limit_s)
-    except BudgetImpossible as error:
-        if limit_s < float("inf"):
-            raise
-        raise _capacity_error(search, budget, finish, error) or error from None
-
-
-def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) -> _PlannedProgram:
     best = _fastest_within(search, budget, finish, limit_s)
     if best is not None:
         return best
@@ -65,7 +56,10 @@ def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) ->
             got=f"budget {budget} bytes, time limit {limit_s:.4g} s",
             hint="raise the budget or the time limit",
         )
-    return _fallback_within_budget(search, budget, finish)
+    try:
+        return _fallback_within_budget(search, budget, finish)
+    except BudgetImpossible as error:
+        raise _capacity_error(search, budget, finish, error) or error from None
 
 
 def _fastest_within(
@@ -235,8 +229,10 @@ def _capacity_error(
         return None
 
     def plan(changed: MemoryMachine) -> EmittedProgram | None:
+        fresh = search.for_machine(changed)
+        best = _fastest_within(fresh, budget, finish, float("inf"))
         try:
-            return _least_time(search.for_machine(changed), budget, finish, float("inf"))[0]
+            return (best or _fallback_within_budget(fresh, budget, finish))[0]
         except BudgetImpossible:
             return None
 
