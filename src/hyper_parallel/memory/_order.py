@@ -90,7 +90,6 @@ def _updates_early(
 def _gradients_late(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the order with weight gradients right before their consumer."""
     return _sink(
         program,
         before,
@@ -313,7 +312,7 @@ def _sink_bookkeeping(
         operator = operators[index]
         communicates = bool(operator.group or operator.message)
         data = [i for i in before[index] if not (communicates and operators[i].group)]
-        ready_s[index] = max((clock.done_s(i) for i in data if i in running), default=0.0)
+        ready_s[index] = max((clock.done_s[i] for i in data if i in running), default=0.0)
         for waiter in list(deferred):
             if ready_s[waiter] <= clock.now_s and before[waiter].isdisjoint(deferred):
                 run(waiter)

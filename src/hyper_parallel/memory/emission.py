@@ -240,13 +240,13 @@ class Emitter:
         """Release storages whose outgoing copies are complete, and join complete collectives that defer a release."""
         if self.comms:
             for index in self.comms.deferring():
-                if self.ledger.clock.done_s(index) <= self.ledger.clock.now_s:
+                if self.ledger.clock.done_s[index] <= self.ledger.clock.now_s:
                     self._join(index, position)
         if not self.copies.outgoing:
             return
         clock, late = self.ledger.clock, set[MemoryTier]()
         for item in list(self.copies.outgoing):
-            if clock.arrival_s(item.storage, item.destination) > clock.now_s:
+            if clock.arrival_s[item.storage, item.destination] > clock.now_s:
                 late.add(item.destination)
                 if len(late) == self.num_host_tiers:
                     return  # a lane completes its copies in order
@@ -342,7 +342,7 @@ class Emitter:
             item = next((p for p in outgoing if p.storage not in keep), None)
             collective = next(iter(self.comms.deferring()), None)
             if collective is not None and (
-                item is None or clock.done_s(collective) <= clock.arrival_s(item.storage, "dram")
+                item is None or clock.done_s[collective] <= clock.arrival_s[item.storage, "dram"]
             ):
                 self._join(collective, position)
             elif item is None:
