@@ -17,7 +17,7 @@ import json
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast, get_args
 
@@ -31,8 +31,6 @@ from hyper_parallel.ir import (
     MemoryActionKind,
     MemoryPlan,
     MemoryProgram,
-    Operator,
-    Storage,
     StorageKind,
     replay,
     slab_bytes,
@@ -45,7 +43,7 @@ from hyper_parallel.memory.memory_machine import MemoryMachine, with_seconds
 from hyper_parallel.memory.rounding import Rounding
 from hyper_parallel.memory.timeline import clocked
 from hyper_parallel.received import Limits, read_json
-from hyper_parallel.serde import write_text
+from hyper_parallel.serde import encode, write_text
 from hyper_parallel.topology import cache_dir
 from hyper_parallel.units import MiB
 
@@ -349,22 +347,14 @@ def plan_memory_cached(
 
 def fingerprint(program: MemoryProgram, machine: MemoryMachine, goal: object) -> str:
     """Return the hash of all inputs of a plan as text; equal inputs give equal hashes in every process."""
-    # `repr` of a frozen dataclass of numbers is exact, but slow for thousands of operators; columns are not.
+    # `repr` of a frozen dataclass of numbers is exact, but slow for thousands of operators.
     units = program.alignment_bytes, program.address_bytes
     digest = hashlib.sha256(repr((PLANNER, machine, goal, units)).encode())
-    columns: list[tuple[type, Sequence[Any]]] = [
-        (Storage, program.storages),
-        (Operator, program.operators),
-    ]
-    for cls, rows in columns:
-        for field in fields(cls):
-            column = [getattr(row, field.name) for row in rows]
-            digest.update(json.dumps([field.name, column]).encode())
+    digest.update(json.dumps(encode((program.storages, program.operators))).encode())
     return digest.hexdigest()
 
 
 def _write(path: Path, key: str, plan: MemoryPlan, timed: bool) -> None:
-    """Write the decisions of a plan to a cache file."""
     actions, choices, ranges = plan.actions, plan.choices, plan.addresses
     document = {
         "fingerprint": key,
@@ -407,7 +397,7 @@ def _read(
 
 
 def _decode(document: Any, key: str, program: MemoryProgram, machine: MemoryMachine) -> MemoryPlan:
-    """Return the plan decoded from the columns of a cache file, replayed and timed; every index is checked."""
+    """Return the plan decoded from the columns of a cache file, replayed and timed; indices of actions are checked."""
     if document["fingerprint"] != key:
         raise _UnusableFile("it belongs to another program, machine, goal or planner")
     homes = tuple(MEMORY_TIERS[_natural_number(i)] for i in document["homes"])
