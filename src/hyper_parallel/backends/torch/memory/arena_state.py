@@ -76,7 +76,7 @@ class ArenaState:
         arena: Device buffer of the plan's `arena_bytes`; None: not allocated.
         owners: Tensors that own the state.
         failed: True after a failed step or a partial move of the state; the state can then only be closed.
-        closed: True when the bytes are back in their owner tensors.
+        closed: True after `close` or `end`; no further step runs.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ArenaState:
         self.actions, self.arena = [], None
 
     def _take_arena(self) -> StorageBytes:
-        """Allocate the arena, bind the actions of the plan to it, and return the ranges of resident storages."""
+        """Allocate the arena, bind the actions to it, and return the ranges of storages resident between steps."""
         self.arena = self.hardware.arena(self.plan.arena_bytes)
         binder = ActionBinder(self, self.arena)
         self.actions = [binder.bind(position) for position in range(len(self.plan.actions))]
@@ -132,7 +132,7 @@ class ArenaState:
         try:
             self.owners.check()
         except StepChanged:
-            self._close_without_state()  # the recorded tensors no longer belong to the model
+            self.end()  # the recorded tensors no longer belong to the model
             raise
         self._acquire_from_owners()
         self.owners.make_stubs()
@@ -150,7 +150,7 @@ class ArenaState:
                 torch.UntypedStorage.nbytes if spill is None else spill.num_bytes
             )
         except StepChanged:
-            self._close_without_state()
+            self.end()
             raise
         try:
             for s, tensor in self.captured.state.items():
@@ -216,7 +216,7 @@ class ArenaState:
             if num_bytes != self._num_bytes(s):
                 base.resize_(self._num_bytes(s))
                 base.copy_(staged[s] if s in staged else self._bytes(s))
-        self._close_without_state()
+        self.end()
 
     def _num_bytes(self, s: int) -> int:
         return self.captured.program.storages[s].num_bytes
@@ -243,7 +243,10 @@ class ArenaState:
         self.files.clear()
         self.storages["dram"].clear()
 
-    def _close_without_state(self) -> None:
+    def end(self) -> None:
+        """Close the planned device without returning the state; no further step runs."""
+        if self.closed:
+            return
         self.closed = True
         self.hardware.lanes.close()
         self._release_device()
@@ -302,11 +305,6 @@ class ArenaState:
             spill.track_offloaded(base, self._num_bytes(s), content)
         self._release_device()
 
-    def end(self) -> None:
-        """Close the planned device without returning the state; no further step runs."""
-        if not self.closed:
-            self._close_without_state()
-
     @contextmanager
     def _failing_on_partial_move(self) -> Iterator[None]:
         """Mark the planned device as failed if an error in this context interrupts a move of the state.
@@ -329,7 +327,7 @@ class ArenaState:
     def close(self) -> None:
         """Return the state's bytes to the owner tensors.
 
-        After a failed step all bits are set to one (NaN as floating point), so that a partially updated state cannot be
+        After a failure all bits are set to one (NaN as floating point), so that a partially updated state cannot be
         mistaken for a valid one.
         """
         if self.closed:
