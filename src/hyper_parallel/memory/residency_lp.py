@@ -105,7 +105,6 @@ class LinearProgram:
         raise SolverFailed(f"HiGHS ended without an answer: {solver.modelStatusToString(status)}")
 
     def _loaded(self, options: Mapping[str, str | float]) -> highspy._core._Highs:
-        """Return a HiGHS solver with the whole program loaded."""
         import highspy
 
         lp = highspy.HighsLp()
