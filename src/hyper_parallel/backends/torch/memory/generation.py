@@ -36,8 +36,13 @@ from hyper_parallel.backends.torch.static_cache import (
 )
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan
-from hyper_parallel.memory import MemoryMachine, Roofline, plan_memory_cached
-from hyper_parallel.units import format_bytes
+from hyper_parallel.memory import (
+    MemoryMachine,
+    Roofline,
+    merge_errors,
+    plan_memory_cached,
+    sufficient_device_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,8 @@ class PlannedSlots(FixedPasses):
 
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
-        BudgetImpossible: HP402 naming the smallest device budget that is sufficient for both steps.
-        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, naming a sufficient DRAM size.
+        BudgetImpossible: HP402 with a device budget that suffices for both steps.
+        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, with a DRAM size or device budget that suffices.
     """
 
     def __init__(
@@ -185,21 +190,12 @@ class PlannedSlots(FixedPasses):
                 )
             except (BudgetImpossible, TierFull) as error:
                 errors.append(error)
-        if budgets := [e.least_bytes for e in errors if isinstance(e, BudgetImpossible)]:
-            least = max(budgets)
-            raise BudgetImpossible(
-                f"no memory plan of this generation fits {format_bytes(limits.device_bytes)}",
-                got=f"{limits.device_bytes} bytes",
-                allowed=f"at least {least} bytes ({format_bytes(least)})",
-                hint=f"--device-memory {least}",
-            )
-        if full := [e.enough_bytes["dram"] for e in errors if isinstance(e, TierFull)]:
-            raise TierFull(
-                "the tensors that exceed the device budget do not fit in DRAM and flash",
-                got=f"device {limits.device_bytes} bytes, dram {limits.machine.dram_bytes} bytes, "
-                f"flash {'none' if limits.flash is None else 'unlimited'}",
-                hint=f"--dram {max(full)}",
-            ) from errors[0]
+        if error := merge_errors(errors):
+            if isinstance(error, TierFull) and "dram" in error.enough_bytes:
+                error.hint = f"--dram {error.enough_bytes['dram']}"
+            else:
+                error.hint = f"--device-memory {sufficient_device_bytes(error)}"
+            raise error
         return plans
 
     def begin(self) -> None:
