@@ -145,12 +145,8 @@ def _sink(
 
 def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | None:
     """Return a sentence if an optimizer operator, such as a gradient norm, needs every gradient; else None."""
-    gradients = {
-        s: 1 << k
-        for k, s in enumerate(
-            s for s, storage in enumerate(program.storages) if storage.kind == "gradient"
-        )
-    }
+    gradients = [s for s, storage in enumerate(program.storages) if storage.kind == "gradient"]
+    bits = {s: 1 << k for k, s in enumerate(gradients)}
     if len(gradients) < 2:
         return None
     everything = (1 << len(gradients)) - 1
@@ -161,7 +157,7 @@ def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | No
             mask |= reached[p] if program.operators[p].phase == "optimizer" else 0
         if op.phase == "optimizer":
             for s in op.reads:
-                mask |= gradients.get(s, 0)
+                mask |= bits.get(s, 0)
         reached.append(mask)
         if mask == everything:
             return (

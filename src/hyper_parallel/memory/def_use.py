@@ -81,11 +81,11 @@ class CommsInFlight:
         Return False if no operator in flight uses the storage.
         """
         users = [i for i in self._running if storage in self._program.touched[i]]
-        for index in users[-1:]:  # the last one to finish
-            for releases in self._running.values():
-                releases.pop(storage, None)
-            self._running[index][storage] = position
-        return bool(users)
+        if not users:
+            return False
+        self.cancel_release(storage)
+        self._running[users[-1]][storage] = position  # the last one to finish
+        return True
 
     def cancel_release(self, storage: int) -> bool:
         """Cancel the deferred release of a storage; return False if there is none."""
