@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hyper_parallel.backends.torch.memory import PlannedDevice
-from hyper_parallel.backends.torch.memory.prepared_plan import Prepared
+from hyper_parallel.backends.torch.memory.action_binder import Prepared
 from hyper_parallel.backends.torch.memory.streams import DeviceApi
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory

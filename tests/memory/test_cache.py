@@ -88,7 +88,7 @@ def _set(key, value):
 
 
 def _one_home_more(document):
-    document["homes"].append(0)
+    document["homes"].append("device")
 
 
 def _arena_above_the_budget(document):
@@ -96,18 +96,21 @@ def _arena_above_the_budget(document):
 
 
 def _drop_wait(document):
-    kinds, targets, tiers = document["actions"]
-    index = next(i for i, k in enumerate(kinds) if k == 6 and tiers[i] == 0)
-    for column in (kinds, targets, tiers):
-        del column[index]
+    actions = document["actions"]
+    wait = {"kind": "wait", "tier": "device"}
+    del actions[next(i for i, a in enumerate(actions) if a == a | wait)]
 
 
 def _target_beyond(document):
-    document["actions"][1][0] = 10**6
+    document["actions"][0]["target"] = 10**6
 
 
-def _negative_tier(document):
-    document["actions"][2][0] = -1
+def _negative_target(document):
+    document["actions"][0]["target"] = -1
+
+
+def _unknown_tier(document):
+    document["actions"][0]["tier"] = "tape"
 
 
 def _shared_address(document):
@@ -118,16 +121,17 @@ def _shared_address(document):
     "change",
     [
         _set("fingerprint", "of another program"),
-        _set("actions", [[], [], []]),
+        _set("actions", []),
         _set("actions", None),
-        _set("homes", [0]),
+        _set("homes", ["device"]),
         _set("offsets", []),
         _set("arena_bytes", 1),
         _one_home_more,
         _arena_above_the_budget,
         _drop_wait,
         _target_beyond,
-        _negative_tier,
+        _negative_target,
+        _unknown_tier,
         _shared_address,
     ],
 )

@@ -95,13 +95,13 @@ def test_an_interrupted_step_leaves_no_state_that_passes_for_good(monkeypatch, c
     device = opened(step, copies=copies)
     bind, count = ActionBinder.bind, iter(range(1000))
 
-    def interrupted(self, action, ready):
+    def interrupted(self, position):
         def act():
             if next(count) == 40:
                 raise KeyboardInterrupt
             real()
 
-        real = bind(self, action, ready)
+        real = bind(self, position)
         return act
 
     monkeypatch.setattr(ActionBinder, "bind", interrupted)

@@ -323,6 +323,24 @@ def test_a_model_without_steps_of_fixed_shape_is_refused():
         within(moe, 4, 8, limits(10**6))
 
 
+class ReadsItsInput(torch.nn.Module):
+    """A layer whose code reads a value of every input."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x) if x.sum().item() > -1e9 else x
+
+
+def test_a_model_that_reads_values_is_refused():
+    model = tiny_model("llama").eval()
+    model.model.layers[0].mlp = ReadsItsInput(model.model.layers[0].mlp)
+    with pytest.raises(CaptureUnsupported, match="reads a tensor's value at"):
+        PlannedSlots(model, SlotSteps(1, 4, 8), limits(10**7))
+
+
 TEXTS = [PROMPT, [3, 4], [7], [8, 9, 17, 33, 2], [6, 6, 100, 4, 19, 3, 3]]
 
 

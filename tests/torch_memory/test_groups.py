@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hyper_parallel.backends.torch.memory import PlannedDevice, record
+from hyper_parallel.backends.torch.memory.action_binder import Prepared
 from hyper_parallel.backends.torch.memory.operators import wait_finished
-from hyper_parallel.backends.torch.memory.prepared_plan import Prepared
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import Strategy

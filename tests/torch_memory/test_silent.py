@@ -14,7 +14,7 @@ from benchmarks._model_steps import capture_training, training_step
 from torch import nn
 
 from hyper_parallel.backends.torch.memory import PlannedDevice, record
-from hyper_parallel.backends.torch.memory.prepared_plan import Addresses, Prepared
+from hyper_parallel.backends.torch.memory.action_binder import ActionBinder, Prepared
 from hyper_parallel.errors import CaptureUnsupported, StepChanged
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 
@@ -264,7 +264,7 @@ def test_a_plan_that_computes_something_else_is_refused_by_its_first_step(
     operator, differs, monkeypatch
 ):
     """An update that runs twice, a result of zeros: the step goes on, and its numbers are others."""
-    made = Addresses._operator
+    made = ActionBinder._operator
 
     def wrong(self, index, at):
         ready = made(self, index, at)
@@ -280,7 +280,7 @@ def test_a_plan_that_computes_something_else_is_refused_by_its_first_step(
         return replace(ready, run=run)
 
     net, optimizer = trainer(lambda net, h: h, {})
-    monkeypatch.setattr(Addresses, "_operator", wrong)
+    monkeypatch.setattr(ActionBinder, "_operator", wrong)
     with (
         pytest.raises(
             StepChanged, match=f"(?s)computes other results than without it.*--> {differs}"

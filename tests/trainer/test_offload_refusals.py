@@ -5,8 +5,7 @@ import pickle
 import pytest
 
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
-from hyper_parallel.memory import with_capacity_hint
-from hyper_parallel.runtime import merge_errors
+from hyper_parallel.memory import merge_errors, with_capacity_hint
 
 pytestmark = pytest.mark.torch
 

@@ -11,7 +11,11 @@ A step is a `MemoryProgram` (`ir`): operators over storages, which are device al
 """
 
 from hyper_parallel.memory._address import assign_addresses, find_overlap, wrong_address
-from hyper_parallel.memory._goals import with_capacity_hint
+from hyper_parallel.memory._goals import (
+    merge_errors,
+    sufficient_device_bytes,
+    with_capacity_hint,
+)
 from hyper_parallel.memory._order import order_peak, order_seconds, overlapped, refine_order
 from hyper_parallel.memory.def_use import (
     UseDef,
@@ -47,6 +51,7 @@ __all__ = [
     "dependencies",
     "find_overlap",
     "identity_actions",
+    "merge_errors",
     "order_peak",
     "order_seconds",
     "overlapped",
@@ -56,6 +61,7 @@ __all__ = [
     "plan_memory_cached",
     "predicted_timeline",
     "refine_order",
+    "sufficient_device_bytes",
     "summarise",
     "use_definitions",
     "with_capacity_hint",

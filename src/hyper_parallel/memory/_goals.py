@@ -7,10 +7,10 @@ addresses need. If no program fits a budget, the error names sufficient bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from hyper_parallel.errors import BudgetImpossible, TierFull
+from hyper_parallel.errors import BudgetImpossible, HyperParallelError, TierFull
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory.def_use import working_set_bytes
 from hyper_parallel.memory.emitted_programs import EmittedProgram, Search
@@ -47,15 +47,6 @@ def least_time(
         BudgetImpossible: HP402 when no program fits the budget and the time.
         TierFull: HP403 when a program would fit with more DRAM or flash.
     """
-    try:
-        return _least_time(search, budget, finish, limit_s)
-    except BudgetImpossible as error:
-        if limit_s < float("inf"):
-            raise
-        raise _capacity_error(search, budget, finish, error) or error from None
-
-
-def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) -> _PlannedProgram:
     best = _fastest_within(search, budget, finish, limit_s)
     if best is not None:
         return best
@@ -65,7 +56,10 @@ def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) ->
             got=f"budget {budget} bytes, time limit {limit_s:.4g} s",
             hint="raise the budget or the time limit",
         )
-    return _fallback_within_budget(search, budget, finish)
+    try:
+        return _fallback_within_budget(search, budget, finish)
+    except BudgetImpossible as error:
+        raise _capacity_error(search, budget, finish, error) or error from None
 
 
 def _fastest_within(
@@ -235,8 +229,10 @@ def _capacity_error(
         return None
 
     def plan(changed: MemoryMachine) -> EmittedProgram | None:
+        fresh = search.for_machine(changed)
+        best = _fastest_within(fresh, budget, finish, float("inf"))
         try:
-            return _least_time(search.for_machine(changed), budget, finish, float("inf"))[0]
+            return (best or _fallback_within_budget(fresh, budget, finish))[0]
         except BudgetImpossible:
             return None
 
@@ -290,3 +286,21 @@ def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFu
     error.enough_bytes = dict(sufficient)
     error.hint = f"set {', or '.join(options)}"
     return error
+
+
+def merge_errors(errors: Sequence[HyperParallelError]) -> HyperParallelError | None:
+    """Merge the errors of several plans into one whose required capacities suffice for every plan; None for []."""
+    full = [error for error in errors if isinstance(error, TierFull)]
+    other_errors = [error for error in errors if error not in full]
+    if other_errors or not full:  # more DRAM does not resolve all errors
+        budgets = [with_capacity_hint(e, {"device": e.enough_bytes["device"]}) for e in full]
+        return max((*other_errors, *budgets), key=sufficient_device_bytes, default=None)
+    shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
+    return with_capacity_hint(full[0], {t: max(e.enough_bytes[t] for e in full) for t in shared})
+
+
+def sufficient_device_bytes(error: HyperParallelError) -> int:
+    """Return the device bytes that an error requires; 0 for an error that no budget resolves."""
+    if isinstance(error, TierFull):
+        return error.enough_bytes["device"]
+    return error.least_bytes if isinstance(error, BudgetImpossible) else 0

@@ -5,7 +5,7 @@ A storage may have valid copies in several tiers. The action `detach` releases t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from hyper_parallel.ir import (
     MemoryAction,
@@ -66,7 +66,8 @@ class EmissionLedger(Residency):
 class InFlightCopies:
     """Copies that were issued and not yet waited for.
 
-    `gaps` at the start of the step determine `homes`. The queue `reloads` is notified when an outgoing copy has ended.
+    `gaps` at the start of the step determine `homes`. `writes` has the positions that write each storage. The queue
+    `reloads` is notified when an outgoing copy has ended.
 
     Attributes:
         position: Position whose actions are being emitted.
@@ -74,23 +75,23 @@ class InFlightCopies:
         outgoing: Copies out of the device or out of DRAM.
         incoming: Copies towards the device, as (storage, destination tier).
         stored_early: Storages that were copied to DRAM before their eviction; the copy is kept until the eviction.
-        on_arrival: Callback with a storage: it waits for the copy to the device and releases unneeded host copies.
     """
-
-    on_arrival: Callable[[int], None]
 
     def __init__(
         self,
         program: MemoryProgram,
         ledger: EmissionLedger,
         gaps: Sequence[Gap],
+        writes: Sequence[Sequence[int]],
         reloads: ReloadQueue,
     ) -> None:
         self._program, self._ledger = program, ledger
-        self._reloads = reloads
+        self._writes, self._reloads = writes, reloads
         self.position = 0
         self.homes: list[MemoryTier] = ["device"] * len(program.storages)
+        self._evictions_of: dict[int, list[int]] = {}
         for gap in gaps:
+            self._evictions_of.setdefault(gap.storage, []).append(gap.first)
             if gap.first < 0:
                 self.homes[gap.storage] = gap.tier
         self.outgoing: list[OutgoingCopy] = []
@@ -164,6 +165,22 @@ class InFlightCopies:
         self._ledger.emit("copy_in", s)
         self.incoming[s, "dram"] = None
 
+    def await_arrival(self, s: int) -> None:
+        """Wait for the copy of a storage to the device, then release host copies without a later use."""
+        if (s, "device") not in self.incoming:
+            return
+        arrivals: tuple[MemoryTier, ...] = ("dram", "device")
+        for tier in arrivals:
+            if (s, tier) in self.incoming:
+                del self.incoming[s, tier]
+                self._ledger.emit("wait", s, tier)
+        later = [p for p in self._evictions_of.get(s, ()) if p >= self.position]
+        clean = later and not any(self.position <= w <= later[0] for w in self._writes[s])
+        host_tiers: tuple[MemoryTier, ...] = () if clean else ("dram", "flash")
+        for tier in host_tiers:
+            if tier in self._ledger.valid[s] and tier != self.homes[s]:
+                self._ledger.emit("detach", s, tier)
+
     def make_dram_room(self, s: int) -> None:
         """Wait for copies until DRAM has a free buffer for storage `s`, or no copy in flight can free such a buffer."""
         sizes = self._program.sizes
@@ -185,7 +202,7 @@ class InFlightCopies:
             transit = next((x for x in incoming if self.homes[x] != "dram" and x != s), None)
             if transit is None:
                 return
-            self.on_arrival(transit)
+            self.await_arrival(transit)
 
     def release(self, s: int) -> None:
         """Free a storage in every tier, after waiting for its outgoing copies."""

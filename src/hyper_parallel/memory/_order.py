@@ -90,7 +90,6 @@ def _updates_early(
 def _gradients_late(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the order with weight gradients right before their consumer."""
     return _sink(
         program,
         before,
@@ -146,12 +145,8 @@ def _sink(
 
 def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | None:
     """Return a sentence if an optimizer operator, such as a gradient norm, needs every gradient; else None."""
-    gradients = {
-        s: 1 << k
-        for k, s in enumerate(
-            s for s, storage in enumerate(program.storages) if storage.kind == "gradient"
-        )
-    }
+    gradients = [s for s, storage in enumerate(program.storages) if storage.kind == "gradient"]
+    bits = {s: 1 << k for k, s in enumerate(gradients)}
     if len(gradients) < 2:
         return None
     everything = (1 << len(gradients)) - 1
@@ -162,7 +157,7 @@ def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | No
             mask |= reached[p] if program.operators[p].phase == "optimizer" else 0
         if op.phase == "optimizer":
             for s in op.reads:
-                mask |= gradients.get(s, 0)
+                mask |= bits.get(s, 0)
         reached.append(mask)
         if mask == everything:
             return (
@@ -313,7 +308,7 @@ def _sink_bookkeeping(
         operator = operators[index]
         communicates = bool(operator.group or operator.message)
         data = [i for i in before[index] if not (communicates and operators[i].group)]
-        ready_s[index] = max((clock.done_s(i) for i in data if i in running), default=0.0)
+        ready_s[index] = max((clock.done_s[i] for i in data if i in running), default=0.0)
         for waiter in list(deferred):
             if ready_s[waiter] <= clock.now_s and before[waiter].isdisjoint(deferred):
                 run(waiter)

@@ -81,11 +81,11 @@ class CommsInFlight:
         Return False if no operator in flight uses the storage.
         """
         users = [i for i in self._running if storage in self._program.touched[i]]
-        for index in users[-1:]:  # the last one to finish
-            for releases in self._running.values():
-                releases.pop(storage, None)
-            self._running[index][storage] = position
-        return bool(users)
+        if not users:
+            return False
+        self.cancel_release(storage)
+        self._running[users[-1]][storage] = position  # the last one to finish
+        return True
 
     def cancel_release(self, storage: int) -> bool:
         """Cancel the deferred release of a storage; return False if there is none."""
@@ -154,9 +154,9 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
     """Return, per operator, the set of operators that must run before it, derived from the recorded order.
 
     Dependencies are true (read after write), anti (write after read) and output (write after write) dependencies.
-    Operators that draw random numbers, check a branch or communicate also keep their mutual order. An operator that
-    needs a message stays after all collectives and message batches recorded before it, so that ranks never wait for
-    each other in a cycle.
+    Operators that communicate also keep their mutual order, and so do operators that draw random numbers or check a
+    branch. An operator that needs a message stays after all collectives and message batches recorded before it, so that
+    ranks never wait for each other in a cycle.
     """
     before: list[set[int]] = []
     writer: dict[int, int] = {}
@@ -200,8 +200,9 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
 def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[MemoryAction, ...]:
     """Return the actions of a step without offload and recomputation, in an order.
 
-    Every operator runs once, and every storage is freed after its last use. A collective is joined before the first use
-    of its results. If a `free` waits for the collective, it is joined as soon as it is complete.
+    Every operator runs once, and every storage is freed after its last use. A collective is joined before an operator
+    uses its results or changes its operands. If a `free` waits for the collective, it is joined before the first
+    operator after its end.
     """
     uses = use_definitions(program, order).uses
     freed = [s for s, storage in enumerate(program.storages) if not storage.at_end]
@@ -228,7 +229,7 @@ def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[Memo
         operator = program.operators[index]
         if comms:
             for running in comms.deferring():
-                if clock.done_s(running) <= clock.now_s:
+                if clock.done_s[running] <= clock.now_s:
                     join(running)
             for running in comms.required_joins(operator):
                 join(running)

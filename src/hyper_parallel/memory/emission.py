@@ -52,8 +52,7 @@ class Emitter:
         # Copies to and from flash pass through a buffer of exactly their size.
         passing = {program.sizes[g.storage]: 1 for g in gaps if g.tier == "flash"}
         self.ledger = EmissionLedger(program, machine, passing)
-        self.copies = InFlightCopies(program, self.ledger, gaps, self.reloads)
-        self.copies.on_arrival = lambda s: self._await_arrival(s, self.copies.position)
+        self.copies = InFlightCopies(program, self.ledger, gaps, candidates.writes, self.reloads)
         self.comms = CommsInFlight(program)
         # Number of tiers that a storage may be evicted to.
         self.num_host_tiers = 1 if machine.copy_out is None else 2
@@ -61,9 +60,6 @@ class Emitter:
             if storage.at_start:
                 self.ledger.allocate(s, self.copies.homes[s])
         self.evictions = {(g.storage, g.first): g for g in gaps if g.first >= 0}
-        self.evictions_of: dict[int, list[int]] = {}
-        for g in gaps:
-            self.evictions_of.setdefault(g.storage, []).append(g.first)
         self.ends = self._ends()
         recomputed_s = np.zeros(len(starts))
         for position, extra in recomputes.added_seconds(program).items():
@@ -73,7 +69,6 @@ class Emitter:
         self.remaining_s: list[float] = remaining_s.tolist()
         # Next use of storages whose eviction is still in flight when their reload is due.
         self.late_reloads: dict[int, int] = {}
-        self.writes = candidates.writes
         self.early = candidates.early_stores(gaps)
 
     @property
@@ -166,7 +161,7 @@ class Emitter:
         spared = [s for i in planned_reruns if i not in rerun for s in operators[i].reads]
         if copies.incoming:
             for s in (*wanted, *spared):
-                self._await_arrival(s, position)
+                copies.await_arrival(s)
         for s in op.writes if copies.outgoing else ():
             for item in [p for p in copies.outgoing if p.storage == s]:
                 copies.finish(item)
@@ -245,13 +240,13 @@ class Emitter:
         """Release storages whose outgoing copies are complete, and join complete collectives that defer a release."""
         if self.comms:
             for index in self.comms.deferring():
-                if self.ledger.clock.done_s(index) <= self.ledger.clock.now_s:
+                if self.ledger.clock.done_s[index] <= self.ledger.clock.now_s:
                     self._join(index, position)
         if not self.copies.outgoing:
             return
         clock, late = self.ledger.clock, set[MemoryTier]()
         for item in list(self.copies.outgoing):
-            if clock.arrival_s(item.storage, item.destination) > clock.now_s:
+            if clock.arrival_s[item.storage, item.destination] > clock.now_s:
                 late.add(item.destination)
                 if len(late) == self.num_host_tiers:
                     return  # a lane completes its copies in order
@@ -338,22 +333,6 @@ class Emitter:
         self.ledger.emit("prefetch", s)
         self.copies.incoming[s, "device"] = None
 
-    def _await_arrival(self, s: int, position: int) -> None:
-        """Wait for the copy of a storage to the device, then release host copies without a later use."""
-        if (s, "device") not in self.copies.incoming:
-            return
-        arrivals: tuple[MemoryTier, ...] = ("dram", "device")
-        for tier in arrivals:
-            if (s, tier) in self.copies.incoming:
-                del self.copies.incoming[s, tier]
-                self.ledger.emit("wait", s, tier)
-        later = [p for p in self.evictions_of.get(s, ()) if p >= position]
-        clean = later and not any(position <= w <= later[0] for w in self.writes[s])
-        host_tiers: tuple[MemoryTier, ...] = () if clean else ("dram", "flash")
-        for tier in host_tiers:
-            if tier in self.ledger.valid[s] and tier != self.copies.homes[s]:
-                self.ledger.emit("detach", s, tier)
-
     def _make_room(self, need: int, keep: set[int], position: int) -> None:
         """Wait for stores and communication in flight until `need` more device bytes fit the budget."""
         assert self.budget is not None
@@ -363,7 +342,7 @@ class Emitter:
             item = next((p for p in outgoing if p.storage not in keep), None)
             collective = next(iter(self.comms.deferring()), None)
             if collective is not None and (
-                item is None or clock.done_s(collective) <= clock.arrival_s(item.storage, "dram")
+                item is None or clock.done_s[collective] <= clock.arrival_s[item.storage, "dram"]
             ):
                 self._join(collective, position)
             elif item is None:

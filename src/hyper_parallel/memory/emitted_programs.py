@@ -91,9 +91,10 @@ def assign_tiers(
 ) -> list[Gap]:
     """Return the gaps of the chosen candidates, each with the tier to evict to.
 
-    Storages with the shortest idle time fill the fraction `share` of the DRAM; the others go to flash. The rest of the
-    DRAM is for copies between device and flash. All chosen candidates are assumed to be in DRAM at the same time, which
-    is an upper bound; replay gives the exact peak.
+    In the order of their idle time, storages are put into DRAM while they fit the fraction `share`; the others go to
+    flash. The rest of the DRAM is for copies between device and flash. All chosen candidates are assumed to be in DRAM
+    at the same time, which is an upper bound; replay gives the exact peak. Without flash, or with unlimited DRAM, all
+    storages go to DRAM.
     """
     flash = machine.copy_out is not None and machine.copy_in is not None
     room = machine.dram_bytes

@@ -5,8 +5,8 @@ of operators, a linear program for offload and recomputation, rounding to whole 
 address assignment. Each candidate plan is judged by exact replay and simulation of its actions, not by an estimate.
 
 A cache file is named by the fingerprint of all inputs of a plan (program, machine, goal, planner version) and holds the
-decisions, as columns of numbers. Reading it replays and times the actions and checks the addresses. If a check fails,
-the failure is logged and the step is planned again.
+decisions. Reading it replays and times the actions and checks the addresses. If a check fails, the failure is logged
+and the step is planned again.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ import json
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, cast, get_args
+from typing import Final
 
 from hyper_parallel.errors import BadValue, BudgetImpossible, MemoryPlanInvalid, TierFull
 from hyper_parallel.ir import (
-    MEMORY_TIERS,
     OF_OPERATORS,
     Choice,
-    Extent,
     MemoryAction,
-    MemoryActionKind,
     MemoryPlan,
     MemoryProgram,
-    Operator,
-    Storage,
+    MemoryTier,
     StorageKind,
     replay,
     slab_bytes,
@@ -44,8 +40,8 @@ from hyper_parallel.memory.emitted_programs import EmittedProgram, Search, ident
 from hyper_parallel.memory.memory_machine import MemoryMachine, with_seconds
 from hyper_parallel.memory.rounding import Rounding
 from hyper_parallel.memory.timeline import clocked
-from hyper_parallel.received import Limits, read_json
-from hyper_parallel.serde import write_text
+from hyper_parallel.received import Limits
+from hyper_parallel.serde import encode, read, write_text
 from hyper_parallel.topology import cache_dir
 from hyper_parallel.units import MiB
 
@@ -289,11 +285,9 @@ def _to_plan(
     )
 
 
-PLANNER = 16
+PLANNER = 17
 """Version of planner and file format; it is part of the fingerprint, so files of other versions are not used."""
 
-_KINDS: tuple[MemoryActionKind, ...] = get_args(MemoryActionKind)
-_CHOICE_KINDS = ("offload", "recompute", "stream")
 _log = logging.getLogger(__name__)
 
 
@@ -301,8 +295,18 @@ _LIMITS: Final = Limits(256 * MiB, num_elements=20_000_000)
 """Size limits of a cache file, for plans of about a million actions."""
 
 
-class _UnusableFile(ValueError):
-    """Error for a cache file that must not be used, with the reason."""
+@dataclass(frozen=True)
+class _CachedPlan:
+    """Content of a cache file; `seconds` are the measured seconds of the operators, None if they were not measured."""
+
+    fingerprint: str
+    homes: tuple[MemoryTier, ...]
+    actions: tuple[MemoryAction, ...]
+    choices: tuple[Choice, ...]
+    statement: tuple[str, ...]
+    offsets: tuple[int, ...]
+    arena_bytes: int
+    seconds: tuple[float, ...] | None
 
 
 def plan_memory_cached(
@@ -330,7 +334,7 @@ def plan_memory_cached(
     if path.exists():
         try:
             return _read(path, key, program, machine, goal)
-        except (_UnusableFile, MemoryPlanInvalid, OSError) as error:
+        except (ValueError, MemoryPlanInvalid, OSError) as error:
             _log.warning("the cached memory plan %s is ignored: %s", path, error)
     plan = plan_memory(
         with_seconds(program, measured),
@@ -349,120 +353,81 @@ def plan_memory_cached(
 
 def fingerprint(program: MemoryProgram, machine: MemoryMachine, goal: object) -> str:
     """Return the hash of all inputs of a plan as text; equal inputs give equal hashes in every process."""
-    # `repr` of a frozen dataclass of numbers is exact, but slow for thousands of operators; columns are not.
+    # `repr` of a frozen dataclass of numbers is exact, but slow for thousands of operators.
     units = program.alignment_bytes, program.address_bytes
     digest = hashlib.sha256(repr((PLANNER, machine, goal, units)).encode())
-    columns: list[tuple[type, Sequence[Any]]] = [
-        (Storage, program.storages),
-        (Operator, program.operators),
-    ]
-    for cls, rows in columns:
-        for field in fields(cls):
-            column = [getattr(row, field.name) for row in rows]
-            digest.update(json.dumps([field.name, column]).encode())
+    digest.update(json.dumps(encode((program.storages, program.operators))).encode())
     return digest.hexdigest()
 
 
 def _write(path: Path, key: str, plan: MemoryPlan, timed: bool) -> None:
-    """Write the decisions of a plan to a cache file."""
-    actions, choices, ranges = plan.actions, plan.choices, plan.addresses
-    document = {
-        "fingerprint": key,
-        "homes": [MEMORY_TIERS.index(home) for home in plan.homes],
-        "actions": [
-            [_KINDS.index(a.kind) for a in actions],
-            [a.target for a in actions],
-            [MEMORY_TIERS.index(a.tier) for a in actions],
-        ],
-        "choices": [
-            [c.storage for c in choices],
-            [_CHOICE_KINDS.index(c.what) for c in choices],
-            [c.first for c in choices],
-            [c.last for c in choices],
-            [MEMORY_TIERS.index(c.tier) for c in choices],
-            [c.reason for c in choices],
-        ],
-        "statement": list(plan.statement),
-        "offsets": [e.offset_bytes for e in ranges],
-        "arena_bytes": plan.arena_bytes,
-        "seconds": [op.seconds for op in plan.program.operators] if timed else None,
-    }
+    cached = _CachedPlan(
+        key,
+        plan.homes,
+        plan.actions,
+        plan.choices,
+        plan.statement,
+        tuple(e.offset_bytes for e in plan.addresses),
+        plan.arena_bytes,
+        tuple(op.seconds for op in plan.program.operators) if timed else None,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(document, separators=(",", ":")))
+    write_text(path, json.dumps(encode(cached), separators=(",", ":")))
 
 
 def _read(
     path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _Goal
 ) -> MemoryPlan:
-    """Return the plan in a cache file, checked against the goal and the machine."""
-    try:
-        document = read_json(path, _LIMITS)
-        if (seconds := document["seconds"]) is not None:
-            program = with_seconds(program, [float(s) for s in seconds])
-        plan = _decode(document, key, program, machine)
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise _UnusableFile(f"{type(error).__name__}: {error}") from error
+    """Return the plan in a cache file, replayed, timed, and checked against the goal and the machine.
+
+    Raises:
+        ValueError: The file must not be used.
+        MemoryPlanInvalid: HP404 for an illegal action.
+    """
+    cached = read(_CachedPlan, path, _LIMITS)
+    if cached.fingerprint != key:
+        raise ValueError("it belongs to another program, machine, goal or planner")
+    if len(cached.homes) != len(program.storages):
+        raise ValueError("it has another number of storages")
+    for action in cached.actions:
+        targets = program.operators if action.kind in OF_OPERATORS else program.storages
+        if not 0 <= action.target < len(targets):
+            raise ValueError(f"an action refers to {action.target}, which does not exist")
+    if min(cached.offsets, default=0) < 0:
+        raise ValueError("an address is negative")
+    program = with_seconds(program, cached.seconds)
+    ranges = MemoryPlan(program, cached.homes, cached.actions, 0.0).replayed.residency
+    plan = MemoryPlan(
+        program,
+        cached.homes,
+        cached.actions,
+        clocked(program, machine, cached.actions).now_s,
+        cached.choices,
+        cached.statement,
+        tuple(
+            replace(e, offset_bytes=offset)
+            for e, offset in zip(ranges, cached.offsets, strict=True)
+        ),
+        cached.arena_bytes,
+    )
     _check(plan, machine, goal)
     return plan
 
 
-def _decode(document: Any, key: str, program: MemoryProgram, machine: MemoryMachine) -> MemoryPlan:
-    """Return the plan decoded from the columns of a cache file, replayed and timed; every index is checked."""
-    if document["fingerprint"] != key:
-        raise _UnusableFile("it belongs to another program, machine, goal or planner")
-    homes = tuple(MEMORY_TIERS[_natural_number(i)] for i in document["homes"])
-    if len(homes) != len(program.storages):
-        raise _UnusableFile("it has another number of storages")
-    operators, storages = len(program.operators), len(program.storages)
-    actions = []
-    for kind_index, target, tier_index in zip(*document["actions"], strict=True):
-        kind = _KINDS[_natural_number(kind_index)]
-        if _natural_number(target) >= (operators if kind in OF_OPERATORS else storages):
-            raise _UnusableFile(f"an action refers to {target}, which does not exist")
-        actions.append(MemoryAction(kind, target, MEMORY_TIERS[_natural_number(tier_index)]))
-    choices = tuple(
-        Choice(
-            s,
-            cast(Any, _CHOICE_KINDS[_natural_number(w)]),
-            a,
-            b,
-            MEMORY_TIERS[_natural_number(t)],
-            str(reason),
-        )
-        for s, w, a, b, t, reason in zip(*document["choices"], strict=True)
-    )
-    plan = MemoryPlan(program, homes, tuple(actions), 0.0)
-    ranges = plan.replayed.residency  # raises HP404 when an action is illegal
-    seconds = clocked(program, machine, plan.actions).now_s
-    addresses = tuple(
-        Extent(e.storage, e.start, e.stop, _natural_number(offset))
-        for e, offset in zip(ranges, document["offsets"], strict=True)
-    )
-    statement = tuple(str(line) for line in document["statement"])
-    arena = _natural_number(document["arena_bytes"])
-    return MemoryPlan(program, homes, plan.actions, seconds, choices, statement, addresses, arena)
-
-
-def _natural_number(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise _UnusableFile(f"{value!r} is not a natural number")
-    return value
-
-
 def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _Goal) -> None:
-    """Raise _UnusableFile if a plan misses its goal, exceeds a capacity, or has wrong addresses."""
+    """Raise ValueError if a plan misses its goal, exceeds a capacity, or has wrong addresses."""
     if goal.budget_bytes is not None and plan.device_bytes > goal.budget_bytes:
-        raise _UnusableFile(f"it takes {plan.device_bytes} bytes of the device, above the budget")
+        raise ValueError(f"it takes {plan.device_bytes} bytes of the device, above the budget")
     if goal.max_slowdown is not None:
         unmoved_s = baseline_seconds(plan.program, reorder=goal.reorder)
         limit_s = unmoved_s * (1 + goal.max_slowdown) * (1 + 1e-9)
         if plan.seconds > limit_s:
-            raise _UnusableFile(f"it takes {plan.seconds} s where {limit_s} s are allowed")
+            raise ValueError(f"it takes {plan.seconds} s where {limit_s} s are allowed")
     for tier, size, cap in (
         ("dram", plan.dram_bytes, machine.dram_bytes),
         ("flash", plan.peak_bytes["flash"], machine.flash_bytes),
     ):
         if cap is not None and size > cap:
-            raise _UnusableFile(f"it takes {size} bytes of {tier}, the machine has {cap}")
+            raise ValueError(f"it takes {size} bytes of {tier}, the machine has {cap}")
     if wrong := wrong_address(plan):
-        raise _UnusableFile(wrong)
+        raise ValueError(wrong)

@@ -28,14 +28,12 @@ class Recomputes:
         gaps: Dict from recomputed storage to (last use before it is dropped, first use after).
         rerun: Dict from position to the operators to run again before it, in recorded order.
         helpers: Dict from position to recomputed results that exist only there.
-        seconds: Compute seconds that recomputation adds.
     """
 
     uses: list[list[int]]
     gaps: dict[int, tuple[int, int]] = field(default_factory=dict)
     rerun: dict[int, list[int]] = field(default_factory=dict)
     helpers: dict[int, list[int]] = field(default_factory=dict)
-    seconds: float = 0.0
 
     @property
     def dropped(self) -> set[int]:
@@ -206,7 +204,6 @@ def choose_recomputes(finder: ChainFinder, chosen: Collection[int]) -> Recompute
             if gap[1] not in result.uses[x]:
                 result.uses[x].append(gap[1])
                 result.uses[x].sort()
-        result.seconds += chain.seconds
     return result
 
 

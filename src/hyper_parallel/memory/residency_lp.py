@@ -44,10 +44,8 @@ class LinearProgram:
     lowers: list[float] = field(default_factory=list)
     uppers: list[float] = field(default_factory=list)
     rows: list[tuple[Mapping[int, float], float, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        # Solver with the last solution, valid while only bounds change
-        self._solver: highspy._core._Highs | None = None
+    # Solver with the last solution, valid while only bounds change
+    _solver: highspy._core._Highs | None = field(default=None, init=False, repr=False)
 
     def variable(self, upper: float = np.inf, cost: float = 0.0, lower: float = 0.0) -> int:
         """Add a variable and return its index."""
@@ -105,7 +103,6 @@ class LinearProgram:
         raise SolverFailed(f"HiGHS ended without an answer: {solver.modelStatusToString(status)}")
 
     def _loaded(self, options: Mapping[str, str | float]) -> highspy._core._Highs:
-        """Return a HiGHS solver with the whole program loaded."""
         import highspy
 
         lp = highspy.HighsLp()

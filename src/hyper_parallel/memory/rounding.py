@@ -275,13 +275,11 @@ class Rounding:
 def _fractions(
     builder: LPBuilder, optimum: LPOptimum, candidates: OffloadCandidates
 ) -> dict[OffloadCandidate, float]:
-    """Return the offloaded fraction of every candidate."""
     values = optimum.fractions.tolist()
     return {c: _fraction(builder, values, c) for c in candidates.all}
 
 
 def _fraction(builder: LPBuilder, fractions: Sequence[float], c: OffloadCandidate) -> float:
-    """Return the offloaded fraction of a candidate in a solution of the linear program."""
     if c.starts_offloaded:
         return fractions[builder.offloaded_at_start[c.storage]]
     low, high = c.gaps[0].first + 1, c.gaps[0].last

@@ -64,7 +64,7 @@ def _span(
     if kind in COPIES:
         storage, destination = program.storages[target], COPIES[kind][1]
         seconds = machine.channel(kind).seconds(storage.num_bytes)
-        end_s = clock.arrival_s(target, destination)
+        end_s = clock.arrival_s[target, destination]
         return Span(kind, storage.name, end_s - seconds, seconds, "copy")
     if kind in ("wait", "join"):
         waited_s = clock.now_s - begin_s
@@ -76,7 +76,7 @@ def _span(
     operator = program.operators[target]
     if not operator.group:
         return Span("compute", operator.name, begin_s, operator.seconds, kind)
-    begin_s = clock.done_s(target) - operator.comm_s
+    begin_s = clock.done_s[target] - operator.comm_s
     return Span("communication", operator.name, begin_s, operator.comm_s, "communication")
 
 
@@ -95,15 +95,13 @@ def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
     """Return the timeline of a plan for a chart: one span per phase, copies named by kind, changes of counters only."""
     operators = plan.program.operators
     runs = iter(
-        [
-            a
-            for a in plan.actions
-            if a.kind in ("run", "recompute") and not operators[a.target].group
-        ]
+        operators[a.target]
+        for a in plan.actions
+        if a.kind in ("run", "recompute") and not operators[a.target].group
     )
     copies = {kind: iter([a for a in plan.actions if a.kind == kind]) for kind in COPIES}
     spans: list[Span] = []
-    last: Span | None = None
+    last = -1  # index in `spans` of the newest span of the compute lane
     for span in timeline.spans:
         if span.lane == "communication":
             spans.append(replace(span, name=span.name.rpartition(".")[2].strip("_")))
@@ -114,17 +112,14 @@ def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
             continue
         name = "wait"
         if span.category != "wait":
-            operator = operators[next(runs).target]
-            name = "recompute" if span.category == "recompute" else operator.phase
-        is_adjacent = (
-            last is not None and last.name == name and last.end_s >= span.start_s * (1 - 1e-9)
-        )
-        if last is not None and is_adjacent:
-            last = replace(last, duration_s=span.end_s - last.start_s)
-            spans[-1 - next(i for i, x in enumerate(reversed(spans)) if x.lane == "compute")] = last
+            phase = next(runs).phase
+            name = "recompute" if span.category == "recompute" else phase
+        before = spans[last] if last >= 0 else None
+        if before and before.name == name and before.end_s >= span.start_s * (1 - 1e-9):
+            spans[last] = replace(before, duration_s=span.end_s - before.start_s)
         else:
-            last = Span("compute", name, span.start_s, span.duration_s, name)
-            spans.append(last)
+            last = len(spans)
+            spans.append(Span("compute", name, span.start_s, span.duration_s, name))
     samples: list[Counter] = []
     level: dict[str, float] = {}
     for sample in timeline.counters:
@@ -142,6 +137,10 @@ class Copied:
     num_bytes: int = 0
     seconds: float = 0.0
 
+    def plus(self, num_bytes: int, seconds: float) -> Copied:
+        """Return the totals with one more copy."""
+        return Copied(self.count + 1, self.num_bytes + num_bytes, self.seconds + seconds)
+
     def bytes_s(self, latency_s: float) -> float | None:
         """Return the bandwidth in bytes/s without the latency of each copy; None without copied bytes."""
         moving = self.seconds - self.count * latency_s
@@ -156,6 +155,9 @@ class ProgramClock:
     Attributes:
         wait_s: Seconds that the compute lane waited for copies.
         join_s: Seconds that the compute lane waited for collectives and messages.
+        copied: Dict from kind of copy to the totals of the copies so far.
+        arrival_s: Dict from (storage, tier) to the time at which the latest copy into the tier is complete.
+        done_s: Dict from operator on the communication lane to the time at which it ends.
     """
 
     def __init__(self, program: MemoryProgram, machine: MemoryMachine | None = None) -> None:
@@ -165,9 +167,9 @@ class ProgramClock:
         self._free = self._schedule.free
         self.wait_s = 0.0
         self.join_s = 0.0
-        self._copied: dict[str, list[tuple[int, float]]] = {kind: [] for kind in COPIES}
-        self._arrival_s: dict[tuple[int, str], float] = {}
-        self._done_s: dict[int, float] = {}  # operator on the communication lane -> its end
+        self.copied = dict.fromkeys(COPIES, Copied())
+        self.arrival_s: dict[tuple[int, str], float] = {}
+        self.done_s: dict[int, float] = {}
 
     @property
     def now_s(self) -> float:
@@ -180,30 +182,14 @@ class ProgramClock:
         if kind in ("run", "recompute"):
             operator = self._program.operators[target]
             if operator.group:
-                self._done_s[target] = self._append("communication", operator.comm_s)
+                self.done_s[target] = self._append("communication", operator.comm_s)
             self._schedule.append("compute", operator.seconds)
         elif kind in COPIES:
             self._copy(kind, target)
         elif kind == "wait":
-            self.wait_s += self.stand_until(self._arrival_s[target, action.tier])
+            self.wait_s += self.stand_until(self.arrival_s[target, action.tier])
         elif kind == "join":
-            self.join_s += self.stand_until(self._done_s[target])
-
-    @property
-    def copied(self) -> dict[str, Copied]:
-        """Dict from kind of copy to the totals of the copies so far."""
-        return {
-            kind: Copied(len(each), sum(n for n, _ in each), sum(s for _, s in each))
-            for kind, each in self._copied.items()
-        }
-
-    def arrival_s(self, storage: int, tier: str) -> float:
-        """Return the time at which the latest copy of a storage into a tier is complete."""
-        return self._arrival_s[storage, tier]
-
-    def done_s(self, index: int) -> float:
-        """Return the time at which an operator on the communication lane ends."""
-        return self._done_s[index]
+            self.join_s += self.stand_until(self.done_s[target])
 
     def stand_until(self, time_s: float) -> float:
         """Let the compute lane wait until a time, and return the seconds that it waited; 0 if the time has passed."""
@@ -222,10 +208,10 @@ class ProgramClock:
         assert self._machine is not None, "a copy needs a channel"
         source, destination = COPIES[kind]
         num_bytes = self._program.storages[target].num_bytes
-        arrived = self._arrival_s.get((target, source), 0.0)
+        arrived = self.arrival_s.get((target, source), 0.0)
         seconds = self._machine.channel(kind).seconds(num_bytes)
-        self._arrival_s[target, destination] = self._append(kind, seconds, arrived)
-        self._copied[kind].append((num_bytes, seconds))
+        self.arrival_s[target, destination] = self._append(kind, seconds, arrived)
+        self.copied[kind] = self.copied[kind].plus(num_bytes, seconds)
 
 
 def clocked(

@@ -39,7 +39,6 @@ from hyper_parallel.runtime.offloaded_step import (
     agree_on_plan,
     gather_objects,
     host_machine,
-    merge_errors,
     offload,
 )
 from hyper_parallel.runtime.scratch_folders import scratch_folder
@@ -73,7 +72,6 @@ __all__ = [
     "load_pretrained",
     "local_capacity",
     "materialize",
-    "merge_errors",
     "microbatch_sources",
     "offload",
     "parallelize",

@@ -51,8 +51,9 @@ from hyper_parallel.memory import (
     Channel,
     MemoryMachine,
     Roofline,
+    merge_errors,
     plan_memory,
-    with_capacity_hint,
+    sufficient_device_bytes,
     with_seconds,
 )
 from hyper_parallel.runtime._step_refusals import (
@@ -123,24 +124,6 @@ def agree_on_plan(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryP
             plan = plans[0]
     assert isinstance(plan, MemoryPlan)
     return plan
-
-
-def merge_errors(errors: list[HyperParallelError]) -> HyperParallelError | None:
-    """Merge the errors of several ranks into an error whose required capacities suffice on every rank; None for []."""
-    full = [error for error in errors if isinstance(error, TierFull)]
-    other_errors = [error for error in errors if error not in full]
-    if other_errors or not full:  # more DRAM does not resolve the errors of all ranks
-        budgets = [with_capacity_hint(e, {"device": e.enough_bytes["device"]}) for e in full]
-        return max((*other_errors, *budgets), key=_device_bytes, default=None)
-    shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
-    return with_capacity_hint(full[0], {t: max(e.enough_bytes[t] for e in full) for t in shared})
-
-
-def _device_bytes(error: HyperParallelError) -> int:
-    """Return the device bytes that an error requires; 0 for an error that no budget resolves."""
-    if isinstance(error, TierFull):
-        return error.enough_bytes["device"]
-    return error.least_bytes if isinstance(error, BudgetImpossible) else 0
 
 
 MOST_SHAPES: Final = 8
@@ -407,8 +390,8 @@ class OffloadedStep:
                 max_slowdown=self._max_slowdown,
             )
             return agree_on_plan(make_plan, program, self._machine.memory)
-        except BudgetImpossible as error:
-            error.hint = f"hp.offload(step, budget={error.least_bytes})"
+        except (BudgetImpossible, TierFull) as error:
+            error.hint = f"hp.offload(step, budget={sufficient_device_bytes(error)})"
             raise
 
     @contextmanager

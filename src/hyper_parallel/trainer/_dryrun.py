@@ -27,7 +27,6 @@ from hyper_parallel.backends.torch.memory import (
     collectives_of,
     cpu_workspace,
     device_workspace,
-    fake_kernels,
     peak_of,
 )
 from hyper_parallel.config import LoadedRecipe, Training
@@ -128,7 +127,7 @@ def trace_rank(
     """
     start = time.perf_counter()
     strategy = plan.strategy
-    recorder = Recorder(alignment_bytes, fake_kernels(workspace))
+    recorder = Recorder(alignment_bytes, workspace)
     with World.fake(rank, strategy.world_size) as world:
         # Meshes and FSDP groups read tensor values, so `parallelize` runs outside the fake-tensor mode.
         model = parallelize(build(), plan, world)

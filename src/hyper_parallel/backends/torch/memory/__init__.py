@@ -18,7 +18,6 @@ from hyper_parallel.backends.torch.memory._fake_values import (
     Workspace,
     cpu_workspace,
     device_workspace,
-    fake_kernels,
 )
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode, spill_mode
 from hyper_parallel.backends.torch.memory._recorder import (
@@ -50,7 +49,6 @@ __all__ = [
     "collectives_of",
     "cpu_workspace",
     "device_workspace",
-    "fake_kernels",
     "model_state",
     "optimizer_state",
     "peak_of",

@@ -96,7 +96,7 @@ class StepCapture:
         make_resident: Function that copies an evicted tensor to the device before its bytes are read.
 
     Attributes:
-        part: Current phase, if the step sets it; None: inferred from autograd.
+        part: Current phase of a training step, if the step sets it; None: inferred from autograd.
     """
 
     def __init__(
@@ -243,10 +243,7 @@ class StepCapture:
             with self._untracked.observe(func, leaves, written):
                 out, workspace, events = run_measured(func, args, kwargs, leaves)
         except DataDependentOutputException as error:
-            raise CaptureUnsupported(
-                f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
-                hint="leave out --device-memory; a capture on real tensors allows such reads",
-            ) from error
+            raise read_error(func) from error
         if func.namespace == "c10d" and not message:
             out = without_work(out)
         if message and not written and not batched:
@@ -421,6 +418,14 @@ class StepCapture:
             named=state,
             seconds=kernel_seconds(self._operators, self._timed),
         )
+
+
+def read_error(func: Any) -> CaptureUnsupported:
+    """Return the error for an operator that reads a value of a fake tensor."""
+    return CaptureUnsupported(
+        f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
+        hint="leave out --device-memory; a capture on real tensors allows such reads",
+    )
 
 
 def model_state(model: torch.nn.Module) -> Named:

@@ -179,7 +179,6 @@ class PlannedDevice:
         )
 
     def _timeline(self, samples: list[_Sample]) -> Timeline:
-        """Return the timeline of the last step, with counters from samples of the tiers."""
         timed = self.hardware.timed
         counters = tuple(
             Counter(name, moment if timed is None else timed.seconds(moment), live)

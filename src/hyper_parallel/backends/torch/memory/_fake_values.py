@@ -44,22 +44,13 @@ def fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
-def fake_kernels(workspace: Workspace | None) -> Callable[..., tuple[Any, int]]:
-    """Return a `Kernels` function that propagates known values through fake tensors.
+def run_with_known_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> Any:
+    """Run an operator on `tensors`, the tensors among its arguments; propagate known values through fake tensors.
 
-    It runs operators on real tensors as usual. `workspace` returns the workspace bytes of an operator call; None: 0.
+    Operators on real tensors outside of a fake mode run as usual.
     """
-
-    def run(
-        func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> tuple[Any, int]:
-        workspace_bytes = 0 if workspace is None else workspace(func, args, kwargs)
-        return _run(func, tensors, args, kwargs), workspace_bytes
-
-    return run
-
-
-def _run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if fake_mode() is None:
         return func(*args, **kwargs)
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):

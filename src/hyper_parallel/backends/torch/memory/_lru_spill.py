@@ -123,7 +123,8 @@ class LruSpillMode:
     Attributes:
         peak_bytes: Peak of the resident bytes inside the context.
         moved_bytes: Evicted bytes, in total.
-        least_bytes: Smallest sufficient limit: the largest sum of fixed storages, operands and results of an operator.
+        least_bytes: Smallest limit known to be necessary: the largest sum of fixed storages, operands and results of an
+            operator so far, or the bytes passed to `require`.
         owned: Function that returns the tensors that FSDP empties and refills in place.
     """
 
@@ -367,7 +368,6 @@ class LruSpillMode:
         self._grow(0)
 
     def _on_resize(self, record: _Record, num_bytes: int, *, update_peak: bool = True) -> None:
-        """Update the record of a storage that its owner has resized."""
         self._fix(record)
         self._fixed_bytes += num_bytes - record.num_bytes
         self._live += num_bytes - (record.num_bytes if record.resident else 0)
@@ -438,7 +438,6 @@ class LruSpillMode:
         self.moved_bytes += record.num_bytes
 
     def _wait_streams(self, record: _Record) -> None:
-        """Wait for pending work of other streams on a storage."""
         if self._device.type != "cpu" and (
             record.on_other_stream or self._stream() != self._compute
         ):
@@ -523,8 +522,8 @@ def spill_mode(
 ) -> LruSpillMode:
     """Return an LRU spill mode whose limit is the budget; see `LruSpillMode` for the other arguments.
 
-    On an accelerator the limit is the fraction `FILLED` of the smaller of budget and allocatable memory. A budget of
-    None is no limit on a CPU, and all allocatable memory on an accelerator.
+    On an accelerator the limit is the fraction `FILLED` of the smaller of budget and allocatable memory. With a budget
+    of None, there is no limit on a CPU, and only allocatable memory counts on an accelerator.
     """
     if device.type != "cpu":
         free_bytes = allocatable_bytes(device)

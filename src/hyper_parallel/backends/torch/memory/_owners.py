@@ -27,7 +27,7 @@ _ALLOWED: Final = frozenset(
         "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride", "untyped_storage",
     )
 )  # fmt: skip
-"""Functions that read metadata of a tensor, not its values."""
+"""Functions that access no values of a tensor."""
 
 
 class _StubMixin:

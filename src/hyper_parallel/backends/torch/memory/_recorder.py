@@ -26,6 +26,7 @@ from hyper_parallel.backends.torch.memory._collectives import (
     kind_of,
     sent_bytes,
 )
+from hyper_parallel.backends.torch.memory._fake_values import Workspace, run_with_known_values
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory.operators import (
     COMMUNICATION,
@@ -88,13 +89,13 @@ class StorageWatch(OperatorMode):
     @property
     def peak_bytes(self) -> int:
         """Highest live bytes so far."""
-        self._record_resizes(everywhere=True)
+        self._storages.renumber_resized(everywhere=True)
         return self._storages.peak_bytes
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_view, is_aten, resizable = _properties(func)
         if not is_view:  # a view neither reads nor allocates bytes
-            self._record_resizes()
+            self._storages.renumber_resized()
         out = func(*args, **kwargs)
         if not is_aten:
             for tensor in shared_tensors(func, tensors_in(args, kwargs)):
@@ -105,22 +106,6 @@ class StorageWatch(OperatorMode):
         if self._sample is not None:
             self._sample(self._storages.live_bytes, self._storages.peak_bytes)
         return out
-
-    def _record_resizes(self, *, everywhere: bool = False) -> None:
-        for key, entry, _ in self._storages.end_resized(everywhere=everywhere):
-            self._storages.begin(key, replace(entry, at_start=False))
-
-
-Kernels = Callable[[Any, tuple[Any, ...], dict[str, Any], list[Tensor]], tuple[Any, int]]
-"""Function that runs an operator (overload, arguments, keyword arguments, the tensors among them) and returns its
-outputs and the workspace bytes of its kernel."""
-
-
-def run_directly(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-) -> tuple[Any, int]:
-    """Run an operator and return its outputs, and 0 workspace bytes; a `Kernels` function."""
-    return func(*args, **kwargs), 0
 
 
 @dataclass(frozen=True)
@@ -146,14 +131,14 @@ class Recording:
 class Recorder(OperatorMode):
     """Context that records operators with their storages.
 
-    Storages are recorded if they are named, allocated by an operator, or operands of a collective. `kernels` runs the
-    operators; see `Storages` for `alignment_bytes`.
+    Storages are recorded if they are named, allocated by an operator, or operands of a collective. `workspace` returns
+    the workspace bytes of an operator call; None: 0. See `Storages` for `alignment_bytes`.
     """
 
-    def __init__(self, alignment_bytes: int = 1, kernels: Kernels = run_directly) -> None:
+    def __init__(self, alignment_bytes: int = 1, workspace: Workspace | None = None) -> None:
         super().__init__(self._operator)
         self.storages = Storages(alignment_bytes, self._on_end)
-        self._alignment, self._kernels = alignment_bytes, kernels
+        self._alignment, self._workspace = alignment_bytes, workspace
         self._groups: dict[str, tuple[int, ...]] = {}
         self._begin("setup")
 
@@ -205,8 +190,9 @@ class Recorder(OperatorMode):
         self._count += 1
         self._record_resizes()
         tensors = tensors_in(args, kwargs)
-        out, workspace = self._kernels(func, args, kwargs, tensors)
-        self._record(func, args, kwargs, tensors, out, workspace)
+        workspace_bytes = 0 if self._workspace is None else self._workspace(func, args, kwargs)
+        out = run_with_known_values(func, args, kwargs, tensors)
+        self._record(func, args, kwargs, tensors, out, workspace_bytes)
         return out
 
     def _record(
@@ -273,8 +259,7 @@ class Recorder(OperatorMode):
 
     def _record_resizes(self, *, everywhere: bool = False) -> None:
         """Record storages that FSDP has resized, which it does to gathered parameters without an operator."""
-        for key, entry, _ in self.storages.end_resized(everywhere=everywhere):
-            number = self.storages.begin(key, replace(entry, at_start=False))
+        for number in self.storages.renumber_resized(everywhere=everywhere):
             self._run(Operator("resize", allocs=(number,)))
 
     def _on_end(self, number: int) -> None:
@@ -390,7 +375,6 @@ def peak_of(recording: Recording) -> Peak:
 
 
 def _segment(recording: Recording, action: int) -> tuple[int, str]:
-    """Return number and name of the segment that contains an action."""
     number = bisect_right([begin for begin, _ in recording.segments], action) - 1
     return number, recording.segments[number][1]
 
@@ -480,14 +464,6 @@ class CommCounter(OperatorMode):
     def collectives(self) -> tuple[Collective, ...]:
         """Collectives so far, grouped as by `collectives_of`."""
         return _group_collectives(self._records, self._axes)
-
-    @property
-    def calls(self) -> Counter[tuple[str, tuple[str, ...]]]:
-        """Number of collectives by (kind, axes)."""
-        calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        for c in self.collectives:
-            calls[c.kind, c.axes] += c.count
-        return calls
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, tuple[str, ...]]]:

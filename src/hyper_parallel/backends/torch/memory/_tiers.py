@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -21,9 +21,17 @@ from hyper_parallel.errors import TierFull, TransferFailed
 from hyper_parallel.owned_folder import temporary_folder
 from hyper_parallel.units import round_up
 
-_HOST_TIERS: Final = ("dram", "flash")
-"""Tiers whose size is the recipe key `offload.<tier>`; the size of the device tier is `offload.budget`."""
-_OVERWRITTEN = "the file was truncated or overwritten; run the step again from the last checkpoint"
+_DAMAGED = "run the step again from the last checkpoint; if the error repeats, check the disk"
+
+
+def tier_full(what: str, tier: str, num_bytes: int, capacity_bytes: int) -> TierFull:
+    """Return the error `what` for a tier that needs more bytes than its capacity."""
+    return TierFull(
+        what,
+        got=f"{num_bytes} bytes",
+        allowed=f"{capacity_bytes} bytes",
+        hint=f"allow {num_bytes} bytes of {tier} (in a recipe: `offload.{tier}={num_bytes}`)",
+    )
 
 
 class Meter:
@@ -76,11 +84,8 @@ class Meter:
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
         if self._capacity is not None and self.live_bytes > self._capacity:
-            raise TierFull(
-                f"the {self.name} tier is full",
-                got=f"{self.live_bytes} bytes",
-                allowed=f"{self._capacity} bytes",
-                hint=f"offload.{self.name if self.name in _HOST_TIERS else 'budget'}={self.live_bytes}",
+            raise tier_full(
+                f"the {self.name} tier is full", self.name, self.live_bytes, self._capacity
             )
 
     def reset_peak(self) -> None:
@@ -183,11 +188,11 @@ class FileTier:
                 where=str(path),
                 got=f"{len(data)} bytes",
                 allowed=f"{target.nbytes()} bytes",
-                hint=_OVERWRITTEN,
+                hint=_DAMAGED,
             )
         if zlib.crc32(data) != self._sums[storage]:
             raise TransferFailed(
-                "a flash file differs from the written data", where=str(path), hint=_OVERWRITTEN
+                "a flash file differs from the written data", where=str(path), hint=_DAMAGED
             )
         if data:
             _bytes_of(target)[:] = data
@@ -212,7 +217,7 @@ class FileTier:
                 "cannot delete a file of the flash tier",
                 where=str(path),
                 got=str(error),
-                hint=f"check the permissions of {self._folder}",
+                hint=f"check the disk of {self._folder} and its permissions",
             ) from error
         self._sums.pop(storage, None)
         self._meter.add(-self._sizes.pop(storage))

@@ -184,7 +184,12 @@ class UntrackedEffects:
         # `*_like` and `new_*` read only the shape of their argument.
         if not (allocates or name.startswith("new_") or name.endswith("_like")):
             for storage in self._uninitialised.intersection(reads):
-                raise self._write_error(storage)
+                raise CaptureUnsupported(
+                    f"`{func}` reads `{self._storages.entries[storage].name}`, which no recorded operator has written: "
+                    "it is uninitialised, or written by code that torch's dispatcher does not see",
+                    hint="initialise it, or wrap the kernel that writes it with "
+                    "`torch.library.custom_op(..., mutates_args=...)`",
+                )
         if allocates:
             self._uninitialised.update(s for s in allocated if self._storages.entries[s].num_bytes)
 

@@ -1,64 +1,164 @@
-"""Actions of a plan as calls without arguments, bound once before the first step.
+"""Binding of a plan's actions, once before the first step, to calls without arguments.
 
 The host issues thousands of actions per step. Everything that is constant over steps is bound beforehand: the operator
-and its tensors, the device buffer and the tier of a copy.
+and its tensors, the device buffer and the tier of a copy. Each live range of a storage on the device has one address
+range in the arena, so its tensors are the same in every step. Address ranges own no memory and cannot be resized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hyper_parallel.backends.torch.memory.first_step import size_error, value_error
-from hyper_parallel.backends.torch.memory.operators import wait_finished
-from hyper_parallel.backends.torch.memory.prepared_plan import Prepared
+from hyper_parallel.backends.torch.memory.kernel_bytes import columns, in_pieces
+from hyper_parallel.backends.torch.memory.operators import View, wait_finished
+from hyper_parallel.backends.torch.memory.out_variants import Bound, out_variant
 from hyper_parallel.errors import StepChanged
-from hyper_parallel.ir import COPIES, MemoryAction
+from hyper_parallel.ir import COPIES
 
 if TYPE_CHECKING:
     from hyper_parallel.backends.torch.memory.arena_state import ArenaState
 
+_RESULTS_WITH_GRADIENTS: Final = {"mkldnn_rnn_layer": 4}
+"""Dict from operators that return tensors for backward if gradients are enabled, to the number of results then."""
 Act = Callable[[], Any]
 """Call that executes one action of a plan."""
 
 
-class ActionBinder:
-    """Factory of calls that execute the actions of a memory plan; its storages, streams and files must not change."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Operator at one position of the plan, with its tensors.
 
-    def __init__(self, state: ArenaState) -> None:
-        self._plan, self._files = state.plan, state.files
+    Attributes:
+        func: The operator overload.
+        run: Function that runs the operator and writes results at their addresses, or returns them if `staged`.
+        results: (storage, its address range) of every new result.
+        staged: (flat output index, view, range) of every result that must be copied to its address.
+        communicates: True for a collective, which `run` only begins; `run` then returns the work handle.
+        guards: (flat output index, value) of outputs that were read as plain numbers.
+        ignores_output: True if the return value is not used.
+        dispatched: True if the operator reaches torch's dispatcher; an allocation does not.
+    """
+
+    func: Any
+    run: Bound
+    results: tuple[tuple[int, torch.UntypedStorage], ...]
+    staged: tuple[tuple[int, View, torch.UntypedStorage], ...]
+    communicates: bool
+    guards: tuple[tuple[int, Any], ...]
+    ignores_output: bool
+    dispatched: bool
+
+
+class ActionBinder:
+    """Factory of calls that execute the actions of a memory plan; its storages, streams and files must not change.
+
+    Actions must be bound in the order of the plan, because an action may move a storage to another address.
+
+    Attributes:
+        at_start: Address ranges of the storages that are resident between steps.
+    """
+
+    def __init__(self, state: ArenaState, arena: torch.UntypedStorage) -> None:
+        self._captured, self._plan, self._arena = state.captured, state.plan, arena
         self._enter, self._leave = state.mark_resident, state.release
         self._device, self._dram = state.storages["device"], state.storages["dram"]
-        self._hardware, self._lanes = state.hardware, state.hardware.lanes
+        self._files, self._hardware, self._lanes = state.files, state.hardware, state.hardware.lanes
         # Storages that are in another tier than the device at some time.
         self._elsewhere = {a.target for a in self._plan.actions if a.kind in COPIES}
         self._elsewhere |= {s for s, home in enumerate(self._plan.homes) if home != "device"}
         self._in_flight: dict[int, Any] = {}  # operator index -> work handle of its collective
+        self._offsets = {(e.storage, e.start): e.offset_bytes for e in self._plan.addresses}
+        self._ranges: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._tensors: dict[tuple[View, int], torch.Tensor] = {}
+        self._offsets_now: dict[int, int] = {}  # storage on the device -> offset in the arena
+        for s, storage in enumerate(self._plan.program.storages):
+            if storage.at_start and (not storage.persistent or self._plan.homes[s] == "device"):
+                self._place(s, 0)
+        self.at_start = {s: self._range(s) for s in self._offsets_now}
 
-    def bind(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> Act:
-        """Return a call that executes one action; `ready` is its entry in `Addresses.actions`."""
+    def bind(self, position: int) -> Act:
+        """Return a call that executes the action at a position of the plan."""
+        action = self._plan.actions[position]
         s, kind = action.target, action.kind
-        if isinstance(ready, Prepared):
-            return partial(self._run, ready, s)
+        if kind in ("run", "recompute"):
+            return partial(self._run, self._operator(s, position), s)
         if kind == "join":
             return partial(self._join, s)
-        if kind in ("prefetch", "store"):
-            size = self._plan.program.storages[s].num_bytes
-            return partial(self._prefetch if kind == "prefetch" else self._store, s, ready, size)
-        if kind in ("copy_in", "copy_out"):
-            size = self._plan.program.storages[s].num_bytes
-            return partial(self._read if kind == "copy_in" else self._write, s, size)
         if kind == "wait":
             return partial(self._lanes.wait, s, action.tier)
-        if kind == "free" and (ready is None or s in self._elsewhere):
+        if kind in COPIES:
+            size = self._plan.program.storages[s].num_bytes
+            if kind in ("copy_in", "copy_out"):
+                return partial(self._read if kind == "copy_in" else self._write, s, size)
+            base = self._range(s) if s in self._offsets_now else self._place(s, position)
+            return partial(self._prefetch if kind == "prefetch" else self._store, s, base, size)
+        if kind == "detach" and action.tier != "device":
+            return partial(self._dram.pop if action.tier == "dram" else self._files.drop, s)
+        was_resident = self._offsets_now.pop(s, None) is not None
+        if kind == "free" and (s in self._elsewhere or not was_resident):
             return partial(self._free, s)
-        if kind == "free" or action.tier == "device":
-            return partial(self._leave, s)
-        return partial(self._dram.pop if action.tier == "dram" else self._files.drop, s)
+        return partial(self._leave, s)
+
+    def _place(self, s: int, position: int) -> torch.UntypedStorage:
+        self._offsets_now[s] = self._offsets[s, position]
+        return self._range(s)
+
+    def _range(self, s: int) -> torch.UntypedStorage:
+        """Return the current address range of a storage in the arena; for a storage in host memory, its own bytes."""
+        key = s, self._offsets_now[s]
+        if key not in self._ranges:
+            size = self._plan.program.storages[s].num_bytes
+            if s in self._captured.on_host:
+                self._ranges[key] = torch.UntypedStorage(size)
+            else:
+                part = self._arena[key[1] : key[1] + size]
+                assert isinstance(part, torch.UntypedStorage)
+                self._ranges[key] = part
+        return self._ranges[key]
+
+    def _tensor(self, view: View) -> torch.Tensor:
+        key = view, self._offsets_now[view.storage]
+        if key not in self._tensors:
+            self._tensors[key] = view.as_tensor(self._range(view.storage))
+        return self._tensors[key]
+
+    def _operator(self, index: int, position: int) -> Prepared:
+        call, operator = self._captured.calls[index], self._plan.program.operators[index]
+        results = tuple((s, self._place(s, position)) for s in operator.allocs)
+        args, kwargs = tree_map_only(View, self._tensor, (call.args, call.kwargs))
+        outs = [self._tensor(view) for _, view in call.results]
+        bind = out_variant(call)
+        staged: tuple[tuple[int, View, torch.UntypedStorage], ...] = ()
+        if bind is not None:
+            run = bind(args, kwargs, outs)
+        elif pieces := columns(call):
+            run = in_pieces(pieces, args, kwargs, outs[0])
+        else:
+            run = partial(getattr(call.func, "_op", call.func), *args, **kwargs)
+            if (
+                getattr(call.func, "_opname", "") in _RESULTS_WITH_GRADIENTS
+                and len(call.results) == _RESULTS_WITH_GRADIENTS[call.func._opname]
+            ):
+                run = torch.enable_grad()(run)
+            staged = tuple((i, view, self._range(view.storage)) for i, view in call.results)
+        return Prepared(
+            call.func,
+            run,
+            results,
+            staged,
+            bool(operator.group),
+            call.guards,
+            not (staged or operator.group or call.guards),
+            isinstance(call.func, OpOverload) and "empty" not in call.func._opname,
+        )
 
     def _run(self, ready: Prepared, index: int) -> None:
         for s, base in ready.results:

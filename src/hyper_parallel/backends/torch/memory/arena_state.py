@@ -19,7 +19,6 @@ from hyper_parallel.backends.torch.memory._owners import Owners
 from hyper_parallel.backends.torch.memory._tiers import FileTier
 from hyper_parallel.backends.torch.memory.action_binder import Act, ActionBinder
 from hyper_parallel.backends.torch.memory.hardware import Hardware, has_room
-from hyper_parallel.backends.torch.memory.prepared_plan import Addresses, StorageBytes
 from hyper_parallel.backends.torch.memory.tier_copies import finish
 from hyper_parallel.errors import (
     HyperParallelError,
@@ -32,6 +31,8 @@ from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import wrong_address
 
 _HOST = torch.device("cpu")
+StorageBytes = dict[int, torch.UntypedStorage]
+"""Bytes by storage index."""
 
 
 def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None:
@@ -75,7 +76,7 @@ class ArenaState:
         arena: Device buffer of the plan's `arena_bytes`; None: not allocated.
         owners: Tensors that own the state.
         failed: True after a failed step or a partial move of the state; the state can then only be closed.
-        closed: True when the bytes are back in their owner tensors.
+        closed: True after `close` or `end`; no further step runs.
     """
 
     def __init__(
@@ -119,20 +120,19 @@ class ArenaState:
             self.release(s)
         self.actions, self.arena = [], None
 
-    def _take_arena(self) -> Addresses:
-        """Allocate the arena, and bind the actions of the plan to its addresses."""
+    def _take_arena(self) -> StorageBytes:
+        """Allocate the arena, bind the actions to it, and return the ranges of storages resident between steps."""
         self.arena = self.hardware.arena(self.plan.arena_bytes)
-        addresses = Addresses(self.captured, self.plan, self.arena)
-        bind = ActionBinder(self).bind
-        self.actions = list(map(bind, self.plan.actions, addresses.actions))
-        return addresses
+        binder = ActionBinder(self, self.arena)
+        self.actions = [binder.bind(position) for position in range(len(self.plan.actions))]
+        return binder.at_start
 
     def _acquire(self) -> None:
         """Take the state from its owner tensors, and turn them into stubs."""
         try:
             self.owners.check()
         except StepChanged:
-            self._close_without_state()  # the recorded tensors no longer belong to the model
+            self.end()  # the recorded tensors no longer belong to the model
             raise
         self._acquire_from_owners()
         self.owners.make_stubs()
@@ -150,7 +150,7 @@ class ArenaState:
                 torch.UntypedStorage.nbytes if spill is None else spill.num_bytes
             )
         except StepChanged:
-            self._close_without_state()
+            self.end()
             raise
         try:
             for s, tensor in self.captured.state.items():
@@ -162,7 +162,7 @@ class ArenaState:
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
                     # Inputs keep their bytes: the caller may pass the same tensors in the next step.
                     base.resize_(0)
-            for s, target in self._take_arena().at_start.items():
+            for s, target in self._take_arena().items():
                 target.copy_(staged[s])
                 self.mark_resident(s, target)
                 del staged[s]
@@ -216,7 +216,7 @@ class ArenaState:
             if num_bytes != self._num_bytes(s):
                 base.resize_(self._num_bytes(s))
                 base.copy_(staged[s] if s in staged else self._bytes(s))
-        self._close_without_state()
+        self.end()
 
     def _num_bytes(self, s: int) -> int:
         return self.captured.program.storages[s].num_bytes
@@ -243,7 +243,10 @@ class ArenaState:
         self.files.clear()
         self.storages["dram"].clear()
 
-    def _close_without_state(self) -> None:
+    def end(self) -> None:
+        """Close the planned device without returning the state; no further step runs."""
+        if self.closed:
+            return
         self.closed = True
         self.hardware.lanes.close()
         self._release_device()
@@ -302,11 +305,6 @@ class ArenaState:
             spill.track_offloaded(base, self._num_bytes(s), content)
         self._release_device()
 
-    def end(self) -> None:
-        """Close the planned device without returning the state; no further step runs."""
-        if not self.closed:
-            self._close_without_state()
-
     @contextmanager
     def _failing_on_partial_move(self) -> Iterator[None]:
         """Mark the planned device as failed if an error in this context interrupts a move of the state.
@@ -329,7 +327,7 @@ class ArenaState:
     def close(self) -> None:
         """Return the state's bytes to the owner tensors.
 
-        After a failed step all bits are set to one (NaN as floating point), so that a partially updated state cannot be
+        After a failure all bits are set to one (NaN as floating point), so that a partially updated state cannot be
         mistaken for a valid one.
         """
         if self.closed:

@@ -2,8 +2,8 @@
 
 The comparison detects a value that was recorded as a constant, a kernel that the capture missed, and an operator that
 did not run. Results must be equal bit for bit, unless two eager runs differ: kernels of an accelerator may sum in a
-different order every time. Then every tensor may deviate by ten times the difference of the two eager runs, plus
-`ULPS`.
+different order every time. Then samples of every tensor are compared, with a tolerance of ten times the difference of
+the two eager runs, plus `ULPS`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ReferenceStep:
         second: Results of a second eager run; None: the hardware is deterministic.
 
     Attributes:
-        spread: Largest difference between the two runs, by tensor name; empty if the runs are equal.
+        spread: Largest difference between samples of the two runs, by tensor name; empty if the runs are equal.
     """
 
     def __init__(self, first: StepOutcome, second: StepOutcome | None = None) -> None:
@@ -107,7 +107,7 @@ class ReferenceStep:
         return cls(*runs)
 
     def check(self, got: StepOutcome) -> None:
-        """Raise StepChanged (HP512) for the first tensor of a planned step that differs from the eager step."""
+        """Raise StepChanged (HP512) for the first tensor of a planned step outside the tolerance of the eager step."""
         for name, digest in self._first.digests.items():
             expected, dtype = self._first.samples[name]
             actual = got.samples[name][0]

@@ -15,10 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+)
 
 from hyper_parallel.backends.torch.decode_slots import FixedPasses, SlotSteps
-from hyper_parallel.backends.torch.memory._capture import Named, model_state, record
+from hyper_parallel.backends.torch.memory._capture import Named, model_state, read_error, record
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import grouped_products
@@ -31,8 +36,13 @@ from hyper_parallel.backends.torch.static_cache import (
 )
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan
-from hyper_parallel.memory import MemoryMachine, Roofline, plan_memory_cached
-from hyper_parallel.units import format_bytes
+from hyper_parallel.memory import (
+    MemoryMachine,
+    Roofline,
+    merge_errors,
+    plan_memory_cached,
+    sufficient_device_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class MemoryUse:
     """Predicted and measured memory use of a generation.
 
     Attributes:
-        predicted_bytes: Predicted peak per tier over the two plans: arena and staging on the device, buffers in DRAM.
+        predicted_bytes: Predicted peak per tier over all plans: arena and staging on the device, buffers in DRAM.
         measured_bytes: Measured peak per tier over all steps.
         state_bytes: Bytes of weights, buffers and KV cache.
         seconds: Seconds of all steps.
@@ -73,7 +83,7 @@ class MemoryUse:
     simulated: bool = True
 
     def add(self, other: MemoryUse) -> None:
-        """Add the use of later steps on the same machine: take the maximum of peaks, the sum of seconds and steps."""
+        """Add the use of later steps on the same machine: take the maximum of bytes, the sum of seconds and steps."""
         self.state_bytes = max(self.state_bytes, other.state_bytes)
         for peaks, other_peaks in (
             (self.predicted_bytes, other.predicted_bytes),
@@ -89,7 +99,7 @@ _CPU = torch.device("cpu")
 
 
 class PlannedSlots(FixedPasses):
-    """Prompt and decode passes under a device budget; all prompts precede all decoding.
+    """Prompt and decode passes under a device budget; all prompts must precede all decoding.
 
     A slot is a row of the fixed-size batch. Construction records and plans both steps.
 
@@ -104,8 +114,8 @@ class PlannedSlots(FixedPasses):
 
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
-        BudgetImpossible: HP402 naming the smallest device budget that is sufficient for both steps.
-        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, naming a sufficient DRAM size.
+        BudgetImpossible: HP402 with a device budget that suffices for both steps.
+        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, with a DRAM size or device budget that suffices.
     """
 
     def __init__(
@@ -166,7 +176,6 @@ class PlannedSlots(FixedPasses):
         ]
 
     def _plan(self) -> list[MemoryPlan]:
-        """Return one plan for each recorded step; see the class for errors."""
         limits, plans, errors = self.limits, list[MemoryPlan](), list[BudgetImpossible | TierFull]()
         for captured in self._captured:
             program = limits.roofline.annotate(captured.program)
@@ -181,21 +190,12 @@ class PlannedSlots(FixedPasses):
                 )
             except (BudgetImpossible, TierFull) as error:
                 errors.append(error)
-        if budgets := [e.least_bytes for e in errors if isinstance(e, BudgetImpossible)]:
-            least = max(budgets)
-            raise BudgetImpossible(
-                f"no memory plan of this generation fits {format_bytes(limits.device_bytes)}",
-                got=f"{limits.device_bytes} bytes",
-                allowed=f"at least {least} bytes ({format_bytes(least)})",
-                hint=f"--device-memory {least}",
-            )
-        if full := [e.enough_bytes["dram"] for e in errors if isinstance(e, TierFull)]:
-            raise TierFull(
-                "the tensors that exceed the device budget do not fit in DRAM and flash",
-                got=f"device {limits.device_bytes} bytes, dram {limits.machine.dram_bytes} bytes, "
-                f"flash {'none' if limits.flash is None else 'unlimited'}",
-                hint=f"--dram {max(full)}",
-            ) from errors[0]
+        if error := merge_errors(errors):
+            if isinstance(error, TierFull) and "dram" in error.enough_bytes:
+                error.hint = f"--dram {error.enough_bytes['dram']}"
+            else:
+                error.hint = f"--device-memory {sufficient_device_bytes(error)}"
+            raise error
         return plans
 
     def begin(self) -> None:
@@ -239,11 +239,11 @@ class PlannedSlots(FixedPasses):
             "dram": measured.dram_bytes,
             "flash": measured.peak_bytes["flash"],
         }
-        most = self.use.measured_bytes
-        most |= {tier: max(peak, most[tier]) for tier, peak in peaks.items()}
-        self.use.seconds += measured.seconds
-        self.use.wait_s += measured.wait_s
-        self.use.steps += 1
+        self.use.add(
+            MemoryUse(
+                measured_bytes=peaks, seconds=measured.seconds, wait_s=measured.wait_s, steps=1
+            )
+        )
         result: Tensor = logits
         return result
 
@@ -293,6 +293,8 @@ def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
         with mode, OperatorMode(grouped_products):
             _move(fake, device)
             yield fake
+    except DataDependentOutputException as error:
+        raise read_error(error.func) from error
     except DynamicOutputShapeException as error:
         raise CaptureUnsupported(
             f"`{error.func}` returns a result whose size depends on the data",

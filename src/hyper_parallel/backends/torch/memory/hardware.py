@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, Meter
+from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, Meter, tier_full
 from hyper_parallel.backends.torch.memory.streams import DeviceApi, StreamLanes
 from hyper_parallel.backends.torch.memory.tier_copies import Copies, CopyLanes
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
@@ -47,12 +47,8 @@ class HostPool:
         missing = Counter(counts) - self.buffers
         wanted = self.reserved_bytes + slab_bytes(missing)
         if self._capacity is not None and wanted > self._capacity:
-            raise TierFull(
-                "the DRAM buffers of the plan exceed the dram tier",
-                got=f"{wanted} bytes",
-                allowed=f"{self._capacity} bytes",
-                hint=f"offload.dram={wanted}",
-            )
+            what = "the DRAM buffers of the plan exceed the dram tier"
+            raise tier_full(what, "dram", wanted, self._capacity)
         self.buffers |= Counter(counts)
         self.reserved_bytes = wanted
         for slab_size, parts in slabs(missing):
@@ -143,6 +139,7 @@ class Hardware:
         self.dram = Meter("dram", alignment_bytes)
         self.flash = Meter("flash", alignment_bytes, machine.flash_bytes)
         self.inside = Meter("device", alignment_bytes)
+        self._tiers = (self.inside, self.dram, self.flash)
         self.gauge: Meter | AllocatorGauge = Meter("device", alignment_bytes)
         self.lanes: CopyLanes | StreamLanes
         self.lanes = StreamLanes(copies) if isinstance(copies, DeviceApi) else CopyLanes(copies)
@@ -168,9 +165,10 @@ class Hardware:
 
     @contextmanager
     def watched(self, every: bool) -> Iterator[None]:
-        """Count the operators of a step, and on a simulated device the storages that they allocate.
+        """Count the operators of a step and the storages that they allocate.
 
-        Nothing is counted on an accelerator, where counting costs host time, unless `every` is True.
+        If an accelerator's allocator counts the bytes, operators are counted only if `every`, because that costs host
+        time.
         """
         self.counts = every or isinstance(self.gauge, Meter)
         with self._mode if self.counts else nullcontext():
@@ -212,22 +210,18 @@ class Hardware:
 
     def reset_peaks(self) -> None:
         """Restart the measurement of the peaks of all tiers."""
-        for meter in (self.gauge, self.inside, self.dram, self.flash):
+        for meter in (self.gauge, *self._tiers):
             meter.reset_peak()
 
     @property
     def peaks(self) -> dict[str, int]:
         """Highest bytes per tier since `reset_peaks`; for the device, those of storages in the arena."""
-        return {
-            "device": self.inside.peak_bytes,
-            "dram": self.dram.peak_bytes,
-            "flash": self.flash.peak_bytes,
-        }
+        return {meter.name: meter.peak_bytes for meter in self._tiers}
 
     @property
     def live(self) -> tuple[tuple[str, int], ...]:
         """Bytes in use now, per tier."""
-        return tuple((m.name, m.live_bytes) for m in (self.inside, self.dram, self.flash))
+        return tuple((meter.name, meter.live_bytes) for meter in self._tiers)
 
 
 def _take_workspaces(device: torch.device) -> None:
@@ -237,9 +231,7 @@ def _take_workspaces(device: torch.device) -> None:
 
 
 def allocatable_bytes(device: torch.device) -> int:
-    """Return the bytes that an accelerator's allocator has allocated or can still allocate; 0 for a CPU."""
-    if device.type == "cpu":
-        return 0
+    """Return the bytes that an accelerator's allocator has allocated or can still allocate."""
     module = torch.get_device_module(device)
     free, _ = module.mem_get_info(device)
     return int(free + module.memory_reserved(device))

@@ -63,8 +63,9 @@ def run_measured(
 ) -> tuple[Any, tuple[int, ...], Events | None]:
     """Run an operator on `tensors`, the tensors among its arguments; on an accelerator, measure its workspace and time.
 
-    Return its outputs, workspace bytes of the kernel, and on an accelerator the events around it. The allocator's peak
-    is reset.
+    Return its outputs, the workspace bytes of its kernel, and the events around it. For collectives, fake tensors, and
+    devices whose allocator reports no peak, the events are None and nothing is measured. Else the allocator's peak is
+    reset.
     """
     device = next((t.device for t in tensors if t.device.type != "cpu"), None)
     if device is None or func.namespace in COMMUNICATION:

@@ -151,6 +151,11 @@ class Storages:
             ended.append((key, self.entries[number], base))
         return ended
 
+    def renumber_resized(self, *, everywhere: bool = False) -> list[int]:
+        """End the live ranges as `end_resized` does, assign each storage the next number, and return the numbers."""
+        ended = self.end_resized(everywhere=everywhere)
+        return [self.begin(key, replace(entry, at_start=False)) for key, entry, _ in ended]
+
     def _resized_keys(self) -> list[int]:
         """Return the keys of watched storages whose size has changed. It runs at every operator, so it must be fast."""
         return [
@@ -181,7 +186,7 @@ TORCH = frozenset(
 )
 """Namespaces of torch itself, whose schemas and tags are trusted."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
-"""Point-to-point operators of c10d; consecutive messages of a program may depend on each other."""
+"""Point-to-point operators of c10d."""
 _aten = torch.ops.aten
 VIEWS = frozenset(
     (
@@ -251,7 +256,7 @@ class Call:
         kwargs: Keyword arguments with `View` leaves.
         results: (flat output index, its view) of every output with a fresh storage.
         guards: (flat output index, value) of outputs that the model's Python code read as plain numbers.
-        reusable_bytes: Staging and workspace bytes of an earlier operator, which this call may use too.
+        reusable_bytes: Largest staging and workspace bytes of an earlier operator, which this call may use too.
     """
 
     func: Any
@@ -336,7 +341,6 @@ def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return (position, name) of the arguments that an operator writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple((i, argument.name) for i, argument in arguments if _is_written(func, argument))
 

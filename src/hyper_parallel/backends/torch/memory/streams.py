@@ -299,11 +299,9 @@ class StreamLanes:
         for lane, s, begin, end in self._thread_copies:
             at_ms = (self._first_host if lane in _FILES else self._first).elapsed_time
             start, length = at_ms(begin) / 1e3, max(at_ms(end) - at_ms(begin), 0.0) / 1e3
-            total, copied_storage = copied[lane], storages[s]
-            num_bytes = total.num_bytes + copied_storage.num_bytes
-            copied[lane] = Copied(total.count + 1, num_bytes, total.seconds + length)
+            copied[lane] = copied[lane].plus(storages[s].num_bytes, length)
             if self._trace:
-                spans.append(Span(lane, copied_storage.name, start, length, "copy"))
+                spans.append(Span(lane, storages[s].name, start, length, "copy"))
         for kind, recorded in self._recorded.items():
             lane, category, prefix = _LANES[kind]
             for name, begin, end in recorded:
