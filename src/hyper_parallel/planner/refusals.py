@@ -169,7 +169,7 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
 
 def _impossible_pins(request: PlanRequest) -> Iterator[str]:
     """Yield a sentence about each pin that is illegal for all values of the other choices."""
-    experts = request.experts
+    experts = request.model.num_experts
     for name, value in request.pins.items():
         if name not in (*DEGREES, "tp"):
             continue

@@ -289,10 +289,10 @@ class Space:
 
     def _experts(self, tp: int, ranks: int) -> list[tuple[int, int]]:
         """Return the legal (ep, etp) for `tp` tensor-parallel ranks and `ranks` ranks of a pipeline stage."""
-        r = self.request
-        inner = math.gcd(r.experts, ranks) if r.experts else 1
-        divisible = not r.experts or all(w % tp == 0 for w in r.model.intermediate_sizes)
-        free = r.experts and self._any_etp
+        r, experts = self.request, self.request.model.num_experts
+        inner = math.gcd(experts, ranks) if experts else 1
+        divisible = not experts or all(w % tp == 0 for w in r.model.intermediate_sizes)
+        free = experts and self._any_etp
         return [
             (ep, etp)
             for ep in self._allowed("ep", divisors(inner))
