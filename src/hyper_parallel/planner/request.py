@@ -261,7 +261,7 @@ def unimplemented(strategy: Strategy) -> list[str]:
     s = strategy
     choices = []
     if s.order != AXES:
-        choices.append("order of the axes")
+        choices.append(f"order of the axes {'>'.join(s.order)}")
     if s.dp_shard * s.cp > 1 and (s.zero == 0 or (s.zero == 1 and s.pp > 1)):
         choices.append(f"zero={s.zero}" + (" with pipeline stages" if s.zero else ""))
     if s.etp is not None:
