@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -30,7 +30,7 @@ from hyper_parallel.cost import (
     score,
     stack_card,
 )
-from hyper_parallel.errors import HyperParallelError, OutputNotWritable, RunsUnreadable
+from hyper_parallel.errors import HyperParallelError, RunsUnreadable, written
 from hyper_parallel.ir import Workload
 from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.serde import write_text
@@ -227,7 +227,12 @@ def predict_file(
     terms = sorted(name for name in names if name.startswith("term: "))
     first = [name for name in _FIRST if name in names]
     header = dict.fromkeys([*columns, "id", *MEASURED, *first, *terms, "assumptions"])
-    _write_table(Path(output), [*header], rows)
+    table = StringIO(newline="")
+    writer = csv.DictWriter(table, [*header], restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    with written(output):
+        write_text(Path(output), table.getvalue())
     if failures == len(rows):
         raise RunsUnreadable(
             "no row of the runs can be predicted",
@@ -238,19 +243,3 @@ def predict_file(
             else "add a row to the CSV",
         )
     return len(rows) - failures, len(rows)
-
-
-def _write_table(path: Path, header: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
-    try:
-        table = StringIO(newline="")
-        writer = csv.DictWriter(table, header, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(path, table.getvalue())
-    except OSError as error:
-        raise OutputNotWritable(
-            "the predictions cannot be written",
-            where="--output",
-            got=f"{path}: {error.strerror}",
-            hint="-o predicted.csv",
-        ) from error

@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -124,7 +124,7 @@ class Space:
         self.overlaps = self._allowed_overlaps()
         legal = legal_tp(model.num_heads, model.num_kv_heads, *model.intermediate_sizes)
         self._tp = {t for t in legal if not runs or request.refusal(Strategy(tp_x=t)) is None}
-        self._ep: dict[int, bool] = {1: True}
+        self._runs_with_ep = cache(lambda ep: request.refusal(Strategy(dp_shard=ep, ep=ep)) is None)
         self._refusals: dict[tuple[int, ...], str | None] = {}
         self._whole_streams: dict[int, bool] = {}
 
@@ -296,16 +296,10 @@ class Space:
         return [
             (ep, etp)
             for ep in self._allowed("ep", divisors(inner))
-            if inner % ep == 0 and (not r.executable or self._runs_with(ep))
+            if inner % ep == 0 and (ep == 1 or not r.executable or self._runs_with_ep(ep))
             for etp in sorted({1, tp} if free else {1 if ep > 1 else tp})
             if ranks % (ep * etp) == 0 and (etp == 1 or divisible) and r.allows("etp", etp)
         ]
-
-    def _runs_with(self, ep: int) -> bool:
-        """Return whether this version can run the model with `ep` expert-parallel ranks."""
-        if ep not in self._ep:
-            self._ep[ep] = self.request.refusal(Strategy(dp_shard=ep, ep=ep)) is None
-        return self._ep[ep]
 
     def _cp_kind(self) -> str:
         """Return the pinned kind of context parallelism; "": any."""
