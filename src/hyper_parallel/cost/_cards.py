@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import Field
 
@@ -279,7 +279,7 @@ class _CardFile(_Part):
     """Globs over device names that a device card applies to."""
     ranks: int | None = Field(default=None, ge=1)
     """Number of concurrent ranks in the measurement. None: the numbers apply to any number of ranks."""
-    fewer: dict[int, _Part] = Field(default_factory=dict)
+    fewer: dict[Annotated[int, Field(ge=1)], _Part] = Field(default_factory=dict)
     """Numbers that differ with fewer concurrent ranks, by the number of ranks."""
 
     def numbers(self) -> tuple[_Numbers, _Numbers]:
@@ -426,13 +426,13 @@ def own_cards_by_ranks(device_name: str) -> dict[int, CardPair]:
             hint="hyper-parallel calibrate",
         )
     assert file.ranks is not None, "the file has a number of ranks"
-    cards = {}
+    cards: dict[int, CardPair] = {}
     for ranks, fewer in sorted({**file.fewer, file.ranks: _Part()}.items()):
         device, stack = file.cards(fewer.over(numbers), path)
         assert device is not None, "the file has a device"
         assert stack is not None, "the file has a stack"
         cards[ranks] = device, stack
-    return cards if matching_card([device], device_name) else {}
+    return cards if matching_card([cards[file.ranks][0]], device_name) else {}
 
 
 def cards_for_ranks(by_ranks: Mapping[int, CardPair], ranks: int) -> CardPair:

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from hyper_parallel.config import Overlap as OverlapSection
 from hyper_parallel.config import Parallel, Recipe, parse_yaml, validated
+from hyper_parallel.cost import check_stage_layers
 from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch, UnsupportedSharding
 from hyper_parallel.ir import Overlap, Plan, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec
@@ -123,6 +124,7 @@ def _plan_auto(
     names = ("rules", "schedule_file", "stage_layers", "overlap")
     base = Strategy(**{name: getattr(strategy, name) for name in names})
     pins = _pins(recipe, strategy, where)
+    check_stage_layers(strategy, request.model.num_layers)
     request = replace(request, from_recipe=True, executable=True, pins=pins, base=base)
     if recipe.stage == "grpo":
         from hyper_parallel.planner._roles import split_devices

@@ -261,8 +261,8 @@ def _single_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         if name == "microbatch":
             hint = request.hint("--pin microbatch=", "training.microbatch", 1)
             yield hint, _pinned(request, name, 1)
-        if hint := _without_pin(request, name):
-            yield hint, without
+        if leave_out := _without_pin(request, name):
+            yield leave_out, without
     if workload.microbatch not in (None, 1):
         hint = request.hint("--pin microbatch=", "training.microbatch", 1)
         yield hint, replace(request, workload=replace(workload, microbatch=1))
