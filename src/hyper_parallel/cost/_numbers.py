@@ -113,12 +113,14 @@ class _Decoders:
 
     blocks: tuple[Block, ...]
     layers: int
-    visits_all: bool  # whether forward sends every token to every expert
+    visits_all: bool  # whether forward sends every token to every expert, with weight 0 for those not chosen
 
     @classmethod
     def of(cls, model: ModelSpec) -> _Decoders:
         blocks = tuple(b for b in model.blocks if b.layers)
-        return cls(blocks, max(1, sum(b.count for b in blocks)), _visits_every_expert(model))
+        measured_rows = 0.0 if model.kept is None else model.kept.expert_rows
+        visits_all = model.num_experts > 1 and measured_rows >= model.num_experts
+        return cls(blocks, max(1, sum(b.count for b in blocks)), visits_all)
 
     @property
     def routed(self) -> list[Block]:
@@ -470,12 +472,6 @@ def _replicated_matrices(model: ModelSpec) -> tuple[frozenset[str], bool]:
         return frozenset(), False
     rules = tuple(Rule(pattern, style) for pattern, style in model.rules)
     return replicated_matrices([(p.name, p.shape) for b in model.blocks for p in b.params], rules)
-
-
-def _visits_every_expert(model: ModelSpec) -> bool:
-    """Return whether forward sends every token to every expert, with weight 0 for experts that are not chosen."""
-    rows = 0.0 if model.kept is None else model.kept.expert_rows
-    return bool(model.num_experts > 1) and rows >= model.num_experts
 
 
 def _measured_experts(model: ModelSpec) -> float:

@@ -93,7 +93,7 @@ def plan_generation(
         NotDivisible, BatchMismatch: HP203 or HP308 for a `strategy` that does not fit the model.
         DoesNotFit: HP401 when no layout fits in memory; the hint is a change with which one fits, if there is one.
     """
-    check_objective(objective, GENERATE_OBJECTIVES)
+    check_objective(objective, GENERATE_OBJECTIVES, " for generation")
     explicit = parse_strategy(strategy) if isinstance(strategy, str) else strategy
     if explicit is not None:
         _check_axes(explicit)

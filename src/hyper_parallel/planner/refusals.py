@@ -37,12 +37,12 @@ MAX_REFUSALS: Final = 12
 """Maximum number of errors whose suggested changes are applied in turn to make a strategy legal."""
 
 
-def check_objective(objective: str, allowed: Sequence[str]) -> None:
-    """Raise BadValue (HP102) if an objective is not among the `allowed` ones."""
+def check_objective(objective: str, allowed: Sequence[str], purpose: str = "") -> None:
+    """Raise BadValue (HP102) if an objective is not among the `allowed` ones; `purpose` ends the sentence."""
     if objective not in allowed:
         near = get_close_matches(objective, allowed, 1) or allowed
         raise BadValue(
-            f"unknown objective `{objective}`",
+            f"unknown objective `{objective}`{purpose}",
             got=objective,
             allowed=allowed,
             hint=f"--objective {near[0]}",

@@ -126,7 +126,7 @@ class Space:
         self._tp = {t for t in legal if not runs or request.refusal(Strategy(tp_x=t)) is None}
         self._runs_with_ep = cache(lambda ep: request.refusal(Strategy(dp_shard=ep, ep=ep)) is None)
         self._refusals: dict[tuple[int, ...], str | None] = {}
-        self._whole_streams: dict[int, bool] = {}
+        self._whole_stream = cache(self._holds_all_tokens)
 
     def _allowed(self, name: str, values: Sequence[int]) -> list[int]:
         """Return the entries of `values` that the pins allow for a column."""
@@ -383,7 +383,7 @@ class Space:
             return [(1, 1, 1)]
         options = []
         for overlap in self.overlaps:
-            if overlap.tp_chunks > 1 and self._holds_all_tokens(named["tp_x"]):
+            if overlap.tp_chunks > 1 and self._whole_stream(named["tp_x"]):
                 continue
             try:
                 check_overlap(replace(plain, overlap=overlap), workload)
@@ -395,13 +395,10 @@ class Space:
 
     def _holds_all_tokens(self, tp: int) -> bool:
         """Return whether the residual stream is replicated over `tp` tensor-parallel ranks, or `tp` is refused."""
-        if tp not in self._whole_streams:
-            try:
-                whole = tp > 1 and self.request.shard(Strategy(tp_x=tp)).whole_stream
-            except HyperParallelError:
-                whole = True
-            self._whole_streams[tp] = whole
-        return self._whole_streams[tp]
+        try:
+            return tp > 1 and self.request.shard(Strategy(tp_x=tp)).whole_stream
+        except HyperParallelError:
+            return True
 
     def overlaps_with(self, offload: int, regather: int) -> bool:
         """Return whether overlap of tensor-parallel collectives is legal with these values of offload and regather."""

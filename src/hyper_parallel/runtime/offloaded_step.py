@@ -233,7 +233,7 @@ def _step_machine(topology: str, optimizers: Sequence[torch.optim.Optimizer]) ->
             hint='hp.offload(step, ..., topology="dgx-h100")',
         )
     node = load_topology(topology, local_size)
-    tier = node.tier_of(ranks) if ranks > 1 else node.tiers[0]
+    tier = node.tier_of(ranks)
     trained = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
     dtype = next((p.dtype for p in trained if p.is_floating_point()), torch.float32)
     flops = node.peak_flops(str(dtype).removeprefix("torch."))

@@ -74,7 +74,7 @@ class OffloadMachine:
             notes = (line,)
         flops = node.peak_flops(plan.workload.compute_dtype)
         roofline = Roofline(flops, node.device.memory_bytes_s.value)
-        tier = node.tier_of(ranks) if ranks > 1 else node.tiers[0]
+        tier = node.tier_of(ranks)
         link = Channel(tier.bytes_s.value, tier.latency_s.value)
         return cls(choice, budget, planned, actual, roofline, link, notes)
 
