@@ -23,7 +23,7 @@ from hyper_parallel.cost import (
     PricingCase,
     card_names,
     device_card,
-    own_cards,
+    own_cards_by_ranks,
     own_path,
     score,
     stack_card,
@@ -130,13 +130,13 @@ def test_mean_over_ranks():
 def test_own_cards_are_used_on_the_local_machine_only(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     node = dataclasses.replace(supernode(), name="local")
-    assert own_cards(node.device.name, 4) is None
+    assert own_cards_by_ranks(node.device.name) == {}
     before = Machine.of(node, "float32")
     card = fit_device(made_rates(), node, "measured here")
     write_local_cards(tmp_path / "hyper-parallel" / "card.yaml", {4: (card, stack_card("cpu"))})
     assert Machine.of(node, "float32").card.matmul["float32"] == pytest.approx(0.5, rel=0.02)
     assert Machine.of(supernode(), "float32").card == before.card
-    assert own_cards("another device", 4) is None
+    assert own_cards_by_ranks("another device") == {}
     (tmp_path / "hyper-parallel" / "card.yaml").write_text("name: local\n")
     with pytest.raises(CardUnreadable, match="HP313"):
         Machine.of(node, "float32")

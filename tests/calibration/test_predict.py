@@ -277,6 +277,11 @@ def test_unknown_numbers_of_a_card_are_refused(tmp_path):
         read_card(path)
 
 
+def test_a_fit_without_measured_runs_is_refused():
+    with pytest.raises(RunsUnreadable, match="measured step time"):
+        fit_runs([read_run(row(step_s="", tok_s_dev=""))], read_cards())
+
+
 def test_fitting_finds_known_constants_again():
     """Runs made with changed constants; shape and layout tell them apart."""
     shipped = read_cards()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from hyper_parallel.cost import Rows, step_collectives
+from hyper_parallel.cost import step_collectives
 from hyper_parallel.ir import Collective, Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec, spec_from_config
 from hyper_parallel.runtime import (
@@ -228,7 +228,7 @@ def _collectives(
     rows = None
     if experts is not None and experts.group is not None:
         rows = {
-            int(re.search(r"\.(\d+)\.", f".{name}.")[1]): Rows(layer.sent, layer.received)
+            int(re.search(r"\.(\d+)\.", f".{name}.")[1]): (layer.sent, layer.received)
             for name, layer in experts.layers.items()
         }
     if rows is None and plan.strategy.pp == 1:

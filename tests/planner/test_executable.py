@@ -14,6 +14,7 @@ from hyper_parallel.errors import (
     Contradiction,
     HyperParallelError,
     NoLegalStrategy,
+    NotDivisible,
     UnsupportedSharding,
 )
 from hyper_parallel.ir import Strategy, Workload
@@ -142,6 +143,7 @@ def test_virtual_stages_of_a_recipe_are_kept(recipe, tmp_path):
         ({"cp": 4, "cp_kind": "ring", "cp_ulysses": 2}, Contradiction),
         ({"stage_layers": [2, 1]}, Contradiction),
         ({"pp": 2, "stage_layers": [1, 1, 1]}, Contradiction),
+        ({"pp": 2, "stage_layers": [4, 4]}, NotDivisible),
         ({"schedule_file": "actions.csv"}, Contradiction),
         ({"virtual_stages": 2}, UnsupportedSharding),
         ({"pp": 2, "schedule": "zbv"}, HyperParallelError),

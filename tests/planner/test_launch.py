@@ -76,6 +76,14 @@ def test_megatron_gets_what_it_can_express():
             launch_settings(chosen, stack)
 
 
+def test_a_recipe_keeps_the_dtype_and_names_choices_that_do_not_run():
+    work = Workload(8192, 8192 * 64, compute_dtype="float16")
+    chosen = plan("llama-3-8b", "dgx-h100", work, strategy=Strategy(dp_shard=8, zero=0))
+    settings = launch_settings(chosen, "ours")
+    assert "# not supported: zero=0" in settings
+    assert yaml.safe_load(settings)["training"]["dtype"] == "float16"
+
+
 def test_uneven_stages_and_sharded_optimizer_states_are_expressed():
     chosen = plan(
         "llama-3-405b", "cloudmatrix384", num_devices=2048,

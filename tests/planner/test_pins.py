@@ -9,7 +9,7 @@ from hyper_parallel.cost import RECOMPUTE, SCHEDULES, SHAPES, Candidates
 from hyper_parallel.errors import BadValue, NoLegalStrategy
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner import plan, plan_recipe
-from hyper_parallel.planner.pins import EXCLUDABLE, PINNABLE, check_pins
+from hyper_parallel.planner.pins import EXCLUDABLE, PINNABLE, check_exclusions, check_pins
 from hyper_parallel.units import format_bytes
 from tests.cost.machines import machine, small_model
 
@@ -57,6 +57,23 @@ def test_offload_can_be_excluded_and_hints_name_the_section_of_a_key():
     with pytest.raises(NoLegalStrategy) as caught:
         plan(*asked, num_devices=4, pins={"microbatch": 3})
     assert caught.value.hint == "--pin microbatch=2"
+
+
+def test_an_exclusion_agrees_with_a_pin_of_the_same_value():
+    assert check_exclusions(("cp", "recompute"), {"cp": "1", "recompute": "none"}) == {
+        "cp": 1,
+        "recompute": 0,
+    }
+    assert check_exclusions(("dp",), {}) == {"dp_replicate": 1, "dp_shard": 1}
+    for name, value in (("cp", "2"), ("recompute", "full")):
+        with pytest.raises(BadValue, match="excluded and pinned"):
+            check_exclusions((name,), {name: value})
+
+
+def test_a_pin_of_tp_is_a_product_with_a_pin_of_tp_x():
+    assert check_pins({"tp": 8}) == {"tp": 8, "tp_y": 1}
+    assert check_pins({"tp": 8, "tp_y": 2}) == {"tp_x": 8, "tp_y": 2}
+    assert check_pins({"tp": 8, "tp_x": 4}) == {"tp": 8, "tp_x": 4}
 
 
 def test_a_plan_says_what_space_was_searched():

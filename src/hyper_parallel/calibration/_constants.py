@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from hyper_parallel.calibration._prediction import Cards
 from hyper_parallel.cost import DeviceCard, StackCard, by_field, numbers_of, with_numbers
+from hyper_parallel.errors import written
 from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.serde import write_text
 
@@ -162,9 +163,10 @@ def check_card_file(path: Path) -> None:
 
 def _dump(path: Path, data: dict[str, Any]) -> None:
     check_card_file(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(data, sort_keys=False, width=1000, default_flow_style=None)
-    write_text(path, text)
+    with written(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
 
 
 def _numbers_of(card: DeviceCard | StackCard) -> dict[str, Any]:

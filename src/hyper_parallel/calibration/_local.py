@@ -25,8 +25,7 @@ from hyper_parallel.cost import (
     ModelNumbers,
     PricingCase,
     StackCard,
-    device_card,
-    stack_card,
+    shipped_cards,
     step_seconds,
     with_numbers,
 )
@@ -120,7 +119,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
         source: Text to record as the source of the numbers.
     """
     device = supernode.device
-    base = device_card(device.name, device.kind)
+    base, stack = shipped_cards(device)
     dtype = _compute_dtype(supernode)
     # Number of elements at which a matmul reaches half its rate, for a saturation of 1 on the card.
     unit = supernode.peak_flops(dtype) / device.memory_bytes_s.value * DTYPE_BYTES[dtype] / 2.0
@@ -129,8 +128,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
     ) or (base.saturation, {})
     fitted = _fit_shares(rates.attention, supernode, _attention_flops, _HEADS)
     head, attention = fitted or (base.attention_head, {})
-    passes = _base_stack(supernode).passes
-    moved = sum(passes * size for size, _ in rates.passing)
+    moved = sum(stack.passes * size for size, _ in rates.passing)
     elementwise = moved / sum(s for _, s in rates.passing) / device.memory_bytes_s.value
     stream = rates.stream[0] / rates.stream[1] / device.memory_bytes_s.value
     link, latency = _fit_rings(rates, supernode, base)
@@ -238,11 +236,6 @@ def _compute_dtype(supernode: Supernode) -> str:
     return "float32" if supernode.device.kind == "cpu" else "bfloat16"
 
 
-def _base_stack(supernode: Supernode) -> StackCard:
-    """Return the shipped stack card of HyperParallel's own runtime for this kind of device."""
-    return stack_card("cpu" if supernode.device.kind == "cpu" else "hyper-parallel")
-
-
 def _pricer(
     steps: Sequence[MeasuredStep], supernode: Supernode
 ) -> Callable[[DeviceCard, StackCard], Array]:
@@ -273,7 +266,7 @@ def fit_stack(
         supernode: The machine.
         source: Text to record as the source of the numbers.
     """
-    base = _base_stack(supernode)
+    _, base = shipped_cards(supernode.device)
     kernels = base.kernels_forward + base.kernels_backward
     few, many = steps
     layers = many.model.num_layers - few.model.num_layers
@@ -310,7 +303,7 @@ def fit_probes(
     """
     from scipy.optimize import nnls
 
-    base = _base_stack(supernode)
+    _, base = shipped_cards(supernode.device)
     host = [f"host_s.{a}" for a in AXES]
     units = {
         "compute": 1.0, "latency": card.latency, "link": 1.0 / card.link, "moe": 1.0, **_UNITS,

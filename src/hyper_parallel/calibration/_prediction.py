@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -30,7 +30,7 @@ from hyper_parallel.cost import (
     score,
     stack_card,
 )
-from hyper_parallel.errors import HyperParallelError, OutputNotWritable, RunsUnreadable
+from hyper_parallel.errors import HyperParallelError, RunsUnreadable, written
 from hyper_parallel.ir import Workload
 from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.serde import write_text
@@ -93,11 +93,6 @@ class Prediction:
         return float(self.scores.step_s[0])
 
     @property
-    def tokens_per_device_s(self) -> float:
-        """Predicted tokens per second and device."""
-        return self.run.sequences * self.run.seq_len / self.step_s / self.run.devices
-
-    @property
     def memory_gib(self) -> float:
         """Predicted peak memory of the fullest device in GiB."""
         return float(self.scores.memory_bytes[0]) / GiB
@@ -105,7 +100,8 @@ class Prediction:
     def columns(self) -> dict[str, str]:
         """Return a dict from output column to text, to be added to the row of the run."""
         low, high = (self.step_s * math.exp(s * self.half_width) for s in (-1.0, 1.0))
-        values = (self.step_s, self.tokens_per_device_s, self.memory_gib, low, high)
+        tokens_s = self.run.sequences * self.run.seq_len / self.step_s
+        values = (self.step_s, tokens_s / self.run.devices, self.memory_gib, low, high)
         return {
             **{k: f"{v:.{n}g}" for (k, n), v in zip(_FIRST.items(), values, strict=True)},
             **{f"term: {t.name}": f"{float(t.seconds[0]):.6g}" for t in self.scores.time},
@@ -227,7 +223,8 @@ def predict_file(
     terms = sorted(name for name in names if name.startswith("term: "))
     first = [name for name in _FIRST if name in names]
     header = dict.fromkeys([*columns, "id", *MEASURED, *first, *terms, "assumptions"])
-    _write_table(Path(output), [*header], rows)
+    with written(output):
+        write_text(Path(output), _csv_text(header, rows))
     if failures == len(rows):
         raise RunsUnreadable(
             "no row of the runs can be predicted",
@@ -240,17 +237,9 @@ def predict_file(
     return len(rows) - failures, len(rows)
 
 
-def _write_table(path: Path, header: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
-    try:
-        table = StringIO(newline="")
-        writer = csv.DictWriter(table, header, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(path, table.getvalue())
-    except OSError as error:
-        raise OutputNotWritable(
-            "the predictions cannot be written",
-            where="--output",
-            got=f"{path}: {error.strerror}",
-            hint="-o predicted.csv",
-        ) from error
+def _csv_text(header: Iterable[str], rows: Iterable[Mapping[str, str]]) -> str:
+    table = StringIO(newline="")
+    writer = csv.DictWriter(table, [*header], restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return table.getvalue()

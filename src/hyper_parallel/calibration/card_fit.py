@@ -34,7 +34,7 @@ from hyper_parallel.calibration._prediction import Cards, machine_of, predict, s
 from hyper_parallel.calibration._published_run import PublishedRun, read_run
 from hyper_parallel.calibration.csv_rows import RowError, read_rows
 from hyper_parallel.cost import ModelNumbers, numbers_of, step_seconds
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import HyperParallelError, RunsUnreadable
 from hyper_parallel.units import GiB
 
 Array = NDArray[np.float64]
@@ -175,9 +175,18 @@ def fit_runs(
         shipped: Cards to fit, starting from their priors.
         constants: Constants to fit.
         leave_out: Kind of fold for cross-validation, a key of `FOLDS`; None: no cross-validation.
+
+    Raises:
+        RunsUnreadable: HP314 if no run has a measured step time.
     """
     start = with_prior_values(shipped)
     cases = [_Case.of(run, start) for run in runs if run.step_s]
+    if not cases:
+        raise RunsUnreadable(
+            "no run can be fitted: none is valid and has a measured step time",
+            got=f"{len(runs)} valid runs",
+            hint="add rows with `step_s` or `tok_s_dev`; `predict` names the errors of a row",
+        )
     runs = tuple(case.run for case in cases)
     sizes = Counter(run.group for run in runs)
     weights = np.asarray([1.0 / sizes[run.group] for run in runs])

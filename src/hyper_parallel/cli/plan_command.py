@@ -166,10 +166,10 @@ def _plan_model(
     model: str, topology: str, params: Mapping[str, Any], headroom: float | None
 ) -> Plan:
     from hyper_parallel import planner
-    from hyper_parallel.topology import detect_local, load_topology
+    from hyper_parallel.topology import load_topology
 
     spec, devices = _read(model), params["devices"]
-    supernode = detect_local(devices) if topology == "local" else load_topology(topology)
+    supernode = load_topology(topology, devices)
     workload, media = None, params["media"]
     seq_len, tokens_per_step = params["seq_len"], params["tokens_per_step"]
     if seq_len is not None or tokens_per_step is not None:

@@ -17,16 +17,15 @@ from hyper_parallel.cost._cards import (
     load_card,
     matching_card,
     numbers_of,
-    own_cards,
     own_cards_by_ranks,
     own_path,
     read_card,
+    shipped_cards,
     stack_card,
     with_numbers,
 )
 from hyper_parallel.cost._collectives import (
     LINEAR_ENTRY,
-    Rows,
     check_stage_layers,
     partition,
     rank_model,
@@ -52,15 +51,18 @@ from hyper_parallel.cost._offload_copies import (
 from hyper_parallel.cost._pricing_case import Machine, Places, PricingCase
 from hyper_parallel.cost._time import BlockPrices, LayerPrices, Scores, score, step_seconds
 from hyper_parallel.cost.candidates import (
+    COLUMN_OF,
     ORDERS,
     RECOMPUTE,
     SCHEDULES,
     SHAPES,
+    VALUES,
     Candidates,
     distinct,
 )
 
 __all__ = [
+    "COLUMN_OF",
     "COPIES",
     "LINEAR_ENTRY",
     "LOCAL_CARD",
@@ -69,6 +71,7 @@ __all__ = [
     "SCHEDULES",
     "SHAPES",
     "UNFITTED_HALF_WIDTH",
+    "VALUES",
     "BlockPrices",
     "Candidates",
     "DeviceCard",
@@ -79,7 +82,6 @@ __all__ = [
     "Places",
     "PricingCase",
     "RankStages",
-    "Rows",
     "Scores",
     "StackCard",
     "by_field",
@@ -98,13 +100,13 @@ __all__ = [
     "move_to_host",
     "numbers_of",
     "offloaded_bytes",
-    "own_cards",
     "own_cards_by_ranks",
     "own_path",
     "partition",
     "rank_model",
     "read_card",
     "score",
+    "shipped_cards",
     "stack_card",
     "stage_layers",
     "step_collectives",

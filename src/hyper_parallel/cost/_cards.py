@@ -18,13 +18,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import Field
 
 from hyper_parallel.config import Section, read_section
 from hyper_parallel.errors import CardUnreadable
-from hyper_parallel.topology import cache_dir
+from hyper_parallel.topology import Device, cache_dir
 
 _FOLDER: Final = Path(__file__).with_name("cards")
 _NO_NUMBERS: Final = ("name", "devices", "sources", "priors")
@@ -214,6 +214,7 @@ class StackCard:
 
 
 C = TypeVar("C", DeviceCard, StackCard)
+CardPair = tuple[DeviceCard, StackCard]
 
 
 def numbers_of(card: DeviceCard | StackCard) -> dict[str, float]:
@@ -289,12 +290,12 @@ class _CardFile(_Part):
     """Globs over device names that a device card applies to."""
     ranks: int | None = Field(default=None, ge=1)
     """Number of concurrent ranks in the measurement. None: the numbers apply to any number of ranks."""
-    fewer: dict[int, _Part] = Field(default_factory=dict)
+    fewer: dict[Annotated[int, Field(ge=1)], _Part] = Field(default_factory=dict)
     """Numbers that differ with fewer concurrent ranks, by the number of ranks."""
 
     def numbers(self) -> tuple[_Numbers, _Numbers]:
         """Return (device numbers, stack numbers) by path, with those of the card in `extends` as defaults."""
-        base = _parsed(_FOLDER / f"{self.extends}.yaml").numbers() if self.extends else ({}, {})
+        base = _parsed(_shipped_path(self.extends)).numbers() if self.extends else ({}, {})
         return self.over(base)
 
     def cards(
@@ -327,37 +328,17 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
     return file.cards(file.numbers(), path)
 
 
-def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
-    """Return a dict from number of concurrent ranks, ascending, to the cards in a file for that number.
-
-    Raises:
-        CardUnreadable: HP313 when the file is damaged, or lacks the device, the stack or the number of ranks.
-    """
-    file = _parsed(path)
-    numbers = file.numbers()
-    parts = (("device", numbers[0]), ("stack", numbers[1]), ("ranks", file.ranks))
-    if missing := [key for key, value in parts if not value]:
-        raise CardUnreadable(
-            f"the calibration file of this machine lacks the keys {', '.join(missing)}",
-            where=str(path),
-            hint="hyper-parallel calibrate",
-        )
-    assert file.ranks is not None, "the file has a number of ranks"
-    cards = {}
-    for ranks, fewer in sorted({**file.fewer, file.ranks: _Part()}.items()):
-        device, stack = file.cards(fewer.over(numbers), path)
-        assert device is not None, "the file has a device"
-        assert stack is not None, "the file has a stack"
-        cards[ranks] = device, stack
-    return cards
-
-
 @cache
 def load_card(name: str) -> tuple[DeviceCard | None, StackCard | None]:
     """Return a shipped card by name; result and errors as for `read_card`."""
+    return read_card(_shipped_path(name))
+
+
+def _shipped_path(name: str) -> Path:
+    """Return the path of a shipped card; raise CardUnreadable (HP313) if no card has this name."""
     if name not in card_names():
         raise CardUnreadable(f"no card is named `{name}`", got=name, allowed=card_names())
-    return read_card(_FOLDER / f"{name}.yaml")
+    return _FOLDER / f"{name}.yaml"
 
 
 def device_card(device_name: str, kind: str) -> DeviceCard:
@@ -390,6 +371,12 @@ def stack_card(name: str) -> StackCard:
     return card
 
 
+def shipped_cards(device: Device) -> CardPair:
+    """Return the shipped card of a device, and that of HyperParallel's own runtime on this kind of device."""
+    stack = stack_card("cpu" if device.kind == "cpu" else "hyper-parallel")
+    return device_card(device.name, device.kind), stack
+
+
 def _parsed(path: Path) -> _CardFile:
     return read_section(path, _CardFile, CardUnreadable, "card")
 
@@ -397,11 +384,13 @@ def _parsed(path: Path) -> _CardFile:
 def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -> dict[str, Any]:
     """Return keyword arguments for the constructor of a card: numbers, their sources and priors."""
     known = {f.name: f for f in fields(card) if f.name not in _NO_NUMBERS}
+    tables = {name for name, f in known.items() if "Mapping" in str(f.type)}
     for number in numbers:
         name, _, key = number.partition(".")
-        if name not in known or bool(key) != ("Mapping" in str(known[name].type)):
+        if name not in known or bool(key) != (name in tables):
+            allowed = sorted(f"{name}.KEY" if name in tables else name for name in known)
             raise CardUnreadable(
-                f"the card has an unknown key `{number}`", where=str(path), got=number, allowed=sorted(known)
+                f"the card has an unknown key `{number}`", where=str(path), got=number, allowed=allowed
             )  # fmt: skip
     values = by_field({key: number.value for key, number in numbers.items()})
     needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
@@ -423,40 +412,38 @@ def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -
 LOCAL_CARD: Final = "local"
 """Name of a card that was measured on this machine."""
 
-CardPair = tuple[DeviceCard, StackCard]
-
 
 def own_path() -> Path:
     """Return the path of the file with this machine's cards: `card.yaml` in the user's cache folder."""
     return cache_dir() / "card.yaml"
 
 
-def own_cards(device_name: str, ranks: int) -> CardPair | None:
-    """Return the cards that `hyper-parallel calibrate` wrote for this device; None if it has not run on this device.
-
-    Args:
-        device_name: Name of the device in its topology.
-        ranks: Number of concurrent ranks.
-
-    Raises:
-        CardUnreadable: HP313 when the file is damaged.
-    """
-    by_ranks = own_cards_by_ranks(device_name)
-    return cards_for_ranks(by_ranks, ranks) if by_ranks else None
-
-
 def own_cards_by_ranks(device_name: str) -> dict[int, CardPair]:
-    """Return a dict from measured number of ranks to this device's cards; empty if the device was not calibrated.
+    """Return a dict from measured number of ranks, ascending, to this device's cards; {} for an uncalibrated device.
 
     Raises:
-        CardUnreadable: HP313 when the file is damaged.
+        CardUnreadable: HP313 when the file is damaged, or lacks the device, the stack or the number of ranks.
     """
     path = own_path()
     if not path.is_file():
         return {}
-    by_ranks = dict(read_cards_by_ranks(path))
-    device, _ = next(iter(by_ranks.values()))
-    return by_ranks if matching_card([device], device_name) else {}
+    file = _parsed(path)
+    numbers = file.numbers()
+    parts = (("device", numbers[0]), ("stack", numbers[1]), ("ranks", file.ranks))
+    if missing := [key for key, value in parts if not value]:
+        raise CardUnreadable(
+            f"the calibration file of this machine lacks the keys {', '.join(missing)}",
+            where=str(path),
+            hint="hyper-parallel calibrate",
+        )
+    assert file.ranks is not None, "the file has a number of ranks"
+    cards: dict[int, CardPair] = {}
+    for ranks, fewer in sorted({**file.fewer, file.ranks: _Part()}.items()):
+        device, stack = file.cards(fewer.over(numbers), path)
+        assert device is not None, "the file has a device"
+        assert stack is not None, "the file has a stack"
+        cards[ranks] = device, stack
+    return cards if matching_card([cards[file.ranks][0]], device_name) else {}
 
 
 def cards_for_ranks(by_ranks: Mapping[int, CardPair], ranks: int) -> CardPair:

@@ -230,20 +230,12 @@ Entries = tuple[int, bool, Iterable[Boundary]]
 """(number of layers, whether backward recomputes these layers, collectives of one such layer)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Numbers of routed tokens that a rank sent and received in one expert layer, in all forwards of a step."""
-
-    sent: int  # tokens sent to experts on other ranks
-    received: int  # tokens received for experts on this rank
-
-
 def step_collectives(
     model: ModelSpec,
     layouts: Mapping[str, Layout],
     strategy: Strategy,
     workload: Workload,
-    rows: Mapping[int, Rows] | None = None,
+    rows: Mapping[int, tuple[int, int]] | None = None,
     pp_rank: int = 0,
 ) -> tuple[Collective, ...]:
     """Return all collectives of one optimizer step, with calls and bytes, on the first rank of a pipeline stage.
@@ -257,7 +249,8 @@ def step_collectives(
         layouts: Layout of every parameter, as returned by `shard.plan_layouts`.
         strategy: Degrees of the axes.
         workload: Resolved batch numbers, and number formats.
-        rows: Dict from expert layer to the measured numbers of routed tokens; None: uniform routing.
+        rows: Dict from expert layer to the measured numbers of tokens (sent to experts on other ranks, received from
+            other ranks) in all forwards of a step; None: uniform routing.
         pp_rank: Coordinate of the rank on the axis `pp`.
     """
     rank_part = rank_model(model, strategy, workload.seq_len, pp_rank)
@@ -486,7 +479,7 @@ class _Step:
                 layers = block.count * self.parts
                 yield layers, recomputed, context_boundaries(block.attention, self.part_cut, gather)
 
-    def experts(self, rows: Mapping[int, Rows] | None) -> Iterator[Entries]:
+    def experts(self, rows: Mapping[int, tuple[int, int]] | None) -> Iterator[Entries]:
         """Yield FSDP collectives of expert parameters over `edp`, and all-to-alls of routed tokens."""
         s, mesh = self.strategy, self.strategy.expert_mesh()
         if s.ep == 1:
@@ -515,8 +508,7 @@ class _Step:
                 moved = (Fraction(even, block.count),) * 2
             else:
                 calls = block.count * self.microbatches * parts
-                own = [rows[layer] for layer in block.layers]
-                sent, received = sum(r.sent for r in own), sum(r.received for r in own)
+                sent, received = map(sum, zip(*(rows[i] for i in block.layers), strict=True))
                 moved = Fraction(sent, calls), Fraction(received, calls)
             hidden, experts = self.model.hidden_size, block.mlp.num_experts
             table = expert_boundaries(hidden, experts * chunks, s.ep, routed_rows, *moved)

@@ -7,7 +7,7 @@ Exposed communication is not hidden by computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,6 +32,7 @@ from hyper_parallel.shard import (
 _MIRROR = {"reduce_scatter": "all_gather"}
 """Dict from kind of collective to the kind with the same duration that is priced instead."""
 _PARAMETERS = (Purpose.FSDP_PARAMETERS, Purpose.EXPERT_PARAMETERS)
+_GRADIENTS = (Purpose.FSDP_GRADIENTS, Purpose.EXPERT_GRADIENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,14 @@ def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
     return (2.0 if kind == "all_reduce" else 1.0) * ring.seconds(size)
 
 
+def _pass_seconds(
+    s: PricingCase, rows: Iterable[Boundary], name: str, purposes: Collection[Purpose]
+) -> Array:
+    """Return the seconds of the collectives for `purposes`; `name` is the field of `Boundary` with their calls."""
+    calls = ((b, getattr(b, name)) for b in rows if b.purpose in purposes)
+    return sum((number * call_seconds(s, b) for b, number in calls if np.any(number)), np.zeros(1))
+
+
 def block_communication(s: PricingCase, work: Compute) -> BlockCommunication:
     """Return the seconds of tensor- and context-parallel collectives of one average layer."""
     tp = tensor_seconds(s)
@@ -108,21 +117,14 @@ def block_communication(s: PricingCase, work: Compute) -> BlockCommunication:
 
 def layer_communication(s: PricingCase, work: Compute, blocks: BlockCommunication) -> Communication:
     """Return all communication seconds of one average layer."""
-    n, stack = s.n, s.machine.stack
-    gather = scatter = regather = outside = np.zeros(1)
-    for b in _layer_boundaries(s, 1.0):
-        if np.any(b.forward + b.backward):
-            seconds = call_seconds(s, b)
-            if b.purpose in _PARAMETERS:
-                gather, regather = gather + b.forward * seconds, regather + b.backward * seconds
-            else:
-                scatter = scatter + b.backward * seconds
+    stack, rows, ends = s.machine.stack, [*_layer_boundaries(s, 1.0)], [*_end_boundaries(s, False)]
+    gather = _pass_seconds(s, rows, "forward", _PARAMETERS)
+    regather = _pass_seconds(s, rows, "backward", _PARAMETERS)
+    scatter = _pass_seconds(s, rows, "backward", _GRADIENTS)
     fsdp = exposed(gather, work.forward, stack.overlap_dp)
     fsdp = fsdp + exposed(regather + scatter, work.backward, stack.overlap_dp)
-    outside_elements = s.ends(float(n.embedding_weights + n.head_params))
-    for b in _sharing_boundaries(s, outside_elements, freed=False):
-        if np.any(b.forward + b.backward):
-            outside = outside + (b.forward + b.backward) * call_seconds(s, b)
+    outside = _pass_seconds(s, ends, "forward", _PARAMETERS)
+    outside = outside + _pass_seconds(s, ends, "backward", _GRADIENTS)
     inside = (blocks.tp, blocks.tp_whole, blocks.cp, blocks.cp_whole)
     return Communication(*inside, expert_seconds(s), fsdp, gather, scatter, outside)
 
@@ -134,12 +136,11 @@ def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
         Four arrays of seconds. For an average layer: tensor-parallel collectives, expert all-to-alls, and parameter
         gather. For embedding and head together: parameter gather.
     """
-    gathers: list[Array] = []
-    outside_elements = s.ends(float(s.n.embedding_weights + s.n.head_params))
-    for rows in (_layer_boundaries(s, 1.0), _sharing_boundaries(s, outside_elements, freed=True)):
-        own = [b for b in rows if b.purpose in _PARAMETERS and np.any(b.forward)]
-        gathers.append(sum((call_seconds(s, b) for b in own), np.zeros(1)))
-    return tensor_seconds(s, 0.0), expert_seconds(s, 0.0), gathers[0], gathers[1]
+    layer, ends = (
+        _pass_seconds(s, rows, "forward", _PARAMETERS)
+        for rows in (_layer_boundaries(s, 1.0), _end_boundaries(s, True))
+    )
+    return tensor_seconds(s, 0.0), expert_seconds(s, 0.0), layer, ends
 
 
 def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
@@ -264,6 +265,12 @@ def _layer_boundaries(s: PricingCase, layers: Array | float) -> Iterator[Boundar
         yield from _sharing_boundaries(s, s.experts(layers), experts=True)
 
 
+def _end_boundaries(s: PricingCase, freed: bool) -> Iterator[Boundary]:
+    """Yield the data-parallel collectives of embedding and head together; arguments as for `_sharing_boundaries`."""
+    elements = s.ends(float(s.n.embedding_weights + s.n.head_params))
+    return _sharing_boundaries(s, elements, freed=freed)
+
+
 def _sharing_boundaries(
     s: PricingCase, elements: Array, *, freed: bool = True, experts: bool = False
 ) -> Iterator[Boundary]:
@@ -292,28 +299,19 @@ def step_tail(s: PricingCase) -> dict[str, Array]:
         * `first_s`: in a pipeline, all-gather of layers that stay gathered; the first forward may overlap it;
         * `late_s`: in a pipeline, reduction of gradients and all collectives of embedding and head, never overlapped.
     """
-    reduced = replicas = np.zeros(1)
-    gathers = []
-    outside = _sharing_boundaries(s, s.ends(s.outside), freed=False)
-    for rows in (_layer_boundaries(s, s.layers), outside):
-        gathered = np.zeros(1)
-        for b in rows:
-            if not np.any(b.once):
-                continue
-            seconds = b.once * call_seconds(s, b)
-            if b.purpose in _PARAMETERS:
-                gathered = gathered + seconds
-            elif b.purpose == Purpose.REPLICA_GRADIENTS:
-                replicas = replicas + seconds
-            else:
-                reduced = reduced + seconds
-        gathers.append(gathered)
+    layers = [*_layer_boundaries(s, s.layers)]
+    ends = [*_sharing_boundaries(s, s.ends(s.outside), freed=False)]
+    gathered, gathered_ends = (
+        _pass_seconds(s, rows, "once", _PARAMETERS) for rows in (layers, ends)
+    )
+    reduced = _pass_seconds(s, layers + ends, "once", _GRADIENTS)
+    replicas = _pass_seconds(s, layers + ends, "once", (Purpose.REPLICA_GRADIENTS,))
     low = s.c.zero < 2  # for ZeRO 2 and 3 only pipelines have such traffic
     return {
         "scatter_s": np.where(low, reduced, 0.0) + replicas,
-        "gather_s": np.where(low, gathers[0] + gathers[1], 0.0),
-        "first_s": np.where(low, 0.0, gathers[0]),
-        "late_s": np.where(low, 0.0, reduced + gathers[1]),
+        "gather_s": np.where(low, gathered + gathered_ends, 0.0),
+        "first_s": np.where(low, 0.0, gathered),
+        "late_s": np.where(low, 0.0, reduced + gathered_ends),
     }
 
 

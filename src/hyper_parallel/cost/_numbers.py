@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -71,35 +72,39 @@ class Uncut:
     outside: float = 0.0
 
     @classmethod
-    def of(cls, model: ModelSpec, names: frozenset[str], stream: bool) -> Uncut:
+    def of(
+        cls, model: ModelSpec, decoders: _Decoders, names: frozenset[str], stream: bool
+    ) -> Uncut:
         """Return the replicated parts of a model.
 
         Args:
             model: The model.
+            decoders: Its decoder layers.
             names: Names of the replicated matrices.
             stream: Whether the residual stream is replicated.
         """
-        decoders = [b for b in model.blocks if b.layers]
-        layers = max(1, sum(b.count for b in decoders))
 
-        def elements(part: str, among: frozenset[str] | None = None) -> float:
-            """Return the matrix elements of a part in all layers, without routers; `among`: of these names only."""
-            return math.fsum(
-                p.num_elements * b.count
-                for b in decoders
-                for p in b.params
-                if _part(p) == part and not _is_router(p, b) and (among is None or p.name in among)
+        def elements(part: str, names: frozenset[str] | None = None) -> float:
+            """Return the matrix elements of a part of an average layer, without routers; `names`: only of these."""
+            return decoders.mean(
+                lambda b: sum(
+                    p.num_elements
+                    for p in b.params
+                    if _part(p) == part and not _is_router(p, b)
+                    if names is None or p.name in names
+                )
             )
 
-        whole, shares = 0.0, list[float]()
-        for part in ("attention", "mlp"):
-            uncut = elements(part, names)
-            shares.append(uncut / max(1.0, elements(part)))
-            whole += uncut
+        attention, mlp = elements("attention", names), elements("mlp", names)
         outside = [p for b in model.blocks if not b.layers for p in b.params if p.name in names]
-        rest = math.fsum(p.num_elements for p in outside if p.shape[0] != model.vocab_size)
-        vocabulary = any(p.shape[0] == model.vocab_size for p in outside)
-        return cls(whole / layers, shares[0], shares[1], float(stream), vocabulary, rest)
+        return cls(
+            weights=attention + mlp,
+            attention=attention / max(1.0, elements("attention")),
+            mlp=mlp / max(1.0, elements("mlp")),
+            stream=float(stream),
+            vocabulary=any(p.shape[0] == model.vocab_size for p in outside),
+            outside=math.fsum(p.num_elements for p in outside if p.shape[0] != model.vocab_size),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +113,14 @@ class _Decoders:
 
     blocks: tuple[Block, ...]
     layers: int
-    visits_all: bool  # whether forward sends every token to every expert
+    visits_all: bool  # whether forward sends every token to every expert, with weight 0 for those not chosen
 
     @classmethod
     def of(cls, model: ModelSpec) -> _Decoders:
         blocks = tuple(b for b in model.blocks if b.layers)
-        return cls(blocks, max(1, sum(b.count for b in blocks)), _visits_every_expert(model))
+        measured_rows = 0.0 if model.kept is None else model.kept.expert_rows
+        visits_all = model.num_experts > 1 and measured_rows >= model.num_experts
+        return cls(blocks, max(1, sum(b.count for b in blocks)), visits_all)
 
     @property
     def routed(self) -> list[Block]:
@@ -219,7 +226,7 @@ class ModelNumbers:
         first = next((b.attention for b in decoders.blocks if b.attention), None)
         first = first or AttentionSpec("full", 1, 1, 1, 1)
         names, stream = _replicated_matrices(model)
-        uncut = Uncut.of(model, names, stream)
+        uncut = Uncut.of(model, decoders, names, stream)
         outside = [b for b in model.blocks if not b.layers]
         head_params = sum(b.num_params for b in outside if b.name == "head")
         mlp = routed[0].mlp if routed else None
@@ -480,12 +487,6 @@ def _replicated_matrices(model: ModelSpec) -> tuple[frozenset[str], bool]:
     return replicated_matrices([(p.name, p.shape) for b in model.blocks for p in b.params], rules)
 
 
-def _visits_every_expert(model: ModelSpec) -> bool:
-    """Return whether forward sends every token to every expert, with weight 0 for experts that are not chosen."""
-    rows = 0.0 if model.kept is None else model.kept.expert_rows
-    return bool(model.num_experts > 1) and rows >= model.num_experts
-
-
 def _measured_experts(model: ModelSpec) -> float:
     """Return the measured bytes per token that the routed experts of an average layer save."""
     modules = () if model.kept is None else model.kept.modules
@@ -518,19 +519,14 @@ def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> fl
 def _last_layers(decoders: Iterable[Block], whole: frozenset[str]) -> tuple[LayerElements, ...]:
     """Return the numbers of parameters of the last two layers; `whole` are the names of the replicated matrices."""
     last = sorted(((layer, b) for b in decoders for layer in b.layers), key=lambda pair: pair[0])
-    parts = [
-        [("whole" if p.name in whole else _part(p), p.num_elements) for p in b.params]
-        for _, b in last[-2:]
-    ]
-    return tuple(
-        LayerElements(
-            dense=sum(n for part, n in params if part in ("attention", "mlp")),
-            whole=sum(n for part, n in params if part == "whole"),
-            vectors=sum(n for part, n in params if part == "vector"),
-            experts=sum(n for part, n in params if part == "expert"),
-        )
-        for params in parts
-    )
+    layers = []
+    for _, block in last[-2:]:
+        sizes = Counter[str]()
+        for p in block.params:
+            sizes["whole" if p.name in whole else _part(p)] += p.num_elements
+        dense = sizes["attention"] + sizes["mlp"]
+        layers.append(LayerElements(dense, sizes["whole"], sizes["vector"], sizes["expert"]))
+    return tuple(layers)
 
 
 def _bias_width(block: Block) -> int:

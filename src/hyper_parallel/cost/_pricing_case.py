@@ -15,7 +15,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._cards import DeviceCard, StackCard, device_card, own_cards, stack_card
+from hyper_parallel.cost._cards import (
+    DeviceCard,
+    StackCard,
+    cards_for_ranks,
+    own_cards_by_ranks,
+    shipped_cards,
+)
 from hyper_parallel.cost._numbers import ModelNumbers, Uncut
 from hyper_parallel.cost.candidates import ORDERS, Array, Axis, Candidates, Speed
 from hyper_parallel.ir import AXES, Workload
@@ -97,9 +103,11 @@ class Machine:
         """
         device = supernode.device
         matmul_dtype = matmul_dtype or compute_dtype
-        use_own = supernode.name == "local" and card is None and stack is None
-        if use_own and (own := own_cards(device.name, supernode.num_devices)):
-            card, stack = own
+        if card is None or stack is None:
+            use_own = supernode.name == "local" and card is None and stack is None
+            own = own_cards_by_ranks(device.name) if use_own else {}
+            default = cards_for_ranks(own, supernode.num_devices) if own else shipped_cards(device)
+            card, stack = card or default[0], stack or default[1]
         return cls(
             _peak_flops(supernode, compute_dtype),
             _peak_flops(supernode, matmul_dtype),
@@ -109,8 +117,8 @@ class Machine:
             device.memory_bytes_s.value,
             supernode.host_bytes_s,
             supernode.tiers,
-            card or device_card(device.name, device.kind),
-            stack or stack_card("cpu" if device.kind == "cpu" else "hyper-parallel"),
+            card,
+            stack,
             device.ranks_per_core,
             np.inf if supernode.host_bytes is None else supernode.host_bytes,
         )

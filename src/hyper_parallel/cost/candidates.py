@@ -15,14 +15,14 @@ per rank, a step takes m t plus the bubble:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hyper_parallel.ir import Overlap, Strategy, Workload
+from hyper_parallel.ir import AXES, Overlap, Strategy, Workload
 from hyper_parallel.ir.strategy import BLOCK_SHAPES, CpKind, ScheduleKind
 
 Array = NDArray[np.float64]
@@ -51,6 +51,18 @@ ORDERS: Final = tuple(tuple(itertools.chain(*axes)) for axes in itertools.permut
 
 The two data-parallel axes stay adjacent, so that experts fold over ranks of one replica.
 """
+
+VALUES: Final[Mapping[str, tuple[object, ...]]] = {
+    "attention_shape": SHAPES, "mlp_shape": SHAPES, "attention_scatter": ("head", "token"), "schedule": SCHEDULES,
+    "gathered_inputs": ("keep", "re-gather"), "recompute": RECOMPUTE, "offload": (False, True), "order": ORDERS,
+}  # fmt: skip
+"""Values of the fields of `Strategy` whose column is an index into them."""
+COLUMN_OF: Final = {
+    "attention_scatter": "attention_tokens", "gathered_inputs": "regather", "virtual_stages": "vpp",
+}  # fmt: skip
+"""Dict from field of `Strategy` to its column, where the names differ."""
+_NUMBERS: Final = (*AXES, "ep", "virtual_stages")
+"""Fields of `Strategy` that are numbers with a column of their own; other columns depend on several fields."""
 
 _DEFAULTS: Final = {
     **dict.fromkeys(
@@ -139,18 +151,16 @@ class Candidates:
         assert workload.microbatch is not None, "the workload must be resolved"
         assert workload.accumulation_steps is not None, "the workload must be resolved"
         s = strategy
+        columns = {COLUMN_OF.get(n, n): getattr(s, n) for n in _NUMBERS}
+        columns |= {COLUMN_OF.get(n, n): v.index(getattr(s, n)) for n, v in VALUES.items()}
         # Gradients of a single microbatch are reduced layer by layer, so ZeRO 1 equals ZeRO 2.
         single_microbatch = s.zero_stage == 1 and workload.accumulation_steps == 1
         return cls.of_columns(
-            pp=s.pp, dp_replicate=s.dp_replicate, dp_shard=s.dp_shard, cp=s.cp, tp_x=s.tp_x, tp_y=s.tp_y, ep=s.ep,
-            microbatch=workload.microbatch, accumulation=workload.accumulation_steps,
-            vpp=s.virtual_stages, schedule=SCHEDULES.index(s.schedule), cp_ulysses=s.ulysses,
-            attention_shape=SHAPES.index(s.attention_shape), mlp_shape=SHAPES.index(s.mlp_shape),
-            recompute=RECOMPUTE.index(s.recompute), zero=2 if single_microbatch else s.zero_stage, etp=s.expert_tp,
-            order=ORDERS.index(s.order), offload=int(s.offload),
-            regather=int(s.gathered_inputs == "re-gather"), attention_tokens=int(s.attention_scatter == "token"),
-            cp_gather=int(s.cp_kind == "all_gather"), halves=1 + int(s.overlap.half_batch),
-            ep_chunks=s.overlap.ep_chunks,
+            **columns,
+            microbatch=workload.microbatch, accumulation=workload.accumulation_steps, etp=s.expert_tp,
+            zero=2 if single_microbatch else s.zero_stage,
+            cp_ulysses=s.ulysses, cp_gather=int(s.cp_kind == "all_gather"),
+            halves=1 + int(s.overlap.half_batch), ep_chunks=s.overlap.ep_chunks,
             # Operators over symmetric memory divide the tokens by ranks.
             tp_chunks=s.tp if s.overlap.tp_symmetric else s.overlap.tp_chunks,
         )  # fmt: skip
@@ -199,18 +209,13 @@ class Candidates:
         if ulysses > 1:
             kind = "ulysses" if ulysses == row["cp"] else "hybrid"
         folded = 1 if row["ep"] > 1 else row["tp_x"] * row["tp_y"]
+        named: dict[str, Any] = {n: row[COLUMN_OF.get(n, n)] for n in _NUMBERS}
+        named |= {n: v[row[COLUMN_OF.get(n, n)]] for n, v in VALUES.items()}
         strategy = replace(
             base,
-            pp=row["pp"], dp_replicate=row["dp_replicate"], dp_shard=row["dp_shard"], cp=row["cp"],
-            tp_x=row["tp_x"], tp_y=row["tp_y"], ep=row["ep"],
-            attention_shape=SHAPES[row["attention_shape"]], mlp_shape=SHAPES[row["mlp_shape"]],
-            cp_kind=kind, cp_ulysses=ulysses if kind == "hybrid" else 1,
-            gathered_inputs="re-gather" if row["regather"] else "keep",
-            attention_scatter="token" if row["attention_tokens"] else "head",
-            schedule=SCHEDULES[row["schedule"]], virtual_stages=row["vpp"],
-            recompute=RECOMPUTE[row["recompute"]], reshard_after_forward=row["zero"] != 2,
+            **named,
+            cp_kind=kind, cp_ulysses=ulysses if kind == "hybrid" else 1, reshard_after_forward=row["zero"] != 2,
             zero=(0, 1, None, None)[row["zero"]], etp=None if row["etp"] == folded else row["etp"],
-            order=ORDERS[row["order"]], offload=bool(row["offload"]),
             overlap=Overlap(
                 row["halves"] == 2, max(1, row["ep_chunks"]), max(1, row["tp_chunks"])
             ),

@@ -37,6 +37,7 @@ from hyper_parallel.mpmd._submodel_schedule import (
     submodel_schedule,
 )
 from hyper_parallel.mpmd._tasks import (
+    action_costs,
     bubble_fraction,
     makespan_s,
     nanoseconds,
@@ -56,6 +57,7 @@ __all__ = [
     "StageCost",
     "SubModel",
     "TowerLanes",
+    "action_costs",
     "assign_submodels",
     "bubble_fraction",
     "check_pipeline",

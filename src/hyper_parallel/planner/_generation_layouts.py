@@ -71,7 +71,7 @@ class GenerationPricer:
 
         The degree ep divides dp_shard * tp_x and the number of experts.
         """
-        devices, experts = self.request.num_devices, self.request.experts or 1
+        devices, experts = self.request.num_devices, self.request.model.num_experts or 1
         for pp in (d for d in divisors(devices) if d <= self.request.model.num_layers):
             for tp in divisors(devices // pp):
                 for shard in divisors(devices // pp // tp):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from hyper_parallel.model import ModelSpec, Tower
 from hyper_parallel.planner.pins import check_exclusions, check_pins
 from hyper_parallel.planner.plan_builder import evaluate, require_fit, search, to_plan
 from hyper_parallel.planner.refinement import Outcome, find_best
+from hyper_parallel.planner.refusals import check_objective
 from hyper_parallel.planner.request import LOCAL, HostMemory, PlanRequest, resolve
 from hyper_parallel.planner.submodels import MEDIA, plan_with_towers
 from hyper_parallel.topology import Supernode
@@ -122,20 +122,12 @@ def _find_executable(
 
 
 def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:
-    if objective not in OBJECTIVES:
-        near = difflib.get_close_matches(objective, OBJECTIVES, 1) or OBJECTIVES
-        raise BadValue(
-            f"unknown objective `{objective}`",
-            got=objective,
-            allowed=OBJECTIVES,
-            hint=f"--objective {near[0]}",
-            where="--objective",
-        )
+    check_objective(objective, OBJECTIVES)
     if (objective == "fewest-devices") != (deadline_s is not None) and objective != "memory":
         raise BadValue(
             f"the objective {objective} {'needs' if deadline_s is None else 'does not accept'} a deadline",
             got=f"objective={objective}, deadline={deadline_s}",
-            hint="--objective fewest-devices --deadline 10",
+            hint=f"--objective fewest-devices --deadline {deadline_s or 10.0:g}",
             where="--deadline",
         )
     if objective == "step-time":

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from hyper_parallel.config import Overlap as OverlapSection
 from hyper_parallel.config import Parallel, Recipe, parse_yaml, validated
+from hyper_parallel.cost import check_stage_layers
 from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch, UnsupportedSharding
 from hyper_parallel.ir import Overlap, Plan, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec
@@ -47,7 +48,8 @@ def plan_recipe(
     """Return the plan of a recipe.
 
     Degrees that the recipe sets are kept. With `parallel: auto` the planner chooses the other degrees, for the recipe's
-    tokens per step. If the recipe has no batch numbers, a step has one sequence per rank.
+    tokens per step. Without batch numbers, a step has one sequence per data-parallel rank; with `parallel: auto`, one
+    sequence (in `stage: grpo`, one group of completions) per rank.
 
     Args:
         recipe: Recipe of the run.
@@ -122,6 +124,7 @@ def _plan_auto(
     names = ("rules", "schedule_file", "stage_layers", "overlap")
     base = Strategy(**{name: getattr(strategy, name) for name in names})
     pins = _pins(recipe, strategy, where)
+    check_stage_layers(strategy, request.model.num_layers)
     request = replace(request, from_recipe=True, executable=True, pins=pins, base=base)
     if recipe.stage == "grpo":
         from hyper_parallel.planner._roles import split_devices
@@ -135,7 +138,7 @@ def _plan_auto(
 def _request(
     recipe: Recipe, model: ModelSpec | None, num_devices: int | None, trained: float | None
 ) -> PlanRequest:
-    """Return the inputs of the planner for a recipe; without batch numbers, a step has one sequence per rank.
+    """Return the inputs of the planner for a recipe; batch numbers that it lacks are those of `plan_recipe`.
 
     With `offload`, `offload.budget` limits the bytes on a device, and other bytes are in host memory.
     """
@@ -224,28 +227,38 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
         pins["cp_ulysses"] = p.cp_ulysses
     if "virtual_stages" in explicit:
         check_virtual(strategy, where("parallel.virtual_stages"))
-    key = "stage_layers" if p.stage_layers else "schedule_file"
-    if getattr(p, key):
-        missing_key = "pp" if p.pp == 1 else "virtual_stages"
-        others = strategy.virtual_stages if p.pp == 1 else p.pp
-        if p.pp == 1 or (
-            "virtual_stages" not in explicit and p.schedule not in SINGLE_STAGE_SCHEDULES
-        ):
-            raise Contradiction(
-                f"`{key}` fixes the number of stages, so `auto` needs `{missing_key}` to be set",
-                where=where(f"parallel.{key}"),
-                got=f"{key} without {missing_key}",
-                hint=f"parallel.{missing_key}={max(2, len(p.stage_layers or ()) // others)}",
-            )
-        if p.stage_layers and len(p.stage_layers) != strategy.stages:
-            raise Contradiction(
-                f"`stage_layers` has {len(p.stage_layers)} numbers for {strategy.stages} stages",
-                where=where("parallel.stage_layers"),
-                got=list(p.stage_layers),
-                changes={"parallel.pp": max(1, len(p.stage_layers) // strategy.virtual_stages)},
-            )
+    if p.stage_layers or p.schedule_file:
+        _check_stages(p, strategy, where)
         pins["vpp"] = strategy.virtual_stages
     return pins
+
+
+def _check_stages(p: Parallel, strategy: Strategy, where: Callable[[str], str]) -> None:
+    """Raise Contradiction (HP104) if a recipe with `stage_layers` or a schedule file lacks degrees that match it."""
+    key = "stage_layers" if p.stage_layers else "schedule_file"
+    missing_key = "pp" if p.pp == 1 else "virtual_stages"
+    has_virtual = "virtual_stages" in p.model_fields_set or p.schedule in SINGLE_STAGE_SCHEDULES
+    if p.pp == 1 or not has_virtual:
+        others = strategy.virtual_stages if p.pp == 1 else p.pp
+        number, rest = divmod(len(p.stage_layers), others)
+        raise Contradiction(
+            f"`{key}` fixes the number of stages, so `auto` needs `{missing_key}` to be set",
+            where=where(f"parallel.{key}"),
+            got=f"{key} without {missing_key}",
+            hint=f"set parallel.{missing_key}, to match `{key}`"
+            if rest or number < 2
+            else f"parallel.{missing_key}={number}",
+        )
+    if p.stage_layers and len(p.stage_layers) != strategy.stages:
+        pp, rest = divmod(len(p.stage_layers), strategy.virtual_stages)
+        is_legal = pp > 1 and not rest
+        raise Contradiction(
+            f"`stage_layers` has {len(p.stage_layers)} numbers for {strategy.stages} stages",
+            where=where("parallel.stage_layers"),
+            got=list(p.stage_layers),
+            changes={"parallel.pp": pp} if is_legal else None,
+            hint=None if is_legal else f"give `stage_layers` {strategy.stages} numbers",
+        )
 
 
 def _culprit(strategy: Strategy) -> str:

@@ -132,20 +132,16 @@ class Roles:
     def splits(self) -> Iterator[tuple[int, int]]:
         """Yield (ranks that only sample, tensor-parallel ranks of a sampler replica) for every split to price."""
         grpo, rows = self.grpo, self.rows
-        rollout_ranks = grpo.rollout_ranks
+        rollout_ranks, tps = grpo.rollout_ranks, [grpo.copy_tp]
+        if grpo.rollout_tp == "auto" and rollout_ranks != 0:
+            degrees, refusal = range(1, self.devices), self.request.refusal
+            tps = [t for t in degrees if refusal(self.sampler_strategy(t)) is None]
         for ranks in range(self.devices) if rollout_ranks == "auto" else [rollout_ranks]:
-            tps = self._tps if grpo.rollout_tp == "auto" and ranks else [grpo.copy_tp]
             for tp in tps if ranks else [1]:
                 size = self.sampler_strategy(tp).world_size if ranks else 1
                 even = ranks % size == 0 and (rows is None or rows % max(1, ranks // tp) == 0)
                 if even or grpo.rollout_tp != "auto" != rollout_ranks:
                     yield ranks, tp
-
-    @cached_property
-    def _tps(self) -> list[int]:
-        """Legal tensor-parallel degrees of a sampler replica."""
-        r, degrees = self.request, range(1, self.devices)
-        return [t for t in degrees if r.refusal(self.sampler_strategy(t)) is None]
 
     def sampler_strategy(self, tp: int) -> Strategy:
         """Return the strategy of one sampler replica with `tp` tensor-parallel ranks."""

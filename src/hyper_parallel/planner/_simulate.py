@@ -58,8 +58,7 @@ def plan_tasks(plan: Plan) -> TaskGraph:
             "the plan's stage costs do not match its pipeline stages",
             got=f"{len(plan.stages)} stages",
             allowed=f"{s.pp * s.virtual_stages} stages (pp x virtual_stages)",
-            hint=f"hyper-parallel plan {plan.model.name} --topology {plan.topology} "
-            f"--devices {s.world_size} --seq-len {plan.workload.seq_len} -o plan.json",
+            hint="run `hyper-parallel plan` again, to replace the plan file",
         )
     microbatches = plan.workload.accumulation_steps or 1
     if s.schedule_file:

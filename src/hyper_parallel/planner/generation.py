@@ -25,7 +25,12 @@ from hyper_parallel.planner._generation_layouts import (
     layout_text,
 )
 from hyper_parallel.planner._recipe import parse_strategy
-from hyper_parallel.planner.refusals import MAX_DOUBLINGS, check_degrees, check_legal
+from hyper_parallel.planner.refusals import (
+    MAX_DOUBLINGS,
+    check_degrees,
+    check_legal,
+    check_objective,
+)
 from hyper_parallel.planner.request import LOCAL, PlanRequest, resolve
 from hyper_parallel.topology import Supernode, topology_hint
 from hyper_parallel.units import format_bytes
@@ -88,7 +93,7 @@ def plan_generation(
         NotDivisible, BatchMismatch: HP203 or HP308 for a `strategy` that does not fit the model.
         DoesNotFit: HP401 when no layout fits in memory; the hint is a change with which one fits, if there is one.
     """
-    _check_objective(objective)
+    check_objective(objective, GENERATE_OBJECTIVES, " for generation")
     explicit = parse_strategy(strategy) if isinstance(strategy, str) else strategy
     if explicit is not None:
         _check_axes(explicit)
@@ -137,17 +142,6 @@ def _ranked(
         return value, s.tp_x, s.pp, s.ep, s.dp_shard
 
     return [prices[k] for k in sorted(range(len(prices)), key=sort_key)]
-
-
-def _check_objective(objective: str) -> None:
-    if objective not in GENERATE_OBJECTIVES:
-        raise BadValue(
-            f"unknown objective `{objective}` for generation",
-            got=objective,
-            allowed=GENERATE_OBJECTIVES,
-            hint="--objective throughput",
-            where="--objective",
-        )
 
 
 def _request(

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Final, get_args
 
 from hyper_parallel.config import DEGREES, Parallel, Training
-from hyper_parallel.cost import ORDERS, RECOMPUTE, Candidates
+from hyper_parallel.cost import COLUMN_OF, ORDERS, VALUES, Candidates
 from hyper_parallel.errors import BadValue, UnknownKey
 from hyper_parallel.ir import Overlap
+from hyper_parallel.ir.strategy import CpKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,10 @@ class Pinnable:
         return self.values[pinned] if self.values else pinned
 
 
-_COLUMNS: Final = {
-    "virtual_stages": "vpp",
-    "accumulation_steps": "accumulation",
-    "attention_scatter": "attention_tokens",
-    "gathered_inputs": "regather",
-    "cp_kind": "cp_gather",
-}
+_COLUMNS: Final = {**COLUMN_OF, "accumulation_steps": "accumulation", "cp_kind": "cp_gather"}
 """Dict from recipe key to column of `cost.Candidates`, where the names differ."""
-_SEARCH_VALUES: Final = {"recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}
-"""Choices with more values in a search than in a recipe."""
+_VALUES: Final = {**VALUES, "cp_kind": get_args(CpKind), "zero": (0, 1, 2, 3)}
+"""Dict from recipe key to the values of a choice that is not a positive integer."""
 OVERLAPS: Final = (
     Overlap(),
     Overlap(half_batch=True),
@@ -65,27 +60,16 @@ _SEARCH_ONLY: Final = (
 _COLUMN_NAMED: Final = ("virtual_stages", "accumulation_steps")
 
 
-def _literals(annotation: Any) -> tuple[object, ...]:
-    """Return the values of a `Literal` annotation, or of the literals in a union; () for other types."""
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)
-    return tuple(value for part in get_args(annotation) for value in _literals(part))
-
-
 def _table() -> Mapping[str, Pinnable]:
     """Return a dict from every accepted name of a choice to its `Pinnable`; some choices have two names."""
     table = {key.name: key for key in _SEARCH_ONLY}
-    for section, fields in (
-        ("parallel", Parallel.model_fields),
-        ("training", Training.model_fields),
-    ):
-        for name, info in fields.items():
+    for section, keys in ("parallel", Parallel.model_fields), ("training", Training.model_fields):
+        for name in keys:
             column = _COLUMNS.get(name, name)
             if column not in Candidates.__slots__:
                 continue
             own = column if name in _COLUMN_NAMED else name
-            values = _SEARCH_VALUES.get(name, _literals(info.annotation))
-            table[name] = table[own] = Pinnable(own, f"{section}.{name}", values)
+            table[name] = table[own] = Pinnable(own, f"{section}.{name}", _VALUES.get(name, ()))
     return MappingProxyType(table)
 
 
@@ -99,7 +83,8 @@ EXCLUDABLE: Final = ("attention_scatter", "gathered_inputs", "recompute", "offlo
 def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
     """Return pins as a dict from `Pinnable.name` to the pinned number, or to the index of the pinned value.
 
-    A pin of `tp` alone also pins `tp_y` to 1. Together with a pin of `tp_y`, a pin of `tp` applies to `tp_x`.
+    A pin of `tp` alone also pins `tp_y` to 1. With a pin of `tp_y` but none of `tp_x`, a pin of `tp` applies to `tp_x`.
+    With a pin of `tp_x`, it applies to the product of both.
 
     Args:
         pins: Dict from a name in `PINNABLE` to the value; None: no pins.
@@ -110,10 +95,11 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
     """
     checked: dict[str, int] = {}
     named = dict(pins or {})
-    if "tp" in named and "tp_y" not in named:
-        named["tp_y"] = 1
-    elif "tp" in named:
-        named.setdefault("tp_x", named.pop("tp"))
+    if "tp" in named and "tp_x" not in named:
+        if "tp_y" in named:
+            named["tp_x"] = named.pop("tp")
+        else:
+            named["tp_y"] = 1
     for name, value in named.items():
         key = PINNABLE.get(name)
         if key is None:
@@ -153,39 +139,28 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
     Raises:
         BadValue: HP102 for a name that cannot be excluded, or is pinned to another value.
     """
-    checked = {}
-    for axis in excluded:
-        if axis in EXCLUDABLE:
-            plain = str(PINNABLE[axis].values[0]) if axis in PINNABLE else None
-            if str(pins.get(axis, plain)) != str(plain):
-                raise BadValue(
-                    f"`{axis}` is both excluded and pinned to another value than `{plain}`",
-                    got=f"--pin {axis}={pins[axis]}",
-                    hint=f"leave out --pin {axis}={pins[axis]}",
-                    where="--exclude",
-                )
-            checked[axis] = 0
-            continue
-        if axis not in (*DEGREES, "tp", "dp"):
-            allowed = (*DEGREES, "tp", "dp", *EXCLUDABLE)
-            near = get_close_matches(axis, allowed, 1)
-            hint = f"--exclude {near[0]}" if near else f"leave out --exclude {axis}"
+    allowed = (*DEGREES, "tp", "dp", *EXCLUDABLE)
+    checked: dict[str, int] = {}
+    for name in excluded:
+        if name not in allowed:
+            near = get_close_matches(name, allowed, 1)
             raise BadValue(
-                f"`{axis}` is no axis or choice that can be excluded",
-                got=axis,
+                f"`{name}` is no axis or choice that can be excluded",
+                got=name,
                 allowed=allowed,
-                hint=hint,
+                hint=f"--exclude {near[0]}" if near else f"leave out --exclude {name}",
                 where="--exclude",
             )
-        for name in ("dp_replicate", "dp_shard") if axis == "dp" else (axis,):
-            if pins.get(name, 1) != 1:
+        for key in ("dp_replicate", "dp_shard") if name == "dp" else (name,):
+            checked[key] = 0 if key in EXCLUDABLE else 1
+            kept, pinned = shown_pin(key, checked[key]), f"{key}={pins.get(key)}"
+            if key in pins and pinned != kept:
                 raise BadValue(
-                    f"the axis `{name}` is both excluded and pinned to a degree above 1",
-                    got=f"--pin {name}={pins[name]}",
-                    hint=f"leave out --pin {name}={pins[name]}",
+                    f"`{key}` is both excluded and pinned: an exclusion means {kept}",
+                    got=f"--pin {pinned}",
+                    hint=f"leave out --pin {pinned}",
                     where="--exclude",
                 )
-            checked[name] = 1
     return checked
 
 

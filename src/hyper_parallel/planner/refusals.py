@@ -1,9 +1,10 @@
-"""Checks of strategies; and errors, with a helpful change, for requests without a strategy that is legal and fits."""
+"""Checks of strategies and objectives; errors with a hint for requests that no legal strategy satisfies in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, Final
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from hyper_parallel.config import DEGREES
 from hyper_parallel.cost import ModelNumbers, check_stage_layers
 from hyper_parallel.errors import (
+    BadValue,
     DegreesMismatch,
     DoesNotFit,
     HyperParallelError,
@@ -20,7 +22,7 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.mpmd import check_pipeline
 from hyper_parallel.planner.bounds import count, tuples
-from hyper_parallel.planner.pins import PINNABLE, shown_pin
+from hyper_parallel.planner.pins import EXCLUDABLE, PINNABLE, shown_pin
 from hyper_parallel.planner.request import LOCAL, PlanRequest
 from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Space
@@ -29,8 +31,23 @@ from hyper_parallel.units import divisors, format_bytes
 
 MAX_DOUBLINGS: Final = 7
 """Maximum number of times that the number of devices is doubled to find a hint."""
+_EXCLUSIONS: Final = dict.fromkeys((*DEGREES, "tp"), 1) | dict.fromkeys(EXCLUDABLE, 0)
+"""Dict from pin to the value that an exclusion gives it."""
 MAX_REFUSALS: Final = 12
 """Maximum number of errors whose suggested changes are applied in turn to make a strategy legal."""
+
+
+def check_objective(objective: str, allowed: Sequence[str], purpose: str = "") -> None:
+    """Raise BadValue (HP102) if an objective is not among the `allowed` ones; `purpose` ends the sentence."""
+    if objective not in allowed:
+        near = get_close_matches(objective, allowed, 1) or allowed
+        raise BadValue(
+            f"unknown objective `{objective}`{purpose}",
+            got=objective,
+            allowed=allowed,
+            hint=f"--objective {near[0]}",
+            where="--objective",
+        )
 
 
 def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None = None) -> None:
@@ -169,7 +186,7 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
 
 def _impossible_pins(request: PlanRequest) -> Iterator[str]:
     """Yield a sentence about each pin that is illegal for all values of the other choices."""
-    experts = request.experts
+    experts = request.model.num_experts
     for name, value in request.pins.items():
         if name not in (*DEGREES, "tp"):
             continue
@@ -244,8 +261,8 @@ def _single_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         if name == "microbatch":
             hint = request.hint("--pin microbatch=", "training.microbatch", 1)
             yield hint, _pinned(request, name, 1)
-        kind = "pin or exclusion" if name in DEGREES and pins[name] == 1 else "pin"
-        yield f"leave out the {kind} {shown_pin(name, pins[name])}", without
+        if leave_out := _without_pin(request, name):
+            yield leave_out, without
     if workload.microbatch not in (None, 1):
         hint = request.hint("--pin microbatch=", "training.microbatch", 1)
         yield hint, replace(request, workload=replace(workload, microbatch=1))
@@ -260,6 +277,19 @@ def _single_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         workload = replace(workload, seq_len=workload.seq_len // 2)
         hint = request.hint("--seq-len ", "data.seq_len", workload.seq_len)
         yield hint, replace(request, workload=workload)
+
+
+def _without_pin(request: PlanRequest, name: str) -> str | None:
+    """Return the hint to leave out a pin; None for a default, which the planner pins even if a recipe lacks it."""
+    value = request.pins[name]
+    if not request.from_recipe:
+        kind = "pin or exclusion" if _EXCLUSIONS.get(name) == value else "pin"
+        return f"leave out the {kind} {shown_pin(name, value)}"
+    key = PINNABLE[name]
+    if key.shown(value) == getattr(Strategy(), key.recipe_key.rpartition(".")[2], None):
+        return None
+    is_resharding = name == "zero" and value > 1
+    return f"leave out {'parallel.reshard_after_forward' if is_resharding else key.recipe_key}"
 
 
 def fits(request: PlanRequest) -> bool:

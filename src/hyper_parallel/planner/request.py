@@ -87,11 +87,6 @@ class PlanRequest:
             if b.layers
         )
 
-    @cached_property
-    def experts(self) -> int:
-        """Number of routed experts; 0 for a dense model."""
-        return max((b.mlp.num_experts for b in self.model.blocks if b.mlp), default=0)
-
     def hint(self, option: str, key: str, value: object) -> str:
         """Return a hint to paste: `option` and value for the plan command, or `key=value` if `from_recipe`."""
         return f"{key}={value}" if self.from_recipe else f"{option}{value}"
@@ -201,12 +196,9 @@ def resolve(
         UnknownTopology: HP303 for an unknown topology.
     """
     spec = model if isinstance(model, ModelSpec) else load_model(model)
-    if isinstance(topology, Supernode):
-        supernode = topology
-    elif topology == LOCAL:
-        supernode = detect_local(num_devices)
-    else:
-        supernode = load_topology(topology)
+    supernode = topology
+    if not isinstance(supernode, Supernode):
+        supernode = load_topology(supernode, num_devices)
     devices = num_devices or supernode.num_devices
     notes = list(spec.notes)
     if workload is None:
@@ -269,7 +261,7 @@ def unimplemented(strategy: Strategy) -> list[str]:
     s = strategy
     choices = []
     if s.order != AXES:
-        choices.append("order of the axes")
+        choices.append(f"order of the axes {'>'.join(s.order)}")
     if s.dp_shard * s.cp > 1 and (s.zero == 0 or (s.zero == 1 and s.pp > 1)):
         choices.append(f"zero={s.zero}" + (" with pipeline stages" if s.zero else ""))
     if s.etp is not None:

@@ -14,6 +14,7 @@ import yaml
 from hyper_parallel.config import DEGREES, Recipe
 from hyper_parallel.errors import BadValue, PlanMismatch
 from hyper_parallel.ir import AXES, Plan
+from hyper_parallel.planner.request import unimplemented
 from hyper_parallel.units import format_bytes
 
 STACKS: Final = ("ours", "megatron")
@@ -28,7 +29,7 @@ _HEAD: Final = """\
 def launch_settings(plan: Plan, stack: str) -> str:
     """Return text that starts a run with the plan.
 
-    Choices of the plan that the training framework cannot express are listed in comments.
+    Comments list the choices of the plan that Megatron-LM cannot express, or that this version cannot run.
 
     Args:
         plan: The plan.
@@ -45,9 +46,13 @@ def launch_settings(plan: Plan, stack: str) -> str:
             hint="--launch ours",
             where="--launch",
         )
-    settings = _recipe(plan) if stack == "ours" else _megatron(plan)
-    dropped = _not_in_recipe(plan) if stack == "ours" else _not_in_megatron(plan)
-    return "\n".join([*(f"# not expressed: {text}" for text in dropped), settings]) + "\n"
+    if stack == "ours":
+        comments = [f"# not supported: {text}" for text in unimplemented(plan.strategy)]
+        settings = _recipe(plan)
+    else:
+        comments = [f"# not expressed: {text}" for text in _not_in_megatron(plan)]
+        settings = _megatron(plan)
+    return "\n".join([*comments, settings]) + "\n"
 
 
 def recipe_values(plan: Plan) -> dict[str, Any]:
@@ -76,13 +81,12 @@ def recipe_values(plan: Plan) -> dict[str, Any]:
         parallel["zero"] = 1
     else:
         parallel["reshard_after_forward"] = s.zero_stage in (0, 3)
-    dtype = w.compute_dtype if w.compute_dtype in ("float64", "float32", "bfloat16") else "bfloat16"
     recipe: dict[str, Any] = {
         "model": {"path": plan.model.name},
         "stage": "pt",
         "data": {"source": "python-stdlib", "seq_len": w.seq_len},
         "training": {
-            "dtype": dtype,
+            "dtype": w.compute_dtype,
             "microbatch": w.microbatch,
             "accumulation_steps": w.accumulation_steps,
             "recompute": "full" if s.recompute == "full" else "none",
@@ -168,17 +172,6 @@ def _megatron(plan: Plan) -> str:
         flags.append("--bf16" if w.compute_dtype == "bfloat16" else "--fp16")
     head = f"torchrun --nproc-per-node <devices per node> pretrain_gpt.py  # {s.world_size} devices"
     return "\n".join([head, *(f"    {flag}" for flag in flags)])
-
-
-def _not_in_recipe(plan: Plan) -> Iterator[str]:
-    """Yield a sentence about each choice of the plan that no recipe key can express."""
-    s = plan.strategy
-    if s.order != AXES:
-        yield f"order of the axes {'>'.join(s.order)}"
-    if s.recompute == "selective":
-        yield "selective recomputation"
-    if s.etp is not None:
-        yield f"experts sharded over etp={s.etp} ranks"
 
 
 def _not_in_megatron(plan: Plan) -> Iterator[str]:

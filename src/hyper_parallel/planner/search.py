@@ -530,7 +530,7 @@ class BranchAndBound:
     def closest_misses(self) -> Columns:
         """Return the fastest strategies that exceed device memory under every choice, per batch of pruned rows.
 
-        Each row has the choice with the least memory. The rows are for error messages and for rejected strategies.
+        Each row has the choice with the least memory and its peak bytes, but the seconds of the fastest choice.
         """
         batch = np.repeat(np.arange(len(self._misses)), [count(part) for part in self._misses])
         if not len(batch):

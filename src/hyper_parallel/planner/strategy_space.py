@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -124,9 +124,9 @@ class Space:
         self.overlaps = self._allowed_overlaps()
         legal = legal_tp(model.num_heads, model.num_kv_heads, *model.intermediate_sizes)
         self._tp = {t for t in legal if not runs or request.refusal(Strategy(tp_x=t)) is None}
-        self._ep: dict[int, bool] = {1: True}
+        self._runs_with_ep = cache(lambda ep: request.refusal(Strategy(dp_shard=ep, ep=ep)) is None)
         self._refusals: dict[tuple[int, ...], str | None] = {}
-        self._whole_streams: dict[int, bool] = {}
+        self._whole_stream = cache(self._holds_all_tokens)
 
     def _allowed(self, name: str, values: Sequence[int]) -> list[int]:
         """Return the entries of `values` that the pins allow for a column."""
@@ -289,23 +289,17 @@ class Space:
 
     def _experts(self, tp: int, ranks: int) -> list[tuple[int, int]]:
         """Return the legal (ep, etp) for `tp` tensor-parallel ranks and `ranks` ranks of a pipeline stage."""
-        r = self.request
-        inner = math.gcd(r.experts, ranks) if r.experts else 1
-        divisible = not r.experts or all(w % tp == 0 for w in r.model.intermediate_sizes)
-        free = r.experts and self._any_etp
+        r, experts = self.request, self.request.model.num_experts
+        inner = math.gcd(experts, ranks) if experts else 1
+        divisible = not experts or all(w % tp == 0 for w in r.model.intermediate_sizes)
+        free = experts and self._any_etp
         return [
             (ep, etp)
             for ep in self._allowed("ep", divisors(inner))
-            if inner % ep == 0 and (not r.executable or self._runs_with(ep))
+            if inner % ep == 0 and (ep == 1 or not r.executable or self._runs_with_ep(ep))
             for etp in sorted({1, tp} if free else {1 if ep > 1 else tp})
             if ranks % (ep * etp) == 0 and (etp == 1 or divisible) and r.allows("etp", etp)
         ]
-
-    def _runs_with(self, ep: int) -> bool:
-        """Return whether this version can run the model with `ep` expert-parallel ranks."""
-        if ep not in self._ep:
-            self._ep[ep] = self.request.refusal(Strategy(dp_shard=ep, ep=ep)) is None
-        return self._ep[ep]
 
     def _cp_kind(self) -> str:
         """Return the pinned kind of context parallelism; "": any."""
@@ -389,7 +383,7 @@ class Space:
             return [(1, 1, 1)]
         options = []
         for overlap in self.overlaps:
-            if overlap.tp_chunks > 1 and self._holds_all_tokens(named["tp_x"]):
+            if overlap.tp_chunks > 1 and self._whole_stream(named["tp_x"]):
                 continue
             try:
                 check_overlap(replace(plain, overlap=overlap), workload)
@@ -401,13 +395,10 @@ class Space:
 
     def _holds_all_tokens(self, tp: int) -> bool:
         """Return whether the residual stream is replicated over `tp` tensor-parallel ranks, or `tp` is refused."""
-        if tp not in self._whole_streams:
-            try:
-                whole = tp > 1 and self.request.shard(Strategy(tp_x=tp)).whole_stream
-            except HyperParallelError:
-                whole = True
-            self._whole_streams[tp] = whole
-        return self._whole_streams[tp]
+        try:
+            return tp > 1 and self.request.shard(Strategy(tp_x=tp)).whole_stream
+        except HyperParallelError:
+            return True
 
     def overlaps_with(self, offload: int, regather: int) -> bool:
         """Return whether overlap of tensor-parallel collectives is legal with these values of offload and regather."""

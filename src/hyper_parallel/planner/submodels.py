@@ -36,6 +36,7 @@ from hyper_parallel.model import Tower, language_of, tower_kinds
 from hyper_parallel.mpmd import (
     JointLayout,
     TowerLanes,
+    action_costs,
     inline_schedule,
     lanes_text,
     rounds_schedule,
@@ -64,7 +65,8 @@ class TowerPrice:
     """Predicted time and memory of a tower on one of its ranks.
 
     Attributes:
-        cost: Cost of one microbatch. Backward takes twice as long as forward, and is all in `weight_grad_s`.
+        cost: Cost of one microbatch. Backward takes twice as long as forward, or 0 s if the tower is frozen, and is all
+            in `weight_grad_s`.
         memory: Memory terms, those of `ir.RESERVED` excluded; with the activations of one microbatch.
     """
 
@@ -156,11 +158,10 @@ class DividedStep:
             [tower.cost for name, tower in self.towers.items() if rank in self.members[name]]
             for rank in sorted(ranks)
         ]
-        prices = max(by_rank, key=lambda costs: sum(c.microbatch_s for c in costs))
-        forward_s = sum(c.forward_s for c in prices)
-        towers = StageCost(forward_s, 0.0, sum(c.weight_grad_s for c in prices))
+        busiest = max(by_rank, key=lambda costs: sum(c.microbatch_s for c in costs))
         s, stages = self.plan.strategy, [stage.cost for stage in self.plan.stages]
-        return [towers, *(_sum([stages[k] for k in s.stages_of(r)], r > 0) for r in range(s.pp))]
+        language = (_sum([stages[k] for k in s.stages_of(r)], r > 0) for r in range(s.pp))
+        return [_sum(busiest, False), *language]
 
     @cached_property
     def _alone_s(self) -> float:
@@ -250,10 +251,7 @@ class DividedStep:
         busy_s = 0.0
         for _, _, action in schedule.compute_only().leaves():
             costs = [(self.costs[action.stage], stage_ranks)] if action.stage else towers
-            for c, count in costs:
-                seconds = {"F": c.forward_s, "I": c.input_grad_s, "W": c.weight_grad_s}
-                seconds["B"] = c.input_grad_s + c.weight_grad_s
-                busy_s += seconds[action.kind] * count
+            busy_s += sum(action_costs(c)[action.kind][0] * count for c, count in costs)
         ranks = len({rank for part in parts for rank in part.ranks})
         lanes = [f"lane {lane}" for lane in range(self.lanes.count)]
         names = ("+".join(self.towers), *[LANGUAGE] * self.lanes.stages)
@@ -277,12 +275,8 @@ def _sum(costs: Sequence[StageCost], sends_back: bool) -> StageCost:
     """Return the cost of all stages of a pipeline rank; without `sends_back`, the rank sends no gradients."""
     last = costs[-1]
     names = (
-        "forward_s",
-        "input_grad_s",
-        "weight_grad_s",
-        "exposed_forward_s",
-        "exposed_backward_s",
-    )
+        "forward_s", "input_grad_s", "weight_grad_s", "exposed_forward_s", "exposed_backward_s",
+    )  # fmt: skip
     sums: dict[str, Any] = {name: sum(getattr(c, name) for c in costs) for name in names}
     return replace(last, send_backward_s=last.send_backward_s * sends_back, **sums)
 
@@ -578,19 +572,9 @@ def _inline_step(
     """Return the predicted step if the ranks of the first pipeline stage run the towers; see `DividedStep.inline`."""
     s = plan.strategy
     own = Strategy(dp_replicate=s.dp_replicate, dp_shard=s.dp_shard * s.cp)
-    ranks = tuple(range(s.world_size))
-    first = tuple(r for r, (_, stage) in places_of_ranks(s, ranks).items() if stage == 0)
-    items, count = media * (plan.workload.microbatch or 1), plan.workload.accumulation_steps or 1
-    return DividedStep(
-        plan,
-        {LANGUAGE: s, **{t.name: own for t in towers}},
-        {LANGUAGE: ranks, **{t.name: first for t in towers}},
-        TowerLanes(s.pp, (0,)),
-        False,
-        {t.name: price_tower(request, t, own, items, microbatches=count) for t in towers},
-        language_memory=language_memory(request, plan, [t.name for t in towers]),
-        inline=True,
-    )
+    places = places_of_ranks(s, range(s.world_size))
+    first = tuple(rank for rank, (_, stage) in places.items() if stage == 0)
+    return _predicted_step(request, plan, towers, own, first, media, inline=True)
 
 
 def _steps_apart(
@@ -625,31 +609,39 @@ def _steps_apart(
             with suppress(HyperParallelError):
                 plans[key] = search(smaller, 0)
         if (plan := plans[key]) is not None:
-            step = _step_apart(request, plan, parts, tower, media)
+            axes = {k: v for k, v in parts[tower.name].items() if k != "ranks"}
+            own = Strategy(**axes)
+            ranks = tuple(parts[tower.name].get("ranks") or range(size, size + own.world_size))
+            step = _predicted_step(request, plan, towers, own, ranks, media)
             if step.lanes.padded(step.count) == step.count:
                 yield step
 
 
-def _step_apart(
+def _predicted_step(
     request: PlanRequest,
     plan: Plan,
-    parts: Mapping[str, Mapping[str, Any]],
-    tower: Tower,
+    towers: Sequence[Tower],
+    tower_strategy: Strategy,
+    ranks: tuple[int, ...],
     media: int,
+    *,
+    inline: bool = False,
 ) -> DividedStep:
-    """Return the predicted step of one result of `layouts`; `plan` is the plan of its language part."""
-    size = plan.strategy.world_size
-    axes = {k: v for k, v in parts[tower.name].items() if k != "ranks"}
-    own = Strategy(**axes)
-    ranks = tuple(parts[tower.name].get("ranks") or range(size, size + own.world_size))
-    strategies = {LANGUAGE: plan.strategy, tower.name: own}
-    members = {LANGUAGE: tuple(range(size)), tower.name: ranks}
-    lanes, joint = submodel_lanes(strategies, members)
-    share = 1.0 if joint else plan.strategy.dp / len(ranks)
+    """Return the predicted step if `ranks` run all towers with one strategy; `plan` is that of the language part."""
+    s, names = plan.strategy, [tower.name for tower in towers]
+    strategies = {LANGUAGE: s, **dict.fromkeys(names, tower_strategy)}
+    members = {LANGUAGE: tuple(range(s.world_size)), **dict.fromkeys(names, ranks)}
+    lanes, joint = TowerLanes(s.pp, (0,)), False
+    if not inline:
+        lanes, joint = submodel_lanes(strategies, members)
+    # Without a joint schedule, the tower ranks share the microbatches of all language ranks.
+    share = 1.0 if joint or inline else s.dp / len(ranks)
     items = media * (plan.workload.microbatch or 1) * share
     count = plan.workload.accumulation_steps or 1
-    price = price_tower(request, tower, own, items, microbatches=count)
+    prices = {
+        t.name: price_tower(request, t, tower_strategy, items, microbatches=count) for t in towers
+    }
+    memory = language_memory(request, plan, names)
     return DividedStep(
-        plan, strategies, members, lanes, joint, {tower.name: price},
-        language_memory=language_memory(request, plan, [tower.name]),
-    )  # fmt: skip
+        plan, strategies, members, lanes, joint, prices, language_memory=memory, inline=inline
+    )

@@ -64,7 +64,7 @@ from hyper_parallel.runtime._step_refusals import (
     refuse_reads,
     refuse_schedule,
 )
-from hyper_parallel.topology import Supernode, detect_local, load_topology
+from hyper_parallel.topology import Supernode, load_topology
 from hyper_parallel.units import parse_bytes
 
 FLASH_BYTES_S: Final = 1e9
@@ -215,8 +215,8 @@ def _step_machine(topology: str, optimizers: Sequence[torch.optim.Optimizer]) ->
             got=f"{ranks} ranks, {local_size} of them here",
             hint='hp.offload(step, ..., topology="dgx-h100")',
         )
-    node = detect_local(local_size) if topology == "local" else load_topology(topology)
-    tier = node.tier_of(ranks) if ranks > 1 else node.tiers[0]
+    node = load_topology(topology, local_size)
+    tier = node.tier_of(ranks)
     trained = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
     dtype = next((p.dtype for p in trained if p.is_floating_point()), torch.float32)
     flops = node.peak_flops(str(dtype).removeprefix("torch."))

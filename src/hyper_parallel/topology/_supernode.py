@@ -154,7 +154,7 @@ class Supernode:
                 f"the topology `{self.name}` has no peak rate of {self.device.name} for {dtype}",
                 got=dtype,
                 allowed=sorted(peaks),
-                hint=f"set `training.dtype={next(iter(peaks))}`, or add `{dtype}` to a copy of the topology file",
+                hint=f"compute in {next(iter(peaks))}, or add `{dtype}` to a copy of the topology file",
             )
         return peaks[dtype].value
 

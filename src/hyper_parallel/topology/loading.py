@@ -46,21 +46,22 @@ def topology_hint(option: str = "topology=") -> str:
     return f"{option}dgx-h100 (machines: {', '.join(preset_names())}, or a YAML file)"
 
 
-def load_topology(name_or_path: str | Path) -> Supernode:
+def load_topology(name_or_path: str | Path, num_devices: int | None = None) -> Supernode:
     """Return the topology with a name, in a file, or of this machine.
 
     Args:
         name_or_path: A preset name or alias, the path of a topology file, or `local` for this machine.
+        num_devices: For `local`, the number of devices to use; see `detect_local`. Other topologies ignore it.
 
     Raises:
         UnknownTopology: HP303 when the argument is none of these; the nearest names are listed.
         TopologyUnreadable: HP309 when the file is not readable YAML.
         UnknownKey: HP101, BadValue: HP102 when a key of the file is unknown or its value is not allowed.
-        UnknownDevice: HP312 when `local` has an accelerator without a preset.
+        HyperParallelError: As raised by `detect_local`, for `local`.
     """
     text = str(name_or_path)
     if text == "local":
-        return detect_local()
+        return detect_local(num_devices)
     path = Path(text)
     if path.suffix.lower() in {".yaml", ".yml", ".json"} or "/" in text:
         return read_topology(path)

@@ -49,12 +49,13 @@ from hyper_parallel.cost import (
     PricingCase,
     StackCard,
     cards_for_ranks,
-    device_card,
     own_cards_by_ranks,
     own_path,
+    shipped_cards,
     stack_card,
     step_seconds,
 )
+from hyper_parallel.errors import OutputNotWritable
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec, spec_from_config
 from hyper_parallel.planner import plan as make_plan
@@ -272,7 +273,7 @@ def calibrate_local(
     if len(by_ranks) > 1:
         yield f"  the numbers are for {', '.join(map(str, by_ranks))} concurrent ranks"
     measured = [_printed_numbers(*cards) for cards in by_ranks.values()]
-    for name, shipped in _printed_numbers(*_shipped(supernode)).items():
+    for name, shipped in _printed_numbers(*shipped_cards(supernode.device)).items():
         yield f"  {name}: {shipped:.4g} -> {'  '.join(f'{m[name]:.4g}' for m in measured)}"
     used = "" if output else f"; `plan` and `train` on this {kind} use it from now on"
     yield f"card written to {path}{used}"
@@ -300,8 +301,8 @@ def calibrate_first_run(job: Job) -> str | None:
     cards = _measure(supernode, short=True)
     try:
         write_local_cards(path, {**known, ranks: cards})
-    except OSError as error:
-        logger.warning("the measured rates of this machine cannot be saved: %s", error)
+    except OutputNotWritable as error:
+        logger.warning("the measured rates of this machine cannot be saved:\n%s", error)
         return None
     return (
         f"first run with {ranks} ranks on this machine: measured it in {time.perf_counter() - start:.0f} s for the "
@@ -326,12 +327,6 @@ def _rank_counts(supernode: Supernode) -> list[int]:
     if supernode.device.kind != "cpu":
         return [most]
     return sorted({most, *(2**k for k in range(most.bit_length()) if 2**k < most)})
-
-
-def _shipped(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
-    device = supernode.device
-    stack = stack_card("cpu" if device.kind == "cpu" else "hyper-parallel")
-    return device_card(device.name, device.kind), stack
 
 
 def _measure(supernode: Supernode, *, short: bool = False) -> tuple[DeviceCard, StackCard]:
@@ -413,7 +408,10 @@ def _check(
     spec = read_spec(loaded.recipe.model.path)
     ranks = plan.strategy.world_size
     machine = detect_local(ranks)
-    for name, cards in (("before", _shipped(machine)), ("after", cards_for_ranks(by_ranks, ranks))):
+    for name, cards in (
+        ("before", shipped_cards(machine.device)),
+        ("after", cards_for_ranks(by_ranks, ranks)),
+    ):
         predicted = _predicted(spec, plan, machine, *cards)
         yield f"  predicted {name}: {predicted:.4g} s, {predicted / measured - 1.0:+.1%} of the measured"
 

@@ -9,7 +9,7 @@ from hyper_parallel.backends.torch.memory.generation import MemoryLimits, Memory
 from hyper_parallel.errors import BadValue, UnknownPeak
 from hyper_parallel.memory import Roofline
 from hyper_parallel.runtime import host_machine
-from hyper_parallel.topology import detect_local, load_topology
+from hyper_parallel.topology import load_topology
 from hyper_parallel.trainer.files import check_writable
 from hyper_parallel.units import format_bytes, format_seconds, parse_bytes
 
@@ -56,7 +56,7 @@ class DeviceMemory:
         Raises:
             UnknownPeak: HP310 when the topology has no rate for the dtype.
         """
-        node = detect_local(1) if self.topology == "local" else load_topology(self.topology)
+        node = load_topology(self.topology, 1)
         machine = host_machine(node, self.dram_bytes, self.flash is not None)
         try:
             flops_s = node.peak_flops(dtype)

@@ -22,7 +22,7 @@ from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported
 from hyper_parallel.ir import Plan
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline
 from hyper_parallel.runtime import host_machine
-from hyper_parallel.topology import detect_local, load_topology
+from hyper_parallel.topology import load_topology
 from hyper_parallel.units import format_bytes
 
 MARGIN: Final = 0.04
@@ -58,7 +58,7 @@ class OffloadMachine:
     def of(cls, recipe: Recipe, plan: Plan, device: torch.device) -> OffloadMachine:
         """Derive machine model and goal for a rank's device; `recipe.offload` must be enabled."""
         ranks, choice = plan.strategy.world_size, recipe.offload
-        node = detect_local(ranks) if recipe.topology == "local" else load_topology(recipe.topology)
+        node = load_topology(recipe.topology, ranks)
         dram = choice.dram
         if dram is None and node.host_bytes is not None:
             dram = int(node.host_bytes)
@@ -74,7 +74,7 @@ class OffloadMachine:
             notes = (line,)
         flops = node.peak_flops(plan.workload.compute_dtype)
         roofline = Roofline(flops, node.device.memory_bytes_s.value)
-        tier = node.tier_of(ranks) if ranks > 1 else node.tiers[0]
+        tier = node.tier_of(ranks)
         link = Channel(tier.bytes_s.value, tier.latency_s.value)
         return cls(choice, budget, planned, actual, roofline, link, notes)
 
