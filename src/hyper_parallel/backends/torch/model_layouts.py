@@ -141,8 +141,8 @@ def starred(name: str) -> str:
 def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     """Return the sharding rules of a Hugging Face model, embedding and head included; () for any other module.
 
-    The rules of the config class (`base_model_tp_plan`) are used if they cover all parameters. Otherwise the rules are
-    derived from the structure of the model.
+    The rules of the config class (`base_model_tp_plan`) are used if they cover all parameters of a decoder. Otherwise
+    the rules are derived from the structure of the model.
     """
     config = text_config(model)
     if config is None:
