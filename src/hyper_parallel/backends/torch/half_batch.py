@@ -9,7 +9,7 @@ not changed: its forward is called once per half-batch.
 Layer k returns when half-batch 0 is done; its half-batch 1 is completed during layer k + 1. The return value is a
 placeholder, `HalvedTensor`: any use except by the next layer first completes half-batch 1. Both half-batches are
 completed at the end of a layer with hooks, and at the end of the model. FSDP gathers the parameters of a layer once for
-both, see `HalvedUnit`. Recomputation runs both, see `RecomputedHalves`. A microbatch that cannot be split into two
+both, see `UnitPass`. Recomputation runs both, see `RecomputedHalves`. A microbatch that cannot be split into two
 halves runs as a whole.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch.collectives import all_reduce
-from hyper_parallel.backends.torch.data.halved_units import HalvedUnit, UnitPass
+from hyper_parallel.backends.torch.data.halved_units import UnitPass, remove_hooks
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import Turns
 from hyper_parallel.backends.torch.recomputed_halves import RecomputedHalves
@@ -131,7 +131,7 @@ class HalfBatch:
             self._tp.halves = self
         self._turns = Turns()
         self._layers: list[nn.Module] = []
-        self._units: dict[nn.Module, HalvedUnit] = {}
+        self._units: set[nn.Module] = set()
         self._recomputed: dict[nn.Module, Callable[[], RecomputedHalves]] = {}
         self._unit_pass: UnitPass | None = None
         self.halved_layers = self.whole_layers = 0
@@ -153,7 +153,9 @@ class HalfBatch:
     def replace_unit_hooks(self, modules: Sequence[nn.Module]) -> None:
         """Replace FSDP's hooks on the layers among `modules`, unless every layer completes both half-batches."""
         if not self._joins_layers:
-            self._units = {m: HalvedUnit(m) for m in self._layers if m in {*modules}}
+            self._units = {*self._layers} & {*modules}
+            for layer in self._units:
+                remove_hooks(layer)
 
     def watch(self, model: nn.Module) -> None:
         """Add hooks to a model that complete both half-batches at the end of each forward pass.
@@ -278,7 +280,7 @@ class HalfBatch:
         """Gather the parameters of a layer if FSDP shards it; return the function that calls the layer's forward."""
         if layer not in self._units:
             return lambda forward, *args, **kwargs: forward(*args, **kwargs)
-        self._unit_pass = self._units[layer].begin(parts, self._unit_pass)
+        self._unit_pass = UnitPass(layer, parts, self._unit_pass)
         return self._unit_pass.run
 
     def _is_watched(self, layer: nn.Module, following: nn.Module | None) -> bool:
