@@ -236,20 +236,24 @@ class BalanceLoss:
         return sums[0] / sums[1]
 
 
-def disable_model_router_loss(model: nn.Module, routing: Routing, strategy: Strategy) -> None:
+def disable_model_router_loss(
+    model: nn.Module, routing: Routing, alone: bool, replaced: bool
+) -> None:
     """Disable the model's own router loss, which covers the tokens of one rank only.
 
-    Router logits are not returned either. On one rank, an unknown loss of the model stays enabled.
+    Router logits are not returned either. If there is one rank only (`alone`), an unknown loss of the model stays
+    enabled. `replaced` tells whether a `BalanceLoss` is added in place of the loss.
     """
     facts = router_loss_facts(model)
     is_unknown = facts is not None and not facts.known and routing.aux_loss_coef is None
-    if facts is None or (is_unknown and strategy.world_size == 1):
+    if facts is None or (is_unknown and alone):
         return
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get(FLAG):
             raise UnsupportedSharding(
-                "router logits are not returned; `loss` already includes the auxiliary loss of all ranks",
+                "router logits are not returned, because a rank has only those of its own tokens"
+                + ("; `loss` already includes the auxiliary loss of all ranks" if replaced else ""),
                 where=type(module).__name__,
                 hint=f"call the model without `{FLAG}=True`",
             )

@@ -78,10 +78,10 @@ class ExpertState:
         world_group: All ranks of the model; None for one rank.
         staged: True if the model is split into pipeline stages.
         device: Device of this rank.
+        chunks: Number of chunks of tokens; one is computed while another is exchanged.
         modules: Names of the modules of experts on this rank.
         tokens: Selector of this rank's tokens among the rows of a layer.
         layers: Rows routed since the last step, by name of the module of experts.
-        chunks: Number of chunks of tokens; one is computed while another is exchanged.
     """
 
     num_experts: dict[str, int]
@@ -90,10 +90,10 @@ class ExpertState:
     world_group: dist.ProcessGroup | None
     staged: bool
     device: torch.device
+    chunks: int
     modules: tuple[str, ...] = ()
     tokens: Tokens = field(default_factory=Tokens)
     layers: dict[str, LayerRouting] = field(default_factory=dict)
-    chunks: int = 1
 
     @property
     def width(self) -> int:
