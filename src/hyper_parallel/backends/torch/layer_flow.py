@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Final
 
 import torch
@@ -98,18 +99,15 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
     Raises:
         UnsupportedSharding: HP205 when the forward cannot run on meta tensors, or does not support `axis`.
     """
-    ids = torch.arange(TOKENS)[None] % 3 + 3
+    inputs = trial_inputs(model, TOKENS)
+    ids = inputs["input_ids"]
     tracer.mark(ids, IDS)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone(), "shift_labels": ids.clone()}
-    inputs |= extra_inputs
-    # The model's own load-balancing loss is disabled: `BalanceLoss` adds it over all ranks.
-    if getattr(text_config(model), "output_router_logits", None) is not None:
-        inputs["output_router_logits"] = False
+    inputs |= {"labels": ids.clone(), "shift_labels": ids.clone(), **extra_inputs}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), driver_untouched(), tracer:
-            return model(**inputs, num_items_in_batch=TOKENS, use_cache=False)
+            return model(**inputs, num_items_in_batch=TOKENS)
     except UnsupportedSharding:
         raise
     except Exception as error:
@@ -117,6 +115,15 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
         raise flow_error(
             model, f"its forward does not run on meta tensors ({why})", axis
         ) from error
+
+
+def trial_inputs(model: nn.Module, length: int) -> dict[str, Any]:
+    """Return arguments for a forward pass of a model on one sequence of `length` token ids."""
+    inputs: dict[str, Any] = {"input_ids": torch.arange(length)[None] % 3 + 3, "use_cache": False}
+    # The model's own load-balancing loss is disabled: `BalanceLoss` adds it over all ranks.
+    if getattr(text_config(model), "output_router_logits", None) is not None:
+        inputs["output_router_logits"] = False
+    return inputs
 
 
 def count_norm_calls(model: nn.Module, layers: Sequence[nn.Module], norm: nn.Module) -> int:
@@ -242,11 +249,8 @@ class _LayerTrace(SlotList):
             first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
             form = None
             if isinstance(out, Tensor) and first is not None:
-                same = 0
-                for a, b in zip(first.shape, out.shape, strict=False):
-                    if a != b:
-                        break
-                    same += 1
+                sizes = zip(first.shape, out.shape, strict=False)
+                same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], sizes))
                 rest = tuple(out.shape[same:])
                 if same and TOKENS not in rest:
                     form = (first.dim() - same, rest)
