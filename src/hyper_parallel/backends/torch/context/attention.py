@@ -142,16 +142,23 @@ def _exchange_tokens_for_heads(
 def _refuse_attention(module: nn.Module, context: Any, options: dict[str, Any]) -> None:
     running = isinstance(context, ContextState)
     packed = running and context.running.context.view.documents is not None
-    for name, unsupported in (
-        ("attention_mask", options["attention_mask"] is not None and running),
-        ("dropout", options["dropout"] != 0.0),
-        ("is_causal=False", packed and not options["is_causal"]),
-        ("position_bias", options.get("position_bias") is not None),
-    ):
-        if unsupported:
+    refuse_first(
+        type(module).__name__,
+        ("attention with `attention_mask`", options["attention_mask"] is not None and running),
+        ("attention with `dropout`", options["dropout"] != 0.0),
+        ("attention with `is_causal=False`", packed and not options["is_causal"]),
+        ("attention with `position_bias`", options.get("position_bias") is not None),
+    )
+
+
+def refuse_first(where: str, *features: tuple[str, object]) -> None:
+    """Raise HP205 for the first of the features (name, value) whose value is true."""
+    for name, value in features:
+        if value:
             raise UnsupportedSharding(
-                f"context parallelism does not support attention with `{name}`",
-                where=type(module).__name__,
+                f"context parallelism does not support {name}",
+                where=where,
+                allowed="causal attention, full or with a sliding window, without dropout",
                 hint="parallel.cp=1",
             )
 
