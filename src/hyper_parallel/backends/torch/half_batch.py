@@ -224,11 +224,8 @@ class HalfBatch:
         `dims` are the dim along which `x` is split and the dim along which the outputs are joined.
         """
         half = _half_of(x, dims[0])
-
-        def call_half(index: int) -> Any:
-            return call(half(index))
-
-        return self._run([partial(call_half, index) for index in range(2)], dims[1], joins=True)
+        calls = [lambda index=index: call(half(index)) for index in range(2)]
+        return self._run(calls, dims[1], joins=True)
 
     def _forward(
         self,
@@ -329,17 +326,10 @@ def _halves(
     """Return (args, kwargs) for each half-batch; None if an argument cannot be halved, see `_split_argument`."""
     if any(v is not None and n.startswith(_PACKED_ARGUMENTS) for n, v in kwargs.items()):
         return None
-    positional = [_split_argument(value, batch) for value in args]
-    named = {name: _split_argument(value, batch) for name, value in kwargs.items()}
-    if any(pair is None for pair in (*positional, *named.values())):
+    halves = _split_argument((args, tuple(kwargs.values())), batch)
+    if halves is None:
         return None
-    return tuple(
-        (
-            tuple(pair[i] for pair in positional if pair is not None),
-            {name: pair[i] for name, pair in named.items() if pair is not None},
-        )
-        for i in range(2)
-    )
+    return tuple((own, dict(zip(kwargs, values, strict=True))) for own, values in halves)
 
 
 def _split_argument(value: Any, batch: int) -> tuple[Any, Any] | None:

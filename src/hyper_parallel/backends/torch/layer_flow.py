@@ -132,22 +132,19 @@ def count_norm_calls(model: nn.Module, layers: Sequence[nn.Module], norm: nn.Mod
     Only the first layer runs; the other layers return its result. If the forward fails, the calls before the failure
     are counted.
     """
-    calls, results = [0], list[Any]()
+    calls, results = list[Any](), list[Any]()
     first, run = layers[0], layers[0].forward
-
-    def count(*_: Any) -> None:
-        calls[0] += 1
 
     def run_first(*args: Any, **kwargs: Any) -> Any:
         results[:] = [run(*args, **kwargs)]
         return results[0]
 
     with preserve_module_state(model), suppress(UnsupportedSharding):
-        norm.register_forward_pre_hook(count)
+        norm.register_forward_pre_hook(lambda *args: calls.append(args))
         for layer in layers:
             layer.forward = run_first if layer is first else lambda *_, **__: results[0]
         run_on_meta(model, FlowTracer(), "tp")
-    return calls[0]
+    return len(calls)
 
 
 class _LayerTrace(SlotList):
