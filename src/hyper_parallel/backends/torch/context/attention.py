@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch.collectives import gather_rows, reduce_into, send_receive
+from hyper_parallel.backends.torch.collectives import gather_rows, launch_reduce_into, send_receive
 from hyper_parallel.backends.torch.context.block_attention import (
     AttentionBlock,
     AttentionRules,
@@ -306,7 +306,8 @@ class _Attention(torch.autograd.Function):
         local_grads = rows[0]
         if context.gather_keys:
             local_grads = torch.empty_like(local_grads)
-            reduce_into(local_grads, rows.flatten(), context.group, name)
+            group = context.group
+            launch_reduce_into(local_grads, rows.flatten(), group, name, async_op=False)()
         dk, dv = _unpack(local_grads, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
 
