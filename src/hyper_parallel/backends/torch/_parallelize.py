@@ -23,7 +23,7 @@ from hyper_parallel.backends.torch.experts.balance_loss import (
     disable_model_router_loss,
 )
 from hyper_parallel.backends.torch.experts.expert_list import shard_expert_lists
-from hyper_parallel.backends.torch.experts.routing import ExpertState, Routing, check_routing
+from hyper_parallel.backends.torch.experts.routing import ExpertState, Routing, checked_loss
 from hyper_parallel.backends.torch.half_batch import check_half_batches
 from hyper_parallel.backends.torch.model_layouts import is_reversible, resolve_layouts
 from hyper_parallel.backends.torch.parallel_handle import Handle, Ranks, attach, handle
@@ -100,10 +100,10 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
     strategy, mesh = plan.strategy, ranks.mesh
     shard_plan = resolve_layouts(model, plan)
     alone = strategy.world_size == 1
-    check_routing(model, routing, alone=alone)
-    balance = BalanceLoss.from_model(
-        model, routing, strategy, mesh, ranks.world_group, ranks.device
-    )
+    balance, facts = None, checked_loss(model, routing, alone=alone)
+    if facts is not None:
+        own = strategy, mesh, ranks.world_group, ranks.device
+        balance = BalanceLoss.from_facts(facts, routing, *own)
     check_half_batches(model, strategy, balance is not None)
     check_token_overlap(model, strategy)
     disable_model_router_loss(model, routing, alone, balance is not None)
@@ -185,11 +185,9 @@ def place_parameters(
 ) -> None:
     """Move parameters and buffers to the device and shard parameters over ranks, without communication."""
     placed: dict[int, nn.Parameter] = {}  # by id of the original, so that tied parameters stay tied
-    names = dict(model.named_parameters(remove_duplicate=False))
-    for name, param in names.items():
+    for name, param in [*model.named_parameters(remove_duplicate=False)]:
         if id(param) not in placed:
-            first_name = next(n for n, p in names.items() if p is param)
-            layout = layouts[first_name]
+            layout = layouts[name]
             experts = "ep" in layout.sharding_axes and expert_mesh is not None
             mesh = expert_mesh["ep"] if experts else tp_mesh
             mesh = None if layout.one_of else mesh  # no other rank of the axis has the parameter

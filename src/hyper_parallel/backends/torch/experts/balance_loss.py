@@ -40,7 +40,6 @@ from hyper_parallel.backends.torch.experts.router_loss import (
 )
 from hyper_parallel.backends.torch.experts.routing import (
     Routing,
-    balanced_loss,
     count_rows,
     is_first_forward,
 )
@@ -75,23 +74,16 @@ class BalanceLoss:
         self._sums: Tensor | None = None
 
     @classmethod
-    def from_model(
+    def from_facts(
         cls,
-        model: nn.Module,
+        facts: RouterLoss,
         routing: Routing,
         strategy: Strategy,
         mesh: DeviceMesh | None,
         world_group: dist.ProcessGroup | None,
         device: torch.device,
-    ) -> BalanceLoss | None:
-        """Return the auxiliary loss of a model that is not yet sharded; None if training adds no such loss.
-
-        Raises:
-            UnsupportedSharding: HP205 for an unknown loss of the model.
-        """
-        facts = balanced_loss(model, routing, strategy.world_size == 1)
-        if facts is None:
-            return None
+    ) -> BalanceLoss:
+        """Return the auxiliary loss of a model on this rank, from the result of `checked_loss`."""
         configured = routing.aux_loss_coef
         coefficient = facts.coefficient if configured is None else configured
         groups = [] if world_group is None else [world_group]
