@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch.forward_state import reset_before_calls
-from hyper_parallel.backends.torch.rotary_lengths import rotate_by_document
+from hyper_parallel.backends.torch.rotary_lengths import reset_before_calls, rotate_by_document
 from tests.e2e.runs import assert_same_curve, curve, make_stage_place, train
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.weights.initialization import materialize
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
-from hyper_parallel.ir import Strategy
+from hyper_parallel.ir import Overlap, Strategy
 from hyper_parallel.runtime import Routing, World, forward_backward, handle, launch, parallelize
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from tests.parity.listed import EXPERTS, WIDTH, Listed, SparseBlock
@@ -20,6 +20,7 @@ from tests.slow import slow_cells
 pytestmark = pytest.mark.parity
 
 S = Strategy
+HALVES = Overlap(half_batch=True)
 USUAL = Listed(sequences=4)
 # Fewer rows than experts and an uneven cut: some ranks call no expert, some experts get nothing.
 FEW = Listed(sequences=2, seq_len=3, config=(("num_hidden_layers", 2),))
@@ -82,6 +83,34 @@ def test_rows_travel_and_experts_stay() -> None:
             )
             held = {n.split(".")[5] for n, _ in model.named_parameters() if ".experts." in n}
             assert held == {str(i + world.rank * 4) for i in range(4)}
+
+    launch(rank, 2, timeout_s=180)
+
+
+def test_router_and_shared_experts_run_once_per_half_batch() -> None:
+    """The second half-batch begins while the first one waits for the exchange of its rows."""
+    runs = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(len(x))
+            return super().forward(x)
+
+    def rank(_: int) -> None:
+        with World.join("cpu") as world:
+            setup, strategy = Listed(sequences=8), S(dp_shard=2, ep=2, overlap=HALVES)
+            model = setup.build()
+            for layer in model.model.layers:
+                layer.mlp.gate = Counted(WIDTH, EXPERTS, bias=False).double()
+            parallelize(model, setup.plan(strategy), world)
+            runs.clear()  # of trials on meta tensors
+            batch = {k: v[4 * world.rank :][:4] for k, v in setup.batch().items()}
+            for _ in range(2):
+                forward_backward(model, [batch], 10)
+            layers = len(model.model.layers)
+            assert handle(model).halves.take_counts()["halved_layers"] == 2 * layers
+            tokens = batch["input_ids"].numel()
+            assert runs == [tokens // 2] * (2 * 2 * layers)
 
     launch(rank, 2, timeout_s=180)
 

@@ -24,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hyper_parallel.backends.torch import collectives
 from hyper_parallel.backends.torch.data.unit_order import groups_of
+from hyper_parallel.backends.torch.dropout import disable_dropout
 from hyper_parallel.backends.torch.half_batch import HalfBatch, check_half_batches
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Overlap, Strategy
@@ -467,6 +468,16 @@ def test_layers_skipped_at_random_are_refused_by_name() -> None:
         check_half_batches(model, HALVES, has_balance_loss=False)
     assert "layerdrop=0.5" in str(caught.value)
     model.model.decoder.layerdrop = config.layerdrop = 0.0
+    check_half_batches(model, HALVES, has_balance_loss=False)
+
+
+def test_lists_of_rates_that_are_all_zero_are_no_dropout() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.drop_rates = [0.0, 0.1]
+    with pytest.raises(UnsupportedSharding, match="half-batches do not work with dropout"):
+        check_half_batches(model, HALVES, has_balance_loss=False)
+    disable_dropout(model)
+    assert model.drop_rates == [0.0, 0.0]
     check_half_batches(model, HALVES, has_balance_loss=False)
 
 

@@ -22,7 +22,7 @@ SECONDS = 240
 
 def model_types() -> list[str]:
     """Return all causal and image-text types; child processes inherit the modules imported here."""
-    import hyper_parallel.backends.torch.forward_state  # noqa: F401
+    import hyper_parallel.backends.torch.rotary_lengths  # noqa: F401
 
     return causal_types() + image_text_types()
 
@@ -62,7 +62,7 @@ def changed_state(model: Any, run_forward: Callable[[], object]) -> tuple[str, .
         model: Any module with real buffers.
         run_forward: Function that runs a forward pass of the model.
     """
-    from hyper_parallel.backends.torch.forward_state import BUFFER, state_of
+    from hyper_parallel.backends.torch.rotary_lengths import BUFFER, state_of
 
     modules = dict(model.named_modules())
     before = {path: copied(state_of(module)) for path, module in modules.items()}
@@ -99,8 +99,8 @@ def cell(model: Any) -> str:
     """Return the result text of one model, from logits before and after other passes."""
     import torch
 
-    from hyper_parallel.backends.torch.forward_state import reset_before_calls
     from hyper_parallel.backends.torch.forward_variants import keep_float64
+    from hyper_parallel.backends.torch.rotary_lengths import reset_before_calls
 
     new, used = copy.deepcopy(model), model
     for one in (new, used):

@@ -26,12 +26,11 @@ from hyper_parallel.backends.torch.decode_slots import (
     SlotSteps,
     slot_cache_refusal,
 )
-from hyper_parallel.backends.torch.forward_state import reset_before_calls
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
 from hyper_parallel.backends.torch.memory.generation import MemoryUse, PlannedSlots
 from hyper_parallel.backends.torch.parallel_handle import attach_properties
 from hyper_parallel.backends.torch.peft_adapters import ADAPTER_CONFIG, base_of
-from hyper_parallel.backends.torch.rotary_lengths import rotate_by_document
+from hyper_parallel.backends.torch.rotary_lengths import reset_before_calls, rotate_by_document
 from hyper_parallel.backends.torch.static_cache import why_no_static_cache
 from hyper_parallel.backends.torch.weights.lora import merge_adapters
 from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles

@@ -14,7 +14,6 @@ from hyper_parallel.backends.torch.context.state import ContextState
 from hyper_parallel.backends.torch.experts.apply import apply_to_experts
 from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.experts.routing import ExpertState
-from hyper_parallel.backends.torch.forward_state import reset_before_calls
 from hyper_parallel.backends.torch.forward_variants import (
     keep_float64,
     loop_over_experts,
@@ -24,7 +23,11 @@ from hyper_parallel.backends.torch.half_batch import HalfBatch
 from hyper_parallel.backends.torch.model_structure import view_of
 from hyper_parallel.backends.torch.pass_context import RunningPass
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
-from hyper_parallel.backends.torch.rotary_lengths import document_lengths, rotate_by_document
+from hyper_parallel.backends.torch.rotary_lengths import (
+    document_lengths,
+    reset_before_calls,
+    rotate_by_document,
+)
 from hyper_parallel.backends.torch.tensor.apply import (
     apply_tensor_parallel,
     tensor_mesh,

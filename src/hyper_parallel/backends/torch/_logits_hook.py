@@ -124,13 +124,13 @@ def replace_loss(
     model: nn.Module, tp: TpState | None, context: ContextState | None, balance: BalanceLoss | None
 ) -> LogitsHook | None:
     """Replace the loss of a causal language model or a reward model; return None for other models."""
-    hook = None
-    if has_causal_loss(model):
-        default_loss = loss_function(tp, None if balance is None else balance.loss_hook)
-        model.loss_function = hook = LogitsHook(default_loss, tp, context)
+    is_causal = has_causal_loss(model)
+    if not is_causal and not scores_tokens(model):
+        return None
+    add_router_loss = balance.loss_hook if is_causal and balance is not None else None
+    model.loss_function = hook = LogitsHook(loss_function(tp, add_router_loss), tp, context)
+    if is_causal:
         use_loss_function(model)
-    elif scores_tokens(model):
-        model.loss_function = hook = LogitsHook(loss_function(tp, None), tp, context)
     return hook
 
 

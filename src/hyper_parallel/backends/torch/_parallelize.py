@@ -17,13 +17,13 @@ from hyper_parallel.backends.torch._forwards import ShardedModel, replace_forwar
 from hyper_parallel.backends.torch._logits_hook import replace_loss
 from hyper_parallel.backends.torch.data.fsdp import FLAT, shard_data_parallel
 from hyper_parallel.backends.torch.data.unit_order import order_units
-from hyper_parallel.backends.torch.experts.apply import expert_state
+from hyper_parallel.backends.torch.experts.apply import count_experts
 from hyper_parallel.backends.torch.experts.balance_loss import (
     BalanceLoss,
     disable_model_router_loss,
 )
 from hyper_parallel.backends.torch.experts.expert_list import shard_expert_lists
-from hyper_parallel.backends.torch.experts.routing import Routing, check_routing
+from hyper_parallel.backends.torch.experts.routing import ExpertState, Routing, checked_loss
 from hyper_parallel.backends.torch.half_batch import check_half_batches
 from hyper_parallel.backends.torch.model_layouts import is_reversible, resolve_layouts
 from hyper_parallel.backends.torch.parallel_handle import Handle, Ranks, attach, handle
@@ -99,21 +99,24 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
     """Check the model against its plan, then keep only this rank's shards of the parameters."""
     strategy, mesh = plan.strategy, ranks.mesh
     shard_plan = resolve_layouts(model, plan)
-    check_routing(model, routing, alone=strategy.world_size == 1)
-    balance = BalanceLoss.from_model(
-        model, routing, strategy, mesh, ranks.world_group, ranks.device
-    )
+    alone = strategy.world_size == 1
+    balance, facts = None, checked_loss(model, routing, alone=alone)
+    if facts is not None:
+        own = strategy, mesh, ranks.world_group, ranks.device
+        balance = BalanceLoss.from_facts(facts, routing, *own)
     check_half_batches(model, strategy, balance is not None)
     check_token_overlap(model, strategy)
-    disable_model_router_loss(model, routing, strategy)
+    disable_model_router_loss(model, routing, alone, balance is not None)
     tp_mesh = tensor_mesh(mesh, strategy)
     if strategy.overlap.block_executor == "symmetric":
         check_symmetric_memory(tp_mesh.get_group(), ranks.device)
     trials = check_flow(model, plan, shard_plan)
     expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()
-    groups = expert_group, ranks.world_group
-    options = strategy.pp > 1, ranks.device, strategy.overlap.ep_chunks
-    experts = expert_state(model, shard_plan.styles, routing, *groups, *options)
+    counts, experts = count_experts(model, shard_plan.styles), None
+    if counts:
+        groups = expert_group, ranks.world_group
+        options = strategy.pp > 1, ranks.device, strategy.overlap.ep_chunks
+        experts = ExpertState(counts, routing, *groups, *options)
     stages = split_model(model, plan, trials.flow, mesh, ranks.device)
     shard_expert_lists(model, experts)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -182,11 +185,9 @@ def place_parameters(
 ) -> None:
     """Move parameters and buffers to the device and shard parameters over ranks, without communication."""
     placed: dict[int, nn.Parameter] = {}  # by id of the original, so that tied parameters stay tied
-    names = dict(model.named_parameters(remove_duplicate=False))
-    for name, param in names.items():
+    for name, param in [*model.named_parameters(remove_duplicate=False)]:
         if id(param) not in placed:
-            first_name = next(n for n, p in names.items() if p is param)
-            layout = layouts[first_name]
+            layout = layouts[name]
             experts = "ep" in layout.sharding_axes and expert_mesh is not None
             mesh = expert_mesh["ep"] if experts else tp_mesh
             mesh = None if layout.one_of else mesh  # no other rank of the axis has the parameter

@@ -36,7 +36,7 @@ from hyper_parallel.backends.torch.submodels.exchange import Source
 from hyper_parallel.backends.torch.submodels.step_runs import Joint, Rounds
 from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
 from hyper_parallel.backends.torch.token_scores import scores_tokens
-from hyper_parallel.backends.torch.vocab_parallel_loss import cross_entropy, shifted
+from hyper_parallel.backends.torch.vocab_parallel_loss import IGNORED, cross_entropy, shifted
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import BadObjective, BadValue, NoLoss, UnsupportedSharding
 from hyper_parallel.ir import Purpose
@@ -44,8 +44,6 @@ from hyper_parallel.ir import Purpose
 Objective = Callable[[Any, Mapping[str, Any]], Tensor]
 Over = Literal["logprobs", "logits", "output"]
 OVER: Final = ("logprobs", "logits", "output")
-_IGNORED: Final = -100
-"""Label without loss: `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 def _no_span(name: str, kind: str) -> AbstractContextManager[None]:
@@ -173,12 +171,12 @@ def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> T
     out = None if _is_encoder_decoder(model) else model(**_forward_kwargs(model, batch))
     logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
     if logits is None or logits.shape[:-1] != targets.shape:
-        raise NoLoss(
+        raise _no_loss(
+            model,
+            attached,
             "the model does not return logits of the next token at every position",
-            where=type(model).__name__,
             got=type(out).__name__ if logits is None else f"logits {tuple(logits.shape)}",
             allowed="logits of shape [batch, sequence, vocabulary], from a model without an encoder",
-            hint='forward_backward(model, microbatches, objective=..., over="output")',
         )
     flat = targets.to(logits.device).reshape(-1)
     return -cross_entropy(None, logits, flat, summed=False).view(targets.shape)
@@ -190,11 +188,7 @@ def _own_logits(
     """Return the logits [N, V] of the N tokens that this rank owns, and the batch reduced to these tokens."""
     targets, tap = targets_of(model, batch), attached.loss
     if tap is None or not _has_token_loss(model, attached):
-        raise NoLoss(
-            'over="logits" needs a causal language model',
-            where=type(model).__name__,
-            hint='forward_backward(model, microbatches, objective=..., over="output")',
-        )
+        raise _no_loss(model, attached, 'over="logits" needs a causal language model')
     index = targets.new_empty(0)
 
     def select_own(logits: Tensor, _: Tensor) -> Tensor:
@@ -220,11 +214,8 @@ def _intercepted(
     with tap.intercept(transform):
         out = model(**kwargs, use_cache=False)
     if not tap.called:
-        raise NoLoss(
-            "the model's forward does not call its `loss_function`, so its loss cannot be summed over ranks",
-            where=type(model).__name__,
-            hint='forward_backward(model, microbatches, objective=..., over="output")',
-        )
+        why = "the model's forward does not call its `loss_function`, so its loss cannot be summed over ranks"
+        raise _no_loss(model, attached, why)
     loss: Tensor = out.loss
     return loss
 
@@ -234,11 +225,25 @@ def _check_loss(model: nn.Module, attached: Handle) -> None:
     # A forward with this argument divides its loss by the number of tokens of the step.
     divides = "num_items_in_batch" in _forward_parameters(model)
     if not (divides or _has_token_loss(model, attached)):
-        raise NoLoss(
-            "the built-in cross entropy needs a causal language model",
-            where=type(model).__name__,
-            hint='forward_backward(model, microbatches, objective=..., over="output")',
-        )
+        raise _no_loss(model, attached, "the built-in cross entropy needs a causal language model")
+
+
+def _no_loss(
+    model: nn.Module,
+    attached: Handle,
+    what: str,
+    got: str | None = None,
+    allowed: str | None = None,
+) -> NoLoss:
+    """Return an error whose hint is an objective of the model's output, which no pipeline rank has in full."""
+    hint = 'forward_backward(model, microbatches, objective=..., over="output")'
+    return NoLoss(
+        what,
+        where=type(model).__name__,
+        got=got,
+        allowed=allowed,
+        hint=hint if attached.pipeline is None else None,
+    )
 
 
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -254,7 +259,7 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if labels is None and ids is not None:
         mask = batch.get("attention_mask")
         two_dims = isinstance(mask, Tensor) and mask.dim() == 2
-        labels = ids.masked_fill(mask == 0, _IGNORED) if two_dims else ids
+        labels = ids.masked_fill(mask == 0, IGNORED) if two_dims else ids
     if labels is None:
         raise NoLoss(
             "a microbatch has no targets",
@@ -263,7 +268,7 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             allowed="shift_labels, labels or input_ids",
             hint='batch["labels"] = batch["input_ids"], with -100 where no loss is wanted',
         )
-    return shifted(labels, _IGNORED)
+    return shifted(labels)
 
 
 def _forward_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -498,7 +503,7 @@ def _count(model: nn.Module, attached: Handle, microbatches: Sequence[Microbatch
     """Return the number of target tokens of a step over all ranks, at least 1."""
     count = torch.zeros((), dtype=torch.float64, device=attached.device)
     for part in microbatches:
-        count += (targets_of(model, part) != _IGNORED).sum()
+        count += (targets_of(model, part) != IGNORED).sum()
     if not _is_first(attached, "pp", "cp", "tp_x", "tp_y"):
         count.zero_()  # another rank counts the same tokens
     return _sum_over_ranks(attached, count).clamp(min=1)
@@ -573,7 +578,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm`.
 
     The norm is that of the unsharded gradients on any layout. Local sums of squares, divided by the number of ranks
-    with the same elements, are summed in one all-reduce of one number.
+    with the same elements, are summed over ranks.
 
     Args:
         model: A model that passed through `parallelize`.

@@ -173,7 +173,7 @@ def launch_gather_rows(
 def launch_reduce_into(
     out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
 ) -> Callable[[], Tensor]:
-    """Issue a reduce-scatter, see `reduce_into`; return a function that waits for it and returns `out`."""
+    """Issue a sum of `rows` over ranks; return a function that waits for this rank's slice in `out` and returns it."""
     issue = partial(_reduce_scatter, out, rows, group=group, async_op=async_op)
     return _launch("reduce_scatter", issue, out, rows, group, name)
 
@@ -228,11 +228,6 @@ def await_collective(
 def gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """Return every rank's tensor, stacked along a new first dim; not differentiable."""
     return launch_gather_rows(x, group, name, async_op=False)()
-
-
-def reduce_into(out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
-    """Sum `rows` over ranks and write this rank's slice of the first dim to `out`; not differentiable."""
-    return launch_reduce_into(out, rows, group, name, async_op=False)()
 
 
 def send_receive(

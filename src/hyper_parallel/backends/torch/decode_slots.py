@@ -1,11 +1,12 @@
-"""Forward passes for decoding a batch of sequences with a KV cache.
+"""Forward passes for decoding a batch of sequences, with a KV cache or on full sequences.
 
-    slot      entry of the KV cache for one sequence: keys and values [H, N, K] per layer, at most N tokens
-    pass      forward pass over the next tokens of some slots, [B, S], left-padded; returns the last logits of each slot
+    slot      place of one sequence; in a KV cache, its keys and values [H, N, K] per layer, at most N tokens
+    pass      forward pass over the next tokens of some slots; returns the last logits of each slot
 
-A token at position p is stored in column p of its slot. Attention masks all columns beyond the query's position, so a
-slot needs no clearing for a new sequence. Padding is stored in the extra column N. The model may have passed through
-`parallelize`: the cache then has the heads and layers of this rank.
+With a cache, the tokens of a pass are left-padded to [B, S]. A token at position p is stored in column p of its slot.
+Attention masks all columns beyond the query's position, so a slot needs no clearing for a new sequence. Padding is
+stored in the extra column N. The model may have passed through `parallelize`: the cache then has the heads and layers
+of this rank.
 """
 
 from __future__ import annotations

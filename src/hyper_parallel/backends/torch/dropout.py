@@ -50,8 +50,12 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ in _SAMPLING_MODULES:
             _fix_evaluation_mode(module)
-        else:
-            _disable_on_module(module)
+            continue
+        for name, replacement in _module_rates(module):
+            setattr(module, name, replacement)
+        adapter = vars(module).get("adapter")
+        if adapter is not None and hasattr(adapter, "dropout"):
+            vars(module)["adapter"] = replace(adapter, dropout=0.0)
 
 
 def has_dropout(model: nn.Module, *, adapters: bool = True) -> bool:
@@ -90,32 +94,24 @@ def _configs(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def _without_rate(name: str, value: Any) -> Any:
-    """Return 0 in place of a rate; return `value` itself if `name` and `value` are not those of a rate above zero."""
+    """Return 0 in place of a rate or each of several rates; return `value` itself if none is above zero."""
     if not _RATE.search(name):
         return value
     if isinstance(value, float) and 0 < value <= 1:
         return 0.0
-    if isinstance(value, (list, tuple)) and all(isinstance(v, float) for v in value):
+    if isinstance(value, (list, tuple)) and all(isinstance(v, float) for v in value) and any(value):
         return type(value)(0.0 for _ in value)
     return value
 
 
 def _module_rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, replacement) for each attribute of a module that is a rate above zero, or a sequence of rates."""
+    """Yield (name, replacement) for each attribute of a module that is a rate above zero, or has such rates."""
     is_dropout = _DROPOUT_CLASS.search(type(module).__name__) is not None
     for name, value in [*vars(module).items()]:
         is_rate = is_dropout and name in _SHORT_NAMES and isinstance(value, float) and value
         replacement = 0.0 if is_rate else _without_rate(name, value)
         if replacement is not value:
             yield name, replacement
-
-
-def _disable_on_module(module: nn.Module) -> None:
-    for name, replacement in _module_rates(module):
-        setattr(module, name, replacement)
-    adapter = vars(module).get("adapter")
-    if adapter is not None and hasattr(adapter, "dropout"):
-        vars(module)["adapter"] = replace(adapter, dropout=0.0)
 
 
 def _fix_evaluation_mode(module: nn.Module) -> None:

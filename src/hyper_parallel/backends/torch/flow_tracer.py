@@ -49,6 +49,7 @@ class FlowTracer(TorchDispatchMode):
         draw: Number that `torch.rand` returns; 0 makes random layer dropping drop every layer.
 
     Attributes:
+        num_operators: Number of operators that have run.
         mixes: Names of operators whose result for one token depends on other tokens.
         guarded: Addresses of the storages whose writes are detected.
         written: Addresses of the guarded storages that were written in place.
@@ -57,6 +58,7 @@ class FlowTracer(TorchDispatchMode):
     def __init__(self, draw: float = 0.0) -> None:
         super().__init__()
         self._draw = draw
+        self.num_operators = 0
         self.mixes: dict[str, None] = {}
         self.guarded: set[int] = set()
         self.written: set[int] = set()
@@ -93,6 +95,7 @@ class FlowTracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, packet = dict(kwargs or {}), func.overloadpacket
+        self.num_operators += 1
         tensors = tensors_in(args, kwargs)
         marks = self._union(tensors)
         if any(id(t) in self._parts for t in tensors):

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.backends.torch.host_saved_activations import HOST_SAVED, HostSavedActivations
+from hyper_parallel.backends.torch.host_saved_activations import (
+    HOST_SAVED,
+    host_contexts,
+    inputs_on_host,
+)
 from hyper_parallel.backends.torch.pass_context import RunningPass
 from hyper_parallel.backends.torch.recomputed_halves import RecomputedHalves
 from hyper_parallel.backends.torch.tensor.state import TpState
@@ -132,11 +136,11 @@ def recompute(layer: nn.Module, tp: TpState | None, exact: bool, running: Runnin
                 if tp is not None and tp.streams is not None:
                     tp.streams.join()  # recomputation may end between two projections
 
-        saved: HostSavedActivations | None = getattr(layer, HOST_SAVED, None)
-        if saved is None or not torch.is_grad_enabled():
+        offloads_inputs: bool | None = getattr(layer, HOST_SAVED, None)
+        if offloads_inputs is None or not torch.is_grad_enabled():
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        with saved.around():
-            return checkpoint(run, *args, use_reentrant=False, context_fn=saved.contexts, **kwargs)
+        with inputs_on_host(offloads_inputs):
+            return checkpoint(run, *args, use_reentrant=False, context_fn=host_contexts, **kwargs)
 
     wrap(layer, forward)
 

@@ -9,7 +9,7 @@ not changed: its forward is called once per half-batch.
 Layer k returns when half-batch 0 is done; its half-batch 1 is completed during layer k + 1. The return value is a
 placeholder, `HalvedTensor`: any use except by the next layer first completes half-batch 1. Both half-batches are
 completed at the end of a layer with hooks, and at the end of the model. FSDP gathers the parameters of a layer once for
-both, see `HalvedUnit`. Recomputation runs both, see `RecomputedHalves`. A microbatch that cannot be split into two
+both, see `UnitPass`. Recomputation runs both, see `RecomputedHalves`. A microbatch that cannot be split into two
 halves runs as a whole.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch.collectives import all_reduce
-from hyper_parallel.backends.torch.data.halved_units import HalvedUnit, UnitPass
+from hyper_parallel.backends.torch.data.halved_units import UnitPass, remove_hooks
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import Turns
 from hyper_parallel.backends.torch.recomputed_halves import RecomputedHalves
@@ -131,7 +131,7 @@ class HalfBatch:
             self._tp.halves = self
         self._turns = Turns()
         self._layers: list[nn.Module] = []
-        self._units: dict[nn.Module, HalvedUnit] = {}
+        self._units: set[nn.Module] = set()
         self._recomputed: dict[nn.Module, Callable[[], RecomputedHalves]] = {}
         self._unit_pass: UnitPass | None = None
         self.halved_layers = self.whole_layers = 0
@@ -153,7 +153,9 @@ class HalfBatch:
     def replace_unit_hooks(self, modules: Sequence[nn.Module]) -> None:
         """Replace FSDP's hooks on the layers among `modules`, unless every layer completes both half-batches."""
         if not self._joins_layers:
-            self._units = {m: HalvedUnit(m) for m in self._layers if m in {*modules}}
+            self._units = {*self._layers} & {*modules}
+            for layer in self._units:
+                remove_hooks(layer)
 
     def watch(self, model: nn.Module) -> None:
         """Add hooks to a model that complete both half-batches at the end of each forward pass.
@@ -222,11 +224,8 @@ class HalfBatch:
         `dims` are the dim along which `x` is split and the dim along which the outputs are joined.
         """
         half = _half_of(x, dims[0])
-
-        def call_half(index: int) -> Any:
-            return call(half(index))
-
-        return self._run([partial(call_half, index) for index in range(2)], dims[1], joins=True)
+        calls = [lambda index=index: call(half(index)) for index in range(2)]
+        return self._run(calls, dims[1], joins=True)
 
     def _forward(
         self,
@@ -278,7 +277,7 @@ class HalfBatch:
         """Gather the parameters of a layer if FSDP shards it; return the function that calls the layer's forward."""
         if layer not in self._units:
             return lambda forward, *args, **kwargs: forward(*args, **kwargs)
-        self._unit_pass = self._units[layer].begin(parts, self._unit_pass)
+        self._unit_pass = UnitPass(layer, parts, self._unit_pass)
         return self._unit_pass.run
 
     def _is_watched(self, layer: nn.Module, following: nn.Module | None) -> bool:
@@ -327,17 +326,10 @@ def _halves(
     """Return (args, kwargs) for each half-batch; None if an argument cannot be halved, see `_split_argument`."""
     if any(v is not None and n.startswith(_PACKED_ARGUMENTS) for n, v in kwargs.items()):
         return None
-    positional = [_split_argument(value, batch) for value in args]
-    named = {name: _split_argument(value, batch) for name, value in kwargs.items()}
-    if any(pair is None for pair in (*positional, *named.values())):
+    halves = _split_argument((args, tuple(kwargs.values())), batch)
+    if halves is None:
         return None
-    return tuple(
-        (
-            tuple(pair[i] for pair in positional if pair is not None),
-            {name: pair[i] for name, pair in named.items() if pair is not None},
-        )
-        for i in range(2)
-    )
+    return tuple((own, dict(zip(kwargs, values, strict=True))) for own, values in halves)
 
 
 def _split_argument(value: Any, batch: int) -> tuple[Any, Any] | None:

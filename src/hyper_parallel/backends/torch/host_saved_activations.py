@@ -28,33 +28,24 @@ _SAVED_OPS: Final = frozenset(
     getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name)
 )
 HOST_SAVED: Final = "_swap"
-"""Attribute of a recomputed layer with its `HostSavedActivations`."""
+"""Attribute of a recomputed layer that offloads activations: whether it offloads its inputs too."""
 
 
-class HostSavedActivations:
-    """Creator of contexts that keep activations of a layer in host memory between forward and backward.
+def host_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the contexts of forward and of recomputation: the argument `context_fn` of `checkpoint`."""
+    saved: deque[tuple[Any, Any]] = deque()
+    return _SavedOutputs(saved, reloads=False), _SavedOutputs(saved, reloads=True)
 
-    Attributes:
-        inputs: Whether the inputs of the layer are offloaded too.
-    """
 
-    def __init__(self, inputs: bool) -> None:
-        self.inputs = inputs
-
-    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of forward and of recomputation: the argument `context_fn` of `checkpoint`."""
-        saved: deque[tuple[Any, Any]] = deque()
-        return _OffloadMode(saved), _ReloadMode(saved)
-
-    def around(self) -> AbstractContextManager[Any]:
-        """Return a context that offloads the inputs of a checkpointed call, with `inputs`; else one without effect."""
-        return saved_tensors_hooks(_to_host, _to_device) if self.inputs else nullcontext()
+def inputs_on_host(enabled: bool) -> AbstractContextManager[Any]:
+    """Return a context that offloads the inputs of a checkpointed call, or, if not `enabled`, one without effect."""
+    return saved_tensors_hooks(_to_host, _to_device) if enabled else nullcontext()
 
 
 def save_activations_on_host(layers: list[nn.Module], inputs: bool = True) -> None:
     """Make recomputed layers offload outputs of matmuls and attention to the host; with `inputs`, also their inputs."""
     for layer in layers:
-        setattr(layer, HOST_SAVED, HostSavedActivations(inputs))
+        setattr(layer, HOST_SAVED, inputs)
 
 
 @dataclass(frozen=True)
@@ -73,41 +64,32 @@ def _to_device(copy: _HostCopy) -> Tensor:
     return copy.tensor.to(copy.device, non_blocking=True)
 
 
-class _SavedOutputsMode(TorchDispatchMode):
-    """Dispatch mode that stores the offloaded outputs of a layer in call order."""
+class _SavedOutputs(TorchDispatchMode):
+    """Mode that offloads outputs of operators in call order; with `reloads`, it returns them in place of new results.
 
-    def __init__(self, saved: deque[tuple[Any, Any]]) -> None:
+    Outputs of operators with dropout are not offloaded: recomputation draws the same masks.
+    """
+
+    def __init__(self, saved: deque[tuple[Any, Any]], *, reloads: bool) -> None:
         super().__init__()
-        self._saved = saved
+        self._saved, self._reloads = saved, reloads
 
-    def saves(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> bool:
-        """Return whether the output of an operator is offloaded; one with dropout is recomputed with equal masks."""
-        if func not in _SAVED_OPS:
-            return False
-        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
-        return not (named | (kwargs or {})).get("dropout_p")
-
-
-class _OffloadMode(_SavedOutputsMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self.saves(func, args, kwargs):
+        kwargs = kwargs or {}
+        if func not in _SAVED_OPS or _named(func, args, kwargs).get("dropout_p"):
+            return func(*args, **kwargs)
+        if not self._reloads:
+            out = func(*args, **kwargs)
             self._saved.append((func, tree_map_only(Tensor, _to_host, out)))
-        return out
-
-
-class _ReloadMode(_SavedOutputsMode):
-    """Mode of recomputation that reloads the offloaded outputs instead of running their operators."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not self.saves(func, args, kwargs):
-            return func(*args, **(kwargs or {}))
+            return out
         if not self._saved or self._saved[0][0] is not func:
             raise RuntimeError(
                 f"recomputation of a layer reached {func}, which forward did not run at this position"
             )
         return tree_map_only(_HostCopy, _to_device, self._saved.popleft()[1])
+
+
+def _named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs

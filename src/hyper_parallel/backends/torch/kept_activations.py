@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -26,7 +26,9 @@ from torch.func import functional_call
 from hyper_parallel.backends.torch.collectives import all_gather_single
 from hyper_parallel.backends.torch.driver import driver_untouched
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
+from hyper_parallel.backends.torch.layer_flow import preserve_module_state, trial_inputs
 from hyper_parallel.backends.torch.model_structure import text_config, view_of
+from hyper_parallel.backends.torch.wrappers import replace_attributes
 from hyper_parallel.calibration import LocalRates, fastest_rates
 from hyper_parallel.model import KeptActivations
 
@@ -48,8 +50,8 @@ Bytes = dict[tuple[int, str], float]
 def measure_kept(model: nn.Module) -> KeptActivations | None:
     """Return the bytes of the activations that the layers of a model save for backward.
 
-    The result is None if the forward reads tensor values, or the model has no layer list. Layers with equal modules,
-    parameter shapes and settings are of the same kind, and one layer of each kind runs.
+    The result is None unless the model is a Hugging Face decoder whose forward runs on meta tensors. Layers with equal
+    modules, parameter shapes and settings are of the same kind, and one layer of each kind runs.
     """
     view = view_of(model)
     if view.base is None:
@@ -69,8 +71,8 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
         if (longer := _two_runs(model, layers, kinds, long_lengths)) is not None:
             runs, lengths = longer, long_lengths
     lines = {}
-    for key in dict.fromkeys(key for run in runs for key in run.counts.bytes):
-        short, long = (r.counts.bytes.get(key, 0.0) / n for r, n in zip(runs, lengths, strict=True))
+    for key in dict.fromkeys(key for run in runs for key in run.bytes):
+        short, long = (r.bytes.get(key, 0.0) / n for r, n in zip(runs, lengths, strict=True))
         lines[key] = _line(short, long, lengths)
     bases, slopes, modules = [0.0] * len(kinds), [0.0] * len(kinds), dict[str, float]()
     for (first, module), (base, slope) in lines.items():
@@ -138,63 +140,65 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 class _Run:
-    """Forward pass on meta tensors that counts saved bytes, operators, and the rows that experts read."""
+    """Forward pass on meta tensors that counts operators, saved bytes, and the rows that experts read.
+
+    A storage that autograd saves several times counts once, for the innermost running module.
+    """
 
     def __init__(
         self, model: nn.Module, layers: nn.ModuleList, kinds: list[int], length: int
     ) -> None:
         options = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
         state = {n: torch.empty(p.shape, **options) for n, p in model.named_parameters()}
-        self.counts = _Counts({tensor.untyped_storage()._cdata for tensor in state.values()})
+        self.bytes: Bytes = {}
         self.rows = 0.0
-        self._handles, self._outputs = list[Any](), dict[int, Any]()
-        balanced = getattr(text_config(model), "output_router_logits", None)
-        inputs = {"input_ids": torch.arange(length)[None] % 3 + 3, "use_cache": False}
-        inputs |= {} if balanced is None else {"output_router_logits": False}
-        operators, replaced = _OperatorCounter(), list[nn.Module]()
-        try:
+        self._known = {tensor.untyped_storage()._cdata for tensor in state.values()}
+        self._alive, self._inside = list[Any](), [(-1, "")]
+        self._outputs = dict[int, Any]()
+        tracer = FlowTracer()
+        with preserve_module_state(model):
             for index, layer in enumerate(layers):
                 if kinds[index] == index:
                     self._watch(index, layer)
                 else:
                     layer.forward = partial(self._skip_layer, kinds[index])
-                    replaced.append(layer)
-            with (
-                saved_tensors_hooks(self.counts.save, lambda tensor: tensor),
-                _fused_attention(),
-                operators,
-            ):
-                functional_call(model, state, kwargs=inputs)
-        finally:
-            for handle in self._handles:
-                handle.remove()
-            for layer in replaced:
-                del layer.forward
-        self.operators = operators.count
+            attend = partial(_attend, F.scaled_dot_product_attention)
+            replaced = replace_attributes(F, scaled_dot_product_attention=attend)
+            with saved_tensors_hooks(self._save, lambda x: x), replaced, tracer:
+                functional_call(model, state, kwargs=trial_inputs(model, length))
+        self.operators = tracer.num_operators
 
     def _watch(self, index: int, layer: nn.Module) -> None:
         """Add forward hooks that count the saved bytes of a layer and of each of its children."""
 
-        def leave_layer(module: nn.Module, args: Any, output: Any) -> None:
-            self.counts.leave()
-            self._outputs[index] = output
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._inside.pop()
+            if module is layer:
+                self._outputs[index] = output
 
         named = [("", layer), *layer.named_children()]
         named += [(_EXPERTS, m) for n, m in layer.named_modules() if n.endswith(f".{_EXPERTS}")]
         for name, module in named:
-            enter = partial(self._enter, (index, name))
-            leave = leave_layer if module is layer else self.counts.leave
-            self._handles.append(module.register_forward_pre_hook(enter))
-            self._handles.append(module.register_forward_hook(leave))
+            module.register_forward_pre_hook(partial(self._enter, (index, name)))
+            module.register_forward_hook(leave)
 
     def _enter(self, key: tuple[int, str], _: nn.Module, args: tuple[Any, ...]) -> None:
-        self.counts.enter(key)
+        self._inside.append(key)
         if key[1] == _EXPERTS and args and isinstance(args[0], Tensor):
             self.rows = max(self.rows, args[0].numel() / args[0].shape[-1])
 
     def _skip_layer(self, kind: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = self._outputs[kind]
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self._alive.append(storage)  # the address of a freed storage could be reused
+            key = self._inside[-1]
+            self.bytes[key] = self.bytes.get(key, 0.0) + storage.nbytes()
+        return tensor
 
 
 def _two_runs(
@@ -206,53 +210,13 @@ def _two_runs(
     return None
 
 
-class _OperatorCounter(FlowTracer):
-    count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += 1
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class _Counts:
-    """Bytes of the storages that autograd saves, by module; each storage counts once, for the innermost module."""
-
-    def __init__(self, known: set[int]) -> None:
-        self.bytes: Bytes = {}
-        self._known, self._alive, self._inside = known, list[Any](), [(-1, "")]
-
-    def enter(self, key: tuple[int, str]) -> None:
-        self._inside.append(key)
-
-    def leave(self, *_: Any) -> None:
-        self._inside.pop()
-
-    def save(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            self._alive.append(storage)  # the address of a freed storage could be reused
-            key = self._inside[-1]
-            self.bytes[key] = self.bytes.get(key, 0.0) + storage.nbytes()
-        return tensor
-
-
-@contextmanager
-def _fused_attention() -> Iterator[None]:
-    plain = F.scaled_dot_product_attention
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if query.shape[1] != key.shape[1] and not kwargs.get("enable_gqa"):
-            return plain(query, key, value)  # broadcast heads have no fused kernel
-        return FusedAttention.apply(query, key, value)
-
-    F.scaled_dot_product_attention = attention
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = plain
+def _attend(
+    plain: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any
+) -> Tensor:
+    """Run attention as a fused kernel if the kernel supports it, else by the function `plain`."""
+    if query.shape[1] != key.shape[1] and not kwargs.get("enable_gqa"):
+        return plain(query, key, value)  # broadcast heads have no fused kernel
+    return FusedAttention.apply(query, key, value)
 
 
 class FusedAttention(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Final
 
 import torch
@@ -100,18 +101,15 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
     Raises:
         UnsupportedSharding: HP205 when the forward cannot run on meta tensors, or does not support `axis`.
     """
-    ids = torch.arange(TOKENS)[None] % 3 + 3
+    inputs = trial_inputs(model, TOKENS)
+    ids = inputs["input_ids"]
     tracer.mark(ids, IDS)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone(), "shift_labels": ids.clone()}
-    inputs |= extra_inputs
-    # The model's own load-balancing loss is disabled: `BalanceLoss` adds it over all ranks.
-    if getattr(text_config(model), "output_router_logits", None) is not None:
-        inputs["output_router_logits"] = False
+    inputs |= {"labels": ids.clone(), "shift_labels": ids.clone(), **extra_inputs}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), driver_untouched(), tracer:
-            return model(**inputs, num_items_in_batch=TOKENS, use_cache=False)
+            return model(**inputs, num_items_in_batch=TOKENS)
     except UnsupportedSharding:
         raise
     except Exception as error:
@@ -121,28 +119,34 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
         ) from error
 
 
+def trial_inputs(model: nn.Module, length: int) -> dict[str, Any]:
+    """Return arguments for a forward pass of a model on one sequence of `length` token ids."""
+    inputs: dict[str, Any] = {"input_ids": torch.arange(length)[None] % 3 + 3, "use_cache": False}
+    # The model's own load-balancing loss is disabled: `BalanceLoss` adds it over all ranks.
+    if getattr(text_config(model), "output_router_logits", None) is not None:
+        inputs["output_router_logits"] = False
+    return inputs
+
+
 def count_norm_calls(model: nn.Module, layers: Sequence[nn.Module], norm: nn.Module) -> int:
     """Return how often a forward pass of the model on meta tensors calls `norm`, a module outside of the layers.
 
     Only the first layer runs; the other layers return its result. If the forward fails, the calls before the failure
     are counted.
     """
-    calls, results = [0], list[Any]()
+    calls, results = list[Any](), list[Any]()
     first, run = layers[0], layers[0].forward
-
-    def count(*_: Any) -> None:
-        calls[0] += 1
 
     def run_first(*args: Any, **kwargs: Any) -> Any:
         results[:] = [run(*args, **kwargs)]
         return results[0]
 
     with preserve_module_state(model), suppress(UnsupportedSharding):
-        norm.register_forward_pre_hook(count)
+        norm.register_forward_pre_hook(lambda *args: calls.append(args))
         for layer in layers:
             layer.forward = run_first if layer is first else lambda *_, **__: results[0]
         run_on_meta(model, FlowTracer(), "tp")
-    return calls[0]
+    return len(calls)
 
 
 class _LayerTrace(SlotList):
@@ -246,11 +250,8 @@ class _LayerTrace(SlotList):
             first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
             form = None
             if isinstance(out, Tensor) and first is not None:
-                same = 0
-                for a, b in zip(first.shape, out.shape, strict=False):
-                    if a != b:
-                        break
-                    same += 1
+                sizes = zip(first.shape, out.shape, strict=False)
+                same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], sizes))
                 rest = tuple(out.shape[same:])
                 if same and TOKENS not in rest:
                     form = (first.dim() - same, rest)

@@ -26,6 +26,7 @@ from hyper_parallel.backends.torch.decode_slots import (
 )
 from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.backends.torch.half_batch import HalfBatch
+from hyper_parallel.backends.torch.layer_flow import preserve_module_state
 from hyper_parallel.backends.torch.model_structure import view_of
 from hyper_parallel.backends.torch.static_cache import why_no_own_cache
 from hyper_parallel.ir import Overlap
@@ -185,14 +186,11 @@ class _Texts:
         if not layers:
             raise _Unmeasured("the model has no list of decoder layers")
         batch = self._drawn[:, :_DOCUMENT]
-        whole, forwards = self.run(batch), [layer.forward for layer in layers]
+        whole = self.run(batch)
         halves = HalfBatch(Overlap(half_batch=True), None, joins_layers=False)
-        try:
+        with preserve_module_state(self._model):
             halves.install(layers, {})
             difference = _difference(self.run(batch), whole)
-        finally:
-            for layer, forward in zip(layers, forwards, strict=True):
-                layer.forward = forward
         if halves.whole_layers or not halves.halved_layers:
             raise _Unmeasured("some arguments of the layers cannot be halved")
         return difference

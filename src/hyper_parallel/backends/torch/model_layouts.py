@@ -31,6 +31,7 @@ from hyper_parallel.shard import (
     completed_rules,
     covers,
     derived_rules,
+    module_of,
     normalise_plan,
     plan_layouts,
 )
@@ -142,8 +143,8 @@ def starred(name: str) -> str:
 def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     """Return the sharding rules of a Hugging Face model, embedding and head included; () for any other module.
 
-    The rules of the config class (`base_model_tp_plan`) are used if they cover all parameters. Otherwise the rules are
-    derived from the structure of the model.
+    The rules of the config class (`base_model_tp_plan`) are used if they cover all parameters of a decoder. Otherwise
+    the rules are derived from the structure of the model.
     """
     config = text_config(model)
     if config is None:
@@ -159,29 +160,27 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     heads, kv_heads, head_dim = _heads(config, 1)
     if _has_decoder(model) and covers(shapes.items(), planned, heads, kv_heads, head_dim):
         return planned
-    linear = [n for n, m in model.named_modules() if type(m).forward is nn.Linear.forward]
     shared = {n for n, _ in base_parameters(model, remove_duplicate=False)} - shapes.keys()
     # Modules with `set_attention_type` replace their attention module at run time by an unwrapped one.
     choosers = {n for n, m in model.named_modules() if hasattr(m, "set_attention_type")}
-    choosers -= {n.rpartition(".")[0] for n in choosers}
+    choosers -= {module_of(n) for n in choosers}
     narrowed = {n for n, m in model.named_modules() if type(m).__name__ in _WIDTH_OF_INPUT}
-    linear = [
-        n
-        for n in linear
-        if n.rpartition(".")[0] not in narrowed and ".".join(n.split(".")[:-2]) not in choosers
-    ]
     # A parameter shared by modules has the name of one of them; the other modules would not be sharded.
     names = {id(p): name for name, p in model.named_parameters()}
     shared |= {
         names[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if n in shared
     }
-    linear = [
+    linear = frozenset(
         n
-        for n in linear
-        if f"{n}.weight" in shapes and shared.isdisjoint((f"{n}.weight", f"{n}.bias"))
-    ]
+        for n, m in model.named_modules()
+        if type(m).forward is nn.Linear.forward
+        and module_of(n) not in narrowed
+        and module_of(module_of(n)) not in choosers
+        and f"{n}.weight" in shapes
+        and shared.isdisjoint((f"{n}.weight", f"{n}.bias"))
+    )
     experts = (rule for rule in rules if rule.style == "experts")
-    derived = (*ends, *experts, *derived_rules(shapes, frozenset(linear), heads, kv_heads))
+    derived = (*ends, *experts, *derived_rules(shapes, linear, heads, kv_heads))
     if covers(shapes.items(), derived, heads, kv_heads, head_dim) and not _has_decoder(model):
         # Without a sharded embedding, activations are replicated.
         return tuple(rule for rule in derived if rule.style != "vocab")
@@ -200,12 +199,11 @@ def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
     ]  # fmt: skip
     if not weights.isdisjoint(owned):
         return ()
-    one = head is not None and not {id(p) for p in head.parameters()}.isdisjoint(
-        [] if embedding is None else [id(p) for p in embedding.parameters()]
-    )
+    weights_of = {style: {id(p) for p in end.parameters()} for style, end in ends.items()}
+    tied = not weights_of.get("vocab", set()).isdisjoint(weights_of.get("head", ()))
     whole = {"vocab"} if embedding is not None and not _splits_rows(embedding) else set()
     whole |= {"head"} if head is not None and type(head).forward is not nn.Linear.forward else set()
-    if whole and one:
+    if whole and tied:
         return ()
     ends = {style: module for style, module in ends.items() if style not in whole}
     scores = (Rule(SCORE, "replicate"),) if scores_tokens(model) else ()
@@ -319,7 +317,7 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
             spec = ParamSpec(f"{path}.*.{rest}", shape, _dims(rest, shape, hidden), tied)
             inside[int(index)].append(spec)
         else:
-            end = ends.get(full.rpartition(".")[0], "final_norm")
+            end = ends.get(module_of(full), "final_norm")
             dims = _dims(full, shape, hidden)
             if end != "final_norm" and len(shape) == 2:
                 dims = ("vocab", "embed")

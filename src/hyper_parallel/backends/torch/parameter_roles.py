@@ -94,7 +94,6 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
 
 
 def _role(module: nn.Module, module_name: str, name: str, parameter: Tensor) -> ParameterRole:
-    """Return the role of one parameter of a module."""
     simple = _simple_role(module, module_name, name, parameter)
     if simple is not None:
         return ParameterRole(simple)

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import flow_error, preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import view_of
+from hyper_parallel.backends.torch.wrappers import replace_attributes
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 from hyper_parallel.shard import module_of
 
-_TEXT_INPUTS: Final = {"inputs_embeds", "attention_mask", "position_ids"}
-"""Inputs of a language model that may be floating-point tensors."""
-_TOKEN_INPUTS: Final = _TEXT_INPUTS | {"input_ids", "labels", "shift_labels"}
-"""Inputs with values for each token, of any dtype."""
+_TOKEN_INPUTS: Final = frozenset(
+    ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
+)
+"""Inputs of a language model with values for each token, of any dtype."""
 
 
 def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -112,7 +113,8 @@ def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
             where=", ".join(differing[:2]),
             got=", ".join(sorted(names)) or type(model).__name__,
             allowed="dp_replicate, dp_shard",
-            hint="parallel.tp=1 parallel.cp=1 parallel.pp=1, or `layerdrop` of 0 in the model's config",
+            hint="parallel.tp=1 parallel.cp=1 parallel.pp=1"
+            + (", or `layerdrop` of 0 in the model's config" if names else ""),
         )
 
 
@@ -126,7 +128,8 @@ def _has_probability(module: nn.Module) -> bool:
 def _modules_run(model: nn.Module, draw: float) -> set[str]:
     """Return the names of the modules that a training pass on meta tensors runs if all random numbers are `draw`."""
     run: set[str] = set()
-    with preserve_module_state(model), _fix_python_random(draw):
+    numbers = {"random": lambda: draw, "uniform": lambda a, b: a + (b - a) * draw}
+    with preserve_module_state(model), replace_attributes(random, **numbers):
         model.train()
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: run.add(name))
@@ -135,15 +138,3 @@ def _modules_run(model: nn.Module, draw: float) -> set[str]:
         except UnsupportedSharding:  # the trial of an affected axis reports the reason
             run.clear()
     return run
-
-
-@contextmanager
-def _fix_python_random(draw: float) -> Iterator[None]:
-    """Make Python's `random.random` and `random.uniform` return the fraction `draw` of their range in this context."""
-    original = random.random, random.uniform
-    random.random = lambda: draw
-    random.uniform = lambda a, b: a + (b - a) * draw
-    try:
-        yield
-    finally:
-        random.random, random.uniform = original

@@ -59,7 +59,7 @@ class PassContext(NamedTuple):
 
     Attributes:
         shape: Shape of the pass, set at the first decoder layer or by the pipeline.
-        view: Document lengths and boundaries under context parallelism; None before the first pass.
+        view: Document lengths and boundaries; None without context parallelism, and before the first pass.
         padding: Padding of the batch; None without padding.
         recomputed: True while a layer runs whose activations are recomputed in backward.
         partial_embedding: True if the embedding returned partial sums that are not reduced yet.

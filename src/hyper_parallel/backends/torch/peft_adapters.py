@@ -155,12 +155,13 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
     refused = {n: why for n, m in layers.items() if (why := _why_refused(model, m, name))}
     if refused:
         path, why = next(iter(refused.items()))
+        supported = {*last_names(layers.keys() - refused.keys())} - {*last_names(refused)}
         raise UnsupportedSharding(
             "training supports only one plain LoRA adapter of linear modules inside the model",
             where=f"{_KEYS}: {path}",
             got=why,
             allowed="nn.Linear and Conv1D, but not the head",
-            hint=target_hint(last_names(layers.keys() - refused.keys()) or ["all-linear"]),
+            hint=target_hint(sorted(supported)) if supported else None,
         )
     for path, layer in [*model.named_modules()]:
         if isinstance(layer, ModulesToSaveWrapper):
@@ -189,16 +190,21 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
 
 
 def _why_refused(model: nn.Module, layer: Any, name: str) -> str | None:
-    """Return the class names of peft's layer and of the adapted module if the adapter is unsupported, else None."""
+    """Return a description of an unsupported adapter; None for a supported one."""
     from peft.tuners.lora import Linear
 
     base = layer.get_base_layer()
-    plain = isinstance(layer, Linear) and layer is not head_of(model)
-    if plain and not layer.merged and list(layer.active_adapters) == [name]:
-        variant = name in layer.lora_variant or layer.lora_bias.get(name)
-        if not variant and weight_order(base) is not None:
-            return None
-    return f"{type(layer).__name__} around {type(base).__name__}"
+    classes = f"{type(layer).__name__} around {type(base).__name__}"
+    linear = isinstance(layer, Linear) and weight_order(base) is not None
+    if not linear or layer is head_of(model):
+        return classes
+    if layer.merged:
+        return f"{classes}, merged into the weight"
+    if list(layer.active_adapters) != [name]:
+        return f"{classes} with the adapters {', '.join(layer.active_adapters)}"
+    if name in layer.lora_variant or layer.lora_bias.get(name):
+        return f"{classes} with a variant of LoRA or a bias"
+    return None
 
 
 _LORA: Final = "LORA"

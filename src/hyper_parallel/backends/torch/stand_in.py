@@ -16,7 +16,7 @@ _T = TypeVar("_T", bound="StandIn")
 
 
 class StandIn(Tensor):
-    """Placeholder for a tensor that is not computed yet; uses except of shape, dtype and device complete it first."""
+    """Placeholder for a tensor that is not computed yet; any use except of its metadata completes it first."""
 
     @classmethod
     def like(cls: type[_T], part: Tensor, shape: tuple[int, ...]) -> _T:

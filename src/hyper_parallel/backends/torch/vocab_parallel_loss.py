@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import NoLoss
 from hyper_parallel.ir import Purpose
 
+IGNORED: Final = -100
+"""Label without loss: `ignore_index` of `torch.nn.functional.cross_entropy` and of Hugging Face labels."""
 _BLOCK_ELEMENTS = 1 << 24
 """Elements of logits converted at a time, to bound temporaries."""
 
@@ -84,7 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
+def shifted(labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
     """Return `labels` shifted left by one token, with `ignore_index` at the end: the target is the next token."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
@@ -93,7 +95,7 @@ def cross_entropy(
     tp: TpState | None,
     logits: Tensor,
     targets: Tensor,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     summed: bool = True,
 ) -> Tensor:
     """Return the sum of the cross entropies of all tokens whose target is not `ignore_index`.
@@ -138,7 +140,7 @@ def loss_function(
         labels: Tensor | None,
         vocab_size: int,
         num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
+        ignore_index: int = IGNORED,
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:

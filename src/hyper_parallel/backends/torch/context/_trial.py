@@ -14,27 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, INTERFACE, TRIAL, register
+from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, INTERFACE, TRIAL
 from hyper_parallel.backends.torch.flow_tracer import POSITIONS, TOKEN_DEPENDENT, TOKENS, FlowTracer
 from hyper_parallel.backends.torch.layer_flow import flow_error, preserve_module_state, run_on_meta
+from hyper_parallel.backends.torch.model_structure import ModelView
 from hyper_parallel.backends.torch.token_scores import scores_tokens
 from hyper_parallel.backends.torch.vocab_parallel_loss import has_causal_loss, use_loss_function
 from hyper_parallel.errors import UnsupportedSharding
 
 _WINDOW = 5  # tokens; shorter than the trial sequence, so that the mask depends on it
-
-
-def probe_attention_calls(
-    model: nn.Module, base: nn.Module, layers: nn.ModuleList
-) -> tuple[int, ...]:
-    """Return how often each layer calls the attention interface in a forward pass.
-
-    Raises:
-        UnsupportedSharding: HP205 with the operation for which a rank would need the tokens of other ranks.
-    """
-    register()
-    _Probe(model, base, layers, TRIAL).run()
-    return tuple(_Probe(model, base, layers, INTERFACE).run())
 
 
 def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -> None:
@@ -52,21 +40,23 @@ def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -
             module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-class _Probe:
+class AttentionTrial:
     """Trial forward with one attention function, which finds this object in place of a `ContextState`."""
 
-    def __init__(
-        self, model: nn.Module, base: nn.Module, layers: nn.ModuleList, interface: str
-    ) -> None:
-        self.model, self.base, self.interface = model, base, interface
-        self.config: Any = base.config
+    def __init__(self, model: nn.Module, view: ModelView, interface: str) -> None:
+        self.model, self.base, self.interface = model, view.base, interface
+        self.config: Any = view.base.config
         self.tracer = FlowTracer()
-        self.calls = [0] * len(layers)
+        self.calls = [0] * len(view.layers)
         self.losses: list[int] = []
-        self._layer = {id(m): i for i, layer in enumerate(layers) for m in layer.modules()}
+        self._layer = {id(m): i for i, layer in enumerate(view.layers) for m in layer.modules()}
 
     def run(self) -> list[int]:
-        """Run the model once, raise for unsupported operations, and return the attention calls per layer."""
+        """Run the model once and return how often each layer calls the attention function.
+
+        Raises:
+            UnsupportedSharding: HP205 with the operation for which a rank would need the tokens of other ranks.
+        """
         model, tracer = self.model, self.tracer
         config = copy.deepcopy(self.config)
         config._attn_implementation = self.interface

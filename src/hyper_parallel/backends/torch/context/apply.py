@@ -20,11 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch.context._trial import (
-    override_position_ids,
-    probe_attention_calls,
+from hyper_parallel.backends.torch.context._trial import AttentionTrial, override_position_ids
+from hyper_parallel.backends.torch.context.attention import (
+    ATTRIBUTE,
+    INTERFACE,
+    TRIAL,
+    refuse_first,
+    register,
 )
-from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, INTERFACE
 from hyper_parallel.backends.torch.context.state import TOKENS, ContextState
 from hyper_parallel.backends.torch.forward_variants import cache_argument
 from hyper_parallel.backends.torch.layer_flow import flow_error
@@ -94,7 +97,9 @@ def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ..
     if view.base is None:
         raise flow_error(model, "it has no list of decoder layers", "cp")
     _refuse(view.base.config)
-    return probe_attention_calls(model, view.base, view.layers)
+    register()
+    AttentionTrial(model, view, TRIAL).run()
+    return tuple(AttentionTrial(model, view, INTERFACE).run())
 
 
 def _wrap_root(
@@ -163,20 +168,14 @@ def join_sequences(context: ContextState, local: Tensor) -> Tensor:
 def _refuse(config: Any) -> None:
     """Raise HP205 for a config with other attention than causal and sliding-window attention, or with dropout."""
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_KINDS)
-    for unsupported, feature in (
-        (kinds, f"layers of kind {', '.join(sorted(kinds))}"),
-        (not getattr(config, "is_causal", True), "attention that is not causal"),
-        (getattr(config, "use_bidirectional_attention", None), "bidirectional attention"),
-        (getattr(config, "attention_chunk_size", None), "chunked attention"),
-        (getattr(config, "attention_dropout", 0.0), "attention dropout"),
-    ):
-        if unsupported:
-            raise UnsupportedSharding(
-                f"context parallelism does not support {feature}",
-                where=config.model_type,
-                allowed="causal attention, full or with a sliding window, without dropout",
-                hint="parallel.cp=1",
-            )
+    refuse_first(
+        config.model_type,
+        (f"layers of kind {', '.join(sorted(kinds))}", kinds),
+        ("attention that is not causal", not getattr(config, "is_causal", True)),
+        ("bidirectional attention", getattr(config, "use_bidirectional_attention", None)),
+        ("chunked attention", getattr(config, "attention_chunk_size", None)),
+        ("attention dropout", getattr(config, "attention_dropout", 0.0)),
+    )
 
 
 def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
@@ -204,8 +203,8 @@ def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
 def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
     """Make attention masks separate packed documents in models of `MASKS_IGNORE_POSITION_IDS`.
 
-    Other models of transformers recognise documents by `position_ids` that restart at 0 when they build masks. GPT-OSS
-    accepts masks as arguments, which a hook on its decoder `base` builds; `dtype` is that of additive masks. Context
+    Other models of transformers recognise documents by jumps in `position_ids` when they build masks. GPT-OSS accepts
+    masks as arguments, which a hook on its decoder `base` builds; `dtype` is that of additive masks. Context
     parallelism does not need the hook, because it builds its own masks.
     """
     if base.config.model_type not in MASKS_IGNORE_POSITION_IDS:

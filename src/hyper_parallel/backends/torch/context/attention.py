@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch.collectives import gather_rows, reduce_into, send_receive
+from hyper_parallel.backends.torch.collectives import gather_rows, launch_reduce_into, send_receive
 from hyper_parallel.backends.torch.context.block_attention import (
     AttentionBlock,
     AttentionRules,
@@ -142,16 +142,23 @@ def _exchange_tokens_for_heads(
 def _refuse_attention(module: nn.Module, context: Any, options: dict[str, Any]) -> None:
     running = isinstance(context, ContextState)
     packed = running and context.running.context.view.documents is not None
-    for name, unsupported in (
-        ("attention_mask", options["attention_mask"] is not None and running),
-        ("dropout", options["dropout"] != 0.0),
-        ("is_causal=False", packed and not options["is_causal"]),
-        ("position_bias", options.get("position_bias") is not None),
-    ):
-        if unsupported:
+    refuse_first(
+        type(module).__name__,
+        ("attention with `attention_mask`", options["attention_mask"] is not None and running),
+        ("attention with `dropout`", options["dropout"] != 0.0),
+        ("attention with `is_causal=False`", packed and not options["is_causal"]),
+        ("attention with `position_bias`", options.get("position_bias") is not None),
+    )
+
+
+def refuse_first(where: str, *features: tuple[str, object]) -> None:
+    """Raise HP205 for the first of the features (name, value) whose value is true."""
+    for name, value in features:
+        if value:
             raise UnsupportedSharding(
-                f"context parallelism does not support attention with `{name}`",
-                where=type(module).__name__,
+                f"context parallelism does not support {name}",
+                where=where,
+                allowed="causal attention, full or with a sliding window, without dropout",
                 hint="parallel.cp=1",
             )
 
@@ -299,7 +306,8 @@ class _Attention(torch.autograd.Function):
         local_grads = rows[0]
         if context.gather_keys:
             local_grads = torch.empty_like(local_grads)
-            reduce_into(local_grads, rows.flatten(), context.group, name)
+            group = context.group
+            launch_reduce_into(local_grads, rows.flatten(), group, name, async_op=False)()
         dk, dv = _unpack(local_grads, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
 

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from hyper_parallel.backends.torch.pass_context import RunningPass, SequenceView
 from hyper_parallel.backends.torch.rotary_lengths import document_lengths
-from hyper_parallel.backends.torch.vocab_parallel_loss import shifted
+from hyper_parallel.backends.torch.vocab_parallel_loss import IGNORED, shifted
 from hyper_parallel.ir import SequenceCut
 
 TOKENS = ("input_ids", "inputs_embeds")
-_IGNORED = -100  # `ignore_index` of torch's cross entropy and of Hugging Face labels
 
 
 @dataclass(slots=True)
@@ -109,11 +108,11 @@ class ContextState:
             inputs["position_ids"] = positions.index_select(1, index)
         labels, targets = inputs.get("labels"), inputs.get("shift_labels")
         if targets is None and labels is not None:
-            targets = shifted(labels, _IGNORED)
+            targets = shifted(labels)
         if targets is not None:
             if inputs.get("num_items_in_batch") is None:
-                inputs["num_items_in_batch"] = (targets != _IGNORED).sum().clamp(min=1)
-            inputs["shift_labels"] = _select_tokens(targets, index, cut, _IGNORED)
+                inputs["num_items_in_batch"] = (targets != IGNORED).sum().clamp(min=1)
+            inputs["shift_labels"] = _select_tokens(targets, index, cut, IGNORED)
             inputs["labels"] = inputs["shift_labels"]
         for name in TOKENS:
             if inputs.get(name) is not None:

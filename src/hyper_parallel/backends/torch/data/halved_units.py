@@ -1,7 +1,7 @@
 """FSDP of layers that run on two half-batches: one all-gather and one reduction for both, see `half_batch`.
 
 With half-batches, the call of a layer returns before the second half-batch is done. FSDP's own hooks on the call would
-therefore reshard the parameters too early. `HalvedUnit` replaces them:
+therefore reshard the parameters too early. `UnitPass` replaces them:
 
     forward     gather before the first half-batch enters the layer, reshard when the second one leaves it
     backward    gather before the first half-batch enters, reduce gradients and reshard when the second one leaves
@@ -26,51 +26,45 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hyper_parallel.backends.torch.data.unit_order import groups_of
 
 
-class HalvedUnit:
-    """FSDP parameters of one layer, without FSDP's hooks on calls of the layer."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        """Remove FSDP's hooks from a layer that FSDP manages."""
-        self.layer, self.state = layer, fully_shard.state(layer)
-        self.state._pre_forward_hook_handle.remove()
-        self.state._post_forward_hook_handle.remove()
-
-    def begin(self, parts: int, previous: UnitPass | None) -> UnitPass:
-        """Gather the parameters for a forward pass through the layer; arguments as in `UnitPass`."""
-        # Passing no arguments keeps FSDP from reducing gradients after the backward of the first part.
-        self.state._pre_forward(self.layer, (), {})
-        return UnitPass(self, parts, previous)
+def remove_hooks(layer: nn.Module) -> None:
+    """Remove FSDP's hooks on calls of a layer that FSDP manages; `UnitPass` then runs the layer."""
+    state = fully_shard.state(layer)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
 
 
 class UnitPass:
-    """Forward pass through one layer, and the backward pass that belongs to it.
+    """Forward pass through one layer after `remove_hooks`, and the backward pass that belongs to it.
 
     Attributes:
         is_trained: Whether an output of the layer requires gradients.
     """
 
-    def __init__(self, unit: HalvedUnit, parts: int, previous: UnitPass | None) -> None:
-        """Create a pass with `parts` calls of `run`; `previous` is the pass through the layer before, if any."""
+    def __init__(self, layer: nn.Module, parts: int, previous: UnitPass | None) -> None:
+        """Gather the parameters for `parts` calls of `run`; `previous` is the pass through the layer before, if any."""
         self.is_trained = False
-        self._unit, self._parts, self._previous = unit, parts, previous
+        self._layer, self._state = layer, fully_shard.state(layer)
+        self._parts, self._previous = parts, previous
         self._num_left = 0
         self._num_entered = self._num_left_backward = 0
+        # Passing no arguments keeps FSDP from reducing gradients after the backward of the first part.
+        self._state._pre_forward(layer, (), {})
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the forward of the layer with the arguments of one half-batch or of the whole batch."""
-        state = self._unit.state
+        state = self._state
         args, kwargs = self._watch_inputs(*state._cast_forward_inputs(args, kwargs))
         output = forward(*args, **kwargs)
         self._num_left += 1
         leaves = tree_flatten(output)[0]
         self.is_trained |= any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         if self._num_left == self._parts:
-            return state._post_forward(self._unit.layer, (), output)
+            return state._post_forward(self._layer, (), output)
         return state._cast_output_dtype(state._register_pre_backward_hook(output))
 
     def gather_for_backward(self) -> None:
         """Gather the parameters for backward; no effect if they are gathered already."""
-        self._unit.state._pre_backward(None)
+        self._state._pre_backward(None)
 
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -96,7 +90,7 @@ class UnitPass:
             return
         if self._previous is not None and self._previous.is_trained:
             self._previous.gather_for_backward()
-        for group in reversed(groups_of(self._unit.state)):
+        for group in reversed(groups_of(self._state)):
             group.post_backward()
 
 

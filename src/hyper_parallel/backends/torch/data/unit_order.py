@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any, Final, NoReturn
 
 import torch
@@ -38,18 +39,16 @@ A larger number delays learning. A smaller one makes errors more frequent: a pas
 raises HP622."""
 
 
-class HostExchange:
-    """Collective minimum of a few host integers, invisible to dispatch modes that record a step."""
+Lowest = Callable[[Sequence[int]], list[int]]
+"""Function that returns the elementwise minimum of integers over all ranks."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
 
-    def lowest(self, values: Sequence[int]) -> list[int]:
-        """Return the elementwise minimum of `values` over all ranks."""
-        with _disable_current_modes(), torch.no_grad(), purpose(Purpose.UNIT_ORDER):
-            tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
-            dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
-            return tensor.tolist()  # type: ignore[no-any-return]
+def _lowest(group: dist.ProcessGroup, values: Sequence[int]) -> list[int]:
+    """Return the minimum over ranks, by a collective that dispatch modes which record a step do not see."""
+    with _disable_current_modes(), torch.no_grad(), purpose(Purpose.UNIT_ORDER):
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=group)
+        return tensor.tolist()  # type: ignore[no-any-return]
 
 
 class EventSequence:
@@ -62,9 +61,9 @@ class EventSequence:
     DONE: Final = 1 << 40
 
     def __init__(
-        self, exchange: HostExchange, number: int, covers: Callable[[Sequence[int]], bool | None]
+        self, lowest: Lowest, number: int, covers: Callable[[Sequence[int]], bool | None]
     ) -> None:
-        self._exchange, self._number, self._covers = exchange, number, covers
+        self._lowest, self._number, self._covers = lowest, number, covers
         self._events: list[int] = []
         self._next = 0
         self._unanimous = True
@@ -122,7 +121,7 @@ class EventSequence:
     def _agree(self, event: int) -> int:
         # The minimum of a negated value is the negated maximum.
         values = (event, -event, self._number, -self._number)
-        lowest, highest, first, last = self._exchange.lowest(values)
+        lowest, highest, first, last = self._lowest(values)
         if first != -last:
             raise CollectiveMismatch(
                 "at the same time, ranks run passes of different models, or some run a forward and others a backward",
@@ -195,7 +194,7 @@ class UnitOrder:
         groups = [g for s in states for g in groups_of(s)]
         self._units = [_Unit(i, g) for i, g in enumerate(groups)]
         self._model, self._root = model, self._units[0]
-        self._exchange, self._learns = HostExchange(group), learns
+        self._lowest, self._learns = partial(_lowest, group), learns
         self._unskippable = {
             u.number for u in self._units[1:]
             if any(m in set(unskippable) for top in u.group.modules for m in top.modules())
@@ -350,7 +349,7 @@ class UnitOrder:
         known = self._backward.learned and unit.number not in self._backward.conditional
         used = params
         if not known:
-            is_unused = self._exchange.lowest([int(gradient_of(p) is None) for p in params] or [0])
+            is_unused = self._lowest([int(gradient_of(p) is None) for p in params] or [0])
             if any(is_unused):
                 self._backward.conditional.add(unit.number)
             used = [p for p, unused in zip(params, is_unused, strict=False) if not unused]
@@ -379,8 +378,7 @@ class UnitOrder:
         unused = dict(zip(names, torch.stack(marks).tolist(), strict=True)) if nonempty else {}
         for p in filled:
             # A rank without elements of a parameter decides by the parameter whose name has the longest common prefix.
-            name = p._param_fqn
-            nearest = name if name in unused else max(unused, key=_common_with(name), default=None)
+            nearest = max(unused, key=partial(_common_length, p._param_fqn), default=None)
             if nearest is not None and unused[nearest]:
                 p.sharded_param.grad = None
 
@@ -388,7 +386,7 @@ class UnitOrder:
         self, key: tuple[Any, ...], covers: Callable[[Sequence[int]], bool | None]
     ) -> EventSequence:
         if key not in self._sequences:
-            self._sequences[key] = EventSequence(self._exchange, len(self._sequences), covers)
+            self._sequences[key] = EventSequence(self._lowest, len(self._sequences), covers)
         sequence = self._sequences[key]
         sequence.begin()
         return sequence
@@ -460,10 +458,7 @@ def gradient_of(param: Any) -> Tensor | None:
     return gradient if accumulated is None else accumulated
 
 
-def _common_with(name: str) -> Callable[[str], int]:
-    """Return a function from a dotted name to the number of leading components that it shares with `name`."""
-    parts = name.split(".")
-    return lambda other: next(
-        (i for i, (a, b) in enumerate(zip(parts, other.split("."), strict=False)) if a != b),
-        len(parts),
-    )
+def _common_length(name: str, other: str) -> int:
+    """Return the number of leading components that two dotted names have in common."""
+    parts = zip(name.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], parts))

@@ -5,9 +5,9 @@ on the instance: tokens are dispatched, and the unmodified forward runs on the r
 In this call, `num_experts` is the number of local experts and all weights are one. The sender combines the results with
 its weights. Biases, clamps, activations and the grouped GEMM are those of the model.
 
-With ep = 1, a rank has all experts and runs the unmodified forward on its own tokens. Under tensor parallelism, its own
-tokens are its part of the sequence. Routing works per position, so nothing is gathered. The gradients of router and
-experts are summed over the ranks, like those of norms.
+With ep = 1 and no capacity, a rank has all experts and runs the unmodified forward on its own tokens. Under tensor
+parallelism, its own tokens are its part of the sequence. Routing works per position, so nothing is gathered. The
+gradients of router and experts are summed over the ranks, like those of norms.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.experts._dispatch import (
@@ -31,7 +29,6 @@ from hyper_parallel.backends.torch.experts.expert_list import ExpertList, ListBl
 from hyper_parallel.backends.torch.experts.routing import (
     ExpertState,
     LayerRouting,
-    Routing,
     count_rows,
     is_first_forward,
 )
@@ -41,33 +38,18 @@ from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
 
 
-def expert_state(
-    model: nn.Module,
-    styles: dict[str, str],
-    routing: Routing,
-    group: dist.ProcessGroup | None,
-    world_group: dist.ProcessGroup | None,
-    staged: bool,
-    device: torch.device,
-    chunks: int = 1,
-) -> ExpertState | None:
-    """Return the expert state of a model that is not yet sharded; None for a model without experts.
+def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
+    """Return the number of experts of each module of experts in a model that is not yet sharded, by name.
 
-    `styles` maps names of modules to sharding styles. Other arguments are fields of `ExpertState`.
+    `styles` maps names of modules to sharding styles.
     """
-
-    def count_experts(module: nn.Module) -> int:
-        if is_list(module):
-            return len(module)
-        count = getattr(module, "num_experts", None)
-        return count if isinstance(count, int) else next(iter(module.parameters())).shape[0]
-
-    modules = dict(model.named_modules())
-    names = [n for n, style in styles.items() if style == "experts" and n in modules]
-    counts = {n: count_experts(modules[n]) for n in names}
-    if not counts:
-        return None
-    return ExpertState(counts, routing, group, world_group, staged, device, chunks=chunks)
+    modules, counts = dict(model.named_modules()), dict[str, int]()
+    for name, style in styles.items():
+        if style == "experts" and (module := modules.get(name)) is not None:
+            count = len(module) if is_list(module) else getattr(module, "num_experts", None)
+            rows = next(iter(module.parameters())).shape[0]
+            counts[name] = count if isinstance(count, int) else rows
+    return counts
 
 
 def apply_to_experts(
@@ -79,8 +61,9 @@ def apply_to_experts(
     Hugging Face model with a list of decoder layers.
 
     Raises:
-        UnsupportedSharding: HP205 for experts on several ranks that are not called with tokens, indices and weights,
-            for a capacity of experts in a list, and for tensor parallelism of experts outside of a decoder.
+        UnsupportedSharding: HP205 for experts on several ranks, or with a capacity, that are not called with tokens,
+            indices and weights, for a capacity of experts in a list, and for tensor parallelism of experts outside of
+            a decoder.
     """
     group, tp = state.group, tokens.tp
     modules = dict(model.named_modules())
@@ -113,13 +96,16 @@ def _is_supported(
     in_list = isinstance(module, ExpertList) or is_list(module)
     signature = inspect.signature(type(module).forward)
     if not in_list and (len(signature.parameters) != 4 or not hasattr(module, "num_experts")):
-        if group is None and tp is None and capacity is None:
+        alone = group is None and tp is None
+        if alone and capacity is None:
             return False
+        hints = [] if alone else ["parallel.ep=1 parallel.tp=1"]
+        hints += [] if capacity is None else ["moe.capacity_factor=null"]
         raise UnsupportedSharding(
-            "experts on several ranks must be called as experts(hidden_states, index, weights)",
+            "experts on several ranks, or with a capacity, must be called as experts(hidden_states, index, weights)",
             where=name,
             got=f"{type(module).__name__}{signature}",
-            hint="parallel.ep=1 parallel.tp=1",
+            hint=" ".join(hints),
         )
     if in_list and capacity is not None:
         raise UnsupportedSharding(

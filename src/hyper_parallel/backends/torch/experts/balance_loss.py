@@ -40,7 +40,6 @@ from hyper_parallel.backends.torch.experts.router_loss import (
 )
 from hyper_parallel.backends.torch.experts.routing import (
     Routing,
-    balanced_loss,
     count_rows,
     is_first_forward,
 )
@@ -75,23 +74,16 @@ class BalanceLoss:
         self._sums: Tensor | None = None
 
     @classmethod
-    def from_model(
+    def from_facts(
         cls,
-        model: nn.Module,
+        facts: RouterLoss,
         routing: Routing,
         strategy: Strategy,
         mesh: DeviceMesh | None,
         world_group: dist.ProcessGroup | None,
         device: torch.device,
-    ) -> BalanceLoss | None:
-        """Return the auxiliary loss of a model that is not yet sharded; None if training adds no such loss.
-
-        Raises:
-            UnsupportedSharding: HP205 for an unknown loss of the model.
-        """
-        facts = balanced_loss(model, routing, strategy.world_size == 1)
-        if facts is None:
-            return None
+    ) -> BalanceLoss:
+        """Return the auxiliary loss of a model on this rank, from the result of `checked_loss`."""
         configured = routing.aux_loss_coef
         coefficient = facts.coefficient if configured is None else configured
         groups = [] if world_group is None else [world_group]
@@ -236,20 +228,24 @@ class BalanceLoss:
         return sums[0] / sums[1]
 
 
-def disable_model_router_loss(model: nn.Module, routing: Routing, strategy: Strategy) -> None:
+def disable_model_router_loss(
+    model: nn.Module, routing: Routing, alone: bool, replaced: bool
+) -> None:
     """Disable the model's own router loss, which covers the tokens of one rank only.
 
-    Router logits are not returned either. On one rank, an unknown loss of the model stays enabled.
+    Router logits are not returned either. If there is one rank only (`alone`), an unknown loss of the model stays
+    enabled. `replaced` tells whether a `BalanceLoss` is added in place of the loss.
     """
     facts = router_loss_facts(model)
     is_unknown = facts is not None and not facts.known and routing.aux_loss_coef is None
-    if facts is None or (is_unknown and strategy.world_size == 1):
+    if facts is None or (is_unknown and alone):
         return
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get(FLAG):
             raise UnsupportedSharding(
-                "router logits are not returned; `loss` already includes the auxiliary loss of all ranks",
+                "router logits are not returned, because a rank has only those of its own tokens"
+                + ("; `loss` already includes the auxiliary loss of all ranks" if replaced else ""),
                 where=type(module).__name__,
                 hint=f"call the model without `{FLAG}=True`",
             )

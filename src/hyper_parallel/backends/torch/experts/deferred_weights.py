@@ -74,24 +74,15 @@ _PRODUCTS: Final = {
 """Gradient functions, by the function of (rows, weight) with which experts multiply."""
 
 
-class _Weight:
-    """Weight of experts [E, F, C] or [F, C], and the gradients of its products.
-
-    Attributes:
-        gradients: Pairs of a view of the weight and a function that returns the gradient of this view.
-        used: Tensor that products take as an argument, so that their backward precedes that of the weight.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self.gradients: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        self.used: Tensor = _WeightNode.apply(self.gradients, weight)
+_ViewGradients = list[tuple[Tensor, Callable[[], Tensor]]]
+"""Pairs of a view of a weight and a function that returns the gradient of this view."""
 
 
 class _WeightNode(torch.autograd.Function):
-    """Identity on a weight. Backward adds up the gradients of its views."""
+    """Identity on a weight [E, F, C] or [F, C]. Backward adds up the gradients of its views."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[Any], weight: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: _ViewGradients, weight: Tensor) -> Tensor:
         ctx.gradients, ctx.layout = gradients, (weight.size(), weight.stride())
         ctx.offset = weight.storage_offset()
         ctx.set_materialize_grads(False)
@@ -117,20 +108,23 @@ class _WeightNode(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """Product of rows and a view of a weight, whose gradient the node of the weight computes."""
+    """Product of rows and a view of a weight, whose gradient the node of the weight computes.
+
+    The argument `used` is the result of this node, so that the backward of the product precedes that of the node.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         product: Callable[[Tensor, Tensor], Tensor],
-        gradients: _Gradients,
-        weight: _Weight,
+        kind: _Gradients,
+        gradients: _ViewGradients,
         rows: Tensor,
         used: Tensor,
         view: Tensor,
         offs: Tensor | None,
     ) -> Tensor:
-        ctx.kind, ctx.weight_gradients = gradients, weight.gradients
+        ctx.kind, ctx.weight_gradients = kind, gradients
         ctx.save_for_backward(rows, view, offs)
         return product(rows, view)
 
@@ -155,28 +149,30 @@ class DeferredWeights(TorchFunctionMode):
             weights: Local tensors of the weights that the experts read; only trained ones are deferred.
         """
         super().__init__()
-        self._weights = {
-            weight.untyped_storage()._cdata: _Weight(weight)
-            for weight in weights
-            if torch.is_grad_enabled() and weight.requires_grad and weight.is_contiguous()
-        }
+        self._weights: dict[int, tuple[_ViewGradients, Tensor]] = {}
+        for weight in weights if torch.is_grad_enabled() else ():
+            if weight.requires_grad and weight.is_contiguous():
+                gradients: _ViewGradients = []
+                node = gradients, _WeightNode.apply(gradients, weight)
+                self._weights[weight.untyped_storage()._cdata] = node
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        gradients = _PRODUCTS.get(func)
+        kind = _PRODUCTS.get(func)
         options = [*args[2:], *(v for k, v in kwargs.items() if k != "offs")]
-        if gradients is None or len(args) < 2 or any(value is not None for value in options):
+        if kind is None or len(args) < 2 or any(value is not None for value in options):
             return func(*args, **kwargs)
         rows, view = args[:2]
-        weight = self._weights.get(view.untyped_storage()._cdata)
-        if weight is None or view.dim() != gradients.dims or not rows.requires_grad:
+        node = self._weights.get(view.untyped_storage()._cdata)
+        if node is None or view.dim() != kind.dims or not rows.requires_grad:
             return func(*args, **kwargs)
-        offs = kwargs.get("offs")
+        gradients, used = node
 
         def product(rows: Tensor, view: Tensor) -> Tensor:
             result: Tensor = func(rows, view, **kwargs)
             return result
 
-        return _Product.apply(product, gradients, weight, rows, weight.used, view.detach(), offs)
+        inputs = rows, used, view.detach(), kwargs.get("offs")
+        return _Product.apply(product, kind, gradients, *inputs)

@@ -10,13 +10,15 @@ twice:
 
 Gradients are exact: gradients of the results flow through the second run, gradients of the experts' inputs through the
 first, whose output is unused. Router and shared experts run once: calls of other child modules are memoized by their
-arguments.
+arguments. The second half-batch may begin while the first one is suspended, so each call of a block keeps its own
+state, in a context variable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -30,17 +32,23 @@ from hyper_parallel.backends.torch.experts._dispatch import (
 )
 from hyper_parallel.backends.torch.experts.routing import ExpertState
 from hyper_parallel.backends.torch.model_structure import PlaceholderModule, SlotList
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
 
 
 class _Calls:
-    """Expert calls of one block: recorded in the first run, answered in the second."""
+    """Expert calls in one pass through a block: recorded in the first run, answered in the second.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.experts: list[int] = []
+    Attributes:
+        child_results: Arguments and result of the calls of other child modules, by module and arguments.
+    """
+
+    def __init__(self, experts: ExpertList, name: str) -> None:
+        self.experts, self.name = experts, name
+        self.called: list[int] = []
         self.rows: list[Tensor] = []
         self.results: list[Tensor] | None = None
+        self.child_results: dict[Any, tuple[Any, Any]] = {}
         self._next = 0
 
     def __call__(self, expert: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -48,11 +56,11 @@ class _Calls:
             raise self.refusal("is not called with exactly one tensor")
         (rows,) = args
         if self.results is None:
-            self.experts.append(expert)
+            self.called.append(expert)
             self.rows.append(rows)
             return torch.zeros_like(rows)
         call, self._next = self._next, self._next + 1
-        first_run = (self.experts[call], self.rows[call].shape) if call < len(self.rows) else None
+        first_run = (self.called[call], self.rows[call].shape) if call < len(self.rows) else None
         if first_run != (expert, rows.shape):
             raise self.refusal(
                 "is called with other shapes or in another order when its block is run again"
@@ -66,6 +74,10 @@ class _Calls:
             allowed="calls experts[i](x), with x and result of shape [..., hidden], in the same order in every run",
             hint="parallel.ep=1",
         )
+
+
+_running: ContextVar[_Calls | None] = ContextVar("expert_calls", default=None)
+"""Calls of the running block; None outside of a run."""
 
 
 class _ExpertSlot:
@@ -90,7 +102,6 @@ class ExpertList(SlotList):
     """
 
     local_experts: range
-    calls: _Calls | None
 
     @classmethod
     def from_modules(cls, modules: nn.ModuleList, rank: int, ranks: int) -> ExpertList:
@@ -98,13 +109,15 @@ class ExpertList(SlotList):
         count = len(modules) // ranks
         local = range(rank * count, (rank + 1) * count)
         experts = cls(e if i in local else PlaceholderModule(e) for i, e in enumerate(modules))
-        experts.local_experts, experts.calls = local, None
+        experts.local_experts = local
         return experts
 
     def slots(self) -> list[_ExpertSlot] | None:
         """Return one stub per expert of all ranks during the block's forward; None otherwise."""
-        calls = self.calls
-        return None if calls is None else [_ExpertSlot(calls, i) for i in range(len(self._modules))]
+        calls = _running.get()
+        if calls is None or calls.experts is not self:
+            return None
+        return [_ExpertSlot(calls, i) for i in range(len(self._modules))]
 
     def forward(self, rows: Tensor, local_expert: Tensor) -> Tensor:
         """Return the results [R, D] of rows [R, D] by their experts [R], counted from this rank's first one."""
@@ -143,30 +156,31 @@ class ListBlock:
         self, block: nn.Module, experts: ExpertList, name: str, state: ExpertState
     ) -> None:
         self.inner, self.experts, self.name, self.state = block.forward, experts, name, state
-        self.other_children = [m for m in block.children() if m is not experts]
+        self._unwrapped = [m for m in block.children() if m is not experts]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block twice, with the exchange in between; raise HP205 if the first run has side effects."""
-        calls = _Calls(self.name)
+        # The first call follows all other wrappers, which may contain collectives, so that these run once too.
+        while self._unwrapped:
+            child = self._unwrapped.pop()
+            wrap(child, partial(_call_once, child))
+        calls = _Calls(self.experts, self.name)
         source = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         state_before = _side_effect_state(source)
-        with _memoize_forwards(self.other_children):
-            self._run(calls, args, kwargs)
-            if not all(map(torch.equal, state_before, _side_effect_state(source))):
-                raise calls.refusal(
-                    "belongs to a block that draws random numbers or changes its input"
-                )
-            results, calls.results = self._exchange(calls, source)
-            out = self._run(calls, args, kwargs)
+        self._run(calls, args, kwargs)
+        if not all(map(torch.equal, state_before, _side_effect_state(source))):
+            raise calls.refusal("belongs to a block that draws random numbers or changes its input")
+        results, calls.results = self._exchange(calls, source)
+        out = self._run(calls, args, kwargs)
         # A rank without calls must still take part in the exchange of backward.
         return out if calls.rows else attach_zero_gradients(out, [results])
 
     def _run(self, calls: _Calls, args: Any, kwargs: Any) -> Any:
-        self.experts.calls = calls
+        token = _running.set(calls)
         try:
             return self.inner(*args, **kwargs)
         finally:
-            self.experts.calls = None
+            _running.reset(token)
 
     def _exchange(self, calls: _Calls, source: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Compute the expert calls on the ranks of their experts; return the results concatenated, and one per call."""
@@ -176,7 +190,7 @@ class ListBlock:
         hidden = torch.cat([source.reshape(-1, width)[:0].to(rows[0] if rows else source), *rows])
         sizes = [len(r) for r in rows]
         # Built on the host, where the sizes are known, then copied once.
-        index = torch.tensor(calls.experts, dtype=torch.long)
+        index = torch.tensor(calls.called, dtype=torch.long)
         index = index.repeat_interleave(torch.tensor(sizes, dtype=torch.long)).to(hidden.device)
 
         def work(rows: Tensor, expert: Tensor) -> Tensor:
@@ -200,34 +214,17 @@ def _side_effect_state(source: Tensor) -> list[Tensor]:
     return states
 
 
-@contextmanager
-def _memoize_forwards(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Make modules in this context return the earlier result for arguments that they have already seen."""
-    originals = [(m, m.__dict__.get("forward")) for m in modules]
-    for module in modules:
-        module.forward = _MemoizedForward(module.forward)
-    try:
-        yield
-    finally:
-        for module, forward in originals:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
-
-
-class _MemoizedForward:
-    def __init__(self, inner: Callable[..., Any]) -> None:
-        self.inner = inner
-        self.seen: dict[frozenset[Any], tuple[Any, Any]] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = (*enumerate(args), *kwargs.items())
-        key = frozenset((name, _identity(value)) for name, value in arguments)
-        if key not in self.seen:
-            # Arguments are kept alive, so that their addresses are not reused.
-            self.seen[key] = arguments, self.inner(*args, **kwargs)
-        return self.seen[key][1]
+def _call_once(module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a module's forward, or return its earlier result for these arguments in this pass through a block."""
+    calls = _running.get()
+    if calls is None:
+        return inner(*args, **kwargs)
+    arguments = (*enumerate(args), *kwargs.items())
+    key = module, frozenset((name, _identity(value)) for name, value in arguments)
+    if key not in calls.child_results:
+        # Arguments are kept alive, so that their addresses are not reused.
+        calls.child_results[key] = arguments, inner(*args, **kwargs)
+    return calls.child_results[key][1]
 
 
 def _identity(value: Any) -> Any:

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch.forward_variants import KeepFloat64
 from hyper_parallel.backends.torch.model_structure import text_config, view_of
@@ -265,16 +266,8 @@ def _sizes(model: nn.Module, routers: tuple[tuple[str, int], ...]) -> list[int]:
     """Return candidate sizes of the last dim of router logits: sizes of router weights, then integers of the config."""
     weights = model.get_submodule(routers[0][0]).parameters() if routers else ()
     rows = [size for p in weights for size in (p.shape[0], p.shape[0] // 2)]
-    sizes = dict.fromkeys([*rows, *_integers(model.config.to_dict())])
-    return [size for size in sizes if 2 <= size <= 4096]
-
-
-def _integers(value: Any) -> Iterator[int]:
-    if isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _integers(part)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        yield value
+    values = (v for v in tree_leaves(model.config.to_dict()) if isinstance(v, int))
+    return [size for size in dict.fromkeys([*rows, *values]) if 2 <= size <= 4096]
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[str, int]]:

@@ -78,10 +78,10 @@ class ExpertState:
         world_group: All ranks of the model; None for one rank.
         staged: True if the model is split into pipeline stages.
         device: Device of this rank.
+        chunks: Number of chunks of tokens; one is computed while another is exchanged.
         modules: Names of the modules of experts on this rank.
         tokens: Selector of this rank's tokens among the rows of a layer.
         layers: Rows routed since the last step, by name of the module of experts.
-        chunks: Number of chunks of tokens; one is computed while another is exchanged.
     """
 
     num_experts: dict[str, int]
@@ -90,10 +90,10 @@ class ExpertState:
     world_group: dist.ProcessGroup | None
     staged: bool
     device: torch.device
+    chunks: int
     modules: tuple[str, ...] = ()
     tokens: Tokens = field(default_factory=Tokens)
     layers: dict[str, LayerRouting] = field(default_factory=dict)
-    chunks: int = 1
 
     @property
     def width(self) -> int:
@@ -125,19 +125,35 @@ def is_first_forward() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
-def check_routing(
-    model: nn.Module, routing: Routing, where: str | None = None, alone: bool = False
-) -> str | None:
+def check_routing(model: nn.Module, routing: Routing, where: str | None = None) -> str | None:
     """Return a description of the router loss that training adds; None if it adds no such loss.
 
-    `where` is the location of the options, for errors, and `alone` is that of `balanced_loss`.
+    Arguments and errors are those of `checked_loss`.
+    """
+    facts, coefficient = checked_loss(model, routing, where), routing.aux_loss_coef
+    if facts is None:
+        return None
+    own = f"{facts.coefficient:g} (the model's own)"
+    weight = own if coefficient is None else f"{coefficient:g}"
+    return (
+        f"weight {weight}, {len(facts.routers)} routers of {facts.num_experts} experts; "
+        "of each microbatch over all data ranks, weighted by its targets"
+    )
+
+
+def checked_loss(
+    model: nn.Module, routing: Routing, where: str | None = None, alone: bool = False
+) -> RouterLoss | None:
+    """Return the router loss that training adds, see `_added_loss`, if the model supports the options of routing.
+
+    `where` is the location of the options, for errors.
 
     Raises:
         UnsupportedSharding: HP205 with the first unsupported option, or for an unknown router loss.
     """
     experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
     biases = any(name.rpartition(".")[2] == _BIAS for name, _ in model.named_buffers())
-    facts = balanced_loss(model, routing, alone)
+    facts = _added_loss(model, routing, alone)
     for key, part, is_present in (
         ("capacity_factor", "routed experts", experts),
         ("aux_loss_coef", "load-balancing loss", facts is not None),
@@ -151,26 +167,14 @@ def check_routing(
                 got=f"{key}={value}",
                 hint=f"moe.{key}={'0' if key == 'bias_update_rate' else 'null'}",
             )
-    return None if facts is None else _describe(facts, routing.aux_loss_coef)
+    return facts
 
 
-def _describe(facts: RouterLoss, coefficient: float | None) -> str:
-    own = f"{facts.coefficient:g} (the model's own)"
-    weight = own if coefficient is None else f"{coefficient:g}"
-    return (
-        f"weight {weight}, {len(facts.routers)} routers of {facts.num_experts} experts; "
-        "of each microbatch over all data ranks, weighted by its targets"
-    )
-
-
-def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> RouterLoss | None:
+def _added_loss(model: nn.Module, routing: Routing, alone: bool) -> RouterLoss | None:
     """Return the router loss that training adds; None without one, or if one rank keeps the model's own loss.
 
     If `aux_loss_coef` is set, a model without a language head, such as a reward model, uses the loss of its causal
     language model. `alone` tells that there is one rank only, where an unknown loss of the model can be kept.
-
-    Raises:
-        UnsupportedSharding: HP205 for an unknown loss of the model.
     """
     facts, coefficient = router_loss_facts(model), routing.aux_loss_coef
     if facts is None and coefficient and (causal := causal_form(model)) is not None:
