@@ -203,7 +203,9 @@ class Loop:
             if self.stage is not None:
                 rows = self._rows(batches, step - 1)
                 with self.recorder.span(*self.stage.inputs_span):
-                    microbatches, count = self.stage.inputs(inputs.microbatches, rows, step)
+                    microbatches, count = self.stage.inputs(
+                        inputs.microbatches, rows, batches, step
+                    )
                 count = inputs.valid_tokens if count is None else count
                 inputs = replace(inputs, microbatches=microbatches, valid_tokens=count)
             loss_sum, grad_norm = self.gradients(inputs)
@@ -268,7 +270,7 @@ class Loop:
                     loss_sum = self.held_out_loss(parts, count)
                 accuracies = predictions.accuracies(count, self.world.device)
             else:
-                parts, tokens = self.stage.held_out(parts, self._rows(batches, 0), batches)
+                parts, tokens = self.stage.inputs(parts, self._rows(batches, 0), batches, None)
                 count = count if tokens is None else tokens
                 step_loss = forward_loss(self.model, parts, objective=self.stage.objective)
                 loss_sum = step_loss / self.world.world_size

@@ -64,5 +64,5 @@ def build_stage(
     if recipe.stage == "rm":
         return RewardModelStage(job.plan, world.device, recipe.rm)
     if recipe.stage == "kto":
-        return KtoStage(recipe.kto, reference)
+        return KtoStage(job.plan, world.device, recipe.kto, reference)
     return None

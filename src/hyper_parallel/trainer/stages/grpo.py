@@ -96,7 +96,6 @@ class GrpoStage(LearningStage):
 
     def begin(self, batches: Any) -> None:
         """Create the reference weights, and warn if sampling runs without a key-value cache."""
-        self._batches = batches
         if self.reference is not None:
             weights = self.reference()
             self._reference_weights = None if self.settings.reference_on_samplers else weights
@@ -110,7 +109,7 @@ class GrpoStage(LearningStage):
         if self.publisher is not None:
             self.publisher.end()
 
-    def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
+    def _held_out(self, microbatches: Microbatches, rows: Rows, sequences: Any) -> StageInputs:
         """Sample and reward one completion per held-out prompt; return inputs whose loss is minus the mean reward.
 
         Every evaluation uses the same random numbers.
@@ -119,7 +118,7 @@ class GrpoStage(LearningStage):
         real = torch.from_numpy(rows >= 0).to(microbatches[0]["input_ids"].device)
         prompts = [{name: torch.cat([part[name] for part in microbatches])[real] for name in names}]
         completions = self.sampler.complete(prompts, 0, self.rank * len(rows), size, Weights())
-        rewards, each = self._reward(completions, prompts, batches.sequences, rows[rows >= 0])
+        rewards, each = self._reward(completions, prompts, sequences, rows[rows >= 0])
         lengths = completions.sampled.sum(1).double()
         counts = [rewards.sum(), real.sum(), lengths.sum(), completions.stopped.sum(), *each]
         reward, total, tokens, stopped, *named = self._sum(counts)
@@ -139,18 +138,22 @@ class GrpoStage(LearningStage):
             padded[name][real] = x
         return _split_batch(padded, size), int(tokens)
 
-    def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
+    def inputs(
+        self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None
+    ) -> StageInputs:
         """Sample and reward completions; return them as microbatches, and their number of tokens over all ranks.
 
         In `microbatches`, each prompt fills `num_generations` consecutive rows, whose labels are the reference answer.
         Returned microbatches also have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S], and, if `beta`
         is not 0, `reference_logprobs` [B, S]. Later optimizer steps of a rollout return the same completions, with
-        `proximal_logprobs` [B, S].
+        `proximal_logprobs` [B, S]. The loss of an evaluation is minus the mean reward.
         """
+        if step is None:
+            return self._held_out(microbatches, rows, batches.sequences)
         rollout, iteration = divmod(step - 1, self.settings.num_iterations)
         if iteration == 0 or self._cached_rollout is None:
             self._proximal_logprobs.clear()
-            parts, tokens = self._rollout(microbatches, rows, rollout + 1)
+            parts, tokens = self._rollout(microbatches, rows, batches, rollout + 1)
             if self.settings.num_iterations > 1:
                 self._cached_rollout, self._is_first_iteration = (parts, tokens, self._record), True
             return parts, tokens
@@ -162,12 +165,12 @@ class GrpoStage(LearningStage):
         ], tokens
 
     def _rollout(
-        self, microbatches: Microbatches, rows: Rows, step: int
+        self, microbatches: Microbatches, rows: Rows, batches: Any, step: int
     ) -> tuple[Microbatches, int]:
         """Sample and reward rollout `step`, counted from 1; return its microbatches and global number of tokens."""
         size = len(microbatches[0]["input_ids"])
-        completions = self._sample(microbatches, step)
-        rewards, sums = self._reward(completions, microbatches, self._batches.sequences, rows)
+        completions = self._sample(microbatches, batches, step)
+        rewards, sums = self._reward(completions, microbatches, batches.sequences, rows)
         groups = rewards.view(-1, self.settings.num_generations)
         advantages = groups - groups.mean(1, keepdim=True)
         if self.settings.scale_rewards:
@@ -182,14 +185,14 @@ class GrpoStage(LearningStage):
             batch["reference_logprobs"] = completions.reference_logprobs
         return _split_batch(batch, size), int(tokens)
 
-    def _sample(self, microbatches: Microbatches, step: int) -> Completions:
+    def _sample(self, microbatches: Microbatches, batches: Any, step: int) -> Completions:
         """Return the completions of this rank's rows in rollout `step`, sampled here or by dedicated ranks."""
         size = len(microbatches[0]["input_ids"])
         count = size * len(microbatches)
         first = self.rank * count
         if self.publisher is None:
             return self.sampler.complete(microbatches, step, first, size, Weights(step - 1))
-        self.publisher.publish(step - 1, self._batches.state_dict(step - 1))
+        self.publisher.publish(step - 1, batches.state_dict(step - 1))
         return self.publisher.collect(step, first, count, microbatches[0]["input_ids"].device)
 
     def _record_rollout(
