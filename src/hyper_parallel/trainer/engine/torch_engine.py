@@ -186,7 +186,7 @@ class TorchEngine:
             )
         if self._assumed is None or self._spill is None or done >= training.steps:
             return
-        line, schedule = self._display.line, LrSchedule.of(training)
+        line, schedule = self._display.line, LrSchedule(training)
         planned = PlannedSteps(self._loop, self._assumed, self._flash, line, self._spill)
         self._recorder.begin_step(0)  # outside the recorded window
         planned.prepare(

@@ -268,7 +268,7 @@ class Trainer:
         """Run steps, evaluations and checkpoints, and write their records, until the last step or a stop request."""
         recipe = self._job.recipe
         training, checkpoint = recipe.training, recipe.checkpoint
-        schedule = LrSchedule.of(training)
+        schedule = LrSchedule(training)
         for step in range(run.first_step, run.last_step + 1):
             self._between = step % recipe.grpo.num_iterations == 0
             lr = schedule.lr(step)
