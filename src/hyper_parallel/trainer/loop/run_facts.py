@@ -1,7 +1,7 @@
 """Facts that determine the result of a run, by dotted key: recipe, model config, files, code and environment.
 
 Checkpoints store the facts. A resumed run compares its facts with those in the checkpoint, logs changes, and refuses
-changes that would make the saved weights a different model.
+changes of facts that must stay equal.
 """
 
 from __future__ import annotations
