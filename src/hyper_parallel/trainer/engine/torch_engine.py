@@ -32,7 +32,7 @@ from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer, load_n
 from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
 from hyper_parallel.trainer.checkpoints.model_export import export_hf
 from hyper_parallel.trainer.engine.base_weights import BaseWeights, load_base
-from hyper_parallel.trainer.engine.offload import PlannedSteps, with_memory, write_timelines
+from hyper_parallel.trainer.engine.offload import PlannedSteps
 from hyper_parallel.trainer.engine.offload_machine import OffloadMachine
 from hyper_parallel.trainer.engine.optimizer import build_optimizer, recipe_values
 from hyper_parallel.trainer.engine.recipe_model import (
@@ -197,7 +197,7 @@ class TorchEngine:
         )
         self._stack.callback(planned.close)
         self._planned = planned
-        self.plan = with_memory(job.plan, planned.plan, planned.notes)
+        self.plan = planned.plan_with_memory(job.plan)
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run optimizer step number `step`, counted from 1.
@@ -267,12 +267,11 @@ class TorchEngine:
         if (planned := self._planned) is not None:
             planned.finish()
             # The plan may have changed after a step.
-            self.plan = with_memory(self._job.plan, planned.plan, planned.notes)
+            self.plan = planned.plan_with_memory(self._job.plan)
             if self.rank == 0:
                 with self.unwritten.spare(self._job.output_dir):
                     write_text(self._job.output_dir / "plan.json", self.plan.to_json() + "\n")
-                    if planned.timelines is not None:
-                        write_timelines(planned.timelines, self._job.output_dir)
+                    planned.write_timelines(self._job.output_dir)
 
     def _resident(self, tensor: Tensor) -> Tensor:
         """Return a tensor with the current values of a model or optimizer tensor, on the tier where it lives."""
