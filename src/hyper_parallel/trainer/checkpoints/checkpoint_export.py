@@ -22,7 +22,7 @@ from hyper_parallel.trainer.checkpoints.index import Index
 from hyper_parallel.trainer.checkpoints.model_export import export_hf, exported_folder
 from hyper_parallel.trainer.checkpoints.pieces import check_dtype
 from hyper_parallel.trainer.engine.base_weights import load_base
-from hyper_parallel.trainer.engine.recipe_model import build_model, set_pad_token_id
+from hyper_parallel.trainer.engine.recipe_model import build_model, set_token_ids
 from hyper_parallel.trainer.input_checksums import BASE, RunInputs
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -79,7 +79,7 @@ def export_checkpoint(
         return exported_step
     merge_adapters(model)
     if scores and tokenizer_dir is not None:
-        set_pad_token_id(model, tokenizer_dir)
+        set_token_ids(model, tokenizer_dir, pretrained=True)
     generation, config = model_dir / GENERATION, original_config(model)
     carried = _carried_weights(model, model_dir, merge=merge)
     export_hf(model, config, tokenizer_dir, out_dir, stored, generation=generation, carried=carried)

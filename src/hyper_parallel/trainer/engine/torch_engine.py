@@ -20,7 +20,6 @@ from hyper_parallel.backends.torch.dropout import original_config
 from hyper_parallel.backends.torch.embedding_noise import EmbeddingNoise
 from hyper_parallel.backends.torch.memory import spill_mode
 from hyper_parallel.backends.torch.rank_seed import derive_seed, rank_seed
-from hyper_parallel.backends.torch.token_scores import scores_tokens
 from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.lora import initialise_adapters
 from hyper_parallel.errors import Unwritten
@@ -40,8 +39,7 @@ from hyper_parallel.trainer.engine.recipe_model import (
     compile_layers,
     joint_schedule,
     routing_of,
-    set_pad_token_id,
-    set_special_token_ids,
+    set_token_ids,
     submodel_layouts,
 )
 from hyper_parallel.trainer.engine.step_checks import check_ranks
@@ -295,10 +293,7 @@ class TorchEngine:
             )
             return
         complete = model_of_part(self._model)
-        if job.weights is None:
-            set_special_token_ids(complete, job.packed.tokenizer_dir)
-        if scores_tokens(self._model):
-            set_pad_token_id(self._model, job.packed.tokenizer_dir)
+        set_token_ids(complete, job.packed.tokenizer_dir, pretrained=job.weights is not None)
         generation = job.model_dir / GENERATION
         export_hf(
             self._model,
