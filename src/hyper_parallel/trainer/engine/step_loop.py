@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch import (
     clip_grad_norm_,
     count_routing,
+    data_share,
     forward_backward,
     forward_loss,
     handle,
@@ -396,9 +397,8 @@ class Loop:
     def _rows(self, batches: Any, index: int) -> NDArray[np.int64]:
         """Return the dataset indices of this rank's sequences in step `index`, counted from 0; -1 for padding."""
         rows: NDArray[np.int64] = batches.step_batch(index)
-        strategy, coordinate = self.plan.strategy, self.plan.mesh.coordinate(self.world.rank)
-        data_rank = coordinate["dp_replicate"] * strategy.dp_shard + coordinate["dp_shard"]
-        return rows.reshape(strategy.dp, -1)[data_rank]
+        share, num_shares = data_share(self.model)
+        return rows.reshape(num_shares, -1)[share]
 
     def _grid(self, batches: Batches | StreamBatches) -> Grid | None:
         """Return the ranks and microbatches over which media work is balanced (`cost_grid`); None without balancing."""

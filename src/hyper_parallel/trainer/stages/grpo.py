@@ -120,14 +120,10 @@ class GrpoStage(LearningStage):
         completions = self.sampler.complete(prompts, 0, self.rank * len(rows), size, Weights())
         rewards, each = self._reward(completions, prompts, sequences, rows[rows >= 0])
         lengths = completions.sampled.sum(1).double()
-        counts = [rewards.sum(), real.sum(), lengths.sum(), completions.stopped.sum(), *each]
-        reward, total, tokens, stopped, *named = self._sum(counts)
-        self._record = {
-            "reward": reward / total,
-            "completion_tokens": tokens / total,
-            "stopped": stopped / total,
-            **self._mean_rewards(named, total),
-        }
+        counts = [real.sum(), rewards.sum(), lengths.sum(), completions.stopped.sum(), *each]
+        total, *sums = self._sum(counts)
+        tokens = sums[1]
+        self._record = self._means(sums, total)
         batch = self._objective_inputs(completions, rewards)
         batch["weights"] = torch.where(
             completions.sampled[:, 1:], 1 / (total * lengths)[:, None], 0.0
@@ -204,29 +200,20 @@ class GrpoStage(LearningStage):
         """
         lengths = completions.sampled.sum(1).double()
         ages = (step - 1 - completions.versions).double() * completions.sampled
-        counts = [
-            groups.sum(),
-            groups.square().sum(),
-            (groups.std(1) == 0).sum(),
-            lengths.sum(),
-            completions.stopped.sum(),
-            ages.sum(),
-        ]
-        reward, squares, flat, tokens, stopped, age, *named = self._sum([*counts, *sums])
-        total = groups.numel() * self.plan.strategy.dp
-        self._record = {
-            "reward": reward / total,
-            "reward_std": max(squares / total - (reward / total) ** 2, 0.0) ** 0.5,
-            "groups_without_spread": flat / (total / self.settings.num_generations),
-            "completion_tokens": tokens / total,
-            "stopped": stopped / total,
-        }
+        flat = (groups.std(1) == 0).sum()
+        counts = [groups.sum(), lengths.sum(), completions.stopped.sum(), *sums]
+        squares, flat_groups, age, *totals = self._sum(
+            [groups.square().sum(), flat, ages.sum(), *counts]
+        )
+        total, tokens = groups.numel() * self.plan.strategy.dp, totals[1]
+        self._record = record = self._means(totals, total)
+        record["reward_std"] = max(squares / total - record["reward"] ** 2, 0.0) ** 0.5
+        record["groups_without_spread"] = flat_groups / (total / self.settings.num_generations)
         if self.publisher is not None:
-            self._record["age"] = all_reduce_max(ages.max())
-            self._record["age_mean"] = age / tokens
-            self._record["wait_s"] = self.publisher.waited_s
-            self._record["sample_s"] = self.publisher.sampled_s
-        self._record |= self._mean_rewards(named, total)
+            record["age"] = all_reduce_max(ages.max())
+            record["age_mean"] = age / tokens
+            record["wait_s"] = self.publisher.waited_s
+            record["sample_s"] = self.publisher.sampled_s
         return tokens
 
     def _token_weights(
@@ -266,10 +253,11 @@ class GrpoStage(LearningStage):
             "rollout_logprobs": completions.logprobs[:, 1:],
         }
 
-    def _mean_rewards(self, sums: list[float], total: float) -> dict[str, float]:
-        """Return a dict from `reward_NAME` to the mean of each reward function, `sums / total`."""
-        names = self.settings.reward_funcs
-        return {f"reward_{short_name(n)}": x / total for n, x in zip(names, sums, strict=True)}
+    def _means(self, sums: list[float], total: float) -> dict[str, float]:
+        """Return means over `total` completions by name: reward, tokens, stopped, and each reward function."""
+        functions = [f"reward_{short_name(name)}" for name in self.settings.reward_funcs]
+        names = ["reward", "completion_tokens", "stopped", *functions]
+        return {name: value / total for name, value in zip(names, sums, strict=True)}
 
     def _logprobs(self, batch: dict[str, Tensor], size: int) -> Tensor:
         return logprobs_of(self.sampler.model, batch["input_ids"], batch["shift_labels"], size)
