@@ -26,7 +26,7 @@ import hyper_parallel.trainer.checkpoints.manifest
 import hyper_parallel.trainer.data
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.trainer import Job, LrSchedule
-from hyper_parallel.trainer.loop import Display, StepResult, Trainer
+from hyper_parallel.trainer.loop import Display, EvalResult, StepResult, Trainer
 
 class UnigramEngine:
     '''Logits of every token, the same at every place, by gradient descent.'''
@@ -61,7 +61,7 @@ class UnigramEngine:
 
     def evaluate(self, batches):
         loss, _, tokens = self.loss(0, batches)
-        return loss, tokens
+        return EvalResult(loss, tokens)
 
     def save(self, step, extra):
         self.file.parent.mkdir(exist_ok=True)

@@ -34,7 +34,7 @@ def _steps(path):
 def test_numbers_keep_full_precision(tmp_path):
     log = MetricsLog(tmp_path, 0)
     log.step(_record(1))
-    log.evaluation(EvalRecord(1, 1 / 3, 100, 0.1))
+    log.evaluation(EvalRecord(1 / 3, 100, step=1, seconds=0.1))
     log.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 0.1 + 0.2
     assert json.loads((tmp_path / "eval.jsonl").read_text())["loss"] == 1 / 3
@@ -137,7 +137,7 @@ def test_trackers_get_the_same_numbers_and_go_on_in_their_runs(tmp_path, monkeyp
     for done in (0, 1):
         log = MetricsLog(tmp_path / "run", done, ["mlflow", "wandb"], recipe)
         log.step(_record(done + 1, 1 / 3 + done))
-        log.evaluation(EvalRecord(done + 1, 1 / 7 + done, 100, 0.1))
+        log.evaluation(EvalRecord(1 / 7 + done, 100, step=done + 1, seconds=0.1))
         log.close()
     (run,) = (tmp_path / "mlruns").glob("*/*/meta.yaml")
     points = (run.parent / "metrics" / "train" / "loss").read_text().splitlines()

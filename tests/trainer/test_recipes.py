@@ -14,7 +14,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
 def test_recipes_load(path):
     recipe = load_recipe(path).recipe
-    assert LrSchedule.of(recipe.training).lr(recipe.training.steps) > 0
+    assert LrSchedule(recipe.training).lr(recipe.training.steps) > 0
 
 
 def test_a_preset_is_built_on_the_meta_device():

@@ -15,35 +15,37 @@ from hyper_parallel.trainer import LrSchedule
 pytestmark = pytest.mark.torch
 
 KINDS = ("cosine", "wsd", "linear", "constant")
-schedules = st.builds(
-    LrSchedule,
-    kind=st.sampled_from(KINDS),
-    peak=st.floats(1e-6, 1.0),
+sections = st.builds(
+    Training,
+    lr_schedule=st.sampled_from(KINDS),
+    lr=st.floats(1e-6, 1.0),
     steps=st.integers(2, 500),
     warmup_steps=st.integers(0, 50),
     decay_steps=st.integers(1, 100),
-    min_ratio=st.floats(0, 1),
+    min_lr_ratio=st.floats(0, 1),
 )
 
 
-@given(schedules)
-def test_factor_rises_to_the_peak_and_never_rises_again(schedule):
-    factors = [schedule.factor(step) for step in range(1, schedule.steps + 1)]
-    warm = min(schedule.warmup_steps, schedule.steps)
+@given(sections)
+def test_factor_rises_to_the_peak_and_never_rises_again(section):
+    schedule = LrSchedule(section)
+    factors = [schedule.factor(step) for step in range(1, section.steps + 1)]
+    warm = min(section.warmup_steps, section.steps)
     assert all(0 <= f <= 1 for f in factors)
     assert factors[:warm] == sorted(factors[:warm])
     after = factors[warm:]
     assert all(a >= b - 1e-12 for a, b in itertools.pairwise(after))
     if warm:
-        assert factors[warm - 1] == warm / schedule.warmup_steps
+        assert factors[warm - 1] == warm / section.warmup_steps
 
 
-@given(schedules)
-def test_the_decay_ends_one_step_after_the_last_and_every_step_trains(schedule):
-    if schedule.steps <= schedule.warmup_steps or schedule.kind == "constant":
+@given(sections)
+def test_the_decay_ends_one_step_after_the_last_and_every_step_trains(section):
+    if section.steps <= section.warmup_steps or section.lr_schedule == "constant":
         return
-    assert math.isclose(schedule.factor(schedule.steps + 1), schedule.min_ratio, abs_tol=1e-12)
-    assert all(schedule.factor(step) > 0 for step in range(1, schedule.steps + 1))
+    schedule = LrSchedule(section)
+    assert math.isclose(schedule.factor(section.steps + 1), section.min_lr_ratio, abs_tol=1e-12)
+    assert all(schedule.factor(step) > 0 for step in range(1, section.steps + 1))
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (2, 0), (2, 1), (12, 0), (12, 5)])
@@ -66,7 +68,10 @@ def test_rates_are_those_of_transformers_one_step_earlier_in_warm_up(
     optimizer = torch.optim.SGD([parameter], lr=2.0)
     scheduler = get_scheduler(theirs, optimizer, warmup, steps, scheduler_specific_kwargs=options)
     ratio = options.get("min_lr_rate", 0.0)
-    schedule = LrSchedule(kind, 2.0, steps, warmup, decay_steps=decay, min_ratio=ratio)
+    section = Training(
+        lr_schedule=kind, lr=2.0, steps=steps, warmup_steps=warmup, decay_steps=decay or None, min_lr_ratio=ratio
+    )  # fmt: skip
+    schedule = LrSchedule(section)
     for step in range(1, steps + 1):
         (rate,) = scheduler.get_last_lr()
         if step <= warmup:
@@ -79,13 +84,13 @@ def test_rates_are_those_of_transformers_one_step_earlier_in_warm_up(
 
 
 def test_wsd_decays_over_a_tenth_of_the_run_by_default():
-    schedule = LrSchedule.of(Training(steps=200, lr_schedule="wsd", warmup_steps=0, lr=1.0))
+    schedule = LrSchedule(Training(steps=200, lr_schedule="wsd", warmup_steps=0, lr=1.0))
     assert schedule.lr(181) == 1.0
     assert schedule.lr(182) < 1.0
 
 
 def test_the_rate_depends_on_the_step_alone():
-    schedule = LrSchedule("cosine", peak=1.0, steps=10, warmup_steps=2)
+    schedule = LrSchedule(Training(lr_schedule="cosine", lr=1.0, steps=10, warmup_steps=2))
     assert [schedule.lr(s) for s in (7, 3, 7)] == [schedule.lr(7), schedule.lr(3), schedule.lr(7)]
 
 
@@ -129,7 +134,7 @@ def test_a_schedule_of_transformers_has_its_values_at_every_step(name, options, 
             | {"lr_schedule_args": options}
             | keys
         )
-        schedule = LrSchedule.of(section)
+        schedule = LrSchedule(section)
         for step in range(1, steps + 1):
             assert schedule.lr(step) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12), step
             optimizer.step()
@@ -165,6 +170,6 @@ def test_a_stable_decay_ends_at_0_as_in_transformers(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("model: {path: m}\ntraining: {lr_schedule: warmup_stable_decay, steps: 20}\n")
     loaded = load_recipe(path)
-    assert LrSchedule.of(loaded.recipe.training).factor(21) == 0.0
+    assert LrSchedule(loaded.recipe.training).factor(21) == 0.0
     path.write_text(recipe_to_yaml(loaded.recipe))
-    assert LrSchedule.of(load_recipe(path).recipe.training).factor(21) == 0.0
+    assert LrSchedule(load_recipe(path).recipe.training).factor(21) == 0.0

@@ -291,7 +291,7 @@ def _rank(job: Job) -> list[tuple[dict[str, float], dict[str, float]]]:
     with World.join("cpu") as world, TorchEngine(job, world, Display(0, False)) as engine:
         model: nn.Module = engine._model
         engine._optimizer.register_step_pre_hook(lambda *_: squares.update(_squares(model)))
-        batches, schedule = job.train_batches(), LrSchedule.of(training)
+        batches, schedule = job.train_batches(), LrSchedule(training)
         engine.begin(0, batches)
         for step in range(1, training.steps + 1):
             result = engine.step(step, batches, schedule.lr(step))

@@ -25,7 +25,7 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
 from hyper_parallel.runtime import launch
 from hyper_parallel.trainer.engine.auto_model import model_from_config
-from hyper_parallel.trainer.engine.measured_cache import cache_file, load_cached, save_cached
+from hyper_parallel.trainer.engine.measured_cache import cache_file, cached
 from hyper_parallel.trainer.small_configs import MAX_POSITIONS, small_configs
 
 logger = logging.getLogger(__name__)
@@ -50,21 +50,21 @@ def properties_of(
     """
     attention = "eager" if attention == "eager" else None
     path = cache_file("properties", file, (measuring,), attention, scores)
-    if (cached := load_cached(path, ModelProperties)) is not None:
-        return cached
 
-    def measure(_: int) -> ModelProperties:
+    def measure(_: int = 0) -> ModelProperties:
         return measure_config(file, attention, trusted=trusted, scores=scores)
 
-    try:  # in a forked process, because model code may crash, hang or print
-        measured = launch(measure, 1, timeout_s=_TIMEOUT_S)[0]
-    except ForkUnsafe:  # a rank that has joined a process group
-        measured = measure(0)
+    def measure_in_child() -> ModelProperties:
+        try:  # model code may crash, hang or print
+            return launch(measure, 1, timeout_s=_TIMEOUT_S)[0]
+        except ForkUnsafe:  # a rank that has joined a process group
+            return measure()
+
+    try:
+        return cached(path, ModelProperties, measure_in_child)
     except RankFailed as error:  # not cached, because the cause may be a busy machine
         logger.warning("the properties of the model could not be measured: %s", error.what)
         return _unmeasured(str(file.values.get("model_type")), error.what)
-    save_cached(path, measured)
-    return measured
 
 
 def recipe_properties(recipe: Recipe) -> ModelProperties:

@@ -111,12 +111,19 @@ def recompute_layers(
         Dict from each recomputed layer to a function that creates the `RecomputedHalves` of one pass through the layer,
         for execution in half-batches.
     """
-    layers = [layer for stage in stages for layer in stage]
-    indices, halves = iter(range(len(layers))), dict[nn.Module, Callable[[], RecomputedHalves]]()
-    for i in strategy.recomputed([[next(indices) for _ in stage] for stage in stages]):
-        halves[layers[i]] = partial(RecomputedHalves, layers[i].forward, running, _precision(exact))
-        recompute(layers[i], tp, exact, running)
+    halves = dict[nn.Module, Callable[[], RecomputedHalves]]()
+    for layer in recomputed_layers(stages, strategy):
+        halves[layer] = partial(RecomputedHalves, layer.forward, running, _precision(exact))
+        recompute(layer, tp, exact, running)
     return halves
+
+
+def recomputed_layers(stages: Sequence[Sequence[nn.Module]], strategy: Strategy) -> list[nn.Module]:
+    """Return the layers of each stage of this rank for which the strategy selects recomputation."""
+    layers = [layer for stage in stages for layer in stage]
+    indices = iter(range(len(layers)))
+    selected = strategy.recomputed([[next(indices) for _ in stage] for stage in stages])
+    return [layers[i] for i in sorted(selected)]
 
 
 def recompute(layer: nn.Module, tp: TpState | None, exact: bool, running: RunningPass) -> None:

@@ -99,7 +99,7 @@ def export_checkpoint(
         return exported_step
     merge_adapters(model)
     if scores and tokenizer_dir is not None:
-        set_pad_token_id(model, tokenizer_dir)
+        set_token_ids(model, tokenizer_dir, pretrained=True)
     generation, config = model_dir / GENERATION, original_config(model)
     carried = _carried_weights(model, model_dir, merge=merge)
     export_hf(model, config, tokenizer_dir, out_dir, stored, generation=generation, carried=carried)

@@ -28,7 +28,6 @@ from hyper_parallel.mpmd import schedule_tasks
 from hyper_parallel.planner.submodels import joint_layout
 from hyper_parallel.sim import simulate
 from hyper_parallel.trainer.data import (
-    Balance,
     Batches,
     Grid,
     JoinedSequences,
@@ -189,7 +188,8 @@ def _planned_tower(recipe: Recipe, plan: Plan) -> TowerMicrobatches | None:
 def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
     """Return a line for the printed plan: imbalance of media work over ranks, in data order and after balancing.
 
-    Imbalance is the work of the slowest rank divided by the mean, averaged over the first `_NUM_NOTED_STEPS` steps.
+    Imbalance is the work of the slowest rank divided by the mean over ranks; 1 without media. It is averaged over the
+    first `_NUM_NOTED_STEPS` steps, weighted by media tokens.
     """
     grid = cost_grid(plan, batches, _planned_tower(recipe, plan))
     count = len(grid.owners)
@@ -200,7 +200,11 @@ def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
     steps = [
         batches.balance(step, grid) for step in range(min(_NUM_NOTED_STEPS, recipe.training.steps))
     ]
-    before, after = mean_imbalance(steps)
+    media_tokens = [step.media_tokens for step in steps]
+    before, after = 1.0, 1.0
+    if any(media_tokens):
+        before = np.average([step.in_order for step in steps], weights=media_tokens)
+        after = np.average([step.balanced for step in steps], weights=media_tokens)
     note = (
         f"data.balance: the slowest of {count} ranks computes {after:.2f} x the mean work on images and audio, "
         f"{before:.2f} x in the order of the data (mean of {len(steps)} steps)"
@@ -208,15 +212,3 @@ def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
     saved = sum((s.predicted_in_order_s or 0.0) - (s.predicted_s or 0.0) for s in steps)
     total = sum(s.predicted_in_order_s or 0.0 for s in steps)
     return f"{note}; predicted steps are {saved / total:.1%} shorter" if total else note
-
-
-def mean_imbalance(steps: list[Balance]) -> tuple[float, float]:
-    """Return the mean imbalance over `steps`, weighted by media tokens: (in data order, after balancing).
-
-    Imbalance is the media work of the slowest rank divided by the mean over ranks. Without media, the imbalance is 1.
-    """
-    total = sum(step.media_tokens for step in steps)
-    if not total:
-        return 1.0, 1.0
-    before = sum(step.in_order * step.media_tokens for step in steps) / total
-    return before, sum(step.balanced * step.media_tokens for step in steps) / total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,18 +45,18 @@ def cache_file(
     return cache_dir() / folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
-def load_cached(path: Path, cls: type[T]) -> T | None:
-    """Read a cached value of type `cls`; return None if the file is absent or damaged."""
+def cached(path: Path, cls: type[T], measure: Callable[[], T]) -> T:
+    """Return the value of type `cls` in a cache file; if it is absent or damaged, measure the value and save it.
+
+    Write failures are ignored. Errors of `measure` are raised.
+    """
     with suppress(OSError, ValueError, DecodeError):
         return read(cls, path, Limits(MiB))
-    return None
-
-
-def save_cached(path: Path, value: object) -> None:
-    """Write a value to a cache file; ignore write failures."""
+    value = measure()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(encode(value), indent=1) + "\n")
+    return value
 
 
 def _own_code(file: ConfigFile) -> list[Path]:

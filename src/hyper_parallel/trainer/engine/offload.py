@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch import handle, local
@@ -41,7 +41,7 @@ from hyper_parallel.backends.torch.memory import (
     optimizer_state,
 )
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, HyperParallelError
-from hyper_parallel.ir import MemoryPlan, MemoryProgram, MemoryTerm, Plan, Timeline
+from hyper_parallel.ir import MemoryPlan, MemoryTerm, Plan, Timeline
 from hyper_parallel.memory import (
     MemoryMachine,
     clocked,
@@ -93,11 +93,6 @@ class PlannedSteps:
         flash: Directory for this rank's offload files, created by `prepare`; None: no flash tier.
         say: Function that prints a line on rank 0.
         spill: Mode that evicts and fetches model and optimizer tensors outside planned steps.
-
-    Attributes:
-        plan: Current memory plan.
-        notes: Notes on the memory plan, to add to the plan of the run.
-        timelines: (predicted, measured) timelines of the first step of the current memory plan.
     """
 
     def __init__(
@@ -115,8 +110,9 @@ class PlannedSteps:
         self._on_cpu = self._torch_device.type == "cpu"
         self._budget, self._spill = assumed.budget_bytes, spill
         spill.owned = partial(gathered_parameters, handle(loop.model).fsdp)
-        self.notes: tuple[str, ...] = ()
-        self.timelines: tuple[Timeline, Timeline] | None = None
+        self._notes: tuple[str, ...] = ()
+        # Predicted and measured timelines of the first step of the current memory plan.
+        self._timelines: tuple[Timeline, ...] = ()
         self._replans = self._outside_bytes = 0
         self._warned = False
         self._expected: ReferenceStep | None = None
@@ -141,7 +137,7 @@ class PlannedSteps:
             self._flash.mkdir()
         for line in self._assumed.notes:
             self._note(line)
-        self._spill.require(largest_update_bytes(self._model, self._optimizer))
+        self._spill.require(self._largest_update_bytes())
         eager, empty = self._run_and_roll_back(first)
         # Accelerator kernels may be nondeterministic, so a second eager step measures the differences.
         self._expected = ReferenceStep(
@@ -157,17 +153,13 @@ class PlannedSteps:
             self._captured = self._capture(second, empty)
         assumed = self._assumed
         self._program = assumed.roofline.annotate(self._captured.program, assumed.link)
-        # On an accelerator the allocator determines the minimum.
-        least = self._spill.least_bytes if self._on_cpu else 0
-        self.plan = plan_or_refuse(
-            self._make_plan, self._budget, least, self._program, self._machine
-        )
+        self._plan = self._plan_or_refuse()
         self._record_outside_peak("a warm-up step")
         self._open_device()
-        self._say(offload_line(self.plan))
+        self._say(offload_line(self._plan))
 
     def _note(self, line: str) -> None:
-        self.notes += (line,)
+        self._notes += (line,)
         self._say(line)
 
     def _run_and_roll_back(self, inputs: StepInputs) -> tuple[StepOutcome, list[Any]]:
@@ -180,12 +172,25 @@ class PlannedSteps:
             return StepOutcome.of(outputs, state), self._spill.emptied_storages
 
     def _record_outside_peak(self, activity: str) -> None:
-        """Update the peak device bytes outside planned steps; raise HP402 if `activity` exceeded the budget."""
+        """Update the peak device bytes outside planned steps; collective over all ranks.
+
+        Raises:
+            BudgetImpossible: HP402 on all ranks if `activity` exceeded the budget on any rank.
+        """
         most = self._spill.peak_bytes
         if not self._on_cpu:
             most = torch.accelerator.max_memory_allocated(self._torch_device)
         self._outside_bytes = max(self._outside_bytes, most)
-        refuse_above(self._budget, self._spill.peak_bytes, activity)
+        most, budget = max(gather_objects(self._spill.peak_bytes)), self._budget
+        if budget is not None and most > budget:
+            text = f"{activity} does not fit the device budget of {format_bytes(budget)}"
+            raise budget_too_small(text, budget, most)
+
+    def _largest_update_bytes(self) -> int:
+        """Return the device bytes of the largest optimizer operator: a parameter with gradient and moments."""
+        trained = [local(p).nbytes for p in self._model.parameters() if p.requires_grad]
+        moments = 2 if isinstance(self._optimizer, torch.optim.Adam) else 0
+        return max(trained, default=0) * (2 + moments)
 
     @contextmanager
     def _rollback(self) -> Iterator[None]:
@@ -259,10 +264,33 @@ class PlannedSteps:
             reorder=choice.reorder,
         )
 
+    def _plan_or_refuse(self) -> MemoryPlan:
+        """Return this rank's memory plan of the recorded step; collective over all ranks.
+
+        Raises:
+            BudgetImpossible: HP402 on all ranks, with a budget that suffices on every rank.
+        """
+        budget = self._budget
+        # Minimum of a step without a plan; on an accelerator the allocator determines it.
+        least = max(gather_objects(self._spill.least_bytes if self._on_cpu else 0))
+        planned = budget if budget is None else max(budget, least)
+        try:
+            plan = agree_on_plan(
+                lambda: self._make_plan(planned), self._program, self._machine, planned
+            )
+        except BudgetImpossible as error:
+            if planned == budget:
+                raise
+            least = error.least_bytes
+        if budget is not None and planned != budget:
+            text = f"a step without a plan does not fit the device budget of {format_bytes(budget)}"
+            raise budget_too_small(text, budget, least)
+        return plan
+
     def _open_device(self) -> None:
         self._device = PlannedDevice(
             self._captured,
-            self.plan,
+            self._plan,
             self._assumed.actual,
             copies="threads",
             flash=self._flash,
@@ -301,11 +329,18 @@ class PlannedSteps:
         loop.recorder.memory([("memory", time.perf_counter(), measured.device_bytes)])
         record = self._record(measured).over_ranks()
         if record.replanned:
-            self._say(drift_line(step, record))
+            self._say(
+                f"offload: step {step} took {format_seconds(record.sim_step_s)} instead of the planned "
+                f"{format_seconds(record.pred_sim_step_s)}, waiting {format_seconds(record.wait_s)} for copies; "
+                "planned again with the measured bandwidth"
+            )
         memory = read.memory_bytes
         if memory > record.pred_memory_bytes * (1 + EXCESS) and not self._warned:
             self._warned = True
-            self._say(excess_line(step, record, memory))
+            self._say(
+                f"offload: step {step} used {format_bytes(memory)} of device memory instead of the predicted "
+                f"{format_bytes(record.pred_memory_bytes)}: memory is allocated outside of the plan"
+            )
         seconds = time.perf_counter() - start
         return replace(
             read,
@@ -319,14 +354,15 @@ class PlannedSteps:
         set_lr(self._optimizer, inputs.lr)  # unused by the program, but saved in checkpoints
         outputs, measured = self._device.step(inputs.as_tensors().named(), trace=not self._traced)
         if measured.timeline is not None:
-            both = (predicted_timeline(self.plan, self._machine), measured.timeline)
-            self.timelines = (summarise(both[0], self.plan), summarise(both[1], self.plan))
+            both = (predicted_timeline(self._plan, self._machine), measured.timeline)
+            self._timelines = (summarise(both[0], self._plan), summarise(both[1], self._plan))
             self._traced = True
         return outputs, measured
 
     def _record(self, measured: Measured) -> OffloadRecord:
         """Return this rank's predicted and measured numbers; make a new plan if the step waited too long for copies."""
-        plan, clock = self.plan, clocked(self.plan.program, self._machine, self.plan.actions)
+        plan = self._plan
+        clock = clocked(plan.program, self._machine, plan.actions)
         # The arena's live bytes are left out, because they are computed from the plan, not measured.
         peaks = [(measured.peak_bytes[tier], plan.peak_bytes[tier]) for tier in ("dram", "flash")]
         peaks += [
@@ -367,7 +403,7 @@ class PlannedSteps:
             return False
         previous = self._device
         previous.state.materialize_on_use(self._spill)
-        self.plan = plan
+        self._plan = plan
         self._open_device()
         previous.state.end()
         return True
@@ -392,6 +428,23 @@ class PlannedSteps:
         live = self._device.hardware.gauge.live_bytes
         self._outside_bytes = max(self._outside_bytes, live)
         return self._device.state.on_home_tier(tensor)
+
+    def plan_with_memory(self, plan: Plan) -> Plan:
+        """Return `plan` with the predicted memory of the rank that uses most device memory; collective over all ranks.
+
+        Notes about offload, and the lines in which the memory planner explains its plan, are appended to the notes.
+        """
+        fullest = max(
+            gather_objects(_memory_terms(self._plan)),
+            key=lambda terms: sum(t.bytes for t in terms if t.tier == "hbm"),
+        )
+        lines = tuple(f"offload: {line}" for line in self._plan.statement)
+        return replace(plan, memory=fullest, notes=(*plan.notes, *self._notes, *lines))
+
+    def write_timelines(self, directory: Path) -> None:
+        """Write offload_predicted.json and offload_measured.json, timelines of one planned step, for the report."""
+        for timeline, name in zip(self._timelines, ("predicted", "measured"), strict=False):
+            write_timeline(timeline, directory / f"offload_{name}.json")
 
     def finish(self) -> None:
         """Release the planned device after the last step; model and optimizer stay readable on their tiers."""
@@ -453,19 +506,6 @@ class OffloadRecord:
         return OffloadRecord(*map(max, zip(*map(astuple, gather_objects(self)), strict=True)))
 
 
-def with_memory(plan: Plan, memory: MemoryPlan, notes: tuple[str, ...]) -> Plan:
-    """Return `plan` with the predicted memory of the rank that uses most device memory; collective over all ranks.
-
-    `notes` and the lines of `memory.statement` are appended to the plan's notes.
-    """
-    fullest = max(
-        gather_objects(_memory_terms(memory)),
-        key=lambda terms: sum(t.bytes for t in terms if t.tier == "hbm"),
-    )
-    lines = tuple(f"offload: {line}" for line in memory.statement)
-    return replace(plan, memory=fullest, notes=(*plan.notes, *notes, *lines))
-
-
 def _memory_terms(plan: MemoryPlan) -> tuple[MemoryTerm, ...]:
     """Return a rank's predicted bytes per tier and kind of tensor, as memory terms of a `Plan`."""
     unused, staging = plan.arena_bytes - plan.peak_bytes["device"], plan.program.staging_bytes
@@ -495,76 +535,3 @@ def offload_line(plan: MemoryPlan) -> str:
         f"offload: predicted peak {tiers} (without: {format_bytes(recorded_peak)}); simulated step "
         f"{format_seconds(plan.seconds)} (without: {format_seconds(recorded_s)})"
     )
-
-
-def drift_line(step: int, record: OffloadRecord) -> str:
-    """Return a log line for a step that waited longer for copies than planned."""
-    return (
-        f"offload: step {step} took {format_seconds(record.sim_step_s)} instead of the planned "
-        f"{format_seconds(record.pred_sim_step_s)}, waiting {format_seconds(record.wait_s)} for copies; planned again "
-        "with the measured bandwidth"
-    )
-
-
-def excess_line(step: int, record: OffloadRecord, measured_bytes: int) -> str:
-    """Return a log line for a step that used more device memory than planned."""
-    return (
-        f"offload: step {step} used {format_bytes(measured_bytes)} of device memory instead of the predicted "
-        f"{format_bytes(record.pred_memory_bytes)}: memory is allocated outside of the plan"
-    )
-
-
-def write_timelines(timelines: tuple[Timeline, Timeline], directory: Path) -> None:
-    """Write offload_predicted.json and offload_measured.json, the timelines of one planned step, for the report."""
-    for timeline, name in zip(timelines, ("predicted", "measured"), strict=True):
-        write_timeline(timeline, directory / f"offload_{name}.json")
-
-
-def largest_update_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the device bytes that the largest optimizer operator needs: a parameter with gradient and moments."""
-    trained = [local(p).nbytes for p in model.parameters() if p.requires_grad]
-    moments = 2 if isinstance(optimizer, torch.optim.Adam) else 0
-    return max(trained, default=0) * (2 + moments)
-
-
-def plan_or_refuse(
-    make_plan: Callable[[int | None], MemoryPlan],
-    budget_bytes: int | None,
-    least_bytes: int,
-    program: MemoryProgram,
-    machine: MemoryMachine,
-) -> MemoryPlan:
-    """Return this rank's memory plan of the recorded step; collective over all ranks.
-
-    `make_plan` returns this rank's plan for a budget in bytes. `budget_bytes` is the device budget of the recipe; None:
-    the goal is a maximum slowdown. `least_bytes` is the minimum of a step without a plan on this rank.
-
-    Raises:
-        BudgetImpossible: HP402 on all ranks, with a budget that suffices on every rank.
-    """
-    least_bytes = max(gather_objects(least_bytes))
-    planned_bytes = budget_bytes if budget_bytes is None else max(budget_bytes, least_bytes)
-    try:
-        plan = agree_on_plan(lambda: make_plan(planned_bytes), program, machine, planned_bytes)
-    except BudgetImpossible as error:
-        if planned_bytes == budget_bytes:
-            raise
-        least_bytes = error.least_bytes
-    if budget_bytes is not None and planned_bytes != budget_bytes:
-        text = (
-            f"a step without a plan does not fit the device budget of {format_bytes(budget_bytes)}"
-        )
-        raise budget_too_small(text, budget_bytes, least_bytes)
-    return plan
-
-
-def refuse_above(budget_bytes: int | None, peak_bytes: int, what: str) -> None:
-    """Check `peak_bytes` of every rank against the device budget (None: no limit); collective over all ranks.
-
-    Raises:
-        BudgetImpossible: HP402 on all ranks, naming the activity `what` and the largest peak.
-    """
-    most = max(gather_objects(peak_bytes))
-    if budget_bytes is not None and most > budget_bytes:
-        text = f"{what} does not fit the device budget of {format_bytes(budget_bytes)}"
-        raise budget_too_small(text, budget_bytes, most)

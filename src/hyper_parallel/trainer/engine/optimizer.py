@@ -7,7 +7,6 @@ import inspect
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -28,60 +27,42 @@ from hyper_parallel.trainer.user_code import load_class
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class NamedOptimizer:
-    """Optimizer that a recipe can select by a short name.
-
-    Attributes:
-        path: Dotted path of the class.
-        has_moments: Whether the constructor takes `betas` and `eps` as Adam's does.
-    """
-
-    path: str
-    has_moments: bool = False
-
-    @property
-    def package(self) -> str:
-        """Top-level package of the class, which must be installed."""
-        return self.path.partition(".")[0]
-
-
-def _adam(path: str) -> NamedOptimizer:
-    return NamedOptimizer(path, has_moments=True)
-
-
-NAMED_OPTIMIZERS: Final = {
-    "adadelta": NamedOptimizer("torch.optim.Adadelta"),
-    "adagrad": NamedOptimizer("torch.optim.Adagrad"),
-    "adamax": _adam("torch.optim.Adamax"),
-    "nadam": _adam("torch.optim.NAdam"),
-    "radam": _adam("torch.optim.RAdam"),
-    "rmsprop": NamedOptimizer("torch.optim.RMSprop"),
-    "adamw_torch_4bit": _adam("torchao.optim.AdamW4bit"),
-    "adamw_torch_8bit": _adam("torchao.optim.AdamW8bit"),
-    "adamw_torch_fp8": _adam("torchao.optim.AdamWFp8"),
-    "adamw_8bit": _adam("bitsandbytes.optim.AdamW8bit"),
-    "adamw_bnb_8bit": _adam("bitsandbytes.optim.AdamW8bit"),
-    "adam_8bit": _adam("bitsandbytes.optim.Adam8bit"),
-    "paged_adamw": _adam("bitsandbytes.optim.PagedAdamW"),
-    "paged_adamw_32bit": _adam("bitsandbytes.optim.PagedAdamW32bit"),
-    "paged_adamw_8bit": _adam("bitsandbytes.optim.PagedAdamW8bit"),
-    "ademamix": NamedOptimizer("bitsandbytes.optim.AdEMAMix"),
-    "ademamix_8bit": NamedOptimizer("bitsandbytes.optim.AdEMAMix8bit"),
-    "paged_ademamix_32bit": NamedOptimizer("bitsandbytes.optim.PagedAdEMAMix32bit"),
-    "paged_ademamix_8bit": NamedOptimizer("bitsandbytes.optim.PagedAdEMAMix8bit"),
-    "lion": NamedOptimizer("bitsandbytes.optim.Lion32bit"),
-    "lion_32bit": NamedOptimizer("bitsandbytes.optim.Lion32bit"),
-    "lion_8bit": NamedOptimizer("bitsandbytes.optim.Lion8bit"),
-    "paged_lion_32bit": NamedOptimizer("bitsandbytes.optim.PagedLion32bit"),
-    "paged_lion_8bit": NamedOptimizer("bitsandbytes.optim.PagedLion8bit"),
-    "rmsprop_bnb": NamedOptimizer("bitsandbytes.optim.RMSprop"),
-    "rmsprop_bnb_8bit": NamedOptimizer("bitsandbytes.optim.RMSprop8bit"),
-    "rmsprop_bnb_32bit": NamedOptimizer("bitsandbytes.optim.RMSprop32bit"),
-    "sgd_8bit": NamedOptimizer("bitsandbytes.optim.SGD8bit"),
-    "lamb": _adam("bitsandbytes.optim.LAMB"),
+_LIKE_ADAM: Final = {
+    "adamax": "torch.optim.Adamax",
+    "nadam": "torch.optim.NAdam",
+    "radam": "torch.optim.RAdam",
+    "adamw_torch_4bit": "torchao.optim.AdamW4bit",
+    "adamw_torch_8bit": "torchao.optim.AdamW8bit",
+    "adamw_torch_fp8": "torchao.optim.AdamWFp8",
+    "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
+    "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
+    "adam_8bit": "bitsandbytes.optim.Adam8bit",
+    "paged_adamw": "bitsandbytes.optim.PagedAdamW",
+    "paged_adamw_32bit": "bitsandbytes.optim.PagedAdamW32bit",
+    "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
+    "lamb": "bitsandbytes.optim.LAMB",
 }
-"""Optimizers by short name; `optimizer_class` reports a missing package."""
+"""Optimizers that take `betas` and `eps` as Adam does: dotted path by short name."""
+NAMED_OPTIMIZERS: Final = {
+    **_LIKE_ADAM,
+    "adadelta": "torch.optim.Adadelta",
+    "adagrad": "torch.optim.Adagrad",
+    "rmsprop": "torch.optim.RMSprop",
+    "ademamix": "bitsandbytes.optim.AdEMAMix",
+    "ademamix_8bit": "bitsandbytes.optim.AdEMAMix8bit",
+    "paged_ademamix_32bit": "bitsandbytes.optim.PagedAdEMAMix32bit",
+    "paged_ademamix_8bit": "bitsandbytes.optim.PagedAdEMAMix8bit",
+    "lion": "bitsandbytes.optim.Lion32bit",
+    "lion_32bit": "bitsandbytes.optim.Lion32bit",
+    "lion_8bit": "bitsandbytes.optim.Lion8bit",
+    "paged_lion_32bit": "bitsandbytes.optim.PagedLion32bit",
+    "paged_lion_8bit": "bitsandbytes.optim.PagedLion8bit",
+    "rmsprop_bnb": "bitsandbytes.optim.RMSprop",
+    "rmsprop_bnb_8bit": "bitsandbytes.optim.RMSprop8bit",
+    "rmsprop_bnb_32bit": "bitsandbytes.optim.RMSprop32bit",
+    "sgd_8bit": "bitsandbytes.optim.SGD8bit",
+}
+"""Dotted paths of optimizers by short name; `optimizer_class` reports a missing package."""
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -134,8 +115,7 @@ def build_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimiz
     """
     name, groups = training.optimizer, parameter_groups(model, training.weight_decay)
     options: dict[str, Any] = {"lr": training.lr}
-    named = NAMED_OPTIMIZERS.get(name)
-    if name in ("adamw", "adam", "muon") or (named is not None and named.has_moments):
+    if name in ("adamw", "adam", "muon", *_LIKE_ADAM):
         options |= {"betas": training.betas, "eps": training.eps}
     if name in ("adamw", "adam"):  # torch has no sharding rule for the fused SGD
         options["fused"] = True
@@ -163,17 +143,18 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
     if name in known:
         return known[name]
     if name in NAMED_OPTIMIZERS:
-        named = NAMED_OPTIMIZERS[name]
-        if find_spec(named.package) is None:
-            of_torch = [n for n, other in NAMED_OPTIMIZERS.items() if other.package == "torch"]
+        path = NAMED_OPTIMIZERS[name]
+        package = path.partition(".")[0]
+        if find_spec(package) is None:
+            of_torch = [n for n, p in NAMED_OPTIMIZERS.items() if p.startswith("torch.")]
             raise MissingDependency(
-                f"the optimizer {name} is in the package `{named.package}`, which is not installed",
+                f"the optimizer {name} is in the package `{package}`, which is not installed",
                 where=where,
                 got=f"optimizer={name}",
                 allowed=f"an optimizer of torch: {', '.join([*known, *of_torch])}",
-                hint=f"pip install {named.package}",
+                hint=f"pip install {package}",
             )
-        return load_class(named.path, torch.optim.Optimizer, where)
+        return load_class(path, torch.optim.Optimizer, where)
     if "." not in name:
         near = difflib.get_close_matches(name.lower(), [*known, *NAMED_OPTIMIZERS], n=1)
         allowed = [

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.backends.program_runner import CompiledProgram, ProgramRunner, join_ranks
 from hyper_parallel.backends.torch import handle, local
+from hyper_parallel.runtime import gather_objects
 from hyper_parallel.trainer.data import Batches, StreamBatches
-from hyper_parallel.trainer.engine.program_pipeline import PipelinePasses, SerialPasses
+from hyper_parallel.trainer.engine.program_pipeline import ProgramPasses
 from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs
 from hyper_parallel.trainer.engine.step_programs import (
     AXES,
@@ -119,7 +119,7 @@ class ProgramLoop(Loop):
     runner: ProgramRunner = field(init=False)
     reports: bool = field(init=False)
     state: FrameworkState = field(init=False)
-    passes: SerialPasses = field(init=False)
+    passes: ProgramPasses = field(init=False)
     programs: dict[str, CompiledProgram] = field(init=False)
     _pending: dict[str, Any] = field(init=False, default_factory=dict)
 
@@ -130,11 +130,11 @@ class ProgramLoop(Loop):
         self.runner, self.programs = runner, compiled
         plan, rank = handle(self.model).plan, handle(self.model).ranks.rank
         self.reports = plan.mesh.coordinate(rank)["tp_x"] == 0
-        self.passes = SerialPasses(runner, compiled)
-        if plan.strategy.pp > 1:
-            message = programs.gradients.inputs.get("batch.received")
-            message = message or programs.gradients.inputs["batch.gradient"]
-            self.passes = PipelinePasses(runner, compiled, plan.strategy, rank, message[1].shape)
+        known = programs.gradients.inputs
+        messages = [known[n] for n in ("batch.received", "batch.gradient") if n in known]
+        shape = messages[0][1].shape if messages else ()
+        stage = plan.mesh.coordinate(rank)["pp"]
+        self.passes = ProgramPasses(runner, compiled, plan.strategy, stage, shape)
         inputs = programs.gradients.inputs | programs.update.inputs
         shapes = {name: kind.shape for name, (_, kind) in inputs.items()}
         self.state = FrameworkState(self.model, self.optimizer, runner, shapes)
@@ -224,7 +224,7 @@ class ProgramEngine(TorchEngine):
             recipe.backend,
             self.rank,
             self.world_size,
-            self._agree,
+            lambda text: str(gather_objects(text)[0]),
             groups,
             fuse=recipe.training.compile == "graph-kernel",
         )
@@ -268,11 +268,6 @@ class ProgramEngine(TorchEngine):
                 "origin": "simulated",
             }
         return facts
-
-    def _agree(self, text: str | None) -> str:
-        texts = [text]
-        dist.broadcast_object_list(texts)
-        return str(texts[0])
 
     def _resident(self, tensor: Tensor) -> Tensor:
         assert isinstance(self._loop, ProgramLoop)

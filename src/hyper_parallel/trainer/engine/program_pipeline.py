@@ -1,4 +1,4 @@
-"""Execution of step programs on the microbatches of a step, in sequence or in the order of a pipeline schedule.
+"""Execution of step programs on the microbatches of a step, in the order of the schedule.
 
 A step program is a graph of tensor operators that another framework compiles (see `step_programs`). Each pipeline rank
 has one stage with two programs. `loss` runs forward: it computes the activations `sent` to the next stage or, on the
@@ -24,43 +24,18 @@ Values = Mapping[str, Any]
 """Arrays of the framework by name."""
 
 
-class SerialPasses:
-    """Runner of the compiled programs `loss` and `gradients` without pipeline: one microbatch after the other."""
+class ProgramPasses:
+    """Runner of the compiled programs `loss` and `gradients` of one rank, in the order of the schedule.
 
-    def __init__(self, runner: ProgramRunner, programs: Mapping[str, CompiledProgram]) -> None:
-        self._runner, self._programs = runner, programs
+    With a pipeline, the strategy has one stage per rank and no axis except pp, so the rank is also the index of the
+    stage. Without a pipeline, every rank runs one microbatch after the other.
 
-    def train(
-        self, parameters: Values, sums: Values, batches: Sequence[Values]
-    ) -> tuple[float, Values]:
-        """Run forward and backward of all microbatches.
-
-        Args:
-            parameters: Parameters, by name `param.NAME`.
-            sums: Gradient sums to which the gradients are added, by name `sum.NAME`.
-            batches: Input arrays of each microbatch, by name `batch.NAME`.
-
-        Returns:
-            Summed loss of the microbatches, and the new gradient sums.
-        """
-        loss = 0.0
-        for batch in batches:
-            results = self._programs["gradients"]({**parameters, **sums, **batch})
-            loss += float(self._runner.array(results.pop("loss")))
-            sums = results
-        return loss, sums
-
-    def evaluate(self, parameters: Values, batches: Sequence[Values]) -> float:
-        """Run forward of all microbatches; return their summed loss."""
-        losses = (self._programs["loss"]({**parameters, **batch})["loss"] for batch in batches)
-        return sum(float(self._runner.array(loss)) for loss in losses)
-
-
-class PipelinePasses(SerialPasses):
-    """Runner of one pipeline stage's step programs in the order of a pipeline schedule.
-
-    The strategy has one stage per rank and no axis except pp, so `rank` is also the index of the stage. `shape` is the
-    shape of the activations between stages.
+    Args:
+        runner: Interface to the framework.
+        programs: Compiled programs by name.
+        strategy: Strategy of all ranks.
+        rank: Pipeline rank; 0 without a pipeline.
+        shape: Shape of the activations between stages; () without a pipeline.
     """
 
     def __init__(
@@ -71,20 +46,29 @@ class PipelinePasses(SerialPasses):
         rank: int,
         shape: tuple[int, ...],
     ) -> None:
-        super().__init__(runner, programs)
+        self._runner, self._programs = runner, programs
         self._strategy, self._rank, self._shape = strategy, rank, shape
         self._is_first, self._is_last = rank == 0, rank == strategy.pp - 1
 
     def train(
         self, parameters: Values, sums: Values, batches: Sequence[Values]
     ) -> tuple[float, Values]:
-        """Run this stage's part of a step; see `SerialPasses.train`. The loss is 0.0 except on the last stage."""
+        """Run this stage's forward and backward of all microbatches.
+
+        Args:
+            parameters: Parameters, by name `param.NAME`.
+            sums: Gradient sums to which the gradients are added, by name `sum.NAME`.
+            batches: Input arrays of each microbatch, by name `batch.NAME`.
+
+        Returns:
+            Summed loss of the microbatches, 0.0 except on the last stage, and the new gradient sums.
+        """
         schedule = one_by_one(step_schedule(self._strategy, len(batches)))
         inputs: dict[int, Values] = {}
         loss = 0.0
 
         def forward(i: int, received: Any) -> Any:
-            inputs[i] = batches[i] if self._is_first else {**batches[i], "batch.received": received}
+            inputs[i] = self._inputs(batches[i], received)
             if self._is_last:
                 return None
             return self._programs["loss"]({**parameters, **inputs[i]})["sent"]
@@ -103,18 +87,20 @@ class PipelinePasses(SerialPasses):
         return loss, sums
 
     def evaluate(self, parameters: Values, batches: Sequence[Values]) -> float:
-        """Run this stage's part of a forward pass; the loss is 0 except on the last stage."""
+        """Run this stage's forward of all microbatches; return their summed loss, 0 except on the last stage."""
         losses = []
 
         def forward(i: int, received: Any) -> Any:
-            own = {} if self._is_first else {"batch.received": received}
-            results = self._programs["loss"]({**parameters, **batches[i], **own})
+            results = self._programs["loss"]({**parameters, **self._inputs(batches[i], received)})
             if self._is_last:
                 losses.append(float(self._runner.array(results["loss"])))
             return results.get("sent")
 
         self._run(forward_schedule(self._strategy, len(batches)), {"F": forward})
         return sum(losses)
+
+    def _inputs(self, batch: Values, received: Any) -> Values:
+        return batch if self._is_first else {**batch, "batch.received": received}
 
     def _run(self, schedule: Schedule, compute: Mapping[str, Any]) -> None:
         """Run this rank's actions of a schedule by the functions `compute`, keyed by action kind (F, B, I).
@@ -136,17 +122,11 @@ class PipelinePasses(SerialPasses):
                 tensor = torch.from_numpy(self._runner.array(results.pop((kind[-1], i))))
                 sending.append((tensor, dist.isend(tensor, self._rank + step)))
             else:
-                direction = "F" if kind == "F" else "B"
-                results[direction, i] = compute[kind](i, self._take(arriving, (direction, i)))
+                direction, received = "F" if kind == "F" else "B", None
+                if (direction, i) in arriving:
+                    buffer, work = arriving.pop((direction, i))
+                    work.wait()
+                    received = self._runner.value(buffer.numpy())
+                results[direction, i] = compute[kind](i, received)
         for _, work in sending:
             work.wait()
-
-    def _take(
-        self, arriving: dict[tuple[str, int], tuple[Tensor, Any]], key: tuple[str, int]
-    ) -> Any:
-        """Wait for a received tensor and return it as the framework's array; None if the stage receives none."""
-        if key not in arriving:
-            return None
-        buffer, work = arriving.pop(key)
-        work.wait()
-        return self._runner.value(buffer.numpy())

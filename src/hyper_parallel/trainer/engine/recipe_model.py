@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import inspect
+import json
 import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,20 +58,12 @@ from hyper_parallel.model import (
 from hyper_parallel.topology import topology_hint
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, media_inputs, media_rows
 from hyper_parallel.trainer.engine.auto_model import model_from_config
-from hyper_parallel.trainer.engine.measured_cache import cache_file, load_cached, save_cached
+from hyper_parallel.trainer.engine.measured_cache import cache_file, cached
 from hyper_parallel.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 _is_position_table: Final = re.compile(r"\bwpe\b|pos").search
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.float32,
-    "float16": torch.float32,
-}
-"""Dtype of the parameters by compute dtype: 16-bit computation uses float32 parameters."""
-
 _FAR_TOO_LARGE: Final = 16
 """Multiple of a rank's memory above which a plan is rejected even with offload."""
 
@@ -90,7 +84,8 @@ def build_model(recipe: Recipe) -> nn.Module:
     """
     model = model_from_config(
         read_config(recipe.model.path),
-        _DTYPES[recipe.training.dtype],
+        # 16-bit computation uses float32 parameters.
+        torch.float64 if recipe.training.dtype == "float64" else torch.float32,
         recipe.model.attn_implementation,
         trusted=recipe.model.trust_remote_code,
         scores=recipe.stage == "rm",
@@ -103,6 +98,8 @@ def build_model(recipe: Recipe) -> nn.Module:
     return model
 
 
+_KEPT: Any = KeptActivations | None
+"""Type of the cached measurement; None: the model's forward cannot be measured."""
 _NOT_MEASURED: Final = (
     "the activations that the model keeps could not be measured: formulas estimate them"
 )
@@ -163,41 +160,26 @@ def read_spec(
     known = is_read(file.values) and "text_config" not in file.values
     if not scores and "model_type" not in file.values:
         return load_model(path, where=where)
-    cached = cache_file("kept_activations", file, (kept_activations, flow_tracer), scores)
-    measurement = load_cached(cached, _CachedMeasurement)
+    entry = cache_file("kept_activations", file, (kept_activations, flow_tracer), scores)
+    build = partial(model_from_config, file, torch.float32, trusted=trusted, scores=scores)
     if known and not scores:
-        spec = load_model(path, where=where)
-        if measurement is None:
-            with suppress(ModelUnreadable):
-                measurement = _measure(
-                    model_from_config(file, torch.float32, trusted=trusted), cached
-                )
-        return _with_kept(spec, measurement or _CachedMeasurement(None))
-    model = model_from_config(file, torch.float32, trusted=trusted, scores=scores)
-    spec = _with_kept(read_model(model, file.name), measurement or _measure(model, cached))
+        spec, kept = load_model(path, where=where), None
+        with suppress(ModelUnreadable):
+            kept = cached(entry, _KEPT, lambda: kept_activations.measure_kept(build()))
+        return _with_kept(spec, kept)
+    model = build()
+    kept = cached(entry, _KEPT, lambda: kept_activations.measure_kept(model))
+    spec = _with_kept(read_model(model, file.name), kept)
     return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedMeasurement:
-    """Cache entry: activations saved for backward; None if the model's forward cannot be measured."""
-
-    activations: KeptActivations | None
-
-
-def _measure(model: nn.Module, cached: Path) -> _CachedMeasurement:
-    measurement = _CachedMeasurement(kept_activations.measure_kept(model))
-    save_cached(cached, measurement)
-    return measurement
-
-
-def _with_kept(spec: ModelSpec, measurement: _CachedMeasurement) -> ModelSpec:
+def _with_kept(spec: ModelSpec, kept: KeptActivations | None) -> ModelSpec:
     """Return the spec with measured activations, and with a note if only formulas estimate them."""
     formulas = UNMEASURED_ACTIVATIONS.format(family=spec.family)
     notes = tuple(note for note in spec.notes if note != formulas)
-    if measurement.activations is None:
+    if kept is None:
         notes = (*notes, _NOT_MEASURED)
-    return replace(spec, kept=measurement.activations, notes=notes)
+    return replace(spec, kept=kept, notes=notes)
 
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
@@ -208,7 +190,7 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
         NotDivisible: HP203 for a dimension that a layout does not divide.
         RuleError: HP204 for a sharding rule that matches no parameter.
         UnsupportedSharding: HP205 for an unsupported layout.
-        DoesNotFit: HP401 for a plan that needs more than 16 times the memory of this machine.
+        DoesNotFit: HP401 for a plan on this machine that needs more than 16 times the memory of a rank.
     """
     most = _FAR_TOO_LARGE * plan.memory_capacity_bytes
     if plan.topology == "local" and 0 < most < plan.memory_bytes:
@@ -277,11 +259,7 @@ def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
     """
     assert recipe.parallel.submodels is not None
     towers = {
-        name: Strategy(
-            dp_replicate=degrees.dp_replicate,
-            dp_shard=degrees.dp_shard,
-            recompute=plan.strategy.recompute,
-        )
+        name: Strategy(**degrees.model_dump(exclude={"ranks"}), recompute=plan.strategy.recompute)
         for name, degrees in recipe.parallel.submodels.towers.items()
     }
     return {"language": plan.strategy, **towers}
@@ -334,24 +312,24 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
     )
 
 
-def set_special_token_ids(model: nn.Module, tokenizer_dir: str | Path) -> None:
-    """Copy `bos_token_id` and `eos_token_id` from the tokenizer into config and generation config of a model."""
+def set_token_ids(model: nn.Module, tokenizer_dir: str | Path, *, pretrained: bool) -> None:
+    """Copy the ids of special tokens from the tokenizer into the configs of a model.
+
+    A model that is not `pretrained` gets `bos_token_id` and `eos_token_id`. A classifier gets `pad_token_id`, or
+    `eos_token_id` in its place: a transformers classifier takes its score from the last token that is not padding.
+    """
+    scores = scores_tokens(model)
+    if pretrained and not scores:
+        return
     tokenizer = load_tokenizer(tokenizer_dir)
-    for config in (model.config, getattr(model, "generation_config", None)):
-        if config is not None:
+    if not pretrained:
+        for config in filter(None, (model.config, getattr(model, "generation_config", None))):
             config.bos_token_id = tokenizer.bos_token_id
             config.eos_token_id = tokenizer.eos_token_id
-
-
-def set_pad_token_id(model: nn.Module, tokenizer_dir: str | Path) -> None:
-    """Copy `pad_token_id` (or `eos_token_id` if absent) from the tokenizer into the config of a classifier.
-
-    A transformers classifier takes its score from the last token that is not padding.
-    """
-    tokenizer = load_tokenizer(tokenizer_dir)
-    pad = tokenizer.pad_token_id
-    for config in (model.config, model.config.get_text_config()):
-        config.pad_token_id = tokenizer.eos_token_id if pad is None else pad
+    if scores:
+        pad = tokenizer.pad_token_id
+        for config in (model.config, model.config.get_text_config()):
+            config.pad_token_id = tokenizer.eos_token_id if pad is None else pad
 
 
 def model_files(
@@ -363,10 +341,7 @@ def model_files(
     not use. Exports copy these tensors. Special tokens in the config of `model` may be changed. `weights` is the
     directory of the pretrained weights; None: random weights.
     """
-    if weights is None:
-        set_special_token_ids(model, tokenizer_dir)
-    if scores_tokens(model):
-        set_pad_token_id(model, tokenizer_dir)
+    set_token_ids(model, tokenizer_dir, pretrained=weights is not None)
     model.config.architectures = [type(model).__name__]
     files = {"config.json": original_config(model).to_json_string()}
     carried = carried_weights(model)
@@ -426,12 +401,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         matches = fnmatch.filter(names, pattern)
         if not matches:
             near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+            others = [other for other in patterns if other != pattern]
             raise BadValue(
                 f"`training.freeze` pattern `{pattern}` matches no parameter name",
                 where=where,
                 got=pattern,
                 allowed="globs such as model.embed_tokens.* over the names of parameters",
-                hint=f"'training.freeze=[{near[0]}]'",
+                hint=f"'training.freeze={json.dumps([near[0], *others])}'",
             )
         for name in matches:
             model.get_parameter(name).requires_grad_(False)

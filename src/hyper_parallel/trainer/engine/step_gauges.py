@@ -78,7 +78,7 @@ class SpanRecorder:
             self._pulse.begin_step(step)
 
     @contextmanager
-    def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
+    def span(self, name: str, category: str) -> Iterator[None]:
         """Record the context as a span, unless the current step is a training step outside the window."""
         if self._pulse is not None:
             self._pulse.begin_phase(name)
@@ -87,7 +87,7 @@ class SpanRecorder:
             return
         start = self._now()
         yield
-        label = (f"{self._lane}/{lane}", name, category, self._step)
+        label = (f"{self._lane}/compute", name, category, self._step)
         end = self._now()
         self._spans.append((label, start, end))
         if self._events:
@@ -184,7 +184,7 @@ class PhaseSpans:
         self._begin = begin
 
     @contextmanager
-    def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
+    def span(self, name: str, category: str) -> Iterator[None]:
         """Call `begin` at the start of the context."""
         if action := _ACTION.fullmatch(name):
             name = "forward" if action[1] == "F" else "backward"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch import (
     clip_grad_norm_,
     count_routing,
+    data_share,
     forward_backward,
     forward_loss,
     handle,
@@ -203,7 +204,9 @@ class Loop:
             if self.stage is not None:
                 rows = self._rows(batches, step - 1)
                 with self.recorder.span(*self.stage.inputs_span):
-                    microbatches, count = self.stage.inputs(inputs.microbatches, rows, step)
+                    microbatches, count = self.stage.inputs(
+                        inputs.microbatches, rows, batches, step
+                    )
                 count = inputs.valid_tokens if count is None else count
                 inputs = replace(inputs, microbatches=microbatches, valid_tokens=count)
             loss_sum, grad_norm = self.gradients(inputs)
@@ -268,7 +271,7 @@ class Loop:
                     loss_sum = self.held_out_loss(parts, count)
                 accuracies = predictions.accuracies(count, self.world.device)
             else:
-                parts, tokens = self.stage.held_out(parts, self._rows(batches, 0), batches)
+                parts, tokens = self.stage.inputs(parts, self._rows(batches, 0), batches, None)
                 count = count if tokens is None else tokens
                 step_loss = forward_loss(self.model, parts, objective=self.stage.objective)
                 loss_sum = step_loss / self.world.world_size
@@ -394,9 +397,8 @@ class Loop:
     def _rows(self, batches: Any, index: int) -> NDArray[np.int64]:
         """Return the dataset indices of this rank's sequences in step `index`, counted from 0; -1 for padding."""
         rows: NDArray[np.int64] = batches.step_batch(index)
-        strategy, coordinate = self.plan.strategy, self.plan.mesh.coordinate(self.world.rank)
-        data_rank = coordinate["dp_replicate"] * strategy.dp_shard + coordinate["dp_shard"]
-        return rows.reshape(strategy.dp, -1)[data_rank]
+        share, num_shares = data_share(self.model)
+        return rows.reshape(num_shares, -1)[share]
 
     def _grid(self, batches: Batches | StreamBatches) -> Grid | None:
         """Return the ranks and microbatches over which media work is balanced (`cost_grid`); None without balancing."""

@@ -27,6 +27,7 @@ from hyper_parallel.backends.program_runner import missing_for_fusion, unsupport
 from hyper_parallel.backends.step_program import StepProgram, group_name
 from hyper_parallel.backends.torch import local, materialize, resolve_layouts
 from hyper_parallel.backends.torch.dropout import has_dropout
+from hyper_parallel.backends.torch.forward_variants import recomputed_layers
 from hyper_parallel.backends.torch.model_structure import view_of
 from hyper_parallel.backends.torch.parallel_handle import attached
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
@@ -106,7 +107,8 @@ def capture_programs(
         MissingDependency: HP501 when the back end, or a command that operator fusion needs, is not installed.
         Contradiction: HP104 for a recipe feature that step programs do not support, or for operators that the back end
             lacks.
-        UnsupportedSharding: HP205 for a layout with an unsupported parallel axis.
+        UnsupportedSharding: HP205 for an unsupported layout.
+        BudgetImpossible, TierFull: HP402 or HP403 when no memory plan fits the tiers.
     """
     backend = BACKENDS[recipe.backend]
     if find_spec(backend.framework) is None:
@@ -233,10 +235,8 @@ def _recomputed_layers(model: nn.Module, strategy: Strategy) -> list[str]:
     parallel = attached(model)
     pipeline = None if parallel is None else parallel.pipeline
     stages = [[*view_of(model).layers]] if pipeline is None else [*pipeline.stages.layers.values()]
-    layers, names = [m for stage in stages for m in stage], {m: n for n, m in model.named_modules()}
-    numbers = iter(range(len(layers)))
-    recomputed = strategy.recomputed([[next(numbers) for _ in stage] for stage in stages])
-    return [names[layers[i]] for i in sorted(recomputed)]
+    names = {module: name for name, module in model.named_modules()}
+    return [names[layer] for layer in recomputed_layers(stages, strategy)]
 
 
 def program_block(strategy: Strategy) -> Strategy:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from hyper_parallel.backends.torch.submodels.parts import LANGUAGE, TowerNotTraced, divide
-from hyper_parallel.config import LoadedRecipe, Recipe, with_submodels
+from hyper_parallel.config import LoadedRecipe, with_submodels
 from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding
-from hyper_parallel.ir import Certificate, Plan
+from hyper_parallel.ir import Certificate, Plan, SubmodelsPlan
 from hyper_parallel.planner.submodels import DividedStep, choose_step, layouts
 from hyper_parallel.topology import topology_hint
 from hyper_parallel.trainer.data import Batches
@@ -27,7 +27,7 @@ from hyper_parallel.trainer.engine.recipe_submodels import (
     planning_request,
     sampled_tower_flops,
 )
-from hyper_parallel.units import format_bytes, format_seconds
+from hyper_parallel.units import format_bytes, format_seconds, plural
 
 _Parts = dict[str, dict[str, Any]]
 _ORIGIN = "derived: parallel.submodels=auto"
@@ -81,13 +81,13 @@ def choose_submodels(
         raise first
     capacity = planning_request(loaded.recipe, model, steps[0].plan).machine.memory_bytes
     if (best := choose_step(steps, int(capacity))) is None:
-        raise _no_memory(loaded, min(s.max_bytes for s in steps), int(capacity))
+        raise _no_memory(loaded, steps, int(capacity))
     position, plan = best
     assert plan.submodels is not None
     proof = plan.submodels.certificate
     assert proof is not None
     proof = replace(proof, ruled_out={**refusals, **proof.ruled_out})
-    return candidates[position], _note(candidates[position].recipe, proof), proof
+    return candidates[position], _note(plan.submodels, proof), proof
 
 
 def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> UnsupportedSharding:
@@ -101,33 +101,26 @@ def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> Unsu
     )
 
 
-def _no_memory(loaded: LoadedRecipe, least_bytes: int, capacity_bytes: int) -> DoesNotFit:
-    """Return the error for a model whose layouts all exceed device memory."""
+def _no_memory(
+    loaded: LoadedRecipe, steps: Sequence[DividedStep], capacity_bytes: int
+) -> DoesNotFit:
+    can_shrink = any((step.plan.workload.microbatch or 1) > 1 for step in steps)
     return DoesNotFit(
         "no layout of the parts of the model fits in the memory of a device",
         where=loaded.where("parallel.submodels"),
-        got=f"{format_bytes(least_bytes)} on the fullest device at best",
+        got=f"{format_bytes(min(step.max_bytes for step in steps))} on the fullest device at best",
         allowed=f"up to {format_bytes(capacity_bytes)}",
-        hint=f"training.microbatch=1, more ranks, or {topology_hint()}",
+        hint=f"{'training.microbatch=1, ' * can_shrink}more ranks, or {topology_hint()}",
     )
 
 
-def _note(recipe: Recipe, proof: Certificate) -> str:
+def _note(plan: SubmodelsPlan, proof: Certificate) -> str:
     """Return a note for the plan: chosen layout, number of layouts, predicted step time and its lower bound."""
+    layout = ", ".join(
+        f"{part.name} ({part.degrees}) on {plural(len(part.ranks), 'rank')} from rank {part.ranks[0]}"
+        for part in plan.parts
+    )
     return (
-        f"sub-models: {_text(recipe)} is the fastest of {proof.priced} layouts: {format_seconds(proof.value)}, "
+        f"sub-models: {layout} is the fastest of {proof.priced} layouts: {format_seconds(proof.value)}, "
         f"and none takes less than {format_seconds(proof.bound)} (gap {proof.gap:.1%})"
     )
-
-
-def _text(recipe: Recipe) -> str:
-    """Describe the layouts of sub-models, for example `language pp=2 on ranks 0-1, vision dp_replicate=1 on rank 2`."""
-    assert recipe.parallel.submodels is not None
-    parts = {LANGUAGE: recipe.parallel.submodels.language, **recipe.parallel.submodels.towers}
-    texts = []
-    for name, ranks in recipe.parallel.submodels.members.items():
-        degrees = parts[name].model_dump(exclude={"ranks"})
-        axes = "".join(f" {axis}={degree}" for axis, degree in degrees.items() if degree > 1)
-        where = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-        texts.append(f"{name}{axes} on {where}")
-    return ", ".join(texts)

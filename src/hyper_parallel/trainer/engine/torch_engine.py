@@ -20,7 +20,6 @@ from hyper_parallel.backends.torch.dropout import original_config
 from hyper_parallel.backends.torch.embedding_noise import EmbeddingNoise
 from hyper_parallel.backends.torch.memory import spill_mode
 from hyper_parallel.backends.torch.rank_seed import derive_seed, rank_seed
-from hyper_parallel.backends.torch.token_scores import scores_tokens
 from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.lora import initialise_adapters
 from hyper_parallel.errors import Unwritten
@@ -32,7 +31,7 @@ from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer, load_n
 from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
 from hyper_parallel.trainer.checkpoints.model_export import export_hf
 from hyper_parallel.trainer.engine.base_weights import BaseWeights, load_base
-from hyper_parallel.trainer.engine.offload import PlannedSteps, with_memory, write_timelines
+from hyper_parallel.trainer.engine.offload import PlannedSteps
 from hyper_parallel.trainer.engine.offload_machine import OffloadMachine
 from hyper_parallel.trainer.engine.optimizer import build_optimizer, recipe_values
 from hyper_parallel.trainer.engine.recipe_model import (
@@ -40,8 +39,7 @@ from hyper_parallel.trainer.engine.recipe_model import (
     compile_layers,
     joint_schedule,
     routing_of,
-    set_pad_token_id,
-    set_special_token_ids,
+    set_token_ids,
     submodel_layouts,
 )
 from hyper_parallel.trainer.engine.step_checks import check_ranks
@@ -186,7 +184,7 @@ class TorchEngine:
             )
         if self._assumed is None or self._spill is None or done >= training.steps:
             return
-        line, schedule = self._display.line, LrSchedule.of(training)
+        line, schedule = self._display.line, LrSchedule(training)
         planned = PlannedSteps(self._loop, self._assumed, self._flash, line, self._spill)
         self._recorder.begin_step(0)  # outside the recorded window
         planned.prepare(
@@ -197,7 +195,7 @@ class TorchEngine:
         )
         self._stack.callback(planned.close)
         self._planned = planned
-        self.plan = with_memory(job.plan, planned.plan, planned.notes)
+        self.plan = planned.plan_with_memory(job.plan)
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run optimizer step number `step`, counted from 1.
@@ -267,12 +265,11 @@ class TorchEngine:
         if (planned := self._planned) is not None:
             planned.finish()
             # The plan may have changed after a step.
-            self.plan = with_memory(self._job.plan, planned.plan, planned.notes)
+            self.plan = planned.plan_with_memory(self._job.plan)
             if self.rank == 0:
                 with self.unwritten.spare(self._job.output_dir):
                     write_text(self._job.output_dir / "plan.json", self.plan.to_json() + "\n")
-                    if planned.timelines is not None:
-                        write_timelines(planned.timelines, self._job.output_dir)
+                    planned.write_timelines(self._job.output_dir)
 
     def _resident(self, tensor: Tensor) -> Tensor:
         """Return a tensor with the current values of a model or optimizer tensor, on the tier where it lives."""
@@ -296,10 +293,7 @@ class TorchEngine:
             )
             return
         complete = model_of_part(self._model)
-        if job.weights is None:
-            set_special_token_ids(complete, job.packed.tokenizer_dir)
-        if scores_tokens(self._model):
-            set_pad_token_id(self._model, job.packed.tokenizer_dir)
+        set_token_ids(complete, job.packed.tokenizer_dir, pretrained=job.weights is not None)
         generation = job.model_dir / GENERATION
         export_hf(
             self._model,

@@ -2,9 +2,15 @@
 
 from hyper_parallel.trainer.loop._display import Display, startup_panel
 from hyper_parallel.trainer.loop._schedule import LrSchedule
-from hyper_parallel.trainer.loop._trainer import Engine, EvalResult, StepResult, Summary, Trainer
+from hyper_parallel.trainer.loop._trainer import Engine, StepResult, Summary, Trainer
 from hyper_parallel.trainer.loop.callback import Callback
-from hyper_parallel.trainer.loop.metrics import EvalRecord, MetricsLog, StepRecord, log_line
+from hyper_parallel.trainer.loop.metrics import (
+    EvalRecord,
+    EvalResult,
+    MetricsLog,
+    StepRecord,
+    log_line,
+)
 
 __all__ = [
     "Callback",

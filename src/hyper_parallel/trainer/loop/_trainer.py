@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hyper_parallel.config import PREFERENCE_STAGES
 from hyper_parallel.errors import (
@@ -36,6 +36,7 @@ from hyper_parallel.trainer.loop.callback import Callback
 from hyper_parallel.trainer.loop.early_stopping import EarlyStopping
 from hyper_parallel.trainer.loop.metrics import (
     EvalRecord,
+    EvalResult,
     MetricsLog,
     StepMeasurements,
     StepRecord,
@@ -58,17 +59,6 @@ class StepResult(StepMeasurements):
 
     stop: bool = False  # a rank requests the end of the run after this step
     save: bool = False  # a rank requests a checkpoint after this step
-
-
-class EvalResult(NamedTuple):
-    """Measurements of an evaluation; equal on every rank."""
-
-    loss: float  # mean over the held-out tokens, or pairs of answers
-    tokens: int  # held-out tokens counted by the loss
-    preference: dict[str, Any] | None = None  # scores of pairs of answers
-    rollout: dict[str, Any] | None = None  # rewards and lengths of completions
-    token_accuracy: float | None = None  # share of held-out targets that the model ranks first
-    answer_accuracy: float | None = None  # share of answers with all targets ranked first
 
 
 class Engine(Protocol):
@@ -102,8 +92,8 @@ class Engine(Protocol):
             LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
         """
 
-    def evaluate(self, batches: Batches | StreamBatches) -> tuple[Any, ...]:
-        """Evaluate the first (only) step of held-out `batches`; return the first fields of an `EvalResult`."""
+    def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
+        """Evaluate the first (only) step of held-out `batches`."""
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
         """Save a checkpoint after step `step`; may return before the files are written."""
@@ -115,7 +105,7 @@ class Engine(Protocol):
         """Return whether `flag` is True on any rank; collective over all ranks."""
 
     def finish(self) -> None:
-        """Wait for pending writes and stop the services started by `begin`."""
+        """Wait for pending writes after the last step."""
 
     def timeline(self) -> Timeline | None:
         """Gather the measured timelines of all ranks on rank 0; return None on other ranks."""
@@ -145,8 +135,6 @@ class Summary:
 
 @dataclass
 class _RunState:
-    """Progress of a run on one rank."""
-
     done: int  # last finished step
     first_step: int  # first step of this process
     last_step: int  # last step of the run
@@ -268,7 +256,7 @@ class Trainer:
         """Run steps, evaluations and checkpoints, and write their records, until the last step or a stop request."""
         recipe = self._job.recipe
         training, checkpoint = recipe.training, recipe.checkpoint
-        schedule = LrSchedule.of(training)
+        schedule = LrSchedule(training)
         for step in range(run.first_step, run.last_step + 1):
             self._between = step % recipe.grpo.num_iterations == 0
             lr = schedule.lr(step)
@@ -422,14 +410,16 @@ class Trainer:
         if self._holdout is None:
             return math.nan
         start = time.perf_counter()
-        loss, tokens, *scores = EvalResult(*self._engine.evaluate(self._holdout))
+        result = self._engine.evaluate(self._holdout)
+        loss = result.loss
         if not math.isfinite(loss):
             raise LossNotFinite(
                 "the held-out loss is not finite",
                 where=f"evaluation after step {step}",
                 got=f"loss={loss}",
             )
-        record = EvalRecord(step, loss, tokens, time.perf_counter() - start, *scores)
+        seconds = time.perf_counter() - start
+        record = EvalRecord(**asdict(result), step=step, seconds=seconds)
         if self._job.recipe.stage != "sft":  # rows of plain text have no answers
             record = replace(record, answer_accuracy=None)
         for callback in self._callbacks:
@@ -445,7 +435,7 @@ class Trainer:
                 if name in measured
             )
             self._display.line(
-                f"eval after step {step}: held-out loss {loss:.4f}{scores_text} ({self._held_out(tokens)})"
+                f"eval after step {step}: held-out loss {loss:.4f}{scores_text} ({self._held_out(result.tokens)})"
             )
         return loss
 

@@ -30,7 +30,7 @@ class Callback:
         """Handle the end of an evaluation after step `step`; 0: before the first step."""
 
     def on_save(self, step: int) -> None:
-        """Handle the start of a checkpoint save, which may continue in the background."""
+        """Handle a checkpoint save, which may continue in the background."""
 
     def on_train_end(self, step: int) -> None:
         """Handle the end of training, after the last step, its evaluation and its checkpoint."""

@@ -36,7 +36,7 @@ class EarlyStopping:
         )
 
     def update(self, loss: float) -> None:
-        """Update the counter with the loss of an evaluation; a non-finite loss is no improvement."""
+        """Update the counter with the loss of an evaluation."""
         if self.patience is None:  # a later resume with a patience starts with a new counter
             return
         best = self.best

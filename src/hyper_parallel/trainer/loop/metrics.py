@@ -75,17 +75,23 @@ class StepRecord(StepMeasurements):
 
 
 @dataclass(frozen=True, slots=True)
-class EvalRecord:
-    """Line of eval.jsonl: evaluation of held-out data after `step`; step 0 is before the first step."""
+class EvalResult:
+    """Measurements of an evaluation; equal on every rank."""
 
-    step: int
-    loss: float
-    tokens: int
-    seconds: float
+    loss: float  # mean over the held-out tokens, or pairs of answers
+    tokens: int  # held-out tokens counted by the loss
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     token_accuracy: float | None = None  # share of held-out targets that the model ranks first
-    answer_accuracy: float | None = None  # stage sft: share of answers that greedy decoding repeats
+    answer_accuracy: float | None = None  # share of answers with all targets ranked first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRecord(EvalResult):
+    """Line of eval.jsonl; fields that are None are omitted. Only records of stage sft have `answer_accuracy`."""
+
+    step: int  # last finished optimizer step; 0: before the first step
+    seconds: float  # seconds of the evaluation
 
 
 class MetricsLog:

@@ -1,7 +1,7 @@
 """Facts that determine the result of a run, by dotted key: recipe, model config, files, code and environment.
 
 Checkpoints store the facts. A resumed run compares its facts with those in the checkpoint, logs changes, and refuses
-changes that would make the saved weights a different model.
+changes of facts that must stay equal.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import hashlib
 import importlib
 import json
 import os
+import platform
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cache
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from hyper_parallel.config import Recipe, Section, with_absolute_paths
 from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.serde import flatten
+from hyper_parallel.trainer.files import FileEntry
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.job import Job
@@ -122,11 +124,8 @@ def _files_checksum(paths: list[Path]) -> str | None:
     """Return a checksum over the contents of all files, in order; None if no file is readable."""
     digests = []
     for path in paths:
-        try:
-            with path.open("rb") as file:
-                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-        except OSError:
-            continue
+        with suppress(OSError):
+            digests.append(FileEntry.of(path).sha256)
     return _text_checksum(" ".join(digests) or None)
 
 
@@ -134,19 +133,13 @@ def _text_checksum(text: str | None) -> str | None:
     return None if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@cache
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
-
-
 def _environment() -> dict[str, str | None]:
-    return {**_versions(), **{name: os.environ.get(name) for name in _VARIABLES}}
+    values = {name: os.environ.get(name) for name in _VARIABLES} | dict.fromkeys(_PACKAGES)
+    values["python"] = platform.python_version()
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            values[package] = metadata.version(package)
+    return values
 
 
 _ADAPTER_SCALE: Final = tuple(

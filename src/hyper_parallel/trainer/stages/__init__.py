@@ -38,14 +38,17 @@ class LearningStage:
     def begin(self, batches: Any) -> None:
         """Prepare for training on `batches`; called once per process, after the weights are loaded."""
 
-    def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
-        """Return the inputs of `objective` for this rank's rows in optimizer step `step`, counted from 1."""
-        raise NotImplementedError
+    def inputs(
+        self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None
+    ) -> StageInputs:
+        """Return the inputs of `objective` for a step or an evaluation.
 
-    def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
-        """Return the inputs of `objective` for an evaluation on this rank's held-out rows.
-
-        `batches` is the held-out data; its first step contains the rows of all ranks.
+        Args:
+            microbatches: Microbatches of this rank.
+            rows: Rows of the microbatches.
+            batches: Data of the rows.
+            step: Optimizer step, counted from 1. None: an evaluation of held-out data, whose first step contains the
+                rows of all ranks.
         """
         raise NotImplementedError
 

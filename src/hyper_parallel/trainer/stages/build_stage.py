@@ -37,7 +37,7 @@ def build_stage(
         recorder: Timeline recorder; the timelines of sampling ranks begin at its start time.
         inputs: Checksums of the run's input models.
     """
-    recipe, (share, _) = job.recipe, data_share(model)
+    recipe = job.recipe
     resumed_directory = job.resume_dir.parent if done else None
     if recipe.stage == "grpo":
         sampler = Sampler.of_job(job, model)
@@ -51,10 +51,9 @@ def build_stage(
             if recipe.grpo.beta
             else None
         )
-        return GrpoStage(sampler, job.plan, share, publisher, reference, inputs)
+        return GrpoStage(sampler, job.plan, data_share(model)[0], publisher, reference, inputs)
     writes = world.rank == 0
-    directories = job.output_dir, resumed_directory
-    reference = Reference(model, job.plan, share, writes, *directories, world.device, inputs)
+    reference = Reference(model, job.plan, writes, job.output_dir, resumed_directory, inputs)
     if recipe.stage in ("dpo", "orpo"):
         settings = recipe.dpo
         if recipe.stage == "orpo":
@@ -64,5 +63,5 @@ def build_stage(
     if recipe.stage == "rm":
         return RewardModelStage(job.plan, world.device, recipe.rm)
     if recipe.stage == "kto":
-        return KtoStage(recipe.kto, reference)
+        return KtoStage(job.plan, world.device, recipe.kto, reference)
     return None

@@ -42,12 +42,11 @@ class DpoStage(PairStage):
         if self.reference is not None:
             self.reference.begin(batches.sequences)
 
-    def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
+    def row_values(self, rows: Rows, sequences: Any, *, held_out: bool) -> dict[str, Tensor]:
         """Return {"reference": [len(rows)] log-probabilities under the reference model}; {} if the loss needs none."""
-        reference = self.reference
-        if reference is None:
+        if self.reference is None:
             return {}
-        reference = reference if held_out is None else reference.held_out(held_out)
+        reference = self.reference.held_out(sequences) if held_out else self.reference
         return {"reference": reference.reference_logprobs(rows)}
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:

@@ -96,7 +96,6 @@ class GrpoStage(LearningStage):
 
     def begin(self, batches: Any) -> None:
         """Create the reference weights, and warn if sampling runs without a key-value cache."""
-        self._batches = batches
         if self.reference is not None:
             weights = self.reference()
             self._reference_weights = None if self.settings.reference_on_samplers else weights
@@ -110,7 +109,7 @@ class GrpoStage(LearningStage):
         if self.publisher is not None:
             self.publisher.end()
 
-    def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
+    def _held_out(self, microbatches: Microbatches, rows: Rows, sequences: Any) -> StageInputs:
         """Sample and reward one completion per held-out prompt; return inputs whose loss is minus the mean reward.
 
         Every evaluation uses the same random numbers.
@@ -119,16 +118,12 @@ class GrpoStage(LearningStage):
         real = torch.from_numpy(rows >= 0).to(microbatches[0]["input_ids"].device)
         prompts = [{name: torch.cat([part[name] for part in microbatches])[real] for name in names}]
         completions = self.sampler.complete(prompts, 0, self.rank * len(rows), size, Weights())
-        rewards, each = self._reward(completions, prompts, batches.sequences, rows[rows >= 0])
+        rewards, each = self._reward(completions, prompts, sequences, rows[rows >= 0])
         lengths = completions.sampled.sum(1).double()
-        counts = [rewards.sum(), real.sum(), lengths.sum(), completions.stopped.sum(), *each]
-        reward, total, tokens, stopped, *named = self._sum(counts)
-        self._record = {
-            "reward": reward / total,
-            "completion_tokens": tokens / total,
-            "stopped": stopped / total,
-            **self._mean_rewards(named, total),
-        }
+        counts = [real.sum(), rewards.sum(), lengths.sum(), completions.stopped.sum(), *each]
+        total, *sums = self._sum(counts)
+        tokens = sums[1]
+        self._record = self._means(sums, total)
         batch = self._objective_inputs(completions, rewards)
         batch["weights"] = torch.where(
             completions.sampled[:, 1:], 1 / (total * lengths)[:, None], 0.0
@@ -139,18 +134,22 @@ class GrpoStage(LearningStage):
             padded[name][real] = x
         return _split_batch(padded, size), int(tokens)
 
-    def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
+    def inputs(
+        self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None
+    ) -> StageInputs:
         """Sample and reward completions; return them as microbatches, and their number of tokens over all ranks.
 
         In `microbatches`, each prompt fills `num_generations` consecutive rows, whose labels are the reference answer.
         Returned microbatches also have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S], and, if `beta`
         is not 0, `reference_logprobs` [B, S]. Later optimizer steps of a rollout return the same completions, with
-        `proximal_logprobs` [B, S].
+        `proximal_logprobs` [B, S]. The loss of an evaluation is minus the mean reward.
         """
+        if step is None:
+            return self._held_out(microbatches, rows, batches.sequences)
         rollout, iteration = divmod(step - 1, self.settings.num_iterations)
         if iteration == 0 or self._cached_rollout is None:
             self._proximal_logprobs.clear()
-            parts, tokens = self._rollout(microbatches, rows, rollout + 1)
+            parts, tokens = self._rollout(microbatches, rows, batches, rollout + 1)
             if self.settings.num_iterations > 1:
                 self._cached_rollout, self._is_first_iteration = (parts, tokens, self._record), True
             return parts, tokens
@@ -162,12 +161,12 @@ class GrpoStage(LearningStage):
         ], tokens
 
     def _rollout(
-        self, microbatches: Microbatches, rows: Rows, step: int
+        self, microbatches: Microbatches, rows: Rows, batches: Any, step: int
     ) -> tuple[Microbatches, int]:
         """Sample and reward rollout `step`, counted from 1; return its microbatches and global number of tokens."""
         size = len(microbatches[0]["input_ids"])
-        completions = self._sample(microbatches, step)
-        rewards, sums = self._reward(completions, microbatches, self._batches.sequences, rows)
+        completions = self._sample(microbatches, batches, step)
+        rewards, sums = self._reward(completions, microbatches, batches.sequences, rows)
         groups = rewards.view(-1, self.settings.num_generations)
         advantages = groups - groups.mean(1, keepdim=True)
         if self.settings.scale_rewards:
@@ -182,14 +181,14 @@ class GrpoStage(LearningStage):
             batch["reference_logprobs"] = completions.reference_logprobs
         return _split_batch(batch, size), int(tokens)
 
-    def _sample(self, microbatches: Microbatches, step: int) -> Completions:
+    def _sample(self, microbatches: Microbatches, batches: Any, step: int) -> Completions:
         """Return the completions of this rank's rows in rollout `step`, sampled here or by dedicated ranks."""
         size = len(microbatches[0]["input_ids"])
         count = size * len(microbatches)
         first = self.rank * count
         if self.publisher is None:
             return self.sampler.complete(microbatches, step, first, size, Weights(step - 1))
-        self.publisher.publish(step - 1, self._batches.state_dict(step - 1))
+        self.publisher.publish(step - 1, batches.state_dict(step - 1))
         return self.publisher.collect(step, first, count, microbatches[0]["input_ids"].device)
 
     def _record_rollout(
@@ -201,29 +200,20 @@ class GrpoStage(LearningStage):
         """
         lengths = completions.sampled.sum(1).double()
         ages = (step - 1 - completions.versions).double() * completions.sampled
-        counts = [
-            groups.sum(),
-            groups.square().sum(),
-            (groups.std(1) == 0).sum(),
-            lengths.sum(),
-            completions.stopped.sum(),
-            ages.sum(),
-        ]
-        reward, squares, flat, tokens, stopped, age, *named = self._sum([*counts, *sums])
-        total = groups.numel() * self.plan.strategy.dp
-        self._record = {
-            "reward": reward / total,
-            "reward_std": max(squares / total - (reward / total) ** 2, 0.0) ** 0.5,
-            "groups_without_spread": flat / (total / self.settings.num_generations),
-            "completion_tokens": tokens / total,
-            "stopped": stopped / total,
-        }
+        flat = (groups.std(1) == 0).sum()
+        counts = [groups.sum(), lengths.sum(), completions.stopped.sum(), *sums]
+        squares, flat_groups, age, *totals = self._sum(
+            [groups.square().sum(), flat, ages.sum(), *counts]
+        )
+        total, tokens = groups.numel() * self.plan.strategy.dp, totals[1]
+        self._record = record = self._means(totals, total)
+        record["reward_std"] = max(squares / total - record["reward"] ** 2, 0.0) ** 0.5
+        record["groups_without_spread"] = flat_groups / (total / self.settings.num_generations)
         if self.publisher is not None:
-            self._record["age"] = all_reduce_max(ages.max())
-            self._record["age_mean"] = age / tokens
-            self._record["wait_s"] = self.publisher.waited_s
-            self._record["sample_s"] = self.publisher.sampled_s
-        self._record |= self._mean_rewards(named, total)
+            record["age"] = all_reduce_max(ages.max())
+            record["age_mean"] = age / tokens
+            record["wait_s"] = self.publisher.waited_s
+            record["sample_s"] = self.publisher.sampled_s
         return tokens
 
     def _token_weights(
@@ -263,10 +253,11 @@ class GrpoStage(LearningStage):
             "rollout_logprobs": completions.logprobs[:, 1:],
         }
 
-    def _mean_rewards(self, sums: list[float], total: float) -> dict[str, float]:
-        """Return a dict from `reward_NAME` to the mean of each reward function, `sums / total`."""
-        names = self.settings.reward_funcs
-        return {f"reward_{short_name(n)}": x / total for n, x in zip(names, sums, strict=True)}
+    def _means(self, sums: list[float], total: float) -> dict[str, float]:
+        """Return means over `total` completions by name: reward, tokens, stopped, and each reward function."""
+        functions = [f"reward_{short_name(name)}" for name in self.settings.reward_funcs]
+        names = ["reward", "completion_tokens", "stopped", *functions]
+        return {name: value / total for name, value in zip(names, sums, strict=True)}
 
     def _logprobs(self, batch: dict[str, Tensor], size: int) -> Tensor:
         return logprobs_of(self.sampler.model, batch["input_ids"], batch["shift_labels"], size)

@@ -1,6 +1,7 @@
-"""Base class of learning stages that train on pairs of a chosen and a rejected answer.
+"""Base class of learning stages whose rows come in pairs of answers to one prompt.
 
-A pair takes two consecutive rows of a batch, first the chosen answer. The score of an answer is defined by each stage.
+A pair takes two consecutive rows of a batch. Except in KTO, the first answer is the chosen one and the second the
+rejected one. The score of an answer is defined by each stage.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MAX_ERROR_ULPS: Final = 4
 
 @dataclass
 class PairStage(LearningStage):
-    """Base class of learning stages that compare the two answers of every pair.
+    """Base class of learning stages on pairs of answers.
 
     Attributes:
         plan: Parallel layout and batch sizes of the run.
@@ -35,41 +36,27 @@ class PairStage(LearningStage):
     _sums: list[Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._reset(None)
-
-    def _reset(self, held_out: Any) -> None:
-        """Reset the statistics for a training step or, with `held_out` batches, for an evaluation."""
-        self._sums.clear()
         work = self.plan.workload
-        rows = (work.tokens_per_step or 0) // work.seq_len
-        self.pairs = (rows if held_out is None else (held_out.step_batch(0) >= 0).sum()) / 2
+        self.pairs = (work.tokens_per_step or 0) // work.seq_len / 2
 
-    def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
+    def inputs(
+        self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None
+    ) -> StageInputs:
         """Return the microbatches with `row_values` added; the token count is None, which selects the data's count."""
-        self._reset(None)
-        return self._with_row_values(microbatches, rows, None), None
-
-    def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
-        """Return the same inputs as `inputs`, for held-out rows."""
-        self._reset(batches)
-        return self._with_row_values(microbatches, rows, batches.sequences), None
-
-    def _with_row_values(
-        self, microbatches: Microbatches, rows: Rows, held_out: Any
-    ) -> Microbatches:
-        values = self.row_values(rows, held_out)
+        self._sums.clear()
+        self.pairs = float((batches.step_batch((step or 1) - 1) >= 0).sum()) / 2
+        values = self.row_values(rows, batches.sequences, held_out=step is None)
         size = len(microbatches[0]["input_ids"])
-        device = microbatches[0]["input_ids"].device
-        split = {name: value.to(device).split(size) for name, value in values.items()}
+        split = {name: value.to(self.device).split(size) for name, value in values.items()}
         return [
             {**part, **{name: parts[number] for name, parts in split.items()}}
             for number, part in enumerate(microbatches)
-        ]
+        ], None
 
-    def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
+    def row_values(self, rows: Rows, sequences: Any, *, held_out: bool) -> dict[str, Tensor]:
         """Return further inputs of the loss as a dict from name to [len(rows)] tensor.
 
-        `rows` are indices into the data `held_out` or, if it is None, into the training data.
+        `rows` are indices into `sequences`, which are the held-out data or the training data.
         """
         raise NotImplementedError
 
@@ -99,14 +86,18 @@ class PairStage(LearningStage):
         )
         return torch.where(real, losses, 0.0).sum() / self.pairs
 
+    def totals(self) -> list[float]:
+        """Return the four statistics of the step or evaluation, summed over the microbatches of all ranks."""
+        zeros = torch.zeros(4, dtype=torch.float64, device=self.device)
+        return all_reduce_sum(torch.stack([zeros, *self._sums]).sum(0))
+
     def record(self) -> dict[str, Any]:
         """Return {"preference": {`chosen`, `rejected`, `margin`, `accuracy`}}, means over the pairs of all ranks.
 
         Accuracy is the fraction of pairs whose chosen score is higher. A pair whose scores differ only by rounding
         counts as one half.
         """
-        zeros = torch.zeros(4, dtype=torch.float64, device=self.device)
-        chosen, rejected, right, count = all_reduce_sum(torch.stack([zeros, *self._sums]).sum(0))
+        chosen, rejected, right, count = self.totals()
         return {
             "preference": {
                 "chosen": chosen / count,

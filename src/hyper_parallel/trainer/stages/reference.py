@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch import handle, local, token_logprobs
+from hyper_parallel.backends.torch import data_share, handle, local, token_logprobs
 from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.ir import Plan
 from hyper_parallel.serde import create_file
@@ -46,26 +46,27 @@ class Reference:
     Attributes:
         model: Trained model.
         plan: Parallel layout and batch sizes of the run.
-        rank: Data-parallel rank.
         writes: Whether this process writes the file.
         directory: Directory of this run.
         source: Directory of the run that is resumed; None: a new run.
-        device: Device of the model.
         inputs: Checksums of the run's input models.
         file: Name of the file of log-probabilities.
     """
 
     model: nn.Module
     plan: Plan
-    rank: int
     writes: bool
     directory: Path
     source: Path | None
-    device: torch.device
     inputs: RunInputs = field(default_factory=RunInputs)
     file: str = REFERENCE
     _values: Tensor | None = None
     _held_out: Reference | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return handle(self.model).device
 
     def begin(self, sequences: Any) -> None:
         """Compute the log-probabilities of all answers in `sequences`, or load them from the resumed run.
@@ -128,7 +129,7 @@ class Reference:
         size, dp = self.plan.workload.microbatch or 1, self.plan.strategy.dp
         values = torch.zeros(rows, dtype=torch.float64, device=self.device)
         for begin in range(0, rows, size * dp):
-            own_rows = np.arange(size, dtype=np.int64) + begin + self.rank * size
+            own_rows = np.arange(size, dtype=np.int64) + begin + data_share(self.model)[0] * size
             ids, labels = (
                 torch.from_numpy(a).to(self.device)
                 for a in sequences.read(np.minimum(own_rows, rows - 1))

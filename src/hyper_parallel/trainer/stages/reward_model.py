@@ -32,15 +32,9 @@ class RewardModelStage(PairStage):
     """
 
     settings: Rm
-    _batches: Any = None
 
-    def begin(self, batches: Any) -> None:
-        """Keep the training data, which provides the target margins of pairs."""
-        self._batches = batches
-
-    def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
+    def row_values(self, rows: Rows, sequences: Any, *, held_out: bool) -> dict[str, Tensor]:
         """Return {"margin": [len(rows)] target margin of each row's pair}, or {} if the data has no margins."""
-        sequences = self._batches.sequences if held_out is None else held_out
         return (
             {"margin": torch.from_numpy(sequences.margins(rows))} if sequences.has_margins else {}
         )

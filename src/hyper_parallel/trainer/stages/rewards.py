@@ -51,9 +51,9 @@ def environment_reward(environment_rewards: Sequence[float], **_: Any) -> list[f
 
 
 _ROLLOUT_KEYWORDS: Final = ("prompts", "completions", "completion_ids")
-"""Keywords passed to every function."""
+"""Keywords that every function may have, besides the columns of the data."""
 _INTERNAL_KEYWORDS: Final = ("rows", "stopped", "environment_rewards", "microbatch", "device")
-"""Additional keywords passed to built-in functions."""
+"""Additional keywords that built-in functions may have."""
 _VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 REWARDS: Final[dict[str, Reward]] = {
     "exact_match": exact_match,
