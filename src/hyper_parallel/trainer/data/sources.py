@@ -55,7 +55,6 @@ from hyper_parallel.trainer.data.record_keys import (
     columns_of,
     label_of,
     margin_of,
-    media_columns,
 )
 from hyper_parallel.trainer.data.records import read_records, text_of, unreadable_file
 
@@ -352,10 +351,11 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
     counts = DataCounts(data.source, seq_len=data.seq_len, by_document=by_document)
     has_rows = table is not None or kind_of(files[0]) == "parquet"
     read = media if stage == "sft" and not data.streaming else ()
-    table = table and replace(table, media_columns=media_columns(read))
-    opened = table.opened if table else ()
     root = _media_root(data, path) if read else None
-    rules = RecordRules.of_section(data, counts, opened, has_rows, root, read)
+    rules = RecordRules.of_section(data, counts, has_rows, root, read)
+    if table is not None:
+        table = replace(table, media_columns=rules.media_columns)
+        rules = replace(rules, media=table.opened)
     counts.format = shape = _shape(files, table, data, stage, rules)
     counts.clear()
     source = Source(data, stage, shape, tuple(files), rules, table)
@@ -533,7 +533,7 @@ def _files(data: Data, stage: str) -> list[Path]:
             "the data source is empty",
             where=where,
             got="0 bytes",
-            hint="correct `data.source`, or write records into the file",
+            hint="correct `data.source`, or add records to it",
         )
     return files
 
