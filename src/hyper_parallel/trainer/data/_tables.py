@@ -250,11 +250,13 @@ def open_table(data: Data, path: Path) -> Table:
             got = f"more than {format_bytes(most)} of memory"
             raise records_too_long(data.source, got, data.max_record_bytes) from error
         # `datasets`, huggingface_hub and Arrow raise many exception classes for a missing name, split, file or column.
-        tried = [f"the path {path.absolute()}"]
+        tried, hint = [f"the path {path.absolute()}"], None
         if not here:
-            offline = "offline" if os.environ.get("HF_HUB_OFFLINE") == "1" else "online"
-            tried += [f"the cache {datasets.config.HF_DATASETS_CACHE}", f"the hub ({offline})"]
-        hint = None if here else "fetch it once: HF_HUB_OFFLINE=0 hyper-parallel train RECIPE"
+            is_offline = os.environ.get("HF_HUB_OFFLINE") == "1"
+            hub = f"the hub ({'offline' if is_offline else 'online'})"
+            tried += [f"the cache {datasets.config.HF_DATASETS_CACHE}", hub]
+            if is_offline:
+                hint = "fetch it once: HF_HUB_OFFLINE=0 hyper-parallel train RECIPE"
         raise _missing(data, str(error), f"tried {', '.join(tried)}", hint) from error
     if not isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         if saved and (data.name or data.split):

@@ -371,20 +371,21 @@ def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
             where=str(path),
             got=unknown,
             allowed="the list of records, and keys without influence such as name, version, license",
-            hint=f"jq -c '.[] | arrays | .[]' {shlex.quote(str(path))} > records.jsonl",
+            hint=pipe_command(path, "jq -c '.[] | arrays | .[]'") + " > records.jsonl",
         )
 
 
 def several_lists(keys: Sequence[str], path: Path | str) -> NoData:
     """Return the error for a JSON object with several lists of records, such as the splits of a dataset."""
-    first = keys[0]
-    name, target = shlex.quote(str(path)), f"{first}.jsonl" if first.isidentifier() else "x.jsonl"
+    first, path = keys[0], Path(path)
+    target = f"{first}.jsonl" if first.isidentifier() else "x.jsonl"
+    command = pipe_command(path, f"jq -c '.[\"{first}\"][]'")
     return NoData(
         "the object that contains the records has several lists, but a source is one list",
         where=str(path),
         got=list(keys),
         allowed="a file for each list",
-        hint=f"jq -c '.[\"{first}\"][]' {name} > {target}",
+        hint=f"{command} > {target}" if KINDS.get(inner_suffix(path)) == "json" else None,
     )
 
 

@@ -240,7 +240,7 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
 
     Raises:
         BadValue: HP102 when no class produces the tokens of the source from the copy.
-        NoData: HP602 for a file that is too large, or a link out of the source directory.
+        NoData: HP602 for a file that `check_files` refuses.
     """
     source = Path(source)
     check_files(source, tokenizer_files(source))
@@ -306,8 +306,8 @@ def required_class(
                 continue
             if is_own:
                 return wanted
-            raise _refused(hf, directory, configs[0], exported, difference, wanted)
-    raise _refused(hf, directory, configs[0], exported, difference, None)
+            raise _refused(hf, directory, exported, difference, wanted)
+    raise _refused(hf, directory, exported, difference, None)
 
 
 def _difference(
@@ -392,22 +392,20 @@ def set_class(directory: Path, name: str) -> None:
 def _refused(
     hf: Any,
     directory: Path,
-    config: Mapping[str, Any] | None,
     exported: Any,
     difference: str,
     wanted: str | None,
 ) -> BadValue:
     """Return the error for a tokenizer whose export would produce different tokens than `hf` in training.
 
-    `exported` is the tokenizer loaded next to `config`; None: it cannot be loaded. The hint recommends the class
+    `exported` is the tokenizer loaded next to the first config; None: it cannot be loaded. The hint names the class
     `wanted` or, if it is None, the tokenizer of the model.
     """
-    model_type = f" (model_type {config.get('model_type')})" if config else ""
     reader = "no class" if exported is None else type(exported).__name__
     hint = None if wanted is None else f'set "tokenizer_class": "{wanted}" in {directory / CONFIG}'
     return BadValue(
-        "the exported tokenizer would produce different tokens than in training: next to the model's config.json, "
-        f"transformers loads it with a different class{model_type}",
+        "the exported tokenizer would produce different tokens than in training, because the files next to it select "
+        "how transformers loads it",
         where=f"tokenizer: {directory}",
         got=f"{type(hf).__name__} reads the tokenizer of training, {reader} reads the exported one; "
         f"difference: {difference}",
