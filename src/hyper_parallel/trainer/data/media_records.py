@@ -94,7 +94,6 @@ def take_media(
 def _listed(
     kind: MediaKind, values: Mapping[str, Any], rules: RecordRules, where: str
 ) -> list[Any]:
-    """Return the references in the record's column of this media kind; [] if there is none."""
     value = rules.one_of(values, kind.columns, where)
     if is_empty(value):
         return []

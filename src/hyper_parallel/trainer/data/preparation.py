@@ -225,7 +225,6 @@ def _cache_key(source: Source, setup: _Setup) -> str:
 
 
 def _build(target: Path, source: Source, setup: _Setup) -> dict[str, Any]:
-    """Tokenize and pack a source into `target`; return the metadata of the cache entry."""
     tokenizer = setup.tokenizer
     flat = tokenize(source, tokenizer, target, setup.progress)
     if not len(flat.tokens):

@@ -261,7 +261,6 @@ def _config_values(directory: Path) -> dict[str, Any] | None:
 
 
 def _load(folder: Path) -> Any:
-    """Load the tokenizer of a folder; return None if it cannot be loaded."""
     try:
         return load_tokenizer(folder)
     except HyperParallelError:
@@ -376,7 +375,6 @@ def _json_values(path: Path) -> dict[str, Any]:
 
 
 def _has_code(directory: Path) -> bool:
-    """Return whether a tokenizer's files refer to Python code of its publisher (`auto_map`)."""
     return "auto_map" in _json_values(directory / CONFIG)
 
 
