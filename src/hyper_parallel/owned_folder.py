@@ -48,7 +48,7 @@ PATTERNS: Final[Mapping[str, str]] = {
     "adapter": rf"(additional_chat_templates/)?({_MODEL_TEXTS}|adapter_model\.safetensors)",
     "model": rf"(additional_chat_templates/)?{_MODEL_TEXTS}",
     "part": r"(config\.yaml|(plan|part)\.json)",
-    "cache": r"[\w.-]+\.(npy|jsonl?|txt|model|jinja)",
+    "cache": r"(additional_chat_templates/)?[\w.-]+\.(npy|jsonl?|txt|model|jinja|bin)",
     "scratch": r"rank\d+/|(rank\d+/)?[\w-]+\.(bin|part)|"
     r"\.?step_\d+(\.tmp|\.old)?/((manifest|index|extra)\.json|rank_\d+\.safetensors)",
     "launch": r".*",

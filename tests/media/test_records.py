@@ -15,6 +15,10 @@ import soundfile
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError, NoData
 from hyper_parallel.trainer.data import Batches, Order, PackedData, prepare
+from hyper_parallel.trainer.data.media_kinds import KINDS
+from hyper_parallel.trainer.data.media_records import content_of, take_media
+from hyper_parallel.trainer.data.record_keys import RecordRules
+from hyper_parallel.trainer.data.turns import read_turns
 from tests.media.tiny_models import write_images, write_lines, write_model, write_recordings
 
 _ASKED = {"role": "user", "content": "<image>what is this"}
@@ -169,6 +173,22 @@ def test_an_absolute_path_is_read_inside_the_media_folder_only(tmp_path: Path, m
     key, _, value = str(caught.value.hint).partition("=")
     assert key == "data.media_dir"
     assert len(_prepare(tmp_path, model, source, media_dir=value).train) == 1
+
+
+def test_files_of_a_prompt_are_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.png").write_bytes(b"png")
+    parts = [
+        {"type": "image", "image": "a.png"},
+        {"type": "image_url", "image_url": {"url": "a.png"}},
+        {"type": "image", "path": str(tmp_path / "a.png")},
+    ]
+    rules = RecordRules(media_kinds=(KINDS["image"],))
+    turns = read_turns([{"role": "user", "content": tuple(parts)}], rules, "prompt")
+    _, files = take_media(turns, {}, rules, "prompt")
+    assert [content_of(file, "prompt") for file in files] == [b"png"] * 3
 
 
 def test_a_column_with_another_name_is_named_in_columns(tmp_path: Path, model: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData, OutputNotWritable
+from hyper_parallel.owned_folder import Marker, write_marker
 from hyper_parallel.runtime import launch
 from hyper_parallel.trainer.data import IGNORE_INDEX, load_tokenizer, prepare
 from hyper_parallel.trainer.data.packing import first_fit, token_dtype
@@ -132,12 +133,15 @@ def test_a_damaged_cache_entry_is_built_again(corpus, make, damage, caplog):
 def test_a_killed_build_leaves_nothing_that_is_taken_for_data(corpus, make):
     packed = make(corpus)
     target = packed.train.directory
-    target.rename(target.parent / f".{target.name}.part")
-    (target.parent / f".{target.name}.part" / "meta.json").unlink()
+    partial = target.with_name(f".{target.name}.tmp")
+    target.rename(partial)
+    (partial / "meta.json").unlink()
+    (partial / "media.bin").write_bytes(b"images of the records")
+    write_marker(partial, Marker("cache"))
     again = make(corpus)
     assert not again.cached
     assert again.fingerprint == packed.fingerprint
-    assert not list(target.parent.glob("*.part"))
+    assert not list(target.parent.glob("*.tmp"))
 
 
 def test_everything_that_matters_is_in_the_key(corpus, make):

@@ -227,6 +227,14 @@ def test_further_chat_templates_are_copied(folder, tmp_path):
     assert read.chat_template == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
 
 
+def test_further_chat_templates_are_in_the_tokenizer_of_a_run(folder, run):
+    own = folder(model_type="qwen2")
+    (own / "additional_chat_templates").mkdir()
+    (own / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    for _ in ("prepared", "from the cache"):
+        assert load_tokenizer(run("qwen2", own)).chat_template["tool_use"] == "{{ tools }}"
+
+
 def _types():
     """A model type for each class of tokenizers, and all types that overrule the class in the files."""
     first = {}

@@ -278,7 +278,7 @@ def sample_data(
     limits = max(1, max_records // len(sources)), MAX_BYTES // len(sources), num_examples
     samples = [
         replace(_sample(source, tokenizer.hf, *limits), weight=weight)
-        for (_, source), (_, weight) in zip(sources, parts, strict=True)
+        for source, (_, weight) in zip(sources, parts, strict=True)
     ]
     own = typed.model.path if has_tokenizer(recipe.model.path) else None
     name = typed.data.tokenizer or own
@@ -299,8 +299,7 @@ def _sample(
     tally, examples = Tally(counts), list[Example]()
     is_text = source.shape == "text"
     if is_text:  # a file is one record, of any length
-        most = min(source.max_bytes or max_bytes, max_bytes)
-        source = replace(source, max_bytes=most)
+        source = source.head(max_bytes)
     records = documents_of_records(source)
     num_bytes, seen = 0, 0
     # The tokenizer encodes plain text in threads, so no workers are needed.
@@ -311,8 +310,8 @@ def _sample(
             if seen < _OWN_RECORDS or len(examples) < num_examples or not helpers.submit(batch):
                 for unit, encoded in encoded_units(batch, hf, stage):
                     tally.add(unit, encoded, stage)
-                    if len(examples) < num_examples and is_used(encoded, stage, counts):
-                        examples.append(example_of(hf, unit, encoded, stage, counts))
+                    if len(examples) < num_examples and is_used(source, encoded):
+                        examples.append(example_of(hf, source, unit, encoded))
             seen += len(batch)
             num_bytes += sum(document.num_bytes for unit in batch for document in unit)
             if seen >= max_records or num_bytes >= max_bytes:

@@ -11,22 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.errors import OutputNotWritable, written
 from hyper_parallel.owned_folder import (
     MARKER,
-    Marker,
+    Replacement,
     read_marker,
     remove_files,
-    remove_unfinished,
-    seal,
-    write_marker,
 )
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.serde import decode, encode, write_text
@@ -37,7 +33,6 @@ from hyper_parallel.units import MiB
 logger = logging.getLogger(__name__)
 
 _META = "meta.json"
-_KIND = "cache"
 _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
 
@@ -79,36 +74,28 @@ def entry(
         if meta is not None:
             return target, meta | {"cached": True}
         _remove_entry(target)
-        partial = root / f".{key}.part"
-        _remove_entry(partial)  # left over from a killed build
-        partial.mkdir()
-        try:
-            write_marker(partial, Marker(_KIND))
+        folder = Replacement(target, "cache", "an entry of the data cache")
+        partial = folder.open()
+        with folder.discarded_on_error():
             meta = build(partial) or {}
-            files = sorted(p for p in partial.iterdir() if p.name != MARKER)
-            meta["files"] = encode({p.name: FileEntry.of(p) for p in files})
+            files = sorted(_files(partial) - {MARKER})
+            meta["files"] = encode({name: FileEntry.of(partial / name) for name in files})
             write_text(partial / _META, json.dumps(meta, indent=1))
-            seal(partial, _KIND)
-            partial.rename(target)
-        finally:
-            remove_unfinished(partial, _KIND)
+            folder.publish()
         return target, meta | {"cached": False}
 
 
+def _files(directory: Path) -> set[str]:
+    """Return the relative paths of all files and links below a directory; none if it does not exist."""
+    below = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(directory).as_posix() for path in below}
+
+
 def _remove_entry(directory: Path) -> None:
-    """Remove a damaged or unfinished entry; raise OutputNotWritable (HP105) if it contains unknown files."""
-    if not os.path.lexists(directory):
-        return
-    names = {_META, MARKER}
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, AttributeError):
-        names |= json.loads((directory / _META).read_text())["files"].keys()
+    """Remove a damaged entry; raise OutputNotWritable (HP105) if it contains unknown files, before any is removed."""
     marker = read_marker(directory)
-    if marker is not None and marker.kind == _KIND and marker.files is None:
-        left = remove_unfinished(directory, _KIND)
-    else:
-        names |= {} if marker is None or marker.files is None else marker.files.keys()
-        present = [p.name for p in directory.iterdir()] if directory.is_dir() else ["."]
-        left = sorted({*present} - names) or remove_files(directory, names.__contains__)
+    names = {MARKER, _META, *((marker.files or {}) if marker else ())}
+    left = sorted(_files(directory) - names) or remove_files(directory, names.__contains__)
     if left:
         raise OutputNotWritable(
             "an entry of the data cache contains unknown files, so it cannot be rebuilt",

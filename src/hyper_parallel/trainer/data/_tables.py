@@ -13,7 +13,7 @@ import copy
 import os
 import shlex
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -37,11 +37,6 @@ _LEAST_HEAP: Final = 256 * MiB
 """Smallest memory limit: space for libraries and threads that start during a read."""
 
 
-def heap_bytes(most: int) -> int:
-    """Return the memory limit in bytes for decoding a batch of records of at most `most` bytes each."""
-    return max(_HEAP_RECORDS * most, _LEAST_HEAP)
-
-
 def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
     """Yield (location, row) for each row of a parquet file; raise NoData (HP602) for a row of over `most` bytes."""
     try:
@@ -58,7 +53,12 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
             for group in range(file.num_row_groups):
                 size = _batch_rows(file.metadata.row_group(group), path, number, most)
                 batches = file.iter_batches(size, row_groups=[group], use_threads=False)
-                while (rows := next_rows(batches, f"{path}: row {number}", most)) is not None:
+                while True:
+                    with _decoding(f"{path}: row {number}", most):
+                        batch = next(batches, None)
+                        rows = None if batch is None else batch.to_pylist()
+                    if rows is None:
+                        break
                     for row in rows:
                         yield f"{path}: row {number}", row
                         number += 1
@@ -83,18 +83,20 @@ def _batch_rows(group: Any, path: Path, first: int, most: int) -> int:
     return max(1, min(_MOST_ROWS, int(_BATCH_BYTES / max(row_bytes, 1))))
 
 
-def next_rows(batches: Iterator[Any], where: str, most: int) -> list[Any] | None:
-    """Return the rows of the next Arrow batch, decoded under the memory limit; None after the last batch.
-
-    Raises:
-        NoData: HP602 when decoding exceeds the memory limit.
-    """
+@contextmanager
+def _decoding(where: str, most: int) -> Iterator[None]:
+    """Limit the memory for decoding rows; raise NoData (HP602) with the location of the next row if it is exceeded."""
+    most_heap = max(_HEAP_RECORDS * most, _LEAST_HEAP)
     try:
-        with bounded_heap(heap_bytes(most)):
-            batch = next(batches, None)
-            return None if batch is None else batch.to_pylist()
-    except MemoryError as error:
-        got = f"more than {format_bytes(heap_bytes(most))} of memory for a batch of rows"
+        with bounded_heap(most_heap):
+            yield
+    except Exception as error:
+        cause: BaseException | None = error  # `datasets` wraps the error of an allocation
+        while cause is not None and not isinstance(cause, MemoryError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        got = f"more than {format_bytes(most_heap)} of memory"
         raise records_too_long(where, got, most) from error
 
 
@@ -183,18 +185,16 @@ class Table:
         try:
             sound, rows = self._sound_rows(), iter(self._readable())
             while True:
-                with bounded_heap(heap_bytes(most)) if streamed else nullcontext():
+                where = f"{self.name}: row {number + 1}"
+                with _decoding(where, most) if streamed else nullcontext():
                     row = next(rows, None) if next(sound) else None
                 if row is None:
                     return
                 number += 1
-                yield f"{self.name}: row {number}", row
+                yield where, row
         except HyperParallelError:
             raise
         except Exception as error:
-            if _lacked_memory(error):
-                got = f"more than {format_bytes(heap_bytes(most))} of memory"
-                raise records_too_long(f"{self.name}: row {number + 1}", got, most) from error
             # `datasets` and Arrow raise many exception classes; all mean that the next row is unreadable.
             raise NoData(
                 "a row of the dataset cannot be read",
@@ -235,9 +235,8 @@ def open_table(data: Data, path: Path) -> Table:
     saved, here = any((path / n).is_file() for n in _SAVED), path.is_dir()
     if here:
         _check_folder(path)
-    most = heap_bytes(data.max_record_bytes)
     try:
-        with bounded_heap(most):
+        with _decoding(data.source, data.max_record_bytes):
             if saved:
                 dataset = datasets.load_from_disk(str(path))
             else:
@@ -245,16 +244,17 @@ def open_table(data: Data, path: Path) -> Table:
                 dataset = datasets.load_dataset(
                     source, data.name, split=data.split, streaming=data.streaming
                 )
+    except HyperParallelError:
+        raise
     except Exception as error:
-        if _lacked_memory(error):
-            got = f"more than {format_bytes(most)} of memory"
-            raise records_too_long(data.source, got, data.max_record_bytes) from error
         # `datasets`, huggingface_hub and Arrow raise many exception classes for a missing name, split, file or column.
-        tried = [f"the path {path.absolute()}"]
+        tried, hint = [f"the path {path.absolute()}"], None
         if not here:
-            offline = "offline" if os.environ.get("HF_HUB_OFFLINE") == "1" else "online"
-            tried += [f"the cache {datasets.config.HF_DATASETS_CACHE}", f"the hub ({offline})"]
-        hint = None if here else "fetch it once: HF_HUB_OFFLINE=0 hyper-parallel train RECIPE"
+            is_offline = os.environ.get("HF_HUB_OFFLINE") == "1"
+            hub = f"the hub ({'offline' if is_offline else 'online'})"
+            tried += [f"the cache {datasets.config.HF_DATASETS_CACHE}", hub]
+            if is_offline:
+                hint = "fetch it once: HF_HUB_OFFLINE=0 hyper-parallel train RECIPE"
         raise _missing(data, str(error), f"tried {', '.join(tried)}", hint) from error
     if not isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         if saved and (data.name or data.split):
@@ -264,12 +264,6 @@ def open_table(data: Data, path: Path) -> Table:
     if split not in dataset:
         raise _missing(data, f"split {split}", sorted(dataset), f"data.split={min(dataset)}")
     return Table(f"{data.source} ({split})", dataset[split])
-
-
-def _lacked_memory(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, MemoryError):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def _undecoded(feature: Any) -> Any:

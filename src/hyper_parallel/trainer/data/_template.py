@@ -8,7 +8,7 @@ of steps on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, Final
@@ -16,7 +16,7 @@ from typing import Any, Final
 import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
-from jinja2.runtime import BlockReference, Context, LoopContext, Macro
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hyper_parallel.trainer.data._template_work import (
@@ -58,19 +58,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, like: jinja2.Environment) -> None:
         self.work = work = Work()
-
-        @jinja2.pass_context
-        def finalize(_: Context, value: Any) -> Any:
-            if isinstance(value, str):
-                return work.print_text(value)
-            work.step()
-            return work.allocate(as_text(value, work))
-
         super().__init__(
             trim_blocks=like.trim_blocks,
             lstrip_blocks=like.lstrip_blocks,
             extensions=[type(extension) for extension in like.extensions.values()],
-            finalize=finalize,
+            finalize=work.finalize,
             optimized=False,
         )
         names = {k: v for k, v in like.globals.items() if k not in _DROPPED and k != "range"}
@@ -80,22 +72,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         }
         self.filters |= {"_counted": self._counted, "_joined": self._joined}
         self.filters |= {"_compared": self._compared, "_copied": self._copied}
-        self._constant = 0
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        called = [
-            *tree.find_all(nodes.Macro),
-            *tree.find_all(nodes.CallBlock),
-            *tree.find_all(nodes.Block),
-        ]
-        called += tree.find_all(nodes.For)
-        self._constant = max((_num_constant(node.body) for node in called), default=0)
-        _charge_loops(tree)
-        return _Charging().visit(tree)
+        return _Charging().visit(super()._parse(source, name, filename))
 
-    def _counted(self, values: Any, constant: int) -> Counted:
-        return Counted(values, self.work, constant)
+    def _counted(self, values: Any) -> Counted:
+        return Counted(values, self.work)
 
     def _joined(self, values: Sequence[Any]) -> str:
         texts = [v if isinstance(v, str) else as_text(v, self.work) for v in values]
@@ -135,16 +117,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         check_integers(args, kwargs)
         owner = getattr(__obj, "__self__", None)
         if isinstance(__obj, LoopContext) and args:  # call of a recursive loop
-            args = (Counted(args[0], work, __self._constant), *args[1:])
-        elif isinstance(__obj, (Macro, BlockReference)):
-            work.spend(__self._constant)
+            args = (Counted(args[0], work), *args[1:])
         elif isinstance(owner, Extension):  # `{% generation %}` reads all output so far
             work.spend(work.printed // READ + work.num_pieces * ITEM)
         if isinstance(owner, (str, bytes)):
             work.step(owner)
             name = getattr(__obj, "__name__", "")
             if name == "join" and args:
-                args = (list(Counted(args[0], work, 0)), *args[1:])
+                args = (list(Counted(args[0], work)), *args[1:])
             spend_method(name, owner, args, work)
         elif getattr(__obj, "__name__", "") in ("format", "format_map"):
             # The sandbox wraps these methods of `str`; `__wrapped__` is the original method.
@@ -155,25 +135,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return work.allocate(super().call(__context, __obj, *args, **kwargs))
 
 
-def _num_constant(body: Iterable[nodes.Node]) -> int:
-    """Return the number of characters of literal text in the nodes of a template."""
-    return sum(len(data.data) for node in body for data in _nodes_of(node, nodes.TemplateData))
-
-
-def _nodes_of(node: nodes.Node, kind: type[Any]) -> Iterator[Any]:
-    if isinstance(node, kind):
-        yield node
-    yield from node.find_all(kind)
-
-
-def _charge_loops(tree: nodes.Template) -> None:
-    for loop in list(tree.find_all(nodes.For)):
-        size = nodes.Const(_num_constant(loop.body))
-        loop.iter = nodes.Filter(loop.iter, "_counted", [size], [], None, None, lineno=loop.lineno)
-
-
 class _Charging(jinja2.visitor.NodeTransformer):
-    """AST transformer that inserts charging filters around operators that Jinja compiles to plain Python."""
+    """AST transformer that inserts charging filters around operators that Jinja compiles to plain Python.
+
+    Literal text becomes a constant, which is printed through `finalize` and thereby charged.
+    """
+
+    def visit_TemplateData(self, node: nodes.TemplateData, *_: Any, **__: Any) -> nodes.Node:
+        return nodes.Const(node.data, lineno=node.lineno)
+
+    def visit_For(self, node: nodes.For, *args: Any, **kwargs: Any) -> nodes.Node:
+        self.generic_visit(node, *args, **kwargs)
+        node.iter = nodes.Filter(node.iter, "_counted", [], [], None, None, lineno=node.lineno)
+        return node
 
     def visit_Concat(self, node: nodes.Concat, *args: Any, **kwargs: Any) -> nodes.Node:
         self.generic_visit(node, *args, **kwargs)
@@ -248,8 +222,7 @@ def rendered(
     variables = {"documents": None, **values, "tools": list(tools) or None}
     with environment.activate_tracker(pieces, marked) if marks else nullcontext():
         for piece in template.generate(messages=list(messages), **variables):
-            environment.work.add_output(piece)
-            pieces.append(piece)
+            pieces.append(piece)  # noqa: PERF402  # the tracker reads the pieces so far
     return "".join(pieces), marked
 
 

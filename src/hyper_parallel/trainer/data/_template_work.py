@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any, Final
 
+from jinja2 import pass_context
+from jinja2.runtime import Context
 from jinja2.sandbox import SecurityError
 
 _BUDGET: Final = 64 * 1024**2
@@ -53,8 +55,8 @@ class Work:
 
     Attributes:
         left: Remaining budget in bytes.
-        printed: Number of characters of the output so far.
-        num_pieces: Number of pieces of the output so far.
+        printed: Number of characters printed so far; text that a macro prints is also printed where it is called.
+        num_pieces: Number of pieces of text printed so far.
     """
 
     def __init__(self) -> None:
@@ -66,14 +68,12 @@ class Work:
         self.left = _BUDGET + turns + _BUDGET_PER_BYTE * num_bytes
         self.printed = self.num_pieces = 0
 
-    def add_output(self, piece: str) -> None:
-        """Add `piece` to the output size, and charge one step."""
-        self.printed += len(piece)
+    @pass_context
+    def finalize(self, _: Context, value: Any) -> str:
+        """Return a printed value as text, charge the step, and add the text to the output size."""
+        text = value if isinstance(value, str) else as_text(value, self)
+        self.printed += len(text)
         self.num_pieces += 1
-        self.spend(STEP)
-
-    def print_text(self, text: str) -> str:
-        """Charge a step that prints `text`; return `text`."""
         self.spend(STEP + sys.getsizeof(text))
         return text
 
@@ -153,15 +153,14 @@ class Counted:
     Args:
         values: Iterable to wrap.
         work: Budget to charge.
-        constant: Number of literal template characters that each iteration prints.
     """
 
-    def __init__(self, values: Any, work: Work, constant: int) -> None:
-        self._values, self._work, self._constant = values, work, constant
+    def __init__(self, values: Any, work: Work) -> None:
+        self._values, self._work = values, work
 
     def __iter__(self) -> Iterator[Any]:
         for value in self._values:
-            self._work.spend(STEP + self._constant)
+            self._work.spend(STEP)
             yield value
 
     def __len__(self) -> int:
@@ -208,11 +207,11 @@ def _spend_filter(
         work.spend(sum(map(size_of, first)) + len(first) * sum(map(size_of, rest)))
         work.spend(sum(ITEM * deep_size(one) for one in first if not isinstance(one, str)))
     elif name == "sum":
-        first = list(Counted(first, work, 0))
+        first = list(Counted(first, work))
         if any(isinstance(one, (str, list, tuple)) for one in (*first, *rest[1:])):
             raise TemplateBudget("`sum` adds numbers")
     elif name in ("list", "unique", "sort", "reverse", "groupby", "max", "min"):
-        first = first if isinstance(first, str) else list(Counted(first, work, 0))
+        first = first if isinstance(first, str) else list(Counted(first, work))
         work.spend(len(first) * STEP)
     elif name in ("batch", "slice"):
         work.spend(STEP * max((abs(one) for one in rest if isinstance(one, int)), default=0))
@@ -243,17 +242,14 @@ def spend_method(name: str, text: str | bytes, args: Sequence[Any], work: Work) 
     elif name == "join" and args and isinstance(items := args[0], list):
         work.spend(sum(map(size_of, items)) + len(items) * size_of(text))
     elif name == "translate":
-        work.spend(len(text) * max((size_of(v) for a in args for v in _values(a)), default=0))
+        tables = [a for a in args if isinstance(a, Mapping)]
+        work.spend(len(text) * max((size_of(v) for t in tables for v in t.values()), default=0))
     elif name in ("split", "rsplit"):
         work.spend(
             size_of(text) + (64 * text.count(texts[0]) if texts and texts[0] else 32 * len(text))
         )
     elif name == "splitlines":
         work.spend(size_of(text) + 64 * sum(map(text.count, _LINE_ENDS)))
-
-
-def _values(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, Mapping) else ()
 
 
 def check_format(text: str, args: Sequence[Any], work: Work) -> None:

@@ -15,6 +15,7 @@ with its words. An answer ends with its end marker, the text at which generation
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -37,13 +38,13 @@ from hyper_parallel.trainer.data.template_properties import (
     TemplateProperties,
     common_prefix,
     properties_of,
-    without_open_tag,
 )
 
 _MAX_CACHED_TEXTS: Final = 256
 """Maximum number of cached texts with placeholders. Few suffice: conversations with equal roles usually share one."""
 _MAX_CACHED_CHARACTERS: Final = 2048
 """Maximum characters of the turns of a cached text, so that the cache stays below a megabyte or two."""
+_UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
 _OTHER_FILE: Final = "data.chat_template=FILE"
 
 
@@ -406,7 +407,7 @@ class _Search:
         header = PLACEHOLDER.split(self._renderer.prompt_before(i, shape) or "")[-1]
         gap = self._text[previous : min(later, default=len(self._text))]
         shared = common_prefix(header, gap)
-        shared = header if shared == header else without_open_tag(shared)
+        shared = header if shared == header else _UNFINISHED_TAG.sub("", shared)
         is_header = own or not header[len(shared) :][:1].isalnum()
         if not shared or not is_header:
             raise self._renderer.error(

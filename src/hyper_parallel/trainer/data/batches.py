@@ -183,7 +183,7 @@ class Batches:
             raise NoData(
                 "the data contains no sequence",
                 where=f"{sequences.split} data",
-                hint="use more data, or a smaller `data.seq_len`",
+                hint="use more data",
             )
         # Use sequences from all of the data: the first ones may all belong to one document.
         every = np.arange(self.num_sequences, dtype=np.int64)

@@ -196,7 +196,6 @@ def _turns_of(value: Any, role: str, rules: RecordRules, where: str, key: str) -
 
 
 def _text(value: Any, key: str, where: str) -> str:
-    """Return `value`; raise NoData (HP602) unless it is a text."""
     if not isinstance(value, str):
         got, problem = f"{key}: {abbreviated(value, 60)}", f"`{key}` of a record is not a text"
         raise NoData(problem, where=where, got=got, allowed="a text")

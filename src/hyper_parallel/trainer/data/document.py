@@ -35,8 +35,8 @@ class MediaFile:
 
     Attributes:
         kind: Name of its `MediaKind`: `image` or `audio`.
-        name: File name relative to `folder`; "" if `content` has the bytes.
-        folder: Media folder; files outside of it are never read.
+        name: File name relative to `folder`, absolute for a prompt; "" if `content` has the bytes.
+        folder: Media folder of a record, whose files are inside of it.
         content: Bytes from the record; None: they are in the file.
     """
 
@@ -139,8 +139,7 @@ class Document:
     def is_empty(self) -> bool:
         """True if the document has no text, reasoning or tool calls."""
         turns = self.conversation.messages if self.conversation else ()
-        keys = ("content", "tool_calls", "reasoning_content")
-        return not self.text and not any(turn.get(key) for turn in turns for key in keys)
+        return not self.text and not any(map(has_content, turns))
 
     @property
     def num_bytes(self) -> int:

@@ -71,7 +71,6 @@ class RowMedia:
 
 
 def _changed(problem: str, where: str, got: str) -> NoData:
-    """Return the error for a file or processor that changed since the data was prepared."""
     return NoData(problem, where=where, got=got, hint="data.cache_dir=prepared-again")
 
 

@@ -77,8 +77,3 @@ def kind_of_part(part: object, kinds: tuple[MediaKind, ...]) -> MediaKind | None
     """Return which of `kinds` a content part has; None for a part of any other type, such as text."""
     name = part.get("type") if isinstance(part, Mapping) else None
     return next((kind for kind in kinds if name in kind.parts), None)
-
-
-def without_marks(content: str) -> list[str]:
-    """Split the content of a turn at its internal media marks; return the texts between them."""
-    return MEDIA_MARK.split(content)[::2]

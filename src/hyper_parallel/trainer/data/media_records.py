@@ -94,7 +94,6 @@ def take_media(
 def _listed(
     kind: MediaKind, values: Mapping[str, Any], rules: RecordRules, where: str
 ) -> list[Any]:
-    """Return the references in the record's column of this media kind; [] if there is none."""
     value = rules.one_of(values, kind.columns, where)
     if is_empty(value):
         return []
@@ -102,19 +101,23 @@ def _listed(
 
 
 def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> MediaFile:
-    """Return the image or recording of a reference; raise NoData (HP602) if its file is outside the media folder."""
-    assert rules.media_root is not None
+    """Return the image or recording of a reference.
+
+    Raise NoData (HP602) if its file is outside the media folder of a record. A prompt may name any file.
+    """
     root = rules.media_root
     if isinstance(reference, Mapping):
         content = reference.get("bytes")
         if isinstance(content, bytes):
-            return MediaFile(kind.name, "", root, content)
+            return MediaFile(kind.name, "", Path(), content)
         if isinstance(data := reference.get("data"), str):
-            return MediaFile(kind.name, "", root, _from_base64(data, kind, where))
+            return MediaFile(kind.name, "", Path(), _from_base64(data, kind, where))
         reference = reference.get("path") or reference.get("url")
     if not isinstance(reference, str) or not reference:
         got, problem = abbreviated(reference, 60), f"{kind.one} has no file name"
         raise BadMedia(problem, where=where, got=got, allowed=_REFERENCES, hint=_SKIP)
+    if root is None:
+        return MediaFile(kind.name, str(Path(reference).expanduser().absolute()), Path())
     path = Path(reference)
     if ".." not in path.parts and path.is_absolute() and path.is_relative_to(root):
         reference = str(path.relative_to(root))

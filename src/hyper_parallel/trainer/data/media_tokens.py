@@ -173,7 +173,7 @@ def process(
             "the processor of the model rejects a conversation",
             where=where,
             got=f"{' '.join(str(error).split())[:300] or type(error).__name__}",
-            hint="correct or remove this record; its texts may have no image or audio tokens of their own",
+            hint="correct or remove this record; its texts must not contain image or audio tokens of the model",
         ) from error
     if sum(tensor.is_floating_point() for tensor in tensors.values()) < len(used):
         raise BadValue(

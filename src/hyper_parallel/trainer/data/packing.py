@@ -86,15 +86,13 @@ class Flat:
         return 0 if self.stage == "rm" else 1
 
 
-def pack(
-    directory: Path, flat: Flat, data: Data, pad_id: int, seed: int, counts: DataCounts
-) -> list[str]:
-    """Write the training and held-out sequences of a token stream, update `counts`, and return notes for the user.
+def pack(directory: Path, flat: Flat, source: Source, pad_id: int, seed: int) -> list[str]:
+    """Write the training and held-out sequences of a token stream, count them, and return notes for the user.
 
     Raises:
         NoData: HP602 when there is no training sequence.
     """
-    notes: list[str] = []
+    data, counts, notes = source.data, source.counts, list[str]()
     masked = data.masks(flat.stage) and not flat.facts.media
     if flat.facts.media and data.packing:
         notes.append("conversations with images or audio are padded, not packed")
@@ -111,22 +109,22 @@ def pack(
         if flat.learn is None and data.packing and not masked:
             write_text(flat, spans, directory / f"{split}.npy")
         else:
-            write_rows(flat, spans, directory / split, data, pad_id, masked, counts)
+            write_rows(flat, spans, directory / split, source, pad_id, masked)
     if len(PackedSequences(directory, "train", data.seq_len)) == 0:
-        raise _too_short(flat, data, sum(map(_length, train)), counts)
+        raise _too_short(flat, source, sum(map(_length, train)))
     if data.holdout and len(PackedSequences(directory, "holdout", data.seq_len)) == 0:
         notes.append("nothing held out: too little text for one more sequence")
     return notes
 
 
-def _too_short(flat: Flat, data: Data, num_train: int, counts: DataCounts) -> NoData:
-    where = f"data.source: {data.source}"
+def _too_short(flat: Flat, source: Source, num_train: int) -> NoData:
+    data = source.data
     if flat.learn is not None:
-        return no_target("no conversation has a token to learn from", counts, data)
+        return no_target("no conversation has a token to learn from", source.counts, data)
     hint = "data.holdout=0" if data.holdout else "add text to `data.source`"
     return NoData(
         "the text is shorter than one training sequence",
-        where=where,
+        where=f"data.source: {data.source}",
         got=f"{len(flat.tokens)} tokens, {num_train} of them for training, seq_len={data.seq_len}",
         allowed=f"more than {data.seq_len} training tokens",
         hint=f"data.seq_len={num_train // 4}" if num_train > 8 else hint,
@@ -158,12 +156,12 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, show: bool) -> Flat:
+def tokenize(source: Source, tokenizer: Tokenizer, directory: Path, show: bool) -> Flat:
     """Tokenize all documents of a source into temporary files in `directory`; end-of-text follows each text.
 
     Embedded images and recordings are written to the file `MEDIA_BLOB` in `directory`.
     """
-    dtype = token_dtype(tokenizer.vocab_size)
+    stage, dtype = source.stage, token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []
     facts, end = DocumentFacts(), 0
     reasons: dict[tuple[int, int], str] = {}
@@ -312,15 +310,9 @@ def write_text(flat: Flat, spans: list[slice], path: Path) -> None:
 
 
 def write_rows(
-    flat: Flat,
-    spans: list[slice],
-    path: Path,
-    data: Data,
-    pad_id: int,
-    masked: bool,
-    counts: DataCounts,
+    flat: Flat, spans: list[slice], path: Path, source: Source, pad_id: int, masked: bool
 ) -> None:
-    """Pack documents into rows of `seq_len` tokens, write the rows as arrays `PATH*.npy`, and update `counts`.
+    """Pack documents into rows of `seq_len` tokens, write the rows as arrays `PATH*.npy`, and count the documents.
 
     The arrays are inputs, shifted labels, and for each row the numbers of labels with loss and of tokens before the
     padding. If `masked`, there are also positions, which restart at 0 with every document and with the padding.
@@ -330,7 +322,7 @@ def write_rows(
     token, so every token but the first is a label once. A longer conversation is truncated to `seq_len` + 1 tokens.
     Conversations without a target, and conversations with media that are too long, are dropped.
     """
-    seq_len, learn = data.seq_len, flat.learn
+    seq_len, learn, counts = source.data.seq_len, flat.learn, source.counts
     cut = [slice(s.start, min(s.stop, s.start + seq_len + flat.num_label_only)) for s in spans]
     if learn is None:
         used = [
@@ -342,7 +334,7 @@ def write_rows(
         used = _used_conversations(flat, spans, cut, counts)
         flat.facts.write(path, [s.start for s in used])
     lengths = [_length(s) - flat.num_label_only for s in used]
-    packed = data.packing and not flat.facts.media
+    packed = source.data.packing and not flat.facts.media
     rows = first_fit(lengths, seq_len) if packed else [[i] for i in range(len(used))]
     inputs = np.empty((len(rows), seq_len), flat.tokens.dtype)
     labels, positions = (np.empty((len(rows), seq_len), np.int32) for _ in range(2))

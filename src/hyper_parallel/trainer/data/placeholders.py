@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hyper_parallel.trainer.data.document import Message
-from hyper_parallel.trainer.data.media_kinds import KINDS, MEDIA_MARK, without_marks
+from hyper_parallel.trainer.data.media_kinds import KINDS, MEDIA_MARK
 
 PLACEHOLDER: Final = re.compile(r"Qz(\d+)zQ")
 
@@ -129,7 +129,7 @@ class Placeholders:
 
 def pieces_of(message: Message) -> list[str]:
     """Return the nonempty texts between the media marks of a turn's content, without surrounding white space."""
-    pieces = without_marks(message.get("content") or "")
+    pieces = MEDIA_MARK.split(message.get("content") or "")[::2]  # every second piece is a kind
     return [core for piece in pieces if (core := piece.strip())]
 
 

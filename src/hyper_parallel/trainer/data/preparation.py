@@ -77,14 +77,13 @@ class PackedData:
 @dataclass(frozen=True)
 class _Setup:
     tokenizer: Tokenizer
-    stage: str
     seed: int
     cache: Path
     progress: bool
 
     def encoding_rules(self, source: Source) -> list[Any]:
         """Return JSON values that describe how a source's documents are tokenized, for cache keys and fingerprints."""
-        rules: list[Any] = [_TARGETS, *self.tokenizer.stops] if self.stage != "pt" else []
+        rules: list[Any] = [_TARGETS, *self.tokenizer.stops] if source.stage != "pt" else []
         return rules + ([] if source.plain == "never" else [_PLAIN_TEXT, source.plain])
 
 
@@ -128,15 +127,15 @@ def prepare(
         vocab_limit=vocab_limit,
         model_config=model_config,
     )
-    setup = _Setup(tokenizer, stage, seed, cache, progress)
-    validation = None if data.validation is None else _pack_validation(data, setup)
+    setup = _Setup(tokenizer, seed, cache, progress)
+    validation = None if data.validation is None else _pack_validation(data, stage, setup)
     if validation is not None:
-        sources = [(one.model_copy(update={"holdout": 0.0}), s) for one, s in sources]
+        update = {"holdout": 0.0}
+        sources = [replace(s, data=s.data.model_copy(update=update)) for s in sources]
     if data.streaming:
-        ((section, source),) = sources
-        packed = _open_stream(section, source, setup)
+        packed = _open_stream(*sources, setup)
     else:
-        parts = [_pack_source(section, source, setup) for section, source in sources]
+        parts = [_pack_source(source, setup) for source in sources]
         packed = parts[0] if len(parts) == 1 else _join(data, parts)
     if validation is None:
         return packed
@@ -170,7 +169,7 @@ def _join(data: Data, parts: list[PackedData]) -> PackedData:
     )
 
 
-def _pack_validation(data: Data, setup: _Setup) -> PackedData:
+def _pack_validation(data: Data, stage: str, setup: _Setup) -> PackedData:
     """Return the packed data of `data.validation`, all of it as training split."""
     section = data.model_copy(
         update={
@@ -181,16 +180,15 @@ def _pack_validation(data: Data, setup: _Setup) -> PackedData:
             "streaming": False,
         }
     )
-    resolved = resolve(section, setup.stage, media=setup.tokenizer.media)
-    source = bind_tokenizer(resolved, section, setup.tokenizer)
-    return _pack_source(section, source, setup)
+    source = resolve(section, stage, media=setup.tokenizer.media)
+    return _pack_source(bind_tokenizer(source, setup.tokenizer), setup)
 
 
-def _pack_source(data: Data, source: Source, setup: _Setup) -> PackedData:
-    tokenizer = setup.tokenizer
-    key = _cache_key(data, source, setup)
+def _pack_source(source: Source, setup: _Setup) -> PackedData:
+    data, tokenizer = source.data, setup.tokenizer
+    key = _cache_key(source, setup)
     directory, meta = entry(
-        setup.cache / "packed", key, lambda target: _build(target, data, source, setup)
+        setup.cache / "packed", key, lambda target: _build(target, source, setup)
     )
     for note in meta["notes"]:
         logger.warning("%s: %s", data.source, note)
@@ -215,32 +213,32 @@ def _pack_source(data: Data, source: Source, setup: _Setup) -> PackedData:
     )
 
 
-def _cache_key(data: Data, source: Source, setup: _Setup) -> str:
-    masked = data.masks(setup.stage)
+def _cache_key(source: Source, setup: _Setup) -> str:
+    data, stage = source.data, source.stage
+    masked = data.masks(stage)
     inputs = [_VERSION, source.identity(), setup.tokenizer.fingerprint, data.seq_len]
     rules: list[Any] = [data.packing, masked] if masked or not data.packing else []
-    rules += ["last answer"] if setup.stage in PAIRED_STAGES else []
+    rules += ["last answer"] if stage in PAIRED_STAGES else []
     rules += setup.encoding_rules(source)
     rules += [] if source.rules.media_root is None else [_MEDIA_COSTS]
-    return digest([*inputs, setup.stage, data.holdout, setup.seed, *rules, "num_real", _COUNTED])
+    return digest([*inputs, stage, data.holdout, setup.seed, *rules, "num_real", _COUNTED])
 
 
-def _build(target: Path, data: Data, source: Source, setup: _Setup) -> dict[str, Any]:
-    """Tokenize and pack a source into `target`; return the metadata of the cache entry."""
-    tokenizer, stage = setup.tokenizer, setup.stage
-    flat = tokenize(source, tokenizer, stage, target, setup.progress)
+def _build(target: Path, source: Source, setup: _Setup) -> dict[str, Any]:
+    tokenizer = setup.tokenizer
+    flat = tokenize(source, tokenizer, target, setup.progress)
     if not len(flat.tokens):
         raise NoData(
             "the data source holds no text",
-            where=f"data.source: {data.source}",
+            where=f"data.source: {source.data.source}",
             got=", ".join(source.counts.notes) or f"{len(source.files)} files, no record",
         )
-    notes = pack(target, flat, data, tokenizer.pad_id, setup.seed, source.counts)
+    notes = pack(target, flat, source, tokenizer.pad_id, setup.seed)
     lengths = LengthHistogram()
     # With KTO, every second document has a mismatched answer and is not counted.
-    for span in flat.spans[:: 2 if stage == "kto" else 1]:
+    for span in flat.spans[:: 2 if source.stage == "kto" else 1]:
         lengths.add(span.stop - span.start)
-    examples = preview_examples(source, tokenizer.hf, stage)
+    examples = preview_examples(source, tokenizer.hf)
     return {
         "notes": source.counts.losses + notes,
         "counts": source.counts.as_dict(),
@@ -248,20 +246,20 @@ def _build(target: Path, data: Data, source: Source, setup: _Setup) -> dict[str,
     }
 
 
-def _open_stream(data: Data, source: Source, setup: _Setup) -> PackedData:
+def _open_stream(source: Source, setup: _Setup) -> PackedData:
     """Open a source as a stream; raise NoData (HP602) if it yields no sequence."""
-    tokenizer, stage = setup.tokenizer, setup.stage
-    stream = Stream(source, tokenizer.hf, data, stage, setup.seed, tokenizer.pad_id)
+    data, tokenizer = source.data, setup.tokenizer
+    stream = Stream(source, tokenizer.hf, setup.seed, tokenizer.pad_id)
     next(stream.rows(Place()))  # raise now if the source yields no sequence
-    examples = preview_examples(source, tokenizer.hf, stage)
+    examples = preview_examples(source, tokenizer.hf)
     settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]
     settings += [data.max_records] if data.max_records else []
     settings += setup.encoding_rules(source)
     settings += [source.rules.identity] if source.rules.identity else []
     # The run's copy of the recipe has an absolute path where the recipe may have a relative one.
-    path = Path(source.name).expanduser()
-    name = str(path.absolute()) if path.exists() else source.name
-    inputs = [_VERSION, name, source.shape, stage, tokenizer.fingerprint]
+    path = Path(data.source).expanduser()
+    name = str(path.absolute()) if path.exists() else data.source
+    inputs = [_VERSION, name, source.shape, source.stage, tokenizer.fingerprint]
     return PackedData(
         train=stream,
         holdout=None,

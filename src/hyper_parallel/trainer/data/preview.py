@@ -129,21 +129,19 @@ class SourcePreview:
 
 def example_of(
     hf: Any,
+    source: Source,
     documents: Sequence[Document],
     encoded: Sequence[Encoded],
-    stage: str,
-    counts: DataCounts,
 ) -> Example:
     """Return the example of a record, with texts decoded from its tokens.
 
     Args:
         hf: Tokenizer of transformers.
+        source: Source of the record.
         documents: Document of the record, or both documents of a pair.
         encoded: Tokens and targets of each document.
-        stage: Stage of the recipe.
-        counts: Counts of the source.
     """
-    where = documents[0].where
+    where, stage = documents[0].where, source.stage
     if stage == "grpo":
         return Example(where, _prompt_and_answer(hf, *encoded[0]))
     names: Sequence[str] = ("chosen", "rejected") if len(documents) == 2 else ("conversation",)
@@ -152,26 +150,22 @@ def example_of(
     elif stage == "pt":
         names = ("text",)
     texts = [
-        _example_text(hf, name, ids, learn, stage, counts)
+        _example_text(hf, source, name, ids, learn)
         for name, (ids, learn) in zip(names, encoded, strict=True)
     ]
     return Example(where, tuple(texts))
 
 
 def _example_text(
-    hf: Any,
-    name: str,
-    ids: Sequence[int],
-    learn: Sequence[bool],
-    stage: str,
-    counts: DataCounts,
+    hf: Any, source: Source, name: str, ids: Sequence[int], learn: Sequence[bool]
 ) -> ExampleText:
+    stage = source.stage
     # A reward model scores the last of `seq_len` tokens; other stages also predict the token after them.
-    shown = list(ids[: counts.seq_len + (stage != "rm")])
+    shown = list(ids[: source.data.seq_len + (stage != "rm")])
     if stage == "rm":
         targets = [False] * (len(shown) - 1) + [True] * bool(shown)
     elif stage == "pt":
-        targets = [index > 0 or not counts.by_document for index in range(len(shown))]
+        targets = [index > 0 or not source.counts.by_document for index in range(len(shown))]
     else:
         targets = [index > 0 and one for index, one in enumerate(learn[: len(shown)])]
     num_cut = 0 if stage == "pt" else len(ids) - len(shown)
@@ -207,10 +201,10 @@ def _decoded(hf: Any, before: Sequence[int], ids: Sequence[int]) -> str:
     return whole[len(context) :] if whole.startswith(context) else hf.decode(list(ids), **options)
 
 
-def is_used(encoded: Sequence[Encoded], stage: str, counts: DataCounts) -> bool:
-    """Return whether a stage trains on a record with these tokens and targets, with the settings in `counts`."""
-    own = DataCounts(seq_len=counts.seq_len, by_document=counts.by_document)
-    own.add([Document("")] * len(encoded), encoded, stage)
+def is_used(source: Source, encoded: Sequence[Encoded]) -> bool:
+    """Return whether the source's stage trains on a record with these tokens and targets."""
+    own = DataCounts(seq_len=source.data.seq_len, by_document=source.counts.by_document)
+    own.add([Document("")] * len(encoded), encoded, source.stage)
     return own.used > 0
 
 
@@ -222,21 +216,19 @@ def documents_of_records(source: Source) -> Iterator[list[Document]]:
         yield record
 
 
-def preview_examples(source: Source, hf: Any, stage: str) -> tuple[Example, ...]:
+def preview_examples(source: Source, hf: Any) -> tuple[Example, ...]:
     """Return the first records of a source that are trained on as examples, with long texts shortened.
 
     This reads the beginning of the source again, without changing its counts.
     """
-    # A text file is one document, so read only its beginning.
-    counts = source.counts
-    head = counts.seq_len * 16 if source.shape == "text" else None
-    most = source.max_bytes if head is None else min(head, source.max_bytes or head)
-    first = replace(source.with_own_counts(), max_bytes=most)
+    first = source.with_own_counts()
+    if source.shape == "text":  # a file is one document, so read only its beginning
+        first = first.head(source.data.seq_len * 16)
     examples: list[Example] = []
     for documents in itertools.islice(documents_of_records(first), _SEARCHED):
-        encoded = list(encode(documents, hf, stage))
-        if is_used(encoded, stage, counts):
-            example = shortened(example_of(hf, documents, encoded, stage, counts))
+        encoded = list(encode(documents, hf, source.stage))
+        if is_used(source, encoded):
+            example = shortened(example_of(hf, source, documents, encoded))
             examples.append(replace(example, images=_small_images(documents[0])))
         if len(examples) == _EXAMPLES:
             break

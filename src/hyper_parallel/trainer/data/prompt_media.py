@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -76,8 +75,8 @@ def encode_parts(
 def _encoded(
     tokenizer: Any, turns: Sequence[Mapping[str, Any]], kinds: Sequence[str]
 ) -> tuple[list[int], PromptMedia]:
-    rules = RecordRules(media_root=Path("/"), media_kinds=tuple(KINDS[name] for name in kinds))
-    messages, files = take_media(read_turns(_absolute(turns), rules, _WHERE), {}, rules, _WHERE)
+    rules = RecordRules(media_kinds=tuple(KINDS[name] for name in kinds))
+    messages, files = take_media(read_turns(turns, rules, _WHERE), {}, rules, _WHERE)
     conversation = conversation_of(messages, None, (), {}, files)
     text = render(tokenizer, conversation, prompt=True, where=_WHERE)
     items = decoded_media(tokenizer, conversation, _WHERE)
@@ -85,25 +84,3 @@ def _encoded(
     arrays = process(processor, [text], [items], _WHERE)
     media = {name: array for name, array in arrays.items() if name not in TEXT_ARRAYS}
     return arrays["input_ids"][0].tolist(), PromptMedia(media, per_token_names(processor))
-
-
-def _absolute(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the turns with absolute paths of media files."""
-
-    def part_of(part: Any) -> Any:
-        if not isinstance(part, Mapping):
-            return part
-        kind = part.get("type")
-        return {
-            key: str(Path(value).expanduser().absolute())
-            if key in (kind, "path", "url") and isinstance(value, str) and kind != "text"
-            else value
-            for key, value in part.items()
-        }
-
-    return [
-        {**turn, "content": [part_of(part) for part in turn["content"]]}
-        if isinstance(turn.get("content"), list)
-        else dict(turn)
-        for turn in turns
-    ]

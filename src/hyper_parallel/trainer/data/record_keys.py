@@ -76,11 +76,6 @@ ROLES: Final[Mapping[str, str]] = {
 _OF_TURNS: Final = ("role", "content")
 
 
-def media_columns(kinds: Iterable[str]) -> frozenset[str]:
-    """Return the names of record columns that refer to media of these kinds."""
-    return frozenset(column for name in kinds for column in KINDS[name].columns)
-
-
 @dataclass(frozen=True, slots=True)
 class RecordRules:
     """Settings of a recipe for reading the keys of records.
@@ -94,7 +89,8 @@ class RecordRules:
         ignored: Keys of records, turns and tool calls that are ignored.
         media: Names of columns that the table reader has removed, because they hold images, audio or files.
         is_table: Whether records are rows of a table, in which absent keys are None.
-        media_root: Folder of the images and recordings to which records refer.
+        media_root: Folder of the images and recordings to which records refer; None for a prompt, which may refer to
+            any file.
         media_kinds: Kinds of media that the model's processor reads.
         skips_media: Whether records with unreadable media are dropped; False: they raise an error.
         counts: Counts of the source, to which ignored keys are added.
@@ -116,20 +112,22 @@ class RecordRules:
         cls,
         data: Data,
         counts: DataCounts,
-        media: tuple[str, ...] = (),
         is_table: bool = False,
         media_root: Path | None = None,
         media_kinds: tuple[str, ...] = (),
     ) -> RecordRules:
-        """Return the rules of section `data` of a recipe; other arguments become attributes of the same name."""
+        """Return the rules of section `data` of a recipe, without media of a table.
+
+        Other arguments become attributes of the same name. Media of records are only read if `media_root` is set.
+        """
         columns = {own: name for name, own in data.columns.items()}
         turns = {own: name for own, name in columns.items() if name in _OF_TURNS}
         columns = {own: name for own, name in columns.items() if name not in _OF_TURNS}
         roles = {**ROLES, **{word: role for role, word in data.roles.items()}}
         ignored = frozenset(data.ignore_keys)
-        kinds = tuple(KINDS[name] for name in media_kinds)
+        kinds = tuple(KINDS[name] for name in media_kinds if media_root is not None)
         read = media_root, kinds, bool(kinds) and data.bad_media == "skip"
-        return cls(columns, turns, roles, ignored, media, is_table, counts, *read)
+        return cls(columns, turns, roles, ignored, (), is_table, counts, *read)
 
     @property
     def media_columns(self) -> frozenset[str]:

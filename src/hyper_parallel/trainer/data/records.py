@@ -276,13 +276,23 @@ def _refuse_columns(record: Record, path: Path, where: str) -> None:
         )
 
 
-def _lines(file: IO[str], path: Path, most: int) -> Iterator[str]:
-    """Yield the lines of a file; raise NoData (HP602) for a line of more than `most` characters."""
+def _lines(file: IO[str], path: Path, most: int, separators: str) -> Iterator[str]:
+    """Yield the lines of a file; raise NoData (HP602) for a line of too many characters or values.
+
+    `separators` has the characters before values.
+    """
     for number in itertools.count(1):
         line = file.readline(most + 1)
         if len(line) > most:
             raise records_too_long(
                 f"{path}:{number}", f"more than {most:,} characters in a line", most
+            )
+        if len(line) > _UNCOUNTED and sum(map(line.count, separators)) > _MOST_VALUES:
+            raise NoData(
+                "a line has too many values",
+                where=f"{path}:{number}",
+                allowed=f"at most {_MOST_VALUES:,} values",
+                hint=line_command(path, number),
             )
         if not line:
             return
@@ -308,7 +318,7 @@ def _read_json(path: Path, most: int) -> Iterator[tuple[str, Any]]:
         if is_array:
             yield from _read_array(file, path, most)
             return
-        for number, line in enumerate(_lines(file, path, most), start=1):
+        for number, line in enumerate(_lines(file, path, most, ",[{"), start=1):
             if line.strip():
                 where = f"{path}:{number}"
                 yield where, _unicode(_parse(line, path, number), line, where)
@@ -371,32 +381,25 @@ def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
             where=str(path),
             got=unknown,
             allowed="the list of records, and keys without influence such as name, version, license",
-            hint=f"jq -c '.[] | arrays | .[]' {shlex.quote(str(path))} > records.jsonl",
+            hint=pipe_command(path, "jq -c '.[] | arrays | .[]'") + " > records.jsonl",
         )
 
 
 def several_lists(keys: Sequence[str], path: Path | str) -> NoData:
     """Return the error for a JSON object with several lists of records, such as the splits of a dataset."""
-    first = keys[0]
-    name, target = shlex.quote(str(path)), f"{first}.jsonl" if first.isidentifier() else "x.jsonl"
+    first, path = keys[0], Path(path)
+    target = f"{first}.jsonl" if first.isidentifier() else "x.jsonl"
+    command = pipe_command(path, f"jq -c '.[\"{first}\"][]'")
     return NoData(
         "the object that contains the records has several lists, but a source is one list",
         where=str(path),
         got=list(keys),
         allowed="a file for each list",
-        hint=f"jq -c '.[\"{first}\"][]' {name} > {target}",
+        hint=f"{command} > {target}" if KINDS.get(inner_suffix(path)) == "json" else None,
     )
 
 
 def _parse(text: str, path: Path, number: int) -> Any:
-    """Parse line `number` of a JSON lines file; raise NoData (HP602) for invalid JSON."""
-    if len(text) > _UNCOUNTED and sum(map(text.count, ",[{")) > _MOST_VALUES:
-        raise NoData(
-            "a JSON record has too many values",
-            where=f"{path}:{number}",
-            allowed=f"at most {_MOST_VALUES:,} values",
-            hint=line_command(path, number),
-        )
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -480,7 +483,7 @@ def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(min(most, 2**31 - 1))
     delimiter = "\t" if inner_suffix(path) == ".tsv" else ","
     with open_text(path, newline="") as file:
-        lines = _narrow(_lines(file, path, most), path, delimiter)
+        lines = _lines(file, path, most, delimiter)
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         try:
             for row in rows:
@@ -499,18 +502,6 @@ def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
             raise NoData(
                 "a line of a table cannot be read", where=where, got=str(error), hint=hint
             ) from error
-
-
-def _narrow(lines: Iterator[str], path: Path, delimiter: str) -> Iterator[str]:
-    """Yield the lines of a CSV or TSV table; raise NoData (HP602) for a line with millions of columns."""
-    for number, line in enumerate(lines, start=1):
-        if len(line) > _UNCOUNTED and line.count(delimiter) > _MOST_VALUES:
-            raise NoData(
-                "a line of a table has millions of columns",
-                where=f"{path}:{number}",
-                hint="check that the file has one record per line",
-            )
-        yield line
 
 
 def text_of(record: Record, text_key: str, where: str) -> str:

@@ -6,14 +6,12 @@ tokenizer from its vocabulary and ignore the normalizer and pre-tokenizer in tok
 produce different tokens. An exported model has a config.json and an exported adapter has none; both must produce the
 tokens of training.
 
-The check loads the files with the installed version of transformers and compares pipelines (class, normalizer,
-pre-tokenizer and all other settings except the vocabulary). To save time, the vocabulary is shortened first. Only if
-pipelines differ, the check loads the full files and compares the tokens of probe texts.
+The check loads the files with the installed version of transformers. It compares vocabularies and pipelines (class,
+normalizer, pre-tokenizer and all other settings). Only if pipelines differ, it compares the tokens of probe texts.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -168,6 +166,8 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
 def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str | None:
     """Describe the first difference between two tokenizers in vocabulary, tokens of probe texts, or template.
 
+    Tokenizers with equal pipelines are not compared on texts.
+
     Args:
         one: Tokenizer of transformers.
         other: Tokenizer of transformers.
@@ -178,6 +178,8 @@ def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str |
     """
     if one.get_vocab() != other.get_vocab():
         return f"the vocabularies, of {len(one.get_vocab())} and {len(other.get_vocab())} entries"
+    if (own := _pipeline(one)) is not None and own == _pipeline(other):
+        return None
     texts = [*_PROBES, *_own_probes(one), *samples]
     for added in (False, True):
         for text, left, right in zip(
@@ -238,7 +240,7 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
 
     Raises:
         BadValue: HP102 when no class produces the tokens of the source from the copy.
-        NoData: HP602 for a file that is too large, or a link out of the source directory.
+        NoData: HP602 for a file that `check_files` refuses.
     """
     source = Path(source)
     check_files(source, tokenizer_files(source))
@@ -259,7 +261,6 @@ def _config_values(directory: Path) -> dict[str, Any] | None:
 
 
 def _load(folder: Path) -> Any:
-    """Load the tokenizer of a folder; return None if it cannot be loaded."""
     try:
         return load_tokenizer(folder)
     except HyperParallelError:
@@ -291,14 +292,6 @@ def required_class(
         BadValue: HP102 if transformers gets different tokens from the files next to one of the configs.
     """
     names = [None] * (not _has_code(directory)) + [class_name(hf)]
-    # If the pipelines are equal, the tokens of probe texts need not be compared.
-    own = _config_values(directory)
-    with _temporary_tokenizer(directory, own, None, is_short=True) as folder:
-        short = _load(folder)
-    if short is not None and type(short) is type(hf):
-        for name in names:
-            if _has_pipeline(pipeline(short), directory, configs, name):
-                return name
     for name in names:
         if (difference := _difference(hf, directory, configs, name, samples)) is None:
             return name
@@ -312,23 +305,8 @@ def required_class(
                 continue
             if is_own:
                 return wanted
-            raise _refused(hf, directory, configs[0], exported, difference, wanted)
-    raise _refused(hf, directory, configs[0], exported, difference, None)
-
-
-def _has_pipeline(
-    own: tuple[Any, ...] | None,
-    directory: Path,
-    configs: Sequence[Mapping[str, Any] | None],
-    name: str | None,
-) -> bool:
-    """Return whether a directory's tokenizer has the pipeline `own` next to each config, with the class `name`."""
-    for config in configs:
-        with _temporary_tokenizer(directory, config, name, is_short=True) as folder:
-            other = _load(folder)
-        if own is None or other is None or pipeline(other) != own:
-            return False
-    return True
+            raise _refused(hf, directory, exported, difference, wanted)
+    raise _refused(hf, directory, exported, difference, None)
 
 
 def _difference(
@@ -355,22 +333,17 @@ def _temporary_tokenizer(
     directory: Path,
     config: Mapping[str, Any] | None,
     class_name: str | None,
-    *,
-    is_short: bool = False,
 ) -> Iterator[Path]:
     """Yield a temporary directory of symbolic links to a tokenizer's files.
 
     The keys of `config` that select a tokenizer class become its config.json; None: no config.json. `class_name`, if
-    set, becomes `tokenizer_class`. If `is_short`, the vocabulary of a BPE model is shortened.
+    set, becomes `tokenizer_class`.
     """
     with TemporaryDirectory(prefix="tokenizer-") as temporary:
         folder = Path(temporary)
         for file in tokenizer_files(directory):
             (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).symlink_to((directory / file).resolve())
-        if is_short and (text := without_vocabulary(directory)) is not None:
-            (folder / BACKEND).unlink()
-            (folder / BACKEND).write_text(text, encoding="utf-8")
         if class_name is not None:
             set_class(folder, class_name)
         if config is not None:
@@ -402,7 +375,6 @@ def _json_values(path: Path) -> dict[str, Any]:
 
 
 def _has_code(directory: Path) -> bool:
-    """Return whether a tokenizer's files refer to Python code of its publisher (`auto_map`)."""
     return "auto_map" in _json_values(directory / CONFIG)
 
 
@@ -418,22 +390,20 @@ def set_class(directory: Path, name: str) -> None:
 def _refused(
     hf: Any,
     directory: Path,
-    config: Mapping[str, Any] | None,
     exported: Any,
     difference: str,
     wanted: str | None,
 ) -> BadValue:
     """Return the error for a tokenizer whose export would produce different tokens than `hf` in training.
 
-    `exported` is the tokenizer loaded next to `config`; None: it cannot be loaded. The hint recommends the class
+    `exported` is the tokenizer loaded next to the first config; None: it cannot be loaded. The hint names the class
     `wanted` or, if it is None, the tokenizer of the model.
     """
-    model_type = f" (model_type {config.get('model_type')})" if config else ""
     reader = "no class" if exported is None else type(exported).__name__
     hint = None if wanted is None else f'set "tokenizer_class": "{wanted}" in {directory / CONFIG}'
     return BadValue(
-        "the exported tokenizer would produce different tokens than in training: next to the model's config.json, "
-        f"transformers loads it with a different class{model_type}",
+        "the exported tokenizer would produce different tokens than in training, because the files next to it select "
+        "how transformers loads it",
         where=f"tokenizer: {directory}",
         got=f"{type(hf).__name__} reads the tokenizer of training, {reader} reads the exported one; "
         f"difference: {difference}",
@@ -447,39 +417,9 @@ _MODEL: Final = (
     "end_of_word_suffix", "max_input_chars_per_word",
 )  # fmt: skip
 """Names of options of a model (such as BPE) in the library `tokenizers`."""
-_ENTRIES: Final = 512
-"""Number of vocabulary entries in a shortened vocabulary."""
 
 
-def without_vocabulary(directory: Path) -> str | None:
-    """Return the text of tokenizer.json with a shortened vocabulary and no merges; None if it is not a BPE model.
-
-    Raises:
-        NoData: HP602 when the file cannot be read.
-    """
-    path = directory / BACKEND
-    if not path.is_file():
-        return None
-    status = path.stat()
-    return _shortened(str(path.resolve()), status.st_size, status.st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=4)
-def _shortened(path: str, _size: int, _changed_ns: int) -> str | None:
-    """Return the text for `without_vocabulary`; cached, because large files take a second."""
-    values = _json_values(Path(path))
-    try:
-        model = values["model"]
-        if model.get("type", "BPE") != "BPE":
-            return None
-        model["vocab"] = {text: i for text, i in model["vocab"].items() if i < _ENTRIES}
-        model["merges"] = []
-        return json.dumps(values)
-    except (KeyError, TypeError, AttributeError):  # not the format of `tokenizers`
-        return None
-
-
-def pipeline(hf: Any) -> tuple[Any, ...] | None:
+def _pipeline(hf: Any) -> tuple[Any, ...] | None:
     """Return class, components and settings of a fast tokenizer, all except its vocabulary; None for a slow one."""
     if not hf.is_fast:
         return None
@@ -511,27 +451,27 @@ def reading_note(hf: Any, directory: Path, samples: Sequence[str]) -> str | None
     """
     from tokenizers import Tokenizer as Backend
 
-    small = without_vocabulary(directory)
-    if small is None or not hf.is_fast:
+    path = directory / BACKEND
+    if not path.is_file() or not hf.is_fast:
         return None
     parts = ("normalizer", "pre_tokenizer")
     where = f"tokenizer: {directory}"
     try:
         with tokenizing(where):
-            plain = Backend.from_str(small)
-            if _states(plain, parts) == _states(hf.backend_tokenizer, parts):
+            plain = Backend.from_file(str(path))
+            is_equal = _states(plain, parts) == _states(hf.backend_tokenizer, parts)
+            if is_equal or type(plain.model).__name__ != "BPE":
                 return None
         check_parts(plain, where)
         with tokenizing(where):
-            plain = Backend.from_file(str(directory / BACKEND))
             for text in (*_PROBES, *samples):
                 encoding = plain.encode(text, add_special_tokens=False)
                 ids = hf(text, add_special_tokens=False, verbose=False)["input_ids"]
                 if ids != encoding.ids:
-                    return _sentence(hf, directory / BACKEND, text, ids, encoding)
+                    return _sentence(hf, path, text, ids, encoding)
     except BadValue as error:
         name = type(hf).__name__
-        return f"{name} ignores parts of {directory / BACKEND}, which fail in other programs: {error.got}"
+        return f"{name} ignores parts of {path}, which fail in other programs: {error.got}"
     return None
 
 

@@ -14,7 +14,7 @@ import shlex
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -55,10 +55,8 @@ from hyper_parallel.trainer.data.record_keys import (
     columns_of,
     label_of,
     margin_of,
-    media_columns,
 )
 from hyper_parallel.trainer.data.records import read_records, text_of, unreadable_file
-from hyper_parallel.units import MiB
 
 STDLIB = "python-stdlib"
 PlainText = Literal["never", "pairs", "all"]
@@ -98,30 +96,22 @@ class Source:
     """Data source of a recipe.
 
     Attributes:
-        name: `data.source`.
+        data: Section `data` of the recipe, with one source.
+        stage: Stage of the recipe.
         shape: Format: `text` (a file is a document), `records` (text under a key), or one of `CONVERSATIONS`.
         files: Files in reading order; empty for a table.
-        text_key: `data.text_key`.
-        max_bytes: Maximum bytes of text to read; None: all.
-        table: Table to read; None: the source has files.
-        max_records: Maximum number of records to read; None: all.
-        stage: Stage of the recipe.
-        record_bytes: Maximum bytes of a record; longer text files are read in pieces.
         rules: Rules for reading keys.
+        table: Table to read; None: the source has files.
         plain: Conversations that are concatenated without a chat template.
         special: Pattern of the tokenizer's special tokens; None: no special tokens.
     """
 
-    name: str
+    data: Data
+    stage: str
     shape: str
     files: tuple[Path, ...]
-    text_key: str
-    max_bytes: int | None
+    rules: RecordRules
     table: Table | None = None
-    max_records: int | None = None
-    stage: str = "pt"
-    record_bytes: int = 64 * MiB
-    rules: RecordRules = field(default_factory=RecordRules)
     plain: PlainText = "never"
     special: re.Pattern[str] | None = None
 
@@ -134,6 +124,11 @@ class Source:
         """Return a copy whose `documents` do not change the counts of this source."""
         return replace(self, rules=replace(self.rules, counts=DataCounts()))
 
+    def head(self, num_bytes: int) -> Source:
+        """Return a copy that reads at most `num_bytes` bytes of text."""
+        most = min(self.data.max_bytes or num_bytes, num_bytes)
+        return replace(self, data=self.data.model_copy(update={"max_bytes": most}))
+
     @property
     def is_conversations(self) -> bool:
         """True if the records are conversations."""
@@ -141,50 +136,51 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated bytes of text: the size of the files, at most `max_bytes`."""
+        """Estimated bytes of text: the size of the files, at most `data.max_bytes`."""
         total = sum(f.stat().st_size for f in self.files) or (
             self.table.num_bytes if self.table else 0
         )
-        return total if self.max_bytes is None else min(total, self.max_bytes)
+        return total if self.data.max_bytes is None else min(total, self.data.max_bytes)
 
     def identity(self) -> dict[str, object]:
         """Return JSON values that determine the text of the source, for cache keys.
 
         Files are identified by name, size, mtime and ctime, because `cp -p` and `touch -r` preserve size and mtime.
         """
-        folder = Path(self.name).expanduser()
+        data, folder = self.data, Path(self.data.source).expanduser()
         # The fingerprint of a table written by `datasets` does not change when its files are replaced.
         files = _sorted_files(folder) if self.table and folder.is_dir() else self.files
         stats = [(str(f), f.stat()) for f in files]
-        in_pieces = self.shape == "text" and any(s.st_size > self.record_bytes for _, s in stats)
+        in_pieces = self.shape == "text" and any(
+            s.st_size > data.max_record_bytes for _, s in stats
+        )
         return {
             "shape": self.shape,
-            "text_key": self.text_key if self.shape == "records" else "",
-            "max_bytes": self.max_bytes,
-            **({"max_records": self.max_records} if self.max_records else {}),
+            "text_key": data.text_key if self.shape == "records" else "",
+            "max_bytes": data.max_bytes,
+            **({"max_records": data.max_records} if data.max_records else {}),
             **self.rules.identity,
-            **({"record_bytes": self.record_bytes} if in_pieces else {}),
+            **({"record_bytes": data.max_record_bytes} if in_pieces else {}),
             "files": [[n, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats],
             **({"table": [self.table.name, self.table.fingerprint]} if self.table else {}),
         }
 
     def documents(self) -> Iterator[Document]:
-        """Yield documents in order, up to `max_bytes`; the last text may be truncated, conversations are not.
+        """Yield documents in order, up to `data.max_bytes`; the last text may be truncated, conversations are not.
 
         The counts of the source restart from zero.
         """
         self.counts.clear()
-        left = self.max_bytes
-        unread = _descriptions(Path(self.name).expanduser(), self.files)
+        left, most = self.data.max_bytes, self.data.max_record_bytes
+        unread = _descriptions(Path(self.data.source).expanduser(), self.files)
         if unread:
             names = ", ".join(sorted({path.name for path in unread}))
             self.counts.remarks[f"files that describe the data are skipped ({names})"] = len(unread)
         for documents in self._all_documents():
             self.counts.read += 1
             sizes = [document.num_bytes for document in documents]
-            if max(sizes) > self.record_bytes:
-                where, got = documents[0].where, f"{max(sizes):,} bytes"
-                raise records_too_long(where, got, self.record_bytes)
+            if max(sizes) > most:
+                raise records_too_long(documents[0].where, f"{max(sizes):,} bytes", most)
             # Drop both documents of a pair if one is empty.
             if 0 in sizes and any(document.is_empty for document in documents):
                 self.counts.dropped[EMPTY_RECORD] += self.shape != "text"
@@ -206,10 +202,10 @@ class Source:
             for path in self.files:
                 yield from ([document] for document in self._text_documents(path))
             return
-        records = _records(self.files, self.table, self.record_bytes)
-        for where, record in itertools.islice(records, self.max_records):
+        records = _records(self.files, self.table, self.data.max_record_bytes)
+        for where, record in itertools.islice(records, self.data.max_records):
             if self.shape == "records":
-                yield [Document(where, text_of(record, self.text_key, where))]
+                yield [Document(where, text_of(record, self.data.text_key, where))]
                 continue
             try:
                 documents = self._conversations(where, record)
@@ -281,10 +277,10 @@ class Source:
         return False
 
     def _text_documents(self, path: Path) -> Iterator[Document]:
-        """Yield the text of a file as one document, or in pieces of at most `record_bytes` bytes."""
+        """Yield the text of a file as one document, or in pieces of at most `data.max_record_bytes` bytes."""
         has_replaced = False
         try:
-            for number, raw in enumerate(_pieces(path, self.record_bytes)):
+            for number, raw in enumerate(_pieces(path, self.data.max_record_bytes)):
                 if number == 0 and b"\0" in raw[:8192]:
                     if len(self.files) == 1:
                         raise NoData(
@@ -355,25 +351,15 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
     counts = DataCounts(data.source, seq_len=data.seq_len, by_document=by_document)
     has_rows = table is not None or kind_of(files[0]) == "parquet"
     read = media if stage == "sft" and not data.streaming else ()
-    table = table and replace(table, media_columns=media_columns(read))
-    opened = table.opened if table else ()
     root = _media_root(data, path) if read else None
-    rules = RecordRules.of_section(data, counts, opened, has_rows, root, read)
+    rules = RecordRules.of_section(data, counts, has_rows, root, read)
+    if table is not None:
+        table = replace(table, media_columns=rules.media_columns)
+        rules = replace(rules, media=table.opened)
     counts.format = shape = _shape(files, table, data, stage, rules)
     counts.clear()
-    source = Source(
-        data.source,
-        shape,
-        tuple(files),
-        data.text_key,
-        data.max_bytes,
-        table=table,
-        max_records=data.max_records,
-        stage=stage,
-        record_bytes=data.max_record_bytes,
-        rules=rules,
-    )
-    _check_stage(source, stage)
+    source = Source(data, stage, shape, tuple(files), rules, table)
+    _check_stage(source)
     return source
 
 
@@ -388,9 +374,9 @@ def _media_root(data: Data, path: Path) -> Path:
     return folder
 
 
-def _check_stage(source: Source, stage: str) -> None:
+def _check_stage(source: Source) -> None:
     """Raise Contradiction (HP104) if the stage cannot train on the source's format of records."""
-    pairs = source.shape == "preference"
+    stage, pairs = source.stage, source.shape == "preference"
     wants_pairs, wants_turns = stage in ("dpo", "orpo", "rm"), stage in ("sft", "kto", "grpo")
     if wants_pairs != pairs or (wants_turns and not source.is_conversations):
         allowed = "preference" if wants_pairs else "any format except preference"
@@ -398,7 +384,7 @@ def _check_stage(source: Source, stage: str) -> None:
         kind = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
         raise Contradiction(
             f"`stage: {stage}` trains on {wanted}, but the source holds {kind}",
-            where=f"data.source: {source.name}",
+            where=f"data.source: {source.data.source}",
             got=f"stage={stage}, records={source.shape}",
             allowed="sharegpt, alpaca, prompt_completion" if wants_turns else allowed,
             hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
@@ -547,7 +533,7 @@ def _files(data: Data, stage: str) -> list[Path]:
             "the data source is empty",
             where=where,
             got="0 bytes",
-            hint="correct `data.source`, or write records into the file",
+            hint="correct `data.source`, or add records to it",
         )
     return files
 

@@ -159,7 +159,7 @@ def tokens_of_spans(
         "the tokenizer joins the end of the prompt and the start of the answer into one token",
         where=where,
         got=abbreviated(text[-80:]),
-        hint="end the generation prompt of the chat template with a special token or a line end",
+        hint="end the prompt with a special token or a line end",
     )
 
 
@@ -259,7 +259,7 @@ def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: 
         "the tokenizer cannot continue a prompt with an answer without inserting a space between them",
         where=where,
         got=f"{abbreviated(context[-40:])} + {abbreviated(part[:40])}",
-        allowed="a chat template that ends the generation prompt with a special token or a line end",
+        allowed="a prompt that ends with a special token or a line end",
     )
 
 

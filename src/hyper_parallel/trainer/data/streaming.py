@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from hyper_parallel.config import Data
 from hyper_parallel.errors import CheckpointMismatch, NoData
 from hyper_parallel.trainer.data.batches import Batch, check_cut, check_position
 from hyper_parallel.trainer.data.counts import DataCounts
@@ -63,10 +62,8 @@ class Stream:
     """Endless stream of packed sequences from a data source, epoch after epoch.
 
     Args:
-        source: Data source.
+        source: Data source of stage `pt` or `sft`.
         hf: Tokenizer of transformers.
-        data: Section `data` of the recipe.
-        stage: `pt` or `sft`.
         seed: Seed of the order of documents.
         pad_id: Padding token.
 
@@ -75,11 +72,10 @@ class Stream:
         masked: Whether attention is blocked between documents of a row.
     """
 
-    def __init__(
-        self, source: Source, hf: Any, data: Data, stage: str, seed: int, pad_id: int
-    ) -> None:
-        self.data, self.seed, self.masked = data, seed, data.masks(stage)
-        self._source, self._hf, self._stage, self._pad = source, hf, stage, pad_id
+    def __init__(self, source: Source, hf: Any, seed: int, pad_id: int) -> None:
+        self.data, self._stage, self.seed = source.data, source.stage, seed
+        self.masked = self.data.masks(self._stage)
+        self._source, self._hf, self._pad = source, hf, pad_id
         self._reported: list[str] = []
         self._epoch_counts: DataCounts | None = None
         self.lengths = LengthHistogram()
@@ -139,7 +135,7 @@ class Stream:
             place = f"epoch {start.epoch}, document {start.document}"
             raise CheckpointMismatch(
                 "the streamed data has changed before the position at which the run resumes",
-                where=f"data.source: {self._source.name}, {place}",
+                where=f"data.source: {self.data.source}, {place}",
                 got=f"checksum {checksum}",
                 allowed=f"checksum {start.checksum}",
                 hint="restore the data, or train from the start with `checkpoint.resume=never`",
@@ -153,14 +149,14 @@ class Stream:
             return
         self._reported = notes
         for note in notes:
-            logger.warning("%s: of %d records read: %s", self._source.name, self.counts.read, note)
+            logger.warning("%s: of %d records read: %s", self.data.source, self.counts.read, note)
 
     def _empty(self) -> NoData:
         problem = "the stream has no sequence to learn from"
         if self._stage != "pt" and self.counts.dropped:
             return no_target(problem, self.counts, self.data)
         got = f"{self.counts.read} records read"
-        return NoData(problem, where=f"data.source: {self._source.name}", got=got)
+        return NoData(problem, where=f"data.source: {self.data.source}", got=got)
 
     def _pieces_of_text(self, start: Place) -> Iterator[tuple[Place, Row]]:
         """Yield sequences of the concatenated tokens of all documents; see plain text in `PackedSequences`."""

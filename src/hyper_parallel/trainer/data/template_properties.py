@@ -56,7 +56,6 @@ _TAG: Final = re.compile(
 )
 """Pattern of tags such as `</think>` in a template's source; the template may test for them in contents of turns."""
 _ANY_TAG: Final = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]|\[\|[^|\[\]\s]{1,40}\|\]")
-_UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +169,10 @@ class TemplateProperties:
 
     @cached_property
     def _question(self) -> Message:
-        """User turn of probes, in the template's form."""
         return self.form({"role": "user", "content": _QUESTION})
 
     @cached_property
     def _answer(self) -> Message:
-        """Assistant turn of probes, in the template's form."""
         return self.form({"role": "assistant", "content": _ANSWER})
 
     @cached_property
@@ -402,11 +399,6 @@ def _parts_of(content: str) -> list[dict[str, str]]:
         parts.append({"type": kind})
         parts += [{"type": "text", "text": text}] if text else []
     return parts
-
-
-def without_open_tag(text: str) -> str:
-    """Return `text` without an incomplete tag at its end."""
-    return _UNFINISHED_TAG.sub("", text)
 
 
 def common_prefix(one: str, other: str) -> str:

@@ -116,20 +116,18 @@ def open_sources(
     progress: bool,
     vocab_limit: int | None,
     model_config: Mapping[str, Any] | None = None,
-) -> tuple[Tokenizer, list[tuple[Data, Source]]]:
-    """Return the tokenizer of a recipe, and (section `data`, source) for each of its sources.
+) -> tuple[Tokenizer, list[Source]]:
+    """Return the tokenizer of a recipe, and its sources.
 
     Arguments and errors are those of `prepare`.
     """
-    sections = [section for section, _ in data.parts()]
     media = media_of_processor(Path(data.tokenizer or model_path or "").expanduser())
-    sources = [resolve(section, stage, media=media) for section in sections]
+    sources = [resolve(section, stage, media=media) for section, _ in data.parts()]
     cache = cache_root(data.cache_dir)
     tokenizer = _obtain(data, sources, model_path, cache, progress, vocab_limit, model_config)
     if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
         raise _too_large(tokenizer, data, model_path, vocab_limit)
-    pairs = zip(sections, sources, strict=True)
-    return tokenizer, [(one, bind_tokenizer(source, one, tokenizer)) for one, source in pairs]
+    return tokenizer, [bind_tokenizer(source, tokenizer) for source in sources]
 
 
 def _too_large(
@@ -154,7 +152,7 @@ def _too_large(
     )
 
 
-def bind_tokenizer(source: Source, data: Data, tokenizer: Tokenizer) -> Source:
+def bind_tokenizer(source: Source, tokenizer: Tokenizer) -> Source:
     """Return the source with the attributes `special` and `plain`, which depend on the tokenizer.
 
     Also set `source.counts.unknown_id`, with which unknown tokens are counted.
@@ -164,8 +162,9 @@ def bind_tokenizer(source: Source, data: Data, tokenizer: Tokenizer) -> Source:
         str(one) for one in tokenizer.hf.added_tokens_decoder.values() if one.special and str(one)
     ]
     special = re.compile("|".join(map(re.escape, sorted(names, key=len)))) if names else None
-    plain: PlainText = "all" if data.chat_template == "none" else "never"
-    if data.chat_template == "auto" and tokenizer.hf.chat_template == PLAIN:
+    template = source.data.chat_template
+    plain: PlainText = "all" if template == "none" else "never"
+    if template == "auto" and tokenizer.hf.chat_template == PLAIN:
         plain = "pairs"
     plain = plain if source.is_conversations else "never"
     return replace(source, special=special, plain=plain)

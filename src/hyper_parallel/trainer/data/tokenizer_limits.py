@@ -56,7 +56,7 @@ class Unbounded(ValueError):
 
 
 def check_files(directory: Path, names: Sequence[str]) -> None:
-    """Raise if a tokenizer file is not a regular file, exceeds 64 MiB, or is a link out of `directory`.
+    """Raise if a tokenizer file is not a regular file, exceeds 64 MiB, or is a link to a file of another name outside.
 
     Raises:
         NoData: HP602 naming the file.

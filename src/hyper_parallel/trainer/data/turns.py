@@ -107,7 +107,6 @@ def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tup
 
 
 def _tool(tool: Any, rules: RecordRules, where: str, allowed: str) -> dict[str, Any]:
-    """Convert a tool to the OpenAI format; raise NoData (HP602) for an invalid one."""
     if rules.is_table:
         tool = _without_absent(tool)
     if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
@@ -144,7 +143,6 @@ def read_template_values(value: Any, rules: RecordRules, where: str) -> dict[str
 
 
 def _message(turn: Any, rules: RecordRules, where: str) -> Message:
-    """Convert a turn of any known format to a message in the OpenAI format."""
     if not isinstance(turn, Mapping):
         raise _unreadable("a turn is not an object with keys", where, turn, "role and content")
     values = rules.canonical_values(turn, rules.turn_columns, where)
