@@ -1,79 +1,40 @@
 """Recipes: typed sections, YAML or JSON files, overrides as `a.b=c`, and the origin of every value."""
 
-from hyper_parallel.config._load_recipe import (
-    DEGREES,
-    KNOWN_REWARDS,
-    LoadedRecipe,
-    load_recipe,
-    paths_read,
-    recipe_to_yaml,
-    refuse_code,
-    refuse_data_file,
-    run_hint,
-    with_absolute_paths,
-    with_steps,
-    with_submodels,
-)
-from hyper_parallel.config._preference_sections import (
-    PAIRED_STAGES,
-    PREFERENCE_STAGES,
-    Dpo,
-    Grpo,
-    Kto,
-    Rm,
-)
-from hyper_parallel.config._problems import describe, leaves, read_section, validated
-from hyper_parallel.config._read import parse_yaml, read_mapping
-from hyper_parallel.config._recipe import NAMES_OF_EXPERTS, Lora, Offload, Recipe, time_limit_s
-from hyper_parallel.config._sections import (
-    Checkpoint,
-    Data,
-    Model,
-    Overlap,
-    Parallel,
-    Section,
-    Training,
-)
-from hyper_parallel.config.foreign_keys import FOREIGN_KEYS
-from hyper_parallel.config.schedules import SCHEDULE_ARGS
-
-__all__ = [
-    "DEGREES",
-    "FOREIGN_KEYS",
-    "KNOWN_REWARDS",
-    "NAMES_OF_EXPERTS",
-    "PAIRED_STAGES",
-    "PREFERENCE_STAGES",
-    "SCHEDULE_ARGS",
-    "Checkpoint",
-    "Data",
-    "Dpo",
-    "Grpo",
-    "Kto",
-    "LoadedRecipe",
-    "Lora",
-    "Model",
-    "Offload",
-    "Overlap",
-    "Parallel",
-    "Recipe",
-    "Rm",
-    "Section",
-    "Training",
-    "describe",
-    "leaves",
-    "load_recipe",
-    "parse_yaml",
-    "paths_read",
-    "read_mapping",
-    "read_section",
-    "recipe_to_yaml",
-    "refuse_code",
-    "refuse_data_file",
-    "run_hint",
-    "time_limit_s",
-    "validated",
-    "with_absolute_paths",
-    "with_steps",
-    "with_submodels",
-]
+from hyper_parallel.config._load_recipe import DEGREES as DEGREES
+from hyper_parallel.config._load_recipe import KNOWN_REWARDS as KNOWN_REWARDS
+from hyper_parallel.config._load_recipe import LoadedRecipe as LoadedRecipe
+from hyper_parallel.config._load_recipe import load_recipe as load_recipe
+from hyper_parallel.config._load_recipe import paths_read as paths_read
+from hyper_parallel.config._load_recipe import recipe_to_yaml as recipe_to_yaml
+from hyper_parallel.config._load_recipe import refuse_code as refuse_code
+from hyper_parallel.config._load_recipe import refuse_data_file as refuse_data_file
+from hyper_parallel.config._load_recipe import run_hint as run_hint
+from hyper_parallel.config._load_recipe import with_absolute_paths as with_absolute_paths
+from hyper_parallel.config._load_recipe import with_steps as with_steps
+from hyper_parallel.config._load_recipe import with_submodels as with_submodels
+from hyper_parallel.config._preference_sections import PAIRED_STAGES as PAIRED_STAGES
+from hyper_parallel.config._preference_sections import PREFERENCE_STAGES as PREFERENCE_STAGES
+from hyper_parallel.config._preference_sections import Dpo as Dpo
+from hyper_parallel.config._preference_sections import Grpo as Grpo
+from hyper_parallel.config._preference_sections import Kto as Kto
+from hyper_parallel.config._preference_sections import Rm as Rm
+from hyper_parallel.config._problems import describe as describe
+from hyper_parallel.config._problems import leaves as leaves
+from hyper_parallel.config._problems import read_section as read_section
+from hyper_parallel.config._problems import validated as validated
+from hyper_parallel.config._read import parse_yaml as parse_yaml
+from hyper_parallel.config._read import read_mapping as read_mapping
+from hyper_parallel.config._recipe import NAMES_OF_EXPERTS as NAMES_OF_EXPERTS
+from hyper_parallel.config._recipe import Lora as Lora
+from hyper_parallel.config._recipe import Offload as Offload
+from hyper_parallel.config._recipe import Recipe as Recipe
+from hyper_parallel.config._recipe import time_limit_s as time_limit_s
+from hyper_parallel.config._sections import Checkpoint as Checkpoint
+from hyper_parallel.config._sections import Data as Data
+from hyper_parallel.config._sections import Model as Model
+from hyper_parallel.config._sections import Overlap as Overlap
+from hyper_parallel.config._sections import Parallel as Parallel
+from hyper_parallel.config._sections import Section as Section
+from hyper_parallel.config._sections import Training as Training
+from hyper_parallel.config.foreign_keys import FOREIGN_KEYS as FOREIGN_KEYS
+from hyper_parallel.config.schedules import SCHEDULE_ARGS as SCHEDULE_ARGS

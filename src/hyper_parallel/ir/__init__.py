@@ -1,198 +1,95 @@
 """Intermediate representation: frozen values that packages exchange, such as layout, strategy, schedule and plan."""
 
-from hyper_parallel.ir.boxes import (
-    Box,
-    LocalBox,
-    Part,
-    Ranges,
-    Runs,
-    boxes,
-    choose_senders,
-    divided_dims,
-    equal_parts,
-    exchanged,
-    exchanged_rows,
-    gate_up_parts,
-    merge,
-    overlap,
-    qkv_parts,
-    runs_of_splits,
-    tile,
-    transfers,
-    working_rows,
-)
-from hyper_parallel.ir.layout import (
-    AXES,
-    CollectiveStep,
-    Layout,
-    Mesh,
-    Partial,
-    Purpose,
-    Replicate,
-    Shard,
-    StridedShard,
-    placements,
-    redistribute,
-)
-from hyper_parallel.ir.memory import (
-    COPIES,
-    GRADIENT_PIECES,
-    MEMORY_TIERS,
-    OF_OPERATORS,
-    Choice,
-    Extent,
-    HostBuffers,
-    MemoryAction,
-    MemoryActionKind,
-    MemoryProgram,
-    MemoryTier,
-    Operator,
-    Phase,
-    Residency,
-    Storage,
-    StorageKind,
-    slab_bytes,
-    slabs,
-)
-from hyper_parallel.ir.memory_plan import MemoryPlan, replay
-from hyper_parallel.ir.plan import (
-    RESERVED,
-    Alternative,
-    Certificate,
-    Collective,
-    CostTerm,
-    MemoryTerm,
-    ModelRef,
-    PartPlan,
-    Plan,
-    Rejected,
-    RejectedRoles,
-    RolesPlan,
-    Sensitivity,
-    Stage,
-    StageCost,
-    SubmodelsPlan,
-    role_tasks,
-)
-from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, StageGraph, grid
-from hyper_parallel.ir.strategy import (
-    BLOCK_SHAPES,
-    PROMPT_CHUNK,
-    BlockShape,
-    GenerateWorkload,
-    Interval,
-    Overlap,
-    Rule,
-    SequenceCut,
-    Strategy,
-    Workload,
-    sees_all,
-    sees_some,
-)
-from hyper_parallel.ir.timeline import (
-    Cores,
-    Counter,
-    Flight,
-    Span,
-    Task,
-    TaskGraph,
-    Timeline,
-    masking,
-    merge_timelines,
-)
-
-__all__ = [
-    "AXES",
-    "BLOCK_SHAPES",
-    "COPIES",
-    "GRADIENT_PIECES",
-    "MEMORY_TIERS",
-    "OF_OPERATORS",
-    "PROMPT_CHUNK",
-    "RESERVED",
-    "Action",
-    "ActionKind",
-    "Alternative",
-    "BlockShape",
-    "Box",
-    "Certificate",
-    "Choice",
-    "Collective",
-    "CollectiveStep",
-    "Cores",
-    "CostTerm",
-    "Counter",
-    "Extent",
-    "Flight",
-    "GenerateWorkload",
-    "HostBuffers",
-    "Interval",
-    "Layout",
-    "LocalBox",
-    "MemoryAction",
-    "MemoryActionKind",
-    "MemoryPlan",
-    "MemoryProgram",
-    "MemoryTerm",
-    "MemoryTier",
-    "Mesh",
-    "ModelRef",
-    "Operator",
-    "Overlap",
-    "Part",
-    "PartPlan",
-    "Partial",
-    "Phase",
-    "Plan",
-    "Purpose",
-    "Ranges",
-    "Rejected",
-    "RejectedRoles",
-    "Replicate",
-    "Residency",
-    "RolesPlan",
-    "Rule",
-    "Runs",
-    "Schedule",
-    "Sensitivity",
-    "SequenceCut",
-    "Shard",
-    "Span",
-    "Stage",
-    "StageCost",
-    "StageGraph",
-    "Storage",
-    "StorageKind",
-    "Strategy",
-    "StridedShard",
-    "SubmodelsPlan",
-    "Task",
-    "TaskGraph",
-    "Timeline",
-    "Workload",
-    "boxes",
-    "choose_senders",
-    "divided_dims",
-    "equal_parts",
-    "exchanged",
-    "exchanged_rows",
-    "gate_up_parts",
-    "grid",
-    "masking",
-    "merge",
-    "merge_timelines",
-    "overlap",
-    "placements",
-    "qkv_parts",
-    "redistribute",
-    "replay",
-    "role_tasks",
-    "runs_of_splits",
-    "sees_all",
-    "sees_some",
-    "slab_bytes",
-    "slabs",
-    "tile",
-    "transfers",
-    "working_rows",
-]
+from hyper_parallel.ir.boxes import Box as Box
+from hyper_parallel.ir.boxes import LocalBox as LocalBox
+from hyper_parallel.ir.boxes import Part as Part
+from hyper_parallel.ir.boxes import Ranges as Ranges
+from hyper_parallel.ir.boxes import Runs as Runs
+from hyper_parallel.ir.boxes import boxes as boxes
+from hyper_parallel.ir.boxes import choose_senders as choose_senders
+from hyper_parallel.ir.boxes import divided_dims as divided_dims
+from hyper_parallel.ir.boxes import equal_parts as equal_parts
+from hyper_parallel.ir.boxes import exchanged as exchanged
+from hyper_parallel.ir.boxes import exchanged_rows as exchanged_rows
+from hyper_parallel.ir.boxes import gate_up_parts as gate_up_parts
+from hyper_parallel.ir.boxes import merge as merge
+from hyper_parallel.ir.boxes import overlap as overlap
+from hyper_parallel.ir.boxes import qkv_parts as qkv_parts
+from hyper_parallel.ir.boxes import runs_of_splits as runs_of_splits
+from hyper_parallel.ir.boxes import tile as tile
+from hyper_parallel.ir.boxes import transfers as transfers
+from hyper_parallel.ir.boxes import working_rows as working_rows
+from hyper_parallel.ir.layout import AXES as AXES
+from hyper_parallel.ir.layout import CollectiveStep as CollectiveStep
+from hyper_parallel.ir.layout import Layout as Layout
+from hyper_parallel.ir.layout import Mesh as Mesh
+from hyper_parallel.ir.layout import Partial as Partial
+from hyper_parallel.ir.layout import Purpose as Purpose
+from hyper_parallel.ir.layout import Replicate as Replicate
+from hyper_parallel.ir.layout import Shard as Shard
+from hyper_parallel.ir.layout import StridedShard as StridedShard
+from hyper_parallel.ir.layout import placements as placements
+from hyper_parallel.ir.layout import redistribute as redistribute
+from hyper_parallel.ir.memory import COPIES as COPIES
+from hyper_parallel.ir.memory import GRADIENT_PIECES as GRADIENT_PIECES
+from hyper_parallel.ir.memory import MEMORY_TIERS as MEMORY_TIERS
+from hyper_parallel.ir.memory import OF_OPERATORS as OF_OPERATORS
+from hyper_parallel.ir.memory import Choice as Choice
+from hyper_parallel.ir.memory import Extent as Extent
+from hyper_parallel.ir.memory import HostBuffers as HostBuffers
+from hyper_parallel.ir.memory import MemoryAction as MemoryAction
+from hyper_parallel.ir.memory import MemoryActionKind as MemoryActionKind
+from hyper_parallel.ir.memory import MemoryProgram as MemoryProgram
+from hyper_parallel.ir.memory import MemoryTier as MemoryTier
+from hyper_parallel.ir.memory import Operator as Operator
+from hyper_parallel.ir.memory import Phase as Phase
+from hyper_parallel.ir.memory import Residency as Residency
+from hyper_parallel.ir.memory import Storage as Storage
+from hyper_parallel.ir.memory import StorageKind as StorageKind
+from hyper_parallel.ir.memory import slab_bytes as slab_bytes
+from hyper_parallel.ir.memory import slabs as slabs
+from hyper_parallel.ir.memory_plan import MemoryPlan as MemoryPlan
+from hyper_parallel.ir.memory_plan import replay as replay
+from hyper_parallel.ir.plan import RESERVED as RESERVED
+from hyper_parallel.ir.plan import Alternative as Alternative
+from hyper_parallel.ir.plan import Certificate as Certificate
+from hyper_parallel.ir.plan import Collective as Collective
+from hyper_parallel.ir.plan import CostTerm as CostTerm
+from hyper_parallel.ir.plan import MemoryTerm as MemoryTerm
+from hyper_parallel.ir.plan import ModelRef as ModelRef
+from hyper_parallel.ir.plan import PartPlan as PartPlan
+from hyper_parallel.ir.plan import Plan as Plan
+from hyper_parallel.ir.plan import Rejected as Rejected
+from hyper_parallel.ir.plan import RejectedRoles as RejectedRoles
+from hyper_parallel.ir.plan import RolesPlan as RolesPlan
+from hyper_parallel.ir.plan import Sensitivity as Sensitivity
+from hyper_parallel.ir.plan import Stage as Stage
+from hyper_parallel.ir.plan import StageCost as StageCost
+from hyper_parallel.ir.plan import SubmodelsPlan as SubmodelsPlan
+from hyper_parallel.ir.plan import role_tasks as role_tasks
+from hyper_parallel.ir.schedule import Action as Action
+from hyper_parallel.ir.schedule import ActionKind as ActionKind
+from hyper_parallel.ir.schedule import Schedule as Schedule
+from hyper_parallel.ir.schedule import StageGraph as StageGraph
+from hyper_parallel.ir.schedule import grid as grid
+from hyper_parallel.ir.strategy import BLOCK_SHAPES as BLOCK_SHAPES
+from hyper_parallel.ir.strategy import PROMPT_CHUNK as PROMPT_CHUNK
+from hyper_parallel.ir.strategy import BlockShape as BlockShape
+from hyper_parallel.ir.strategy import GenerateWorkload as GenerateWorkload
+from hyper_parallel.ir.strategy import Interval as Interval
+from hyper_parallel.ir.strategy import Overlap as Overlap
+from hyper_parallel.ir.strategy import Rule as Rule
+from hyper_parallel.ir.strategy import SequenceCut as SequenceCut
+from hyper_parallel.ir.strategy import Strategy as Strategy
+from hyper_parallel.ir.strategy import Workload as Workload
+from hyper_parallel.ir.strategy import sees_all as sees_all
+from hyper_parallel.ir.strategy import sees_some as sees_some
+from hyper_parallel.ir.timeline import Cores as Cores
+from hyper_parallel.ir.timeline import Counter as Counter
+from hyper_parallel.ir.timeline import Flight as Flight
+from hyper_parallel.ir.timeline import Span as Span
+from hyper_parallel.ir.timeline import Task as Task
+from hyper_parallel.ir.timeline import TaskGraph as TaskGraph
+from hyper_parallel.ir.timeline import Timeline as Timeline
+from hyper_parallel.ir.timeline import masking as masking
+from hyper_parallel.ir.timeline import merge_timelines as merge_timelines

@@ -1,68 +1,33 @@
 """ModelSpec: description of a model from a config.json, a Hugging Face directory or a preset, without a framework."""
 
-from hyper_parallel.model._model_spec import (
-    AttentionSpec,
-    Block,
-    KeptActivations,
-    MlpSpec,
-    ModelSpec,
-    ParamSpec,
-)
-from hyper_parallel.model._weight_listing import INDEX, SINGLE, list_weight_files
-from hyper_parallel.model.families import FAMILIES_READ
-from hyper_parallel.model.generation_config import GENERATION, read_generation_config
-from hyper_parallel.model.loading import (
-    UNMEASURED_ACTIVATIONS,
-    ConfigFile,
-    find_preset,
-    is_read,
-    load_model,
-    preset_names,
-    read_config,
-    read_config_values,
-    read_preset,
-    spec_from_config,
-)
-from hyper_parallel.model.properties import QUESTIONS, ModelProperties, Property
-from hyper_parallel.model.towers import (
-    Tower,
-    fixed_image_size,
-    language_of,
-    tower_kind,
-    tower_kinds,
-    towers_of,
-)
-
-__all__ = [
-    "FAMILIES_READ",
-    "GENERATION",
-    "INDEX",
-    "QUESTIONS",
-    "SINGLE",
-    "UNMEASURED_ACTIVATIONS",
-    "AttentionSpec",
-    "Block",
-    "ConfigFile",
-    "KeptActivations",
-    "MlpSpec",
-    "ModelProperties",
-    "ModelSpec",
-    "ParamSpec",
-    "Property",
-    "Tower",
-    "find_preset",
-    "fixed_image_size",
-    "is_read",
-    "language_of",
-    "list_weight_files",
-    "load_model",
-    "preset_names",
-    "read_config",
-    "read_config_values",
-    "read_generation_config",
-    "read_preset",
-    "spec_from_config",
-    "tower_kind",
-    "tower_kinds",
-    "towers_of",
-]
+from hyper_parallel.model._model_spec import AttentionSpec as AttentionSpec
+from hyper_parallel.model._model_spec import Block as Block
+from hyper_parallel.model._model_spec import KeptActivations as KeptActivations
+from hyper_parallel.model._model_spec import MlpSpec as MlpSpec
+from hyper_parallel.model._model_spec import ModelSpec as ModelSpec
+from hyper_parallel.model._model_spec import ParamSpec as ParamSpec
+from hyper_parallel.model._weight_listing import INDEX as INDEX
+from hyper_parallel.model._weight_listing import SINGLE as SINGLE
+from hyper_parallel.model._weight_listing import list_weight_files as list_weight_files
+from hyper_parallel.model.families import FAMILIES_READ as FAMILIES_READ
+from hyper_parallel.model.generation_config import GENERATION as GENERATION
+from hyper_parallel.model.generation_config import read_generation_config as read_generation_config
+from hyper_parallel.model.loading import UNMEASURED_ACTIVATIONS as UNMEASURED_ACTIVATIONS
+from hyper_parallel.model.loading import ConfigFile as ConfigFile
+from hyper_parallel.model.loading import find_preset as find_preset
+from hyper_parallel.model.loading import is_read as is_read
+from hyper_parallel.model.loading import load_model as load_model
+from hyper_parallel.model.loading import preset_names as preset_names
+from hyper_parallel.model.loading import read_config as read_config
+from hyper_parallel.model.loading import read_config_values as read_config_values
+from hyper_parallel.model.loading import read_preset as read_preset
+from hyper_parallel.model.loading import spec_from_config as spec_from_config
+from hyper_parallel.model.properties import QUESTIONS as QUESTIONS
+from hyper_parallel.model.properties import ModelProperties as ModelProperties
+from hyper_parallel.model.properties import Property as Property
+from hyper_parallel.model.towers import Tower as Tower
+from hyper_parallel.model.towers import fixed_image_size as fixed_image_size
+from hyper_parallel.model.towers import language_of as language_of
+from hyper_parallel.model.towers import tower_kind as tower_kind
+from hyper_parallel.model.towers import tower_kinds as tower_kinds
+from hyper_parallel.model.towers import towers_of as towers_of
