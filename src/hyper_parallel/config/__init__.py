@@ -4,11 +4,11 @@ from hyper_parallel.config._load_recipe import DEGREES as DEGREES
 from hyper_parallel.config._load_recipe import KNOWN_REWARDS as KNOWN_REWARDS
 from hyper_parallel.config._load_recipe import LoadedRecipe as LoadedRecipe
 from hyper_parallel.config._load_recipe import load_recipe as load_recipe
+from hyper_parallel.config._load_recipe import no_run as no_run
 from hyper_parallel.config._load_recipe import paths_read as paths_read
 from hyper_parallel.config._load_recipe import recipe_to_yaml as recipe_to_yaml
 from hyper_parallel.config._load_recipe import refuse_code as refuse_code
 from hyper_parallel.config._load_recipe import refuse_data_file as refuse_data_file
-from hyper_parallel.config._load_recipe import run_hint as run_hint
 from hyper_parallel.config._load_recipe import with_absolute_paths as with_absolute_paths
 from hyper_parallel.config._load_recipe import with_steps as with_steps
 from hyper_parallel.config._load_recipe import with_submodels as with_submodels

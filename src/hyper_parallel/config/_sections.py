@@ -94,17 +94,8 @@ class Model(Section):
 
 
 _Format = Literal[
-    "auto",
-    "text",
-    "jsonl",
-    "parquet",
-    "csv",
-    "alpaca",
-    "sharegpt",
-    "prompt_completion",
-    "preference",
-]
-
+    "auto", "text", "jsonl", "parquet", "csv", "alpaca", "sharegpt", "prompt_completion", "preference",
+]  # fmt: skip
 
 ColumnName = Literal[
     "prompt", "completion", "instruction", "input", "output", "answer", "system", "history", "messages", "chosen",
