@@ -83,14 +83,8 @@ def inspect(
         }
         for name, tensor in index.tensors.items()
     ]
-    facts = {
-        "step": manifest.step,
-        "world_size": manifest.world_size,
-        "size_bytes": manifest.size_bytes,
-        "fingerprint": manifest.fingerprint,
-        "metrics": manifest.metrics,
-        "extra": extra,
-    }
+    names = ("step", "world_size", "size_bytes", "fingerprint", "metrics")
+    facts = {**{name: getattr(manifest, name) for name in names}, "extra": extra}
     if as_json:
         say(json.dumps(facts | {"tensors": tensors}, indent=1))
         return
