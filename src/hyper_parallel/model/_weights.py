@@ -15,16 +15,10 @@ from hyper_parallel.model._model_spec import ModelSpec, ParamSpec
 from hyper_parallel.model._weight_listing import TensorInfo, list_weight_files, read_tensor_infos
 from hyper_parallel.model.families import FAMILIES, FAMILIES_READ, Experts
 
-_DTYPES: Mapping[str, str] = MappingProxyType(
-    {
-        "F64": "float64",
-        "F32": "float32",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-    }
-)
+_DTYPES: Mapping[str, str] = MappingProxyType({
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+})  # fmt: skip
 
 _BUFFERS = ("inv_freq", "e_score_correction_bias", "attn.bias", "attn.masked_bias")
 """Suffixes of names in published files that are buffers, not parameters."""

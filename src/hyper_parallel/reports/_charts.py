@@ -17,27 +17,18 @@ from hyper_parallel.units import GiB, KiB, MiB, format_bytes, format_seconds
 
 MAX_POINTS: Final = 2000
 """Maximum number of drawn points per curve."""
-THEME: Final = Theme(
-    json={
-        "attrs": {
-            "Plot": {
-                "background_fill_alpha": 0.0,
-                "border_fill_alpha": 0.0,
-                "outline_line_color": None,
-                "min_border_right": 12,
-            },
-            "Axis": {
-                "axis_label_text_font_style": "normal",
-                "axis_label_text_font_size": "12px",
-                "major_label_text_font_size": "12px",
-                "axis_line_color": None,
-                "major_tick_line_color": None,
-                "minor_tick_line_color": None,
-            },
-            "Toolbar": {"logo": None, "autohide": True},
-        }
-    }
-)
+_ATTRIBUTES: Final = {
+    "Plot": {
+        "background_fill_alpha": 0.0, "border_fill_alpha": 0.0, "outline_line_color": None, "min_border_right": 12,
+    },
+    "Axis": {
+        "axis_label_text_font_style": "normal", "axis_label_text_font_size": "12px",
+        "major_label_text_font_size": "12px", "axis_line_color": None, "major_tick_line_color": None,
+        "minor_tick_line_color": None,
+    },
+    "Toolbar": {"logo": None, "autohide": True},
+}  # fmt: skip
+THEME: Final = Theme(json={"attrs": _ATTRIBUTES})
 """Bokeh theme with a transparent background, for light and dark pages. The page's script colours text and grid."""
 
 

@@ -24,26 +24,19 @@ _ACTIONS: Final = {
     "update": ("optimizer", "gradient norm and optimizer"),
 }
 """Kind and label of each operation of an action."""
-_KINDS: Final = {
-    "wait": "waiting",
-    "pipeline bubble": "waiting",
-    "stragglers": "waiting",
-    "data": "data and host",
-    "every step": "data and host",
-    "host": "data and host",
-    "update": "optimizer",
-    "weight": "parameters",
-    "expert": "parameters",
-    "gradient": "gradients",
-    "optimizer state": "optimizer states",
-    "pipeline sends": "communication",
-    "gradient norm": "communication",
-    "gradient reduction": "communication",
-    "data-parallel reduction": "communication",
-    "loss": "communication",
-    "routing": "communication",
-    "offload copies": "copies",
-}
+_NAMES_OF_KINDS: Final = {
+    "waiting": ("wait", "pipeline bubble", "stragglers"),
+    "data and host": ("data", "every step", "host"),
+    "optimizer": ("update",),
+    "parameters": ("weight", "expert"),
+    "gradients": ("gradient",),
+    "optimizer states": ("optimizer state",),
+    "communication": (
+        "pipeline sends", "gradient norm", "gradient reduction", "data-parallel reduction", "loss", "routing",
+    ),
+    "copies": ("offload copies",),
+}  # fmt: skip
+_KINDS: Final = {name: kind for kind, names in _NAMES_OF_KINDS.items() for name in names}
 BOTH, MOVING, WHOLE = "forward and backward", "activations and buffers", "not broken down"
 STATES: Final = ("parameters", "gradients", "optimizer states")
 COLORS: Final = {
