@@ -145,6 +145,7 @@ def test_steps_of_a_profile_are_compared_with_steps_not_with_epochs(minimal):
         ("parallel: {dp_shard: 2}", ["parallel=auto"], {"auto": True}),
         ("parallel: {dp_shard: 2}", ["parallel.auto=true"], {"auto": True, "dp_shard": 2}),
         ("parallel: {tp_x: 2}", ["parallel.tp=4"], {"auto": False, "tp_x": 4}),
+        ("parallel: {tp_x: 2}", ["parallel.tp=null"], {"auto": False}),
     ],
 )
 def test_parallel_rules(write, text, overrides, expected):

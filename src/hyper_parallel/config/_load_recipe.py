@@ -525,19 +525,17 @@ def _merge_parallel(
         layer.setdefault(auto, True)
         for degree in DEGREES:
             merged.pop(("parallel", degree), None)
-    for alias, name in Parallel.KEY_ALIASES.items():
-        if ("parallel", alias) not in layer:
-            continue
-        value = layer.pop(("parallel", alias))
-        named = layer.get(("parallel", name))
-        if ("parallel", name) in layer and named != value:
+    aliased = [k for k in layer if k[0] == "parallel" and k[1:] and k[1] in Parallel.KEY_ALIASES]
+    for key in aliased:
+        alias, name = key[1], Parallel.KEY_ALIASES[key[1]]
+        target, value = ("parallel", name, *key[2:]), layer.pop(key)
+        if (named := layer.setdefault(target, value)) != value:
             raise Contradiction(
                 f"`parallel.{alias}` and `parallel.{name}` are two names of one degree",
                 where=_where(path, f"parallel.{alias}", origin),
                 got=f"{alias}={value}, {name}={named}",
                 hint=f"remove `parallel.{alias}`",
             )
-        layer[("parallel", name)] = value
     submodels = any(
         key[:2] == ("parallel", "submodels") and layer[key] is not None for key in layer
     )
