@@ -407,16 +407,16 @@ def _override_hint(words: Sequence[str]) -> str | None:
     return f"write `{shlex.quote(f'{near[0]}={text.strip()}') if text.strip() else f'{near[0]}=VALUE'}`"
 
 
+_MAPPINGS: Final = {key for key, field in leaves(Recipe) if is_mapping(field.annotation)}
+"""Keys whose value is a mapping with free keys."""
+
+
 def _split(name: str) -> _Key:
     """Return the parts of a dotted key. A key inside a mapping such as `parallel.rules` may contain dots."""
-    for key, field in leaves(Recipe):
-        if is_mapping(field.annotation) and name.startswith(f"{key}."):
+    for key in _MAPPINGS:
+        if name.startswith(f"{key}."):
             return (*key.split("."), name.removeprefix(f"{key}."))
     return tuple(name.split("."))
-
-
-_MAPPINGS: Final = {key for key, field in leaves(Recipe) if is_mapping(field.annotation)}
-"""Keys whose value is a mapping; the values in such a mapping are texts."""
 
 
 def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:

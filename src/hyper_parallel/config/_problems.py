@@ -120,13 +120,8 @@ def _describe(annotation: Any) -> str:
     if origin is dict:
         return f"a mapping, each value {_describe(arguments[1])}"
     simple = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
-    return simple.get(annotation) or " or ".join([*_words_of(annotation), "a mapping of keys"])
-
-
-def _words_of(section: Any) -> tuple[str, ...]:
-    """Return the words that may replace a whole section, such as `auto`; empty if there are none."""
-    words: tuple[str, ...] = getattr(section, "WORDS", ())
-    return words
+    words = getattr(annotation, "WORDS", ())  # such as `auto`, for a whole section
+    return simple.get(annotation) or " or ".join([*words, "a mapping of keys"])
 
 
 def keys_of(model: type[BaseModel]) -> list[str]:
@@ -252,7 +247,7 @@ def _allowed_strings(annotation: Any) -> list[str]:
         return ["true", "false"]
     if is_mapping(annotation):
         return _allowed_strings(typing.get_args(annotation)[1])
-    if words := _words_of(annotation):
+    if words := getattr(annotation, "WORDS", ()):
         return list(words)
     return [word for inner in typing.get_args(annotation) for word in _allowed_strings(inner)]
 
