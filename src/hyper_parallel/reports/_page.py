@@ -132,10 +132,12 @@ def render(*runs: RunRecord) -> str:
             delta=deviation,
         )
     run = runs[0]
+    step = Timeline("measured", ()) if run.timeline is None else one_step(run.timeline)
     return environment.get_template("page.html").render(
         values | {"run": run, "plan": run.plan, "mesh": _mesh(run.plan.mesh)},
         layouts=[(name, _layout(x, run.plan.mesh)) for name, x in run.plan.layouts.items()],
-        hidden_lanes=len(_ranks(run.timeline)) - _MAX_LANES if run.timeline else 0,
+        tiers=_TIERS,
+        hidden_lanes=len(_working_lanes(step)) - _MAX_LANES,
         offload=_offload_facts(run),
         exposed=_exposed(run),
         balance=_balance(run),
@@ -330,10 +332,14 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
 
 def _lanes(timeline: Timeline) -> Chart:
     """Return a chart of one step with a lane per executor, at most `_MAX_LANES` lanes."""
-    working = {s.lane for s in timeline.spans if s.duration_s > 0}
-    busy = itertools.islice((lane for lane in timeline.lanes if lane in working), _MAX_LANES)
-    names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in busy}
+    drawn = _working_lanes(timeline)[:_MAX_LANES]
+    names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in drawn}
     return lanes(_with_labels(timeline, kind_of), names)
+
+
+def _working_lanes(timeline: Timeline) -> list[str]:
+    working = {s.lane for s in timeline.spans if s.duration_s > 0}
+    return [lane for lane in timeline.lanes if lane in working]
 
 
 def _with_labels(timeline: Timeline, kind: Callable[[str, str], str]) -> list[Any]:
@@ -402,10 +408,6 @@ def _measured_memory(run: RunRecord) -> dict[str, float]:
     counters = run.timeline.counters if run.timeline else ()
     parts = {kind: c.value for kind in STATES for c in counters if c.lane == f"{rank}/peak {kind}"}
     return parts | {MOVING: peak - sum(parts.values())} if parts else {WHOLE: peak}
-
-
-def _ranks(timeline: Timeline) -> set[str]:
-    return {lane.partition("/")[0] for lane in timeline.lanes}
 
 
 def _tier(run: RunRecord, tier: str) -> Chart | None:

@@ -27,8 +27,15 @@ class _Offloaded(TypedDict):
     """Fields of an offloaded step that a report uses."""
 
     difference_bytes: int
+    outside_bytes: int
     dram_bytes: int
     flash_bytes: int
+    sim_step_s: _Number
+    pred_sim_step_s: _Number
+    wait_s: _Number
+    pred_wait_s: _Number
+    join_s: NotRequired[_Number]
+    pred_join_s: NotRequired[_Number]
     replanned: bool
 
 
