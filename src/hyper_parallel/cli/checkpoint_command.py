@@ -221,7 +221,7 @@ def _extra_check(directory: Path) -> CheckExtra | None:
 
 def _checkpoints(run_dir: Path) -> Path:
     """Return the directory that contains the checkpoints of a run; raise RunUnreadable (HP603) if there are none."""
-    from hyper_parallel.config import no_run
+    from hyper_parallel.config import missing_run
     from hyper_parallel.trainer.checkpoints import manifest as files
 
     for directory in (run_dir / "checkpoints", run_dir):
@@ -229,7 +229,7 @@ def _checkpoints(run_dir: Path) -> Path:
             return directory
     allowed = "a directory with checkpoints, such as checkpoints/step_00000010"
     command = "hyper-parallel train RECIPE.yaml checkpoint.every=10"
-    raise no_run(run_dir, "checkpoints", allowed, command)
+    raise missing_run(run_dir, "checkpoints", allowed, command)
 
 
 def _adapters_of(run_dir: Path) -> tuple[Lora, Path] | None:

@@ -4,7 +4,7 @@ from hyper_parallel.config._load_recipe import DEGREES as DEGREES
 from hyper_parallel.config._load_recipe import KNOWN_REWARDS as KNOWN_REWARDS
 from hyper_parallel.config._load_recipe import LoadedRecipe as LoadedRecipe
 from hyper_parallel.config._load_recipe import load_recipe as load_recipe
-from hyper_parallel.config._load_recipe import no_run as no_run
+from hyper_parallel.config._load_recipe import missing_run as missing_run
 from hyper_parallel.config._load_recipe import paths_read as paths_read
 from hyper_parallel.config._load_recipe import recipe_to_yaml as recipe_to_yaml
 from hyper_parallel.config._load_recipe import refuse_code as refuse_code

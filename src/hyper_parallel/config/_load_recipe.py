@@ -221,7 +221,7 @@ def refuse_data_file(path: Path, command: str) -> None:
         )
 
 
-def no_run(path: Path, content: str, allowed: str, command: str) -> RunUnreadable:
+def missing_run(path: Path, content: str, allowed: str, command: str) -> RunUnreadable:
     """Return the error for a path that is not a run directory with some content, such as `checkpoints`.
 
     `command` is the hint if no similar path exists.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, NotRequired
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from hyper_parallel.config import no_run, read_mapping
+from hyper_parallel.config import missing_run, read_mapping
 from hyper_parallel.errors import RunUnreadable
 from hyper_parallel.ir import Plan, Timeline, merge_timelines
 from hyper_parallel.received import Limits, parse_json, read_text
@@ -219,7 +219,7 @@ def load_run(directory: str | Path) -> RunRecord:
     root = Path(directory)
     if not (root / "metrics.jsonl").is_file():
         allowed, command = "the `output_dir` of a run", "hyper-parallel train RECIPE.yaml"
-        raise no_run(root, "metrics.jsonl", allowed, command)
+        raise missing_run(root, "metrics.jsonl", allowed, command)
     if not (root / "plan.json").is_file():
         raise RunUnreadable(
             "the run directory has no plan.json",

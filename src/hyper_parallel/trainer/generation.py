@@ -35,7 +35,7 @@ from hyper_parallel.backends.torch.rotary_lengths import rotate_by_document
 from hyper_parallel.backends.torch.static_cache import why_no_static_cache
 from hyper_parallel.backends.torch.weights.lora import merge_adapters
 from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles
-from hyper_parallel.config import no_run
+from hyper_parallel.config import missing_run
 from hyper_parallel.errors import (
     BadValue,
     Contradiction,
@@ -130,7 +130,7 @@ def find_export(directory: str | Path) -> Path:
             "a directory written by `train`, with export/config.json, or a Hugging Face directory"
         )
         command = "hyper-parallel train RECIPE.yaml checkpoint.export=true"
-        raise no_run(root, "exported model", allowed, command)
+        raise missing_run(root, "exported model", allowed, command)
     if not has_tokenizer(export):
         raise RunUnreadable(
             "the exported model has no tokenizer",
