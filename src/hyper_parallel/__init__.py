@@ -10,6 +10,11 @@ from typing import Any
 
 __version__ = "0.1.0.dev0"
 
+_OF_RUNTIME = (
+    "World", "accumulate", "clip_grad_norm_", "data_share", "forward_backward", "forward_loss", "launch",
+    "load_pretrained", "materialize", "microbatch_sources", "offload", "parallelize", "parallelize_submodels",
+    "plan_of", "token_logprobs",
+)  # fmt: skip
 _EXPORTS = {
     "Layout": "hyper_parallel.ir",
     "Mesh": "hyper_parallel.ir",
@@ -29,26 +34,7 @@ _EXPORTS = {
     "Controller": "hyper_parallel.runtime.controller",
     "save": "hyper_parallel.trainer",
     "save_pretrained": "hyper_parallel.trainer",
-    **dict.fromkeys(
-        (
-            "World",
-            "accumulate",
-            "clip_grad_norm_",
-            "data_share",
-            "forward_backward",
-            "forward_loss",
-            "launch",
-            "load_pretrained",
-            "materialize",
-            "microbatch_sources",
-            "offload",
-            "parallelize",
-            "parallelize_submodels",
-            "plan_of",
-            "token_logprobs",
-        ),
-        "hyper_parallel.runtime",
-    ),
+    **dict.fromkeys(_OF_RUNTIME, "hyper_parallel.runtime"),
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]

@@ -13,7 +13,7 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -109,8 +109,17 @@ def holds_text(path: Path, text: str) -> bool:
         return False
 
 
-def parse_json(text: str | bytes, limits: Limits) -> Any:
+def parse_json(
+    text: str | bytes,
+    limits: Limits,
+    object_of: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
     """Return the value of a JSON text.
+
+    Args:
+        text: The text.
+        limits: Limits of the text and its value.
+        object_of: Converter of the (key, value) pairs of an object; None: a dict.
 
     Raises:
         LimitExceeded: The text or its value exceeds a limit.
@@ -121,7 +130,7 @@ def parse_json(text: str | bytes, limits: Limits) -> Any:
     if _num_opened(text) > max(limits.num_elements, _MOST_OPENED):
         raise LimitExceeded(f"more than {limits.num_elements:,} elements")
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=object_of)
     except RecursionError:
         raise LimitExceeded(f"nested deeper than {limits.depth}") from None
     check_value(value, limits)

@@ -1,4 +1,4 @@
-"""Python interface to runs: `hp.train` is `hyper-parallel train`, `hp.generate` is `hyper-parallel generate`."""
+"""Python interface to runs: `hp.train` trains a recipe, `hp.generate` continues prompts with the model of a run."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ class TrainingRun:
 
 
 def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> TrainingRun | None:
-    """Train a recipe on this machine, as `hyper-parallel train` does, and return the run.
+    """Train a recipe on this machine, and return the run.
 
     Args:
-        recipe: YAML or JSON file.
+        recipe: YAML or JSON file; LlamaFactory files are read by the command `hyper-parallel train` only.
         overrides: Overrides as on the command line: `"training.lr=1e-4"`.
         values: Overrides by key. A key is a section with a mapping (`training={"lr": 1e-4}`), a name with two
             underscores for the dot (`training__lr=1e-4`), or a dotted name (`**{"training.lr": 1e-4}`).
@@ -159,7 +159,6 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
 
 
 def _check_prompts(prompts: object) -> None:
-    """Raise BadValue (HP102) unless the prompts are a text or a list of texts."""
     several = prompts if isinstance(prompts, (list, tuple)) else [prompts]
     wrong = next((prompt for prompt in several if not isinstance(prompt, str)), None)
     if wrong is not None or prompts is None:
@@ -173,7 +172,6 @@ def _check_prompts(prompts: object) -> None:
 
 
 def _check_options(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise BadValue (HP102) for an unknown option of `generate`; the hint is the closest known one."""
     allowed = [*known, "chat", "device", "dtype"]
     for key in choices:
         if key not in known:
@@ -188,7 +186,6 @@ def _check_options(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None
 
 
 def _check_path(value: object, where: str, label: str, hint: str) -> None:
-    """Raise BadValue (HP102) for a value that is not a path."""
     if isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str):
         return
     raise BadValue(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -20,6 +19,7 @@ from typing import Any, Final, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
+from hyper_parallel.errors import abbreviated
 from hyper_parallel.received import LimitExceeded, Limits, check_value, read_json
 
 T = TypeVar("T")
@@ -34,8 +34,6 @@ _PROBLEMS: Final = {"unexpected_keyword_argument": "unknown key", "missing": "mi
 
 _MOST_PROBLEMS: Final = 1000
 """Number of problems above which an error contains only their number, because listing them is slow. Not measured."""
-_REPR: Final = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 80
 
 
 class DecodeError(ValueError):
@@ -85,7 +83,7 @@ def _validate(cls: type[T], data: Any, extra: Extra) -> T:
         first = error.errors(include_url=False)[0]
         path = "$" + "".join(f"[{p}]" if isinstance(p, int) else f".{p:.80}" for p in first["loc"])
         problem = (
-            _PROBLEMS.get(first["type"]) or f"{first['msg']}, got {_REPR.repr(first['input'])}"
+            _PROBLEMS.get(first["type"]) or f"{first['msg']}, got {abbreviated(first['input'])}"
         )
         raise DecodeError(f"{path}: {problem}") from error
 

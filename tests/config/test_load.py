@@ -9,7 +9,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.config import Parallel, Recipe, load_recipe, recipe_to_yaml
+from hyper_parallel.config import Parallel, Recipe, load_recipe, recipe_to_yaml, with_steps
 from hyper_parallel.errors import (
     BadValue,
     Contradiction,
@@ -118,6 +118,14 @@ def test_override_values(minimal, override, get, value):
     assert get(load_recipe(minimal, [override]).recipe) == value
 
 
+def test_steps_of_a_profile_are_compared_with_steps_not_with_epochs(minimal):
+    profile = ["training.profile.start=300", "training.epochs=3"]
+    loaded = load_recipe(minimal, profile)
+    assert with_steps(loaded, 400).recipe.training.steps == 400
+    with pytest.raises(Contradiction, match=r"profile\.start=199"):
+        with_steps(loaded, 200)
+
+
 # --- parallel -------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +145,7 @@ def test_override_values(minimal, override, get, value):
         ("parallel: {dp_shard: 2}", ["parallel=auto"], {"auto": True}),
         ("parallel: {dp_shard: 2}", ["parallel.auto=true"], {"auto": True, "dp_shard": 2}),
         ("parallel: {tp_x: 2}", ["parallel.tp=4"], {"auto": False, "tp_x": 4}),
+        ("parallel: {tp_x: 2}", ["parallel.tp=null"], {"auto": False}),
     ],
 )
 def test_parallel_rules(write, text, overrides, expected):

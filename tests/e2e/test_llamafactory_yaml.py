@@ -385,6 +385,7 @@ def test_arguments_that_are_wrong_are_refused(keys, code, says):
 def test_a_batch_that_ranks_cannot_share_is_refused():
     ids = torch.ones(2, 5, dtype=torch.long)
     padded = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    packed = torch.tensor([[1, 1, 2, 2, 2], [1, 1, 1, 2, 0]])
     labels = torch.tensor([[-100, 4, 4, 4, 4], [-100, -100, 4, -100, -100]])
     given = shard_inputs_for_cp(
         {"input_ids": ids, "attention_mask": padded, "labels": labels}, 0, 2
@@ -393,11 +394,12 @@ def test_a_batch_that_ranks_cannot_share_is_refused():
     assert given["labels"] is labels
     assert "attention_mask" not in given
     assert given["num_items_in_batch"] == 5
-    for wrong, code in (
+    for wrong, words in (
         ({"pixel_values": ids}, "HP102"),
-        ({"input_ids": ids, "attention_mask": padded.flip(1)}, "HP205"),
+        ({"input_ids": ids, "attention_mask": padded.flip(1)}, r"HP205[\s\S]*padding_side"),
+        ({"input_ids": ids, "attention_mask": packed}, r"HP205[\s\S]*neat_packing: false"),
     ):
-        with pytest.raises(HyperParallelError, match=code):
+        with pytest.raises(HyperParallelError, match=words):
             shard_inputs_for_cp(wrong, 0, 2)
 
 

@@ -63,6 +63,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "class": (SMALL | {"architectures": "Qwen3ForCausalLM"}, "architectures"),
     "classes of numbers": (SMALL | {"architectures": [1]}, "architectures"),
     "special number": (SMALL | {"rope_theta": {"__float__": [1]}}, "__float__"),
+    "large special number": (SMALL | {"rope_theta": {"__float__": 10**400}}, "too large"),
 }  # fmt: skip
 
 

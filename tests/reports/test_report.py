@@ -278,6 +278,31 @@ def test_broken_run_directories_are_refused_by_name(run_dir: Path, tmp_path: Pat
         load_run(run_dir)
 
 
+def test_offloaded_steps_are_shown_and_incomplete_records_refused(run_dir: Path) -> None:
+    for kind in ("predicted", "measured"):
+        spans = (
+            Span("compute", "forward", 0.0, 1.0, "compute"),
+            Span("store", "w", 0.1, 0.2, "store"),
+        )
+        counters = (Counter("device", 0.0, 1e6), Counter("device", 0.5, 2e6))
+        timeline = Timeline(kind, spans, counters)
+        (run_dir / f"offload_{kind}.json").write_text(json.dumps(encode(timeline)))
+    record = {
+        "difference_bytes": 3, "outside_bytes": 0, "dram_bytes": 5, "flash_bytes": 0, "replanned": False,
+        "sim_step_s": 2.0, "pred_sim_step_s": 1.0, "wait_s": 0.5, "pred_wait_s": 0.25,
+    }  # fmt: skip
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text(json.dumps({"step": 1, "loss": 1.0, "offload": record}) + "\n")
+    text = " ".join(page_of(run_dir).text)
+    assert "Simulated step 2 s, predicted 1 s; waiting for copies 500 ms, predicted 250 ms" in text
+    assert "Device memory" in text
+    del record["wait_s"]
+    rows = [{"step": step, "offload": record} for step in (1, 2)]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(RunUnreadable, match=r"metrics\.jsonl:1"):
+        load_run(run_dir)
+
+
 def test_half_a_surrogate_pair_in_a_run_is_shown_as_its_escape(run_dir: Path) -> None:
     about = (
         json.loads((run_dir / "run.json").read_text()) if (run_dir / "run.json").exists() else {}
@@ -287,6 +312,15 @@ def test_half_a_surrogate_pair_in_a_run_is_shown_as_its_escape(run_dir: Path) ->
     )
     page, _ = write_report(run_dir)
     assert "\\ud800" in page.read_text(encoding="utf-8")
+
+
+def test_lanes_that_are_not_drawn_are_counted_over_all_lanes_of_a_rank(run_dir: Path) -> None:
+    lanes = [f"rank {rank}/{kind}" for rank in range(10) for kind in ("compute", "communication")]
+    spans = tuple(Span(lane, "forward", 0.0, 0.1, "compute", 3) for lane in lanes)
+    timeline = Timeline("measured", spans)
+    (run_dir / "timeline.json").write_text(json.dumps(encode(timeline)))
+    page, _ = write_report(run_dir)
+    assert "4 more lanes are not drawn" in page.read_text(encoding="utf-8")
 
 
 def test_lanes_and_bars_name_the_terms_of_a_step_alike() -> None:

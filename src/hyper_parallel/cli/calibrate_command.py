@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +49,7 @@ def calibrate(
             raise Contradiction(
                 "--runs fits a CSV file and measures nothing on this machine, so --check and --ranks do not apply",
                 got="--runs with --check or --ranks",
-                hint=f"hyper-parallel calibrate --runs {runs}",
+                hint=shlex.join(["hyper-parallel", "calibrate", "--runs", str(runs)]),
             )
         _from_runs(runs, output)
         return

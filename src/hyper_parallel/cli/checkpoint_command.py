@@ -83,14 +83,8 @@ def inspect(
         }
         for name, tensor in index.tensors.items()
     ]
-    facts = {
-        "step": manifest.step,
-        "world_size": manifest.world_size,
-        "size_bytes": manifest.size_bytes,
-        "fingerprint": manifest.fingerprint,
-        "metrics": manifest.metrics,
-        "extra": extra,
-    }
+    names = ("step", "world_size", "size_bytes", "fingerprint", "metrics")
+    facts = {**{name: getattr(manifest, name) for name in names}, "extra": extra}
     if as_json:
         say(json.dumps(facts | {"tensors": tensors}, indent=1))
         return
@@ -227,21 +221,15 @@ def _extra_check(directory: Path) -> CheckExtra | None:
 
 def _checkpoints(run_dir: Path) -> Path:
     """Return the directory that contains the checkpoints of a run; raise RunUnreadable (HP603) if there are none."""
-    from hyper_parallel.config import run_hint
+    from hyper_parallel.config import missing_run
     from hyper_parallel.trainer.checkpoints import manifest as files
 
     for directory in (run_dir / "checkpoints", run_dir):
         if files.steps(directory):
             return directory
-    problem = "this is a file, not a run directory"
-    if not run_dir.is_file():
-        problem = f"the run {'has no checkpoints' if run_dir.is_dir() else 'does not exist'}"
-    raise RunUnreadable(
-        problem,
-        where=str(run_dir),
-        allowed="a directory with checkpoints, such as checkpoints/step_00000010",
-        hint=run_hint(run_dir) or "hyper-parallel train RECIPE.yaml checkpoint.every=10",
-    )
+    allowed = "a directory with checkpoints, such as checkpoints/step_00000010"
+    command = "hyper-parallel train RECIPE.yaml checkpoint.every=10"
+    raise missing_run(run_dir, "checkpoints", allowed, command)
 
 
 def _adapters_of(run_dir: Path) -> tuple[Lora, Path] | None:

@@ -164,6 +164,11 @@ def _usable(findings: list[Finding], need: str) -> bool:
     return all(f.status not in ("missing", "old") for f in findings if f.need == need)
 
 
+def _optional(name: str, detail: str, gives: str, fix: str | None = None) -> Finding:
+    """Return a finding on an item that only some features need: a warning if it has a fix."""
+    return Finding(name, "ok" if fix is None else "warning", detail, "optional", gives, fix)
+
+
 def _python() -> Finding:
     detail = (
         f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
@@ -191,61 +196,45 @@ def _machine(measure: bool) -> tuple[list[Finding], dict[str, Any] | None]:
         forget_measurements()
     devices = find_accelerators()
     names = f"{len(devices)} x {devices[0].name}" if devices else "none, 4 ranks share the CPU"
-    findings = [Finding("accelerators", "ok", names, "optional", "fast training")]
-    if (
-        devices
-        and devices[0].kind == "cuda"
-        and (_installed_version("torch") or "").endswith("+cpu")
-    ):
-        findings.append(
-            Finding(
-                "torch build", "warning", "torch is a CPU build and cannot use the accelerator",
-                "optional", "fast training", _install("torch>=2.11") + " --force-reinstall",
-            )
-        )  # fmt: skip
+    findings = [_optional("accelerators", names, "fast training")]
+    is_cpu_build = (_installed_version("torch") or "").endswith("+cpu")
+    if devices and devices[0].kind == "cuda" and is_cpu_build:
+        detail = "torch is a CPU build and cannot use the accelerator"
+        fix = f"{_install('torch>=2.11')} --force-reinstall"
+        findings.append(_optional("torch build", detail, "fast training", fix))
     try:
         machine = detect_local(accelerators=devices)
     except HyperParallelError as error:
         detail = f"[{error.code}] {error.what}"
-        findings.append(
-            Finding("topology", "warning", detail, "optional", "topology: local", error.hint)
-        )
-        return findings, None
+        fix = error.hint or "hyper-parallel plan MODEL --topology FILE"
+        return [*findings, _optional("topology", detail, "topology: local", fix)], None
     device, tier = machine.device, machine.tiers[0]
     peaks = ", ".join(f"{d} {q.value / 1e12:.3g}" for d, q in device.peak_flops.items())
     detail = (
         f"{machine.description}; per device {peaks} TFLOP/s, {format_bytes(device.memory_bytes.value)}; "
         f"{tier.name} {tier.bytes_s.value / 1e9:.3g} GB/s, {format_seconds(tier.latency_s.value)}"
     )
-    findings.append(Finding("topology", "ok", detail, "optional", "topology: local"))
-    return findings, encode(machine)
+    return [*findings, _optional("topology", detail, "topology: local")], encode(machine)
 
 
 def _storage() -> list[Finding]:
     from hyper_parallel.topology import cache_dir
     from hyper_parallel.units import GB, format_bytes
 
-    cache = cache_dir()
-    findings = []
+    cache, fix = cache_dir(), None
+    detail = str(cache)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache):
             pass
-        findings.append(
-            Finding("cache", "ok", str(cache), "optional", "tokenised data, measurements")
-        )
     except OSError as error:
-        findings.append(
-            Finding(
-                "cache", "warning", f"{cache}: {error.strerror}", "optional",
-                "tokenised data, measurements", "export XDG_CACHE_HOME=/a/writable/directory",
-            )
-        )  # fmt: skip
+        detail = f"{cache}: {error.strerror}"
+        fix = "export XDG_CACHE_HOME=/a/writable/directory"
+    findings = [_optional("cache", detail, "tokenised data, measurements", fix)]
     free = shutil.disk_usage(Path.cwd()).free
-    status: Literal["ok", "warning"] = "ok" if free > 5 * GB else "warning"
     detail = f"{format_bytes(free)} free in the working directory"
-    fix = None if status == "ok" else "free some space, or set `output_dir` to another disk"
-    return [*findings, Finding("disk", status, detail, "optional", "runs and checkpoints", fix)]
+    fix = None if free > 5 * GB else "free some space, or set `output_dir` to another disk"
+    return [*findings, _optional("disk", detail, "runs and checkpoints", fix)]
 
 
 def _print(findings: list[Finding], planning: bool, training: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -107,27 +108,22 @@ class _ModelSource:
 
 
 def _check_code_options(run_dir: Path, no_code: bool, trusted: bool) -> None:
-    """Raise Contradiction (HP104) for `--no-code` together with `--trust-remote-code`."""
     if no_code and trusted:
         raise Contradiction(
             "--trust-remote-code allows code that --no-code forbids",
             got="--no-code --trust-remote-code",
-            hint=f"hyper-parallel generate {run_dir} --no-code",
+            hint=shlex.join(["hyper-parallel", "generate", str(run_dir), "--no-code"]),
         )
 
 
 def _prompts_conflict(source: _ModelSource, prompts: Path, parallel: str) -> Contradiction:
-    """Return the error for an option that `--prompts` does not support."""
     problem = "--prompt and --json apply to a single prompt"
     got = "--prompts with --prompt or --json"
     if parallel and source.memory is not None:
         problem = "--device-memory applies to a single device"
         got = f"--device-memory with --parallel {parallel}"
-    return Contradiction(
-        problem,
-        got=got,
-        hint=f"hyper-parallel generate {source.run_dir} --prompts {prompts} -o OUT.jsonl",
-    )
+    words = ["hyper-parallel", "generate", str(source.run_dir), "--prompts", str(prompts)]
+    return Contradiction(problem, got=got, hint=shlex.join([*words, "-o", "OUT.jsonl"]))
 
 
 def _memory(

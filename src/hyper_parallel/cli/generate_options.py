@@ -5,85 +5,67 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 RunDir = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         help="Directory of a run, Hugging Face model directory, or a name on the Hugging Face hub."
     ),
 ]
-Prompt = Annotated[str | None, typer.Option(help="Text to continue.")]
+Prompt = Annotated[str | None, Option(help="Text to continue.")]
 Image = Annotated[
     list[str] | None,
-    typer.Option(help="With --prompt: image that the user's message shows; may be repeated."),
+    Option(help="With --prompt: image that the user's message shows; may be repeated."),
 ]
 Audio = Annotated[
     list[str] | None,
-    typer.Option(help="With --prompt: recording that the user's message plays; may be repeated."),
+    Option(help="With --prompt: recording that the user's message plays; may be repeated."),
 ]
 Prompts = Annotated[
     Path | None,
-    typer.Option(help='File of many prompts instead: JSON lines with "prompt".', dir_okay=False),
+    Option(help='File of many prompts instead: JSON lines with "prompt".', dir_okay=False),
 ]
 Output = Annotated[
     Path | None,
-    typer.Option(
-        "--output", "-o", help="With --prompts: JSON lines file to write. Default: stdout."
-    ),
+    Option("--output", "-o", help="With --prompts: JSON lines file to write. Default: stdout."),
 ]
 NoCode = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--no-code",
         help="Forbid code in the model directory (default); contradicts --trust-remote-code.",
     ),
 ]
-Slots = Annotated[int, typer.Option(help="With --prompts: sequences decoded at a time.", min=1)]
+Slots = Annotated[int, Option(help="With --prompts: sequences decoded at a time.", min=1)]
 Parallel = Annotated[
-    str,
-    typer.Option(
-        help='With --prompts: layout, with keys of the section `parallel`: "tp=2", "pp=2".'
-    ),
+    str, Option(help='With --prompts: layout, with keys of the section `parallel`: "tp=2", "pp=2".')
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="Maximum tokens of the continuation.", min=1)]
-Temperature = Annotated[
-    float, typer.Option(help="Sampling temperature. 0: most likely token.", min=0.0)
-]
+MaxNewTokens = Annotated[int, Option(help="Maximum tokens of the continuation.", min=1)]
+Temperature = Annotated[float, Option(help="Sampling temperature. 0: most likely token.", min=0.0)]
 TopP = Annotated[
-    float, typer.Option(help="Sample from the most likely tokens up to this total probability.")
+    float, Option(help="Sample from the most likely tokens up to this total probability.")
 ]
-TopK = Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.", min=0)]
-Stop = Annotated[
-    list[str] | None, typer.Option(help="Text that ends the continuation; may be repeated.")
-]
-Seed = Annotated[int, typer.Option(help="Same seed, same text.")]
+TopK = Annotated[int, Option(help="Sample from this many most likely tokens; 0: all.", min=0)]
+Stop = Annotated[list[str] | None, Option(help="Text that ends the continuation; may be repeated.")]
+Seed = Annotated[int, Option(help="Same seed, same text.")]
 Chat = Annotated[
     bool,
-    typer.Option(
-        "--chat", help="Treat the prompt as a user's message. Without a prompt: interactive."
-    ),
+    Option("--chat", help="Treat the prompt as a user's message. Without a prompt: interactive."),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: as stored.")]
+Device = Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str | None, Option(help="float32, bfloat16, ... Default: as stored.")]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Device memory to use, such as 4GiB; other data is streamed from DRAM. On a CPU: simulated."
     ),
 ]
-Dram = Annotated[
-    str | None, typer.Option(help="With --device-memory: DRAM to use. Default: unlimited.")
-]
+Dram = Annotated[str | None, Option(help="With --device-memory: DRAM to use. Default: unlimited.")]
 FlashDir = Annotated[
-    Path | None, typer.Option(help="With --device-memory: folder for data that exceeds DRAM.")
+    Path | None, Option(help="With --device-memory: folder for data that exceeds DRAM.")
 ]
 Topology = Annotated[
-    str,
-    typer.Option(
-        help="With --device-memory: preset name, YAML file, or local: machine to plan for."
-    ),
+    str, Option(help="With --device-memory: preset name, YAML file, or local: machine to plan for.")
 ]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object with text, tokens and time.")
-]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object with text, tokens and time.")]

@@ -89,7 +89,7 @@ def plan(
         say(_plan_text(chosen, explain, gantt))
         say("\nnext:\n" + "\n".join(_next_commands(ctx, recipe, topology, chosen, output)))
     if not dry_run:
-        _write_files(chosen, output, schedule_csv)
+        _write_files(chosen, output, schedule_csv, recipe)
 
 
 def _difference(left: Path, right: Path) -> str:
@@ -108,9 +108,12 @@ def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
         check_schedule_file(schedule_csv)
 
 
-def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None) -> None:
+def _write_files(
+    chosen: Plan, output: Path | None, schedule_csv: Path | None, recipe: Path | None
+) -> None:
     if schedule_csv is not None:
-        write_schedule(chosen, schedule_csv)
+        hint = "--pin pp=2" if recipe is None else f"set `parallel.pp=2` in {recipe}"
+        write_schedule(chosen, schedule_csv, hint)
         say(f"schedule written to {schedule_csv}", err=True)
     if output is not None:
         with written(output):
@@ -124,13 +127,11 @@ def _choose_plan(
     """Return the plan of a recipe or of a model, and the names of model and topology that the user gave."""
     params = ctx.params
     if recipe is not None:
-        if given := sorted(_chosen(ctx).keys() & {*_IN_RECIPE}):
+        if replaced := sorted(options.typed_options(ctx).keys() & {*_IN_RECIPE}):
+            names = ["model" if n == "model" else f"--{n.replace('_', '-')}" for n in replaced]
             raise Contradiction(
                 "a recipe already determines the model, the workload and the search",
-                got="--recipe with "
-                + ", ".join(
-                    f"--{name.replace('_', '-')}" if name != "model" else name for name in given
-                ),
+                got=f"--recipe with {', '.join(names)}",
                 hint=f"hyper-parallel plan --recipe {shlex.quote(str(recipe))}",
                 where="--recipe",
             )
@@ -300,23 +301,12 @@ def _wrapped_lines(words: list[str]) -> Iterator[str]:
     yield line
 
 
-def _chosen(ctx: typer.Context) -> dict[str, Any]:
-    """Return the options and arguments that differ from their defaults, by name."""
-    values = {param: ctx.params.get(param.name or "") for param in ctx.command.params}
-    return {
-        param.name or "": value
-        for param, value in values.items()
-        if value is not False and value != param.default and value not in (None, (), [])
-    }
-
-
 def _current_command(ctx: typer.Context) -> list[str]:
-    """Return the words of the current command line without its output options."""
-    words, chosen = ["hyper-parallel", "plan"], _chosen(ctx)
+    words, typed = ["hyper-parallel", "plan"], options.typed_options(ctx)
     for param in ctx.command.params:
-        if param.name in _NOT_REPEATED or param.name not in chosen:
+        if param.name in _NOT_REPEATED or param.name not in typed:
             continue
-        value = chosen[param.name]
+        value = typed[param.name]
         option = [] if param.param_type_name == "argument" else [max(param.opts, key=len)]
         for item in value if isinstance(value, list) else [value]:
             words += option if item is True else [*option, str(item)]
@@ -362,7 +352,6 @@ def _fraction(text: str) -> float:
 
 
 def _pins(texts: Iterable[str]) -> dict[str, str]:
-    """Return the values of `--pin`, given as `name=value`, by name."""
     pins: dict[str, str] = {}
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))

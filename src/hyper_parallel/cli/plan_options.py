@@ -3,127 +3,123 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
+from typer import Argument, Context, Option
+
+
+def typed_options(ctx: Context) -> dict[str, Any]:
+    """Return the options and arguments on the command line, with their values, by name."""
+    names = [param.name or "" for param in ctx.command.params]
+    typed = [n for n in names if str(ctx.get_parameter_source(n)).endswith("COMMANDLINE")]
+    return {name: ctx.params[name] for name in typed}
+
 
 Model = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         help="Preset name, Hugging Face directory, config.json, or a name on the Hugging Face hub.",
         show_default=False,
     ),
 ]
 Topology = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--topology",
         "-t",
         help="Preset name (an unknown name lists all), YAML file, or local. Default: local, or the recipe's.",
     ),
 ]
-Devices = Annotated[
-    int | None, typer.Option(min=1, help="Devices to use. Default: all of the topology.")
-]
+Devices = Annotated[int | None, Option(min=1, help="Devices to use. Default: all of the topology.")]
 SeqLen = Annotated[
-    int | None, typer.Option(min=2, help="Tokens per sequence. Default: the model's, at most 8192.")
+    int | None, Option(min=2, help="Tokens per sequence. Default: the model's, at most 8192.")
 ]
-TokensPerStep = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of one step over all devices.")
-]
+TokensPerStep = Annotated[int | None, Option(min=1, help="Tokens of one step over all devices.")]
 Pin = Annotated[
-    list[str] | None,
-    typer.Option(help="Fix a degree or choice: tp=8, schedule=zbv. May be repeated."),
+    list[str] | None, Option(help="Fix a degree or choice: tp=8, schedule=zbv. May be repeated.")
 ]
 Exclude = Annotated[
     list[str] | None,
-    typer.Option(help="Axes and choices to exclude: cp,gathered_inputs. May be repeated."),
+    Option(help="Axes and choices to exclude: cp,gathered_inputs. May be repeated."),
 ]
 Objective = Annotated[
     str,
-    typer.Option(
+    Option(
         help="step-time, tokens-per-device-second, memory or fewest-devices. For generation: throughput or latency."
     ),
 ]
 Deadline = Annotated[
     float | None,
-    typer.Option(help="Maximum step time in seconds, for fewest-devices or memory.", min=0.0),
+    Option(help="Maximum step time in seconds, for fewest-devices or memory.", min=0.0),
 ]
-Top = Annotated[int, typer.Option(min=0, help="Runners-up to print.")]
+Top = Annotated[int, Option(min=0, help="Runners-up to print.")]
 Offload = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--offload",
         help="Allow offload to host memory and recomputation if device memory is exceeded.",
     ),
 ]
 AllLayouts = Annotated[
-    bool,
-    typer.Option(
-        "--all-layouts", help="For studies: include layouts that this version cannot run."
-    ),
+    bool, Option("--all-layouts", help="For studies: include layouts that this version cannot run.")
 ]
 MemoryHeadroom = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Fraction of device memory to leave free. Default: 5% on accelerators, 0% on a CPU."
     ),
 ]
 Media = Annotated[
     int | None,
-    typer.Option(
-        min=0,
-        help="For multimodal models: images or recordings of 30 s per sequence. Default: 4.",
+    Option(
+        min=0, help="For multimodal models: images or recordings of 30 s per sequence. Default: 4."
     ),
 ]
 ImageSize = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=1,
         help="For multimodal models: side of an image in pixels, if its encoder reads any size. Default: 896.",
     ),
 ]
-Recipe = Annotated[Path | None, typer.Option(help="Plan this recipe instead of a model.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")]
+Recipe = Annotated[Path | None, Option(help="Plan this recipe instead of a model.")]
+Output = Annotated[Path | None, Option("--output", "-o", help="Write the plan to this file.")]
 ScheduleCsv = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         help="Write the actions of every pipeline rank as CSV for torch.distributed.pipelining."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Write no files.")]
+AsJson = Annotated[bool, Option("--json", help="Print the plan as JSON.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Write no files.")]
 Explain = Annotated[
-    bool, typer.Option("--explain", help="Print every cost term, layout, collective and runner-up.")
+    bool, Option("--explain", help="Print every cost term, layout, collective and runner-up.")
 ]
-Gantt = Annotated[bool, typer.Option("--gantt", help="Also draw the simulated schedule.")]
+Gantt = Annotated[bool, Option("--gantt", help="Also draw the simulated schedule.")]
 Launch = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Print launch settings instead of the plan: ours (a recipe) or megatron (flags).",
         show_default=False,
     ),
 ]
 Diff = Annotated[
     tuple[Path, Path] | None,
-    typer.Option(help="Print the differences of two plan files instead of planning."),
+    Option(help="Print the differences of two plan files instead of planning."),
 ]
 Purpose = Annotated[
-    str,
-    typer.Option("--for", help="Purpose: train, or generate (prompts continued by `generate`)."),
+    str, Option("--for", help="Purpose: train, or generate (prompts continued by `generate`).")
 ]
 Prompts = Annotated[
-    int | None, typer.Option(help="For generation: prompts over all devices. Default: 32.")
+    int | None, Option(help="For generation: prompts over all devices. Default: 32.")
 ]
-PromptLen = Annotated[
-    int | None, typer.Option(help="For generation: tokens per prompt. Default: 512.")
-]
+PromptLen = Annotated[int | None, Option(help="For generation: tokens per prompt. Default: 512.")]
 NewTokens = Annotated[
-    int | None, typer.Option(help="For generation: tokens per continuation. Default: 128.")
+    int | None, Option(help="For generation: tokens per continuation. Default: 128.")
 ]
 Parallel = Annotated[
-    str | None, typer.Option(help='For generation: use this layout: "tp=8", "pp=2 tp=4".')
+    str | None, Option(help='For generation: use this layout: "tp=8", "pp=2 tp=4".')
 ]
 Dtype = Annotated[
-    str | None, typer.Option(help="For generation: float32, bfloat16, ... Default: as stored.")
+    str | None, Option(help="For generation: float32, bfloat16, ... Default: as stored.")
 ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from hyper_parallel.cli.app import is_quiet, say
+from hyper_parallel.cli.plan_options import typed_options
 from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import GenerateWorkload
 from hyper_parallel.planner.generation import GenerationLayout, GenerationPlan, plan_generation
@@ -37,7 +38,7 @@ def plan_to_generate(
         Contradiction: HP104 for an option that the value of `--for` does not support.
     """
     chosen = ctx.params
-    typed = _typed_options(ctx)
+    typed = _checked_options(ctx)
     if chosen["model"] is None:
         raise BadValue(
             "no model is given", hint="hyper-parallel plan llama-3-8b -t dgx-h100 --for generate"
@@ -66,16 +67,15 @@ def plan_to_generate(
         say(f"\nnext:\n{_next(plan)}")
 
 
-def _typed_options(ctx: typer.Context) -> set[str]:
+def _checked_options(ctx: typer.Context) -> set[str]:
     """Return the names of the options on the command line; raise an error if `--for` does not support one of them."""
-    purpose, sources = ctx.params["purpose"], {p.name or "": p for p in ctx.command.params}
-    typed = {n for n in sources if str(ctx.get_parameter_source(n)).endswith("COMMANDLINE")}
+    purpose, typed = ctx.params["purpose"], {*typed_options(ctx)}
     if purpose not in ("train", "generate"):
         raise BadValue("unknown purpose", where="--for", got=purpose, allowed="train, generate")
     generate = purpose == "generate"
     wrong = typed - {*_OWN, *_SHARED, "purpose"} if generate else typed & {*_OWN}
     if wrong:
-        option = max(sources[min(wrong)].opts, key=len)
+        (option,) = (max(p.opts, key=len) for p in ctx.command.params if p.name == min(wrong))
         raise Contradiction(
             f"{option} applies to {'training' if generate else 'generation'} only",
             got=f"--for {purpose}",

@@ -60,8 +60,8 @@ def check_schedule_file(path: Path) -> None:
     check_output_file(path, first, "a schedule", "--schedule-csv")
 
 
-def write_schedule(plan: Plan, path: Path) -> None:
-    """Write the actions of all pipeline ranks as CSV, one row per rank.
+def write_schedule(plan: Plan, path: Path, hint: str) -> None:
+    """Write the actions of all pipeline ranks as CSV, one row per rank; `hint` gives a plan a pipeline.
 
     Raises:
         Contradiction: HP104 for a plan without a pipeline.
@@ -75,7 +75,7 @@ def write_schedule(plan: Plan, path: Path) -> None:
             "the plan has no pipeline, so there is no schedule to write",
             where="--schedule-csv",
             got="pp=1",
-            hint="--pin pp=2",
+            hint=hint,
         )
     check_schedule_file(path)
     schedule = step_schedule(plan.strategy, plan.workload.accumulation_steps or 1)

@@ -64,7 +64,7 @@ def train(
             raise Contradiction(
                 f"{tracing[0]} applies only to a dry run",
                 where=tracing[0],
-                hint=f"hyper-parallel train {recipe} --dry-run --trace",
+                hint=shlex.join(["hyper-parallel", "train", str(recipe), "--dry-run", "--trace"]),
             )
         from hyper_parallel.cli.dry_run_command import print_dry_run
 

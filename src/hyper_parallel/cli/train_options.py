@@ -5,43 +5,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-RecipePath = Annotated[Path, typer.Argument(help="Recipe YAML.", dir_okay=False)]
+RecipePath = Annotated[Path, Argument(help="Recipe YAML.", dir_okay=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
+    list[str] | None, Argument(help="Values that replace the recipe's, as a.b=c.")
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check, plan and print; start no ranks, write no run.")
+    bool, Option("--dry-run", help="Check, plan and print; start no ranks, write no run.")
 ]
 Trace = Annotated[
-    bool,
-    typer.Option("--trace", help="With --dry-run: trace a step; print exact memory and traffic."),
+    bool, Option("--trace", help="With --dry-run: trace a step; print exact memory and traffic.")
 ]
 Topology = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--topology", "-t", help="With --dry-run: trace for this topology (see `plan -t`) instead."
     ),
 ]
 Ranks = Annotated[
-    int | None, typer.Option(min=1, help="With --trace: ranks of the run. Default: the recipe's.")
+    int | None, Option(min=1, help="With --trace: ranks of the run. Default: the recipe's.")
 ]
 Rank = Annotated[
     int | None,
-    typer.Option(
-        min=0, help="With --trace: rank to trace. Default: one rank per distinct program."
-    ),
+    Option(min=0, help="With --trace: rank to trace. Default: one rank per distinct program."),
 ]
 NoCalibrate = Annotated[
-    bool, typer.Option("--no-calibrate", help="Do not measure this machine before its first run.")
+    bool, Option("--no-calibrate", help="Do not measure this machine before its first run.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="With --trace: print the result as JSON.")]
+AsJson = Annotated[bool, Option("--json", help="With --trace: print the result as JSON.")]
 Launcher = Annotated[
     str | None,
-    typer.Option(help="Launcher: local, torchrun, slurm, ray or kubernetes. Sets launch.launcher."),
+    Option(help="Launcher: local, torchrun, slurm, ray or kubernetes. Sets launch.launcher."),
 ]
 Plan = Annotated[
     Path | None,
-    typer.Option("--plan", help="Use this saved plan, as written by `plan -o`.", dir_okay=False),
+    Option("--plan", help="Use this saved plan, as written by `plan -o`.", dir_okay=False),
 ]

@@ -96,14 +96,42 @@ _DATA_RULES: Final[Rules] = (
     Rule("data.holdout", _replaced_holdout,
          "with `{name}` no documents of the source are held out",
          "holdout={data.holdout:g}, {name}={value}", "set `data.holdout=0`"),
-    Rule("data.validation_split", lambda r: r.data.validation_split is not None and r.data.validation is None,
+    Rule("data.validation_split",
+         lambda r: r.data.validation_split is not None and r.data.validation is None
+         and {"source": r.data.source if isinstance(r.data.source, str) else "FILE"},
          "`data.validation_split` names a split, but no validation dataset is given",
-         "validation_split={data.validation_split}, validation=null", "set `data.validation={data.source}`"),
+         "validation_split={data.validation_split}, validation=null", "set `data.validation={source}`"),
     Rule("data.mask_documents", lambda r: r.offload.on and r.data.masks(r.stage),
          "a memory plan replays one recorded step, but masks of packed documents differ between batches",
          "offload with data.packing=true",
          "set `data.packing=false`, or `data.mask_documents=false` to let documents attend to each other"),
 )  # fmt: skip
+
+
+def _goal(recipe: Recipe) -> dict[str, str] | None:
+    """Return, as `goal`, the key that enables a memory plan; None if offload is off."""
+    if not recipe.offload.on:
+        return None
+    return {"goal": "max_slowdown" if recipe.offload.budget is None else "budget"}
+
+
+def _incomparable_ranks(recipe: Recipe) -> dict[str, str] | None:
+    training, goal = recipe.training, _goal(recipe)
+    if not training.check_ranks_every or (training.deterministic and goal is None):
+        return None
+    if goal is None:
+        return {"offload": "off", "change": "training.deterministic=true"}
+    return {"offload": "on", "change": f"offload.{goal['goal']}=null"}
+
+
+def _late_profile(recipe: Recipe) -> dict[str, str] | None:
+    training, profile = recipe.training, recipe.training.profile
+    is_late = profile is not None and profile.start + profile.steps - 1 > training.steps
+    if profile is None or not is_late or training.epochs is not None:
+        return None
+    if profile.steps > training.steps:
+        return {"change": f"training.profile={{start: 1, steps: {training.steps}}}"}
+    return {"change": f"training.profile.start={training.steps - profile.steps + 1}"}
 
 
 def _halves_batches(recipe: Recipe) -> bool:
@@ -118,25 +146,31 @@ def _misses_evaluations(recipe: Recipe) -> dict[str, int] | None:
     return {"common": every or eval_every or 100}
 
 
+_MESH_AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
+
+
 def _ranks(recipe: Recipe) -> int:
-    p = recipe.parallel
-    return math.prod((p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp_x, p.tp_y))
+    return math.prod(getattr(recipe.parallel, name) for name in _MESH_AXES)
 
 
 def _too_many_ranks(recipe: Recipe) -> dict[str, object] | None:
     ranks = _ranks(recipe)
     launched = recipe.launch.nnodes * (recipe.launch.nproc_per_node or 1)
     key = "launch.nproc_per_node" if launched > ranks else "parallel"
-    hint = "parallel.dp_shard=1" if ranks > launched else "launch.nnodes=1"
+    degrees = {name: getattr(recipe.parallel, name) for name in _MESH_AXES}
+    largest = max(degrees, key=degrees.__getitem__)
+    hint = "launch.nnodes=1" if launched > ranks else f"parallel.{largest}=1"
     most = max(ranks, launched)
     return {"most": most, "key": key, "change": hint} if most > MOST_RANKS else None
 
 
 def _too_many_sequences(recipe: Recipe) -> dict[str, object] | None:
     training, p = recipe.training, recipe.parallel
+    microbatch, accumulated = training.microbatch or 1, training.accumulation_steps or 1
     key, fewer = "training.accumulation_steps", 1
-    sequences = (training.microbatch or 1) * (training.accumulation_steps or 1)
-    sequences *= p.dp_replicate * p.dp_shard
+    if microbatch > accumulated:
+        key = "training.microbatch"
+    sequences = microbatch * accumulated * p.dp_replicate * p.dp_shard
     if training.tokens_per_step is not None:
         key, fewer = "training.tokens_per_step", recipe.data.seq_len
         sequences = training.tokens_per_step // fewer
@@ -206,20 +240,14 @@ _TRAINING_RULES: Final[Rules] = (
          "an elastic run needs a fixed number of tokens per step for any number of ranks",
          "elastic=true, tokens_per_step=null",
          "set `training.tokens_per_step={tokens}`, or `training.elastic=false`"),
-    Rule("training.check_ranks_every",
-         lambda r: r.training.check_ranks_every and (r.offload.on or not r.training.deterministic)
-         and {"offload": "on" if r.offload.on else "off",
-              "change": "offload.budget=null" if r.offload.on else "training.deterministic=true"},
+    Rule("training.check_ranks_every", _incomparable_ranks,
          "bitwise comparison of ranks needs deterministic kernels and does not work with a memory plan",
          "deterministic={training.deterministic}, offload={offload}",
          "set `{change}`, or `training.check_ranks_every=0`"),
-    Rule("training.profile",
-         lambda r: r.training.profile is not None
-         and r.training.profile.start + r.training.profile.steps - 1 > r.training.steps
-         and {"first": max(1, r.training.steps - r.training.profile.steps + 1)},
+    Rule("training.profile", _late_profile,
          "the steps to profile end after the last step of the run",
          "start={training.profile.start}, steps={training.profile.steps} of {training.steps}",
-         "set `training.profile.start={first}`"),
+         "set `{change}`"),
     Rule("training.eval_every",
          lambda r: r.training.eval_every and not r.data.validation and (r.data.holdout == 0 or r.data.streaming)
          and {"holdout": "of a stream" if r.data.streaming else 0,
@@ -294,22 +322,22 @@ _MEMORY_AND_LAUNCH_RULES: Final[Rules] = (
     Rule("offload.flash", lambda r: r.offload.on and r.offload.flash is not None and r.offload.flash_dir is None,
          "`offload.flash` limits files, but no directory for them is given",
          "flash={offload.flash}, flash_dir=null", "set `offload.flash_dir=/scratch`, or `offload.flash=null`"),
-    Rule("training.dtype", lambda r: r.offload.on and r.training.dtype == "float16",
+    Rule("training.dtype", lambda r: r.training.dtype == "float16" and _goal(r),
          "the loss scale of float16 changes between steps, but a planned step runs as recorded",
-         "training.dtype=float16 with offload", "set `training.dtype=bfloat16`, or `offload.budget=null`"),
+         "training.dtype=float16 with offload", "set `training.dtype=bfloat16`, or `offload.{goal}=null`"),
     (
-        Rule("training.on_nonfinite", lambda r: r.offload.on and r.training.on_nonfinite == "skip",
+        Rule("training.on_nonfinite", lambda r: r.training.on_nonfinite == "skip" and _goal(r),
              "a planned step may update parameters before the gradient norm is known, so it cannot be skipped",
              "on_nonfinite=skip with offload",
-             "set `training.on_nonfinite=stop training.skip_grad_norm=null`, or `offload.budget=null`"),
-        Rule("training.skip_grad_norm", lambda r: r.offload.on and r.training.skip_grad_norm is not None,
+             "set `training.on_nonfinite=stop training.skip_grad_norm=null`, or `offload.{goal}=null`"),
+        Rule("training.skip_grad_norm", lambda r: r.training.skip_grad_norm is not None and _goal(r),
              "a planned step may update parameters before the gradient norm is known, so it cannot be skipped",
              "skip_grad_norm={training.skip_grad_norm} with offload",
-             "set `training.on_nonfinite=stop training.skip_grad_norm=null`, or `offload.budget=null`"),
+             "set `training.skip_grad_norm=null`, or `offload.{goal}=null`"),
     ),
-    Rule("training.compile", lambda r: r.offload.on and r.training.compile,
+    Rule("training.compile", lambda r: r.training.compile and _goal(r),
          "a compiled layer chooses its own operator order and buffers, so its memory cannot be planned",
-         "training.compile=true with offload", "set `training.compile=false`, or `offload.budget=null`"),
+         "training.compile=true with offload", "set `training.compile=false`, or `offload.{goal}=null`"),
     Rule("checkpoint.from_dir", lambda r: r.checkpoint.from_dir is not None and r.checkpoint.resume == "never",
          "`checkpoint.from_dir` has no effect, because `checkpoint.resume: never` reads no checkpoints",
          "from_dir={checkpoint.from_dir}, resume=never",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from hyper_parallel.config._preference_sections import PAIRED_STAGES, PREFERENCE_STAGES
 from hyper_parallel.config._recipe import Recipe
@@ -11,7 +12,9 @@ from hyper_parallel.errors import Contradiction
 
 
 def with_values(recipe: Recipe, section: str, values: Mapping[str, object]) -> Recipe:
-    """Return a copy of a recipe with values of one section replaced, without validation."""
+    """Return a copy of a recipe with values of one section (empty: top-level keys) replaced, without validation."""
+    if not section:
+        return recipe.model_copy(update=dict(values))
     changed = getattr(recipe, section).model_copy(update=dict(values))
     return recipe.model_copy(update={section: changed})
 
@@ -43,39 +46,47 @@ def derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     return with_values(recipe, "training", {"warmup_steps": training.steps // 10})
 
 
-def derive_end(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Set the final learning rate of `warmup_stable_decay` to 0 by default, as in transformers."""
+def _launched_ranks(recipe: Recipe) -> int | None:
+    launch = recipe.launch
+    if not recipe.parallel.is_planned or launch.nproc_per_node is None:
+        return None
+    return launch.nnodes * launch.nproc_per_node
+
+
+def _rows_of_pairs(recipe: Recipe) -> int | None:
     training = recipe.training
-    if training.lr_schedule != "warmup_stable_decay" or "min_lr_ratio" in training.model_fields_set:
-        return recipe
-    origins["training.min_lr_ratio"] = "derived: training.lr_schedule=warmup_stable_decay"
-    return with_values(recipe, "training", {"min_lr_ratio": 0.0})
-
-
-def derive_preference_stages(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Set defaults of preference stages: `packing: false`, and a microbatch of 2 for the two answers of a pair."""
-    data, training = recipe.data, recipe.training
-    if (
-        recipe.stage in PREFERENCE_STAGES
-        and "packing" not in data.model_fields_set
-        and data.packing
-    ):
-        origins["data.packing"] = f"derived: stage={recipe.stage}"
-        recipe = with_values(recipe, "data", {"packing": False})
     is_derived = training.tokens_per_step is not None and training.accumulation_steps is not None
-    if recipe.stage in PAIRED_STAGES and training.microbatch is None and not is_derived:
-        origins["training.microbatch"] = f"derived: stage={recipe.stage}, both rows of a pair"
-        recipe = with_values(recipe, "training", {"microbatch": 2})
+    return 2 if recipe.stage in PAIRED_STAGES and not is_derived else None
+
+
+_UNSET_KEYS: Final[Sequence[tuple[str, Callable[[Recipe], object], str]]] = (
+    (
+        "training.min_lr_ratio",
+        lambda r: 0.0 if r.training.lr_schedule == "warmup_stable_decay" else None,
+        "training.lr_schedule=warmup_stable_decay",
+    ),
+    (
+        "data.holdout",
+        lambda r: 0.0 if r.data.validation or r.data.streaming else None,
+        "data.validation or data.streaming",
+    ),
+    ("parallel.world_size", _launched_ranks, "launch.nnodes x launch.nproc_per_node"),
+    ("data.packing", lambda r: False if r.stage in PREFERENCE_STAGES else None, "stage={stage}"),
+    ("training.microbatch", _rows_of_pairs, "stage={stage}, both rows of a pair"),
+)
+"""Keys that are derived if a recipe does not set them: value (None: not derived), and reason for the origins."""
+
+
+def derive_unset(recipe: Recipe, origins: dict[str, str]) -> Recipe:
+    """Derive the keys of `_UNSET_KEYS`."""
+    for key, derive, reason in _UNSET_KEYS:
+        section, _, name = key.partition(".")
+        values = getattr(recipe, section)
+        is_set = name in values.model_fields_set and getattr(values, name) is not None
+        if not is_set and (value := derive(recipe)) is not None:
+            origins[key] = f"derived: {reason.format(stage=recipe.stage)}"
+            recipe = with_values(recipe, section, {name: value})
     return recipe
-
-
-def derive_holdout(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Set the holdout to 0 by default when `data.validation` or `data.streaming` is given."""
-    data = recipe.data
-    if "holdout" in data.model_fields_set or not (data.validation or data.streaming):
-        return recipe
-    origins["data.holdout"] = "derived: data.validation or data.streaming"
-    return with_values(recipe, "data", {"holdout": 0.0})
 
 
 def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
@@ -88,14 +99,4 @@ def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     origins |= dict.fromkeys(
         (f"parallel.{name}" for name in update), "derived: parallel.submodels.language"
     )
-    return with_values(recipe, "parallel", update)
-
-
-def derive_ranks(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Set `parallel.world_size` to the number of ranks that `launch` starts, if the planner chooses the degrees."""
-    parallel, launch = recipe.parallel, recipe.launch
-    if not parallel.is_planned or parallel.world_size or launch.nproc_per_node is None:
-        return recipe
-    origins["parallel.world_size"] = "derived: launch.nnodes x launch.nproc_per_node"
-    update = {"world_size": launch.nnodes * launch.nproc_per_node}
     return with_values(recipe, "parallel", update)

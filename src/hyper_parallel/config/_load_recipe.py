@@ -27,11 +27,8 @@ from pydantic import BaseModel
 
 from hyper_parallel.config._contradictions import check_recipe
 from hyper_parallel.config._derived import (
-    derive_end,
-    derive_holdout,
-    derive_preference_stages,
-    derive_ranks,
     derive_submodels,
+    derive_unset,
     derive_warmup,
     with_values,
 )
@@ -55,6 +52,7 @@ from hyper_parallel.errors import (
     Contradiction,
     HyperParallelError,
     RecipeUnreadable,
+    RunUnreadable,
     UnknownKey,
     abbreviated,
     printable,
@@ -136,7 +134,7 @@ def load_recipe(
     there, else against the working directory. Overrides and `output_dir` are relative to the working directory.
 
     A later layer replaces earlier ones key by key. `null` unsets a key, so that its default applies. Steps replace
-    epochs, and epochs replace steps. A preference stage replaces packing and microbatch of another stage.
+    epochs, and epochs replace steps. A preference stage drops packing, document masks and microbatch of another stage.
 
     Args:
         path: YAML file, or JSON if the name ends in `.json`. A top-level `extends: other.yaml`, relative to the file,
@@ -161,14 +159,7 @@ def load_recipe(
     sources = _Sources(path, origins, overrides)
     recipe = validated(Recipe, _nest(path, merged), sources.where, sources.as_override)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
-    for derive in (
-        derive_warmup,
-        derive_end,
-        derive_holdout,
-        derive_ranks,
-        derive_submodels,
-        derive_preference_stages,
-    ):
+    for derive in (derive_warmup, derive_unset, derive_submodels):
         recipe = derive(recipe, resolved)
     return _checked(LoadedRecipe(recipe, resolved, path))
 
@@ -230,13 +221,25 @@ def refuse_data_file(path: Path, command: str) -> None:
         )
 
 
-def run_hint(path: str | Path) -> str | None:
+def missing_run(path: Path, content: str, allowed: str, command: str) -> RunUnreadable:
+    """Return the error for a path that is not a run directory with some content, such as `checkpoints`.
+
+    `command` is the hint if no similar path exists.
+    """
+    problem = f"the directory has no {content}"
+    if not path.is_dir():
+        kind = "is a file" if path.is_file() else "does not exist"
+        problem = f"this is not a run directory: it {kind}"
+    hint = _run_hint(path) or command
+    return RunUnreadable(problem, where=str(path), allowed=allowed, hint=hint)
+
+
+def _run_hint(path: Path) -> str | None:
     """Return a hint for a path that is not a run directory; None if nothing similar exists.
 
     The hint names a similar path. For a recipe, it names the recipe's run directory, or the
     command that trains the recipe if that directory does not exist.
     """
-    path = Path(path)
     if not is_recipe_file(path):
         near = None if path.exists() else nearest_path(str(path), ["runs"])
         return f"did you mean `{near}`?" if near is not None and Path(near).is_dir() else None
@@ -404,16 +407,16 @@ def _override_hint(words: Sequence[str]) -> str | None:
     return f"write `{shlex.quote(f'{near[0]}={text.strip()}') if text.strip() else f'{near[0]}=VALUE'}`"
 
 
+_MAPPINGS: Final = {key for key, field in leaves(Recipe) if is_mapping(field.annotation)}
+"""Keys whose value is a mapping with free keys."""
+
+
 def _split(name: str) -> _Key:
     """Return the parts of a dotted key. A key inside a mapping such as `parallel.rules` may contain dots."""
-    for key, field in leaves(Recipe):
-        if is_mapping(field.annotation) and name.startswith(f"{key}."):
+    for key in _MAPPINGS:
+        if name.startswith(f"{key}."):
             return (*key.split("."), name.removeprefix(f"{key}."))
     return tuple(name.split("."))
-
-
-_MAPPINGS: Final = {key for key, field in leaves(Recipe) if is_mapping(field.annotation)}
-"""Keys whose value is a mapping; the values in such a mapping are texts."""
 
 
 def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
@@ -522,19 +525,17 @@ def _merge_parallel(
         layer.setdefault(auto, True)
         for degree in DEGREES:
             merged.pop(("parallel", degree), None)
-    for alias, name in Parallel.KEY_ALIASES.items():
-        if ("parallel", alias) not in layer:
-            continue
-        value = layer.pop(("parallel", alias))
-        named = layer.get(("parallel", name))
-        if ("parallel", name) in layer and named != value:
+    aliased = [k for k in layer if k[0] == "parallel" and k[1:] and k[1] in Parallel.KEY_ALIASES]
+    for key in aliased:
+        alias, name = key[1], Parallel.KEY_ALIASES[key[1]]
+        target, value = ("parallel", name, *key[2:]), layer.pop(key)
+        if (named := layer.setdefault(target, value)) != value:
             raise Contradiction(
                 f"`parallel.{alias}` and `parallel.{name}` are two names of one degree",
                 where=_where(path, f"parallel.{alias}", origin),
                 got=f"{alias}={value}, {name}={named}",
                 hint=f"remove `parallel.{alias}`",
             )
-        layer[("parallel", name)] = value
     submodels = any(
         key[:2] == ("parallel", "submodels") and layer[key] is not None for key in layer
     )
@@ -584,7 +585,7 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return a recipe that is valid in any directory: paths are absolute, and Hub snapshots are name and commit."""
+    """Return a recipe that is valid in any directory: existing paths are absolute, Hub snapshots are pinned names."""
 
     def absolute(value: str | None, written: bool) -> str | None:
         if not value or value in _WORDS:
@@ -602,10 +603,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         else:
             changed = absolute(value, key in _WRITTEN)
         section, _, name = key.rpartition(".")
-        update = {name: changed}
-        recipe = (
-            with_values(recipe, section, update) if section else recipe.model_copy(update=update)
-        )
+        recipe = with_values(recipe, section, {name: changed})
     names = [absolute(n, False) if "/" in n else n for n in recipe.grpo.reward_funcs]
     return with_values(recipe, "grpo", {"reward_funcs": tuple(names)})
 

@@ -5,7 +5,23 @@ from __future__ import annotations
 from typing import Final
 
 from hyper_parallel.config._preference_sections import PREFERENCE_STAGES, Grpo
+from hyper_parallel.config._recipe import Recipe
 from hyper_parallel.config._rules import Rule, Rules
+
+
+def _ahead(recipe: Recipe) -> dict[str, str]:
+    """Return, as `ahead`, the overrides that let sampling run ahead of training."""
+    ranks = "" if recipe.grpo.rollout_ranks else "grpo.rollout_ranks=1 "
+    return {"ahead": f"{ranks}grpo.max_staleness={recipe.grpo.max_staleness or 1}"}
+
+
+def _lacking_reference(recipe: Recipe) -> dict[str, str] | None:
+    """Return, as `needed`, the overrides that a reference on the sampling ranks needs; None if nothing is missing."""
+    grpo = recipe.grpo
+    values = {"grpo.rollout_ranks=1": not grpo.rollout_ranks, "grpo.beta=0.04": not grpo.beta}
+    needed = " ".join(text for text, is_missing in values.items() if is_missing)
+    return {"needed": needed} if grpo.reference_role == "sampler" and needed else None
+
 
 PREFERENCE_RULES: Final[Rules] = (
     Rule("data.source",
@@ -46,16 +62,15 @@ PREFERENCE_RULES: Final[Rules] = (
          "staleness needs extra sampling ranks; ranks that train and sample in turn always have the newest weights",
          "max_staleness={grpo.max_staleness}, rollout_ranks=0",
          "set `grpo.rollout_ranks=1`, or `grpo.max_staleness=0`"),
-    Rule("grpo.reference_role",
-         lambda r: r.grpo.reference_role == "sampler" and not (r.grpo.beta and r.grpo.rollout_ranks),
+    Rule("grpo.reference_role", _lacking_reference,
          "a reference on the sampling ranks needs a reference (`beta` > 0) and extra sampling ranks",
          "reference_role=sampler, beta={grpo.beta:g}, rollout_ranks={grpo.rollout_ranks}",
-         "set `grpo.reference_role=learner`, or `grpo.rollout_ranks=1 grpo.beta=0.04`"),
+         "set `grpo.reference_role=learner`, or `{needed}`"),
     Rule("grpo.partial_rollout",
-         lambda r: r.grpo.partial_rollout and (not r.grpo.max_staleness or r.training.deterministic),
+         lambda r: r.grpo.partial_rollout and (not r.grpo.max_staleness or r.training.deterministic) and _ahead(r),
          "partial rollouts need staleness, and the time at which newer weights arrive is not deterministic",
          "max_staleness={grpo.max_staleness}, deterministic={training.deterministic}",
-         "set `grpo.max_staleness=1 training.deterministic=false`, or `grpo.partial_rollout=false`"),
+         "set `{ahead} training.deterministic=false`, or `grpo.partial_rollout=false`"),
     Rule("grpo.partial_rollout", lambda r: r.grpo.partial_rollout and r.grpo.rollout_dp_shard > 1,
          "sampling ranks that shard parameters (FSDP) can load newer weights only between rollouts",
          "partial_rollout=true, rollout_dp_shard={grpo.rollout_dp_shard}",
@@ -69,10 +84,10 @@ PREFERENCE_RULES: Final[Rules] = (
          "the reward `environment` needs an environment",
          "reward_funcs=[environment], environment=null", "set `grpo.environment=my_module.MyEnvironment`"),
     Rule("grpo.min_effective_samples",
-         lambda r: r.grpo.min_effective_samples is not None and not r.grpo.max_staleness,
+         lambda r: r.grpo.min_effective_samples is not None and not r.grpo.max_staleness and _ahead(r),
          "without staleness all samples are on-policy, so this threshold has no effect",
          "min_effective_samples={grpo.min_effective_samples:g}, max_staleness=0",
-         "set `grpo.min_effective_samples=null`, or `grpo.rollout_ranks=1 grpo.max_staleness=1`"),
+         "set `grpo.min_effective_samples=null`, or `{ahead}`"),
     Rule("grpo.{name}",
          lambda r: [{"name": name, "value": value} for name in ("epsilon", "epsilon_high")
                     if r.grpo.num_iterations == 1

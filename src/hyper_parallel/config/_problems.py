@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 from hyper_parallel.config._read import read_mapping
 from hyper_parallel.config.foreign_keys import FOREIGN_NAMES, ForeignKey
 from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey, abbreviated
+from hyper_parallel.serde import flatten
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -60,14 +61,16 @@ def optional_section(annotation: object) -> type[BaseModel] | None:
 
 
 def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | None:
-    """Return the field that a path refers to, or None. List indices and mapping keys in the path are skipped."""
+    """Return the field that a path of keys or aliases refers to, or None; skip list indices and mapping keys."""
     section: type[BaseModel] | None = model
     field: FieldInfo | None = None
     parts = iter(path)
     for part in parts:
         if isinstance(part, int):
             continue
-        field = None if section is None else section.model_fields.get(str(part))
+        if section is None:
+            return None
+        field = section.model_fields.get(getattr(section, "KEY_ALIASES", {}).get(part, part))
         if field is None:
             return None
         section = section_of(field.annotation)
@@ -117,13 +120,8 @@ def _describe(annotation: Any) -> str:
     if origin is dict:
         return f"a mapping, each value {_describe(arguments[1])}"
     simple = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
-    return simple.get(annotation) or " or ".join([*_words_of(annotation), "a mapping of keys"])
-
-
-def _words_of(section: Any) -> tuple[str, ...]:
-    """Return the words that may replace a whole section, such as `auto`; empty if there are none."""
-    words: tuple[str, ...] = getattr(section, "WORDS", ())
-    return words
+    section: tuple[str, ...] = getattr(annotation, "WORDS", ())  # such as `auto`, for a whole section
+    return simple.get(annotation) or " or ".join([*section, "a mapping of keys"])
 
 
 def keys_of(model: type[BaseModel]) -> list[str]:
@@ -249,7 +247,7 @@ def _allowed_strings(annotation: Any) -> list[str]:
         return ["true", "false"]
     if is_mapping(annotation):
         return _allowed_strings(typing.get_args(annotation)[1])
-    if words := _words_of(annotation):
+    if words := getattr(annotation, "WORDS", ()):
         return list(words)
     return [word for inner in typing.get_args(annotation) for word in _allowed_strings(inner)]
 
@@ -276,7 +274,6 @@ def _whole_value(path: Sequence[str | int], value: object, data: object) -> tupl
 
 
 def _names_of(field: FieldInfo) -> list[str]:
-    """Return the names that a mapping field accepts as keys."""
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
         if is_mapping(annotation):
             return _allowed_strings(typing.get_args(annotation)[0])
@@ -316,14 +313,6 @@ def _is_foreign(model: type[BaseModel], path: Sequence[str | int]) -> bool:
     return len(path) == 1 and not difflib.get_close_matches(
         str(path[0])[:80], keys_of(model), n=1, cutoff=0.9
     )
-
-
-def _leaves_of(value: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, inner in value.items():
-        if isinstance(inner, dict) and inner:
-            yield from (((str(name), *path), leaf) for path, leaf in _leaves_of(inner))
-        else:
-            yield (str(name),), inner
 
 
 def _parts(key: str) -> list[str | int]:
@@ -374,7 +363,8 @@ class _InvalidValues:
                 else item["type"] != "missing" and field is not None and not _has_keys(field)
             )
         ):
-            return [self._unknown_key((*path, *inner), leaf) for inner, leaf in _leaves_of(value)]
+            leaves = flatten(value)
+            return [self._unknown_key((*path, *key.split(".")), leaf) for key, leaf in leaves]
         problem: HyperParallelError
         if is_extra:
             problem = self._unknown_key(path, value)
@@ -409,13 +399,10 @@ class _InvalidValues:
         key, section = dotted(path), _section_at(self.model, path[:-1])
         hint = self._foreign_hint(key, value)
         if hint is None and (near := nearest_key(self.model, path)):
-            *sections, name = _parts(near)
-            owner = _section_at(self.model, sections) or self.model
-            field = owner.model_fields[getattr(owner, "KEY_ALIASES", {}).get(name, name)]
-            if _accepts(field, value):
-                hint = f"write `{self.as_override(near, value, key)}`"
-            elif optional_section(field.annotation) is None and str(path[-1]) == name:
-                hint = f"the key is `{near}`: {describe(field)}"
+            field = self._field(near)
+            is_moved = optional_section(field.annotation) is None and path[-1] == _parts(near)[-1]
+            if is_moved or _accepts(field, value):
+                hint = self._key_hint(near, value, key)
         return UnknownKey(
             f"unknown key `{key}`",
             where=self.where(key),
@@ -424,7 +411,6 @@ class _InvalidValues:
         )
 
     def _unknown_name(self, field: FieldInfo, path: Sequence[str | int]) -> BadValue:
-        """Return the error for an unknown entry name in a mapping such as `data.columns`."""
         *sections, name = path
         key, words = dotted(sections), _names_of(field)
         mapping: Any = self.data
@@ -476,16 +462,13 @@ class _InvalidValues:
         if section is None:
             return None
         if isinstance(value, str) and (degrees := _assignments(self.model, section, key, value)):
-            return " ".join(
-                ("write", *(f"`{self.as_override(k, number, key)}`" for k, number in degrees))
-            )
+            return " ".join(["write", *(f"`{self.as_override(k, n, key)}`" for k, n in degrees)])
         main = getattr(section, "MAIN_KEY", "")
         if not main:
             return None
         if value is True:
-            return (
-                f"write `{self.as_override(key, {main: section.model_fields[main].default}, key)}`"
-            )
+            default = {main: section.model_fields[main].default}
+            return f"write `{self.as_override(key, default, key)}`"
         if _accepts(section.model_fields[main], value):
             return f"write `{self.as_override(f'{key}.{main}', value, key)}`"
         return None
@@ -502,13 +485,19 @@ class _InvalidValues:
             return None if foreign is None else foreign.advice
         with suppress(TypeError):  # unhashable value
             value = foreign.values.get(value, value)
-        *sections, name = foreign.key.split(".")
-        owner = _section_at(self.model, sections)
-        assert owner is not None, foreign.key
-        field = owner.model_fields[getattr(owner, "KEY_ALIASES", {}).get(name, name)]
+        return self._key_hint(foreign.key, value, key)
+
+    def _key_hint(self, key: str, value: object, written: str) -> str:
+        """Return the hint to write `key` instead of the key `written`, with the value if `key` accepts it."""
+        field = self._field(key)
         if _accepts(field, value):
-            return f"write `{self.as_override(foreign.key, value, key)}`"
-        return f"the key is `{foreign.key}`: {describe(field)}"
+            return f"write `{self.as_override(key, value, written)}`"
+        return f"the key is `{key}`: {describe(field)}"
+
+    def _field(self, key: str) -> FieldInfo:
+        field = field_at(self.model, _parts(key))
+        assert field is not None, key
+        return field
 
 
 def validated(

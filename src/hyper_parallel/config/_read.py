@@ -17,7 +17,7 @@ import yaml
 
 from hyper_parallel.errors import HyperParallelError, abbreviated
 from hyper_parallel.near_paths import RECIPE_FOLDER, nearest_path
-from hyper_parallel.received import LimitExceeded, Limits, check_value, read_text
+from hyper_parallel.received import LimitExceeded, Limits, check_value, parse_json, read_text
 
 if TYPE_CHECKING:
     _Loader = yaml.SafeLoader
@@ -92,7 +92,7 @@ def read_mapping(path: Path, error: type[HyperParallelError], file_type: str) ->
     is_json = path.suffix.lower() == ".json"
     try:
         text = read_text(path, LIMITS)
-        data = _parse_json(text) if is_json else parse_yaml(text)
+        data = parse_json(text, LIMITS, _no_repeats) if is_json else parse_yaml(text)
     except OSError as cause:
         hint = f"ls {shlex.quote(str(path.parent))}"
         near = nearest_path(str(path), [RECIPE_FOLDER])
@@ -162,15 +162,6 @@ def _check_events(text: str, limits: Limits) -> None:
             and _LONG_NUMBER.match(event.value)
         ):
             raise LimitExceeded("a number of more than 1,000 characters")
-
-
-def _parse_json(text: str) -> Any:
-    try:
-        value = json.loads(text, object_pairs_hook=_no_repeats)
-    except RecursionError:
-        raise LimitExceeded(f"nested deeper than {LIMITS.depth}") from None
-    check_value(value, LIMITS)
-    return value
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -208,17 +208,7 @@ class Launch(Section):
             time_limit_s(value)
         return value
 
-    @field_validator(
-        "partition",
-        "time",
-        "ray_address",
-        "sbatch",
-        "image",
-        "namespace",
-        "resource",
-        "volume",
-        "mount_path",
-    )
+    @field_validator("*")
     @classmethod
     def _one_line(cls, value: object) -> object:
         """Reject control characters: these values become lines of a script, and a line feed would end one."""

@@ -9,9 +9,10 @@ import math
 from collections.abc import Mapping
 from itertools import count, islice
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -72,6 +73,7 @@ class Section(BaseModel):
         return value
 
 
+_S = TypeVar("_S", bound=Section)
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
@@ -94,17 +96,8 @@ class Model(Section):
 
 
 _Format = Literal[
-    "auto",
-    "text",
-    "jsonl",
-    "parquet",
-    "csv",
-    "alpaca",
-    "sharegpt",
-    "prompt_completion",
-    "preference",
-]
-
+    "auto", "text", "jsonl", "parquet", "csv", "alpaca", "sharegpt", "prompt_completion", "preference",
+]  # fmt: skip
 
 ColumnName = Literal[
     "prompt", "completion", "instruction", "input", "output", "answer", "system", "history", "messages", "chosen",
@@ -390,6 +383,14 @@ class LanguageDegrees(TowerDegrees):
     single encoder may share ranks with the stages: one schedule then orders the actions of both."""
 
 
+def _refuse_keys_beside_auto(section: _S) -> _S:
+    """Return the section; raise ValueError if its key `auto`, which chooses the other keys, is set with another key."""
+    if getattr(section, "auto", False) and section.model_fields_set - {"auto"}:
+        name = type(section).__name__.lower()
+        raise ValueError(f"`{name}: auto` chooses all other keys of `{name}`")
+    return section
+
+
 class Submodels(Section):
     """Layouts of the parts of a multimodal model: `language`, and an encoder `vision`, `audio` or both; or `auto`."""
 
@@ -404,11 +405,7 @@ class Submodels(Section):
     audio: TowerDegrees | None = None
     """Like `vision`, for an encoder of audio."""
 
-    @model_validator(mode="after")
-    def _auto_alone(self) -> Submodels:
-        if self.auto and self.model_fields_set - {"auto"}:
-            raise ValueError("`submodels: auto` chooses all other keys of `submodels`")
-        return self
+    _auto_alone = model_validator(mode="after")(_refuse_keys_beside_auto)
 
     @property
     def towers(self) -> dict[str, TowerDegrees]:
@@ -448,7 +445,7 @@ class Parallel(Section):
     """FSDP degree: data-parallel ranks that shard parameters, gradients and optimizer state."""
     cp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Context-parallel degree: ranks that split each sequence."""
-    tp_x: int = Field(default=1, ge=1, le=MOST_RANKS)
+    tp_x: int = Field(default=1, ge=1, le=MOST_RANKS, validation_alias=AliasChoices("tp_x", "tp"))
     """Tensor-parallel degree on axis x; `tp` is an alias. Sequence parallelism is always included."""
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree on axis y, the second axis of 2-D tensor parallelism."""
@@ -514,18 +511,6 @@ class Parallel(Section):
         towers = {rank for name, ranks in members.items() for rank in ranks}
         return len(towers - {*members.get("language", ())})
 
-    @model_validator(mode="before")
-    @classmethod
-    def _aliases(cls, data: object) -> object:
-        if isinstance(data, dict) and "tp" in data:
-            data = dict(data)
-            if "tp_x" in data and data["tp_x"] != data["tp"]:
-                raise ValueError(
-                    f"tp={data['tp']} and tp_x={data['tp_x']} are two names of one degree"
-                )
-            data["tp_x"] = data.pop("tp")
-        return data
-
 
 class Moe(Section):
     """Routing of mixture-of-experts models. A setting that the model cannot apply is an error."""
@@ -558,11 +543,7 @@ class Overlap(Section):
     chunks: int = Field(default=4, ge=2, le=MOST_CHUNKS)
     """Chunks of tokens, for `tp: chunks` and `ep: chunks`."""
 
-    @model_validator(mode="after")
-    def _auto_alone(self) -> Overlap:
-        if self.auto and self.model_fields_set - {"auto"}:
-            raise ValueError("`overlap: auto` chooses all other keys of `overlap`")
-        return self
+    _auto_alone = model_validator(mode="after")(_refuse_keys_beside_auto)
 
 
 class Checkpoint(Section):

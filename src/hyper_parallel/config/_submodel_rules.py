@@ -47,8 +47,8 @@ def _idle_ranks(recipe: Recipe) -> dict[str, Any] | None:
     if not missing:
         return None
     names = _submodels(recipe).members
-    hint = " ".join(f"set `parallel.submodels.{name}.ranks=null`" for name in names)
-    return {"first": missing[0], "count": max(used) + 1, "hint": hint}
+    changes = " ".join(f"parallel.submodels.{name}.ranks=null" for name in names)
+    return {"first": missing[0], "count": max(used) + 1, "changes": changes}
 
 
 def _other_degrees(recipe: Recipe) -> list[dict[str, Any]]:
@@ -69,7 +69,8 @@ def _excluded_settings(recipe: Recipe) -> list[dict[str, str]]:
         "stage=sft": recipe.stage != "sft",
         "backend=torch": recipe.backend != "torch",
         "overlap=none": overlap.tp != "none" or overlap.ep != "none",
-        "offload.budget=null offload.max_slowdown=null": recipe.offload.on,
+        "offload.budget=null": recipe.offload.budget is not None,
+        "offload.max_slowdown=null": recipe.offload.max_slowdown is not None,
         "training.compile=false": training.compile,
         "training.elastic=false": training.elastic,
         "training.check_ranks_every=0": training.check_ranks_every > 0,
@@ -92,7 +93,7 @@ SUBMODEL_RULES: Final[Rules] = (
          "pipeline stages can share ranks with one encoder only, but the model has several",
          "pp={pp}, {members}", "set `parallel.submodels.language.pp=1`", "one encoder, or ranks that are not shared"),
     Rule("parallel.submodels", _idle_ranks,
-         "a rank has no part of the model", "rank {first} of {count}", "{hint}",
+         "a rank has no part of the model", "rank {first} of {count}", "set `{changes}`",
          "ranks from 0, each with at least one part"),
     Rule("parallel.{axis}", _other_degrees,
          "`parallel.{axis}` differs from the degree in `parallel.submodels.language`",

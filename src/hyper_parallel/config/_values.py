@@ -23,15 +23,9 @@ def arguments(value: object) -> object:
 
 
 _ADAMW = (
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adamw_torch_npu_fused",
-    "adamw_torch_xla",
-    "adamw_apex_fused",
-    "adamw_hf",
-    "fused_adamw",
-    "adam_w",
-)
+    "adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused", "adamw_torch_xla", "adamw_apex_fused", "adamw_hf",
+    "fused_adamw", "adam_w",
+)  # fmt: skip
 """Names of AdamW implementations, all with the same update."""
 
 

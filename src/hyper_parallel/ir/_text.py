@@ -1,4 +1,4 @@
-"""Plans as plain text: a summary panel, a full explanation, and the differences of two plans line by line."""
+"""Methods of `Plan` that return text: a summary panel, a full explanation, and the differences of two plans."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from hyper_parallel.serde import encode
+from hyper_parallel.serde import encode, flatten
 from hyper_parallel.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -25,8 +25,14 @@ _BRIEF_WIDTH: Final = 80
 """Characters per line of `brief`: the default width of a terminal."""
 
 
-def panel(plan: Plan, half_width: float | None, width: int) -> str:
-    """Return the text of `Plan.summary`: strategy, step time, memory, largest terms, rejected plans, notes."""
+def panel(plan: Plan, half_width: float | None = None, width: int = 80) -> str:
+    """Return a plan as a panel of about 25 lines: strategy, time, memory, largest terms, rejected plans, notes.
+
+    Args:
+        plan: The plan.
+        half_width: h of the 80 % prediction interval, see `planner.half_width`; None: no interval.
+        width: Characters per line.
+    """
     lines = [_title(plan)]
     for label, items in summary(plan, half_width).items():
         for index, item in enumerate(items):
@@ -36,7 +42,7 @@ def panel(plan: Plan, half_width: float | None, width: int) -> str:
 
 
 def brief(plan: Plan) -> str:
-    """Return a plan in at most ten lines: strategy, batch, step time and its largest parts, memory, first runner-up."""
+    """Return a plan in at most ten lines of 80 characters; `panel` and `explain` are longer."""
     rows = summary(plan)
     labels = (
         "strategy", "batch", "step time", "throughput", "memory", "mostly", "why not", "notes",
@@ -217,8 +223,7 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"formats    compute {w.compute_dtype}, parameters {w.param_dtype}, reductions {w.reduce_dtype}"
     yield (
         f"predicted  {format_seconds(plan.whole_step_s)} per step, {_tokens_per_second(plan):,.0f} tokens/s/device, "
-        f"MFU {plan.predicted_mfu:.1%}, {format_bytes(plan.memory_bytes)} of "
-        f"{format_bytes(plan.memory_capacity_bytes)} per device"
+        f"MFU {plan.predicted_mfu:.1%}, {_tier(plan, 'hbm')}"
     )
 
 
@@ -238,7 +243,6 @@ def _roles_line(r: RolesPlan) -> str:
 
 
 def _roles(plan: Plan) -> Iterator[str]:
-    """Yield the line of the chosen rollout placement, then one line per rejected placement."""
     if plan.roles is None:
         return
     yield _roles_line(plan.roles)
@@ -305,7 +309,6 @@ def _share(part: float, whole: float) -> str:
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
-    """Yield a line per distinct layout, followed by a line for each parameter with this layout."""
     groups: dict[str, list[str]] = {}
     for name, layout in plan.layouts.items():
         groups.setdefault(str(layout), []).append(name)
@@ -364,8 +367,8 @@ def diff(a: Plan, b: Plan) -> str:
 
 
 def _flat(plan: Plan) -> Iterator[tuple[str, str]]:
-    for name in ("model", "workload", "strategy"):
-        yield from _leaves(name, encode(getattr(plan, name)))
+    parts = {name: encode(getattr(plan, name)) for name in ("model", "workload", "strategy")}
+    yield from ((path, str(value)) for path, value in flatten(parts))
     yield "topology", plan.topology
     yield "step_s", format_seconds(plan.step_s)
     if plan.roles is not None:
@@ -374,10 +377,7 @@ def _flat(plan: Plan) -> Iterator[tuple[str, str]]:
         for number, line in enumerate(_submodel_lines(plan.submodels, lanes=False)):
             yield f"submodels[{number}]", line
     yield "mfu", f"{plan.predicted_mfu:.1%}"
-    yield (
-        "memory",
-        f"{format_bytes(plan.memory_bytes)} of {format_bytes(plan.memory_capacity_bytes)}",
-    )
+    yield "memory", _tier(plan, "hbm")
     for cost in plan.cost:
         yield f"cost[{cost.name}]", format_seconds(cost.seconds)
     for term in plan.memory:
@@ -387,14 +387,3 @@ def _flat(plan: Plan) -> Iterator[tuple[str, str]]:
         yield key, f"{c.count} x, {format_bytes(c.sent_bytes)}"
     for name, layout in plan.layouts.items():
         yield f"layouts[{name}]", str(layout)
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(f"{path}.{key}", item)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _leaves(f"{path}[{index}]", item)
-    else:
-        yield path, str(value)

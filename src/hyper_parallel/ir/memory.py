@@ -25,17 +25,8 @@ StorageKind = Literal[
 ]
 Phase = Literal["forward", "backward", "optimizer", "inference"]
 MemoryActionKind = Literal[
-    "run",
-    "recompute",
-    "prefetch",
-    "store",
-    "copy_in",
-    "copy_out",
-    "wait",
-    "detach",
-    "free",
-    "join",
-]
+    "run", "recompute", "prefetch", "store", "copy_in", "copy_out", "wait", "detach", "free", "join",
+]  # fmt: skip
 
 MEMORY_TIERS: tuple[MemoryTier, ...] = get_args(MemoryTier)
 GRADIENT_PIECES = 16

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
 
 from hyper_parallel.errors import PlanUnreadable
 from hyper_parallel.ir import _text
 from hyper_parallel.ir.layout import Layout, Mesh
-from hyper_parallel.ir.strategy import Strategy, Workload
+from hyper_parallel.ir.strategy import MOST_RANKS, Strategy, Workload
 from hyper_parallel.ir.timeline import Task, TaskGraph
 from hyper_parallel.model import ModelProperties
 from hyper_parallel.received import Limits, parse_json, read_text
@@ -51,7 +54,7 @@ class RolesPlan:
             colocated), and the best one for every other staleness and placement.
     """
 
-    rollout_ranks: int
+    rollout_ranks: Annotated[int, Field(ge=0, le=MOST_RANKS)]
     rollout_tp: int
     max_staleness: int
     sample_s: float
@@ -444,36 +447,12 @@ class Plan:
         capacity = self.whole_step_s * peak
         return self.model.flops_per_token * tokens / capacity if capacity else 0.0
 
-    def summary(self, half_width: float | None = None, width: int = 80) -> str:
-        """Return the plan as a panel of about 25 lines.
-
-        Args:
-            half_width: h of the 80 % prediction interval, see `planner.half_width`; None: no interval.
-            width: Characters per line.
-        """
-        return _text.panel(self, half_width, width)
-
-    def __str__(self) -> str:
-        """Return the plan in at most ten lines of 80 characters; `summary` and `explain` are longer."""
-        return _text.brief(self)
-
-    def one_line(self) -> str:
-        """Return model, machine, strategy, step time and memory in one line."""
-        return _text.one_line(self)
-
-    def _repr_html_(self) -> str:
-        return _text.html(self)
-
-    def explain(self, width: int | None = None) -> str:
-        """Return the plan as text: time and memory by term, layouts, collectives, rejected strategies.
-
-        Lines are wrapped at `width` characters; None: not wrapped.
-        """
-        return _text.explain(self, width)
-
-    def diff(self, other: Plan) -> str:
-        """Return the differences from another plan, one line per value; empty for equal plans."""
-        return _text.diff(self, other)
+    __str__ = _text.brief
+    _repr_html_ = _text.html
+    summary = _text.panel
+    one_line = _text.one_line
+    explain = _text.explain
+    diff = _text.diff
 
     def to_json(self) -> str:
         """Return the plan as indented JSON with keys in field order, the content of a plan file."""
@@ -491,32 +470,18 @@ class Plan:
             data = parse_json(text, _LIMITS)
         except ValueError as error:  # also raised beyond a limit of `_LIMITS`
             at = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise PlanUnreadable(
-                "the plan file is not valid JSON",
-                where=f"{where}{at}",
-                got=str(error)[:120],
-                hint="hyper-parallel plan MODEL -o plan.json",
-            ) from error
+            raise _unreadable("is not valid JSON", f"{where}{at}", str(error)[:120]) from error
         if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
-            raise PlanUnreadable(
-                f"the schema version of the plan file is not {PLAN_VERSION}",
-                where=where,
-                got=data.get("version") if isinstance(data, dict) else type(data).__name__,
-                allowed=PLAN_VERSION,
-                hint=_plan_hint(data),
-            )
+            version = data.get("version") if isinstance(data, dict) else type(data).__name__
+            problem = f"does not have the schema version {PLAN_VERSION}"
+            raise _unreadable(problem, where, version, data)
         data.pop("fingerprint", None)
         try:
             plan = decode(cls, data)
             if problem := next(_range_problems(plan), ""):
                 raise DecodeError(problem)
         except (DecodeError, TypeError) as error:
-            raise PlanUnreadable(
-                "the plan file contains an invalid value",
-                where=where,
-                got=str(error),
-                hint=_plan_hint(data),
-            ) from error
+            raise _unreadable("contains an invalid value", where, str(error), data) from error
         return plan
 
     def save(self, path: str | Path) -> None:
@@ -529,65 +494,34 @@ class Plan:
         try:
             text = read_text(Path(path), _LIMITS)
         except (OSError, ValueError) as error:
-            raise PlanUnreadable(
-                "the plan file cannot be read",
-                where=str(path),
-                got=str(error)[:120],
-                hint="hyper-parallel plan MODEL -o plan.json",
-            ) from error
+            raise _unreadable("cannot be read", str(path), str(error)[:120]) from error
         return cls.from_json(text, where=str(path))
 
 
-def _plan_hint(data: object) -> str:
-    """Return the command that recreates the plan of a plan file; `data` is the decoded content of the file."""
+def _unreadable(problem: str, where: str, got: object, data: object = None) -> PlanUnreadable:
+    """Return the error for a plan file; `data` is its decoded content, from which the hint recreates the plan."""
+    words = ["MODEL"]
     match data:
         case {"model": {"name": str(model)}, "topology": str(topology)}:
-            return f"hyper-parallel plan {model} --topology {topology} -o plan.json"
-    return "hyper-parallel plan MODEL -o plan.json"
+            words = [model, "--topology", topology]
+    hint = shlex.join(["hyper-parallel", "plan", *words, "-o", "plan.json"])
+    return PlanUnreadable(f"the plan file {problem}", where=where, got=got, hint=hint)
 
 
-_MOST_RANKS: Final = 1 << 20
 _MOST_STAGES: Final = 1 << 16
-_MOST_TOKENS: Final = 1 << 48
-_MOST_CHUNKS: Final = 64
-_DEGREES: Final = (
-    "pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep", "cp_ulysses", "virtual_stages", "etp",
-)  # fmt: skip
 
 
 def _range_problems(plan: Plan) -> Iterator[str]:
-    """Yield a sentence about each number of a plan that is out of range."""
     strategies = {"$.strategy": plan.strategy}
-    strategies |= {f"$.rejected[{i}].strategy": r.strategy for i, r in enumerate(plan.rejected)}
-    strategies |= {f"$.pareto[{i}].strategy": a.strategy for i, a in enumerate(plan.pareto)}
-    strategies |= {
-        f"$.sensitivity[{i}].strategy": x.strategy for i, x in enumerate(plan.sensitivity)
-    }
+    for name in ("rejected", "pareto", "sensitivity"):
+        rows = enumerate(getattr(plan, name))
+        strategies |= {f"$.{name}[{i}].strategy": row.strategy for i, row in rows}
     for path, strategy in strategies.items():
-        yield from _strategy_problems(path, strategy)
-    for name in ("seq_len", "tokens_per_step", "microbatch", "accumulation_steps"):
-        value = getattr(plan.workload, name)
-        if value is not None and not 1 <= value <= _MOST_TOKENS:
-            yield f"$.workload.{name}: {value}, not 1 to {_MOST_TOKENS}"
+        if strategy.overlap.tp_symmetric and strategy.overlap.tp_chunks > 1:
+            yield f"{path}.overlap: tp_symmetric with tp_chunks"
+        if strategy.world_size > MOST_RANKS:
+            yield f"{path}: degrees of {strategy.world_size} ranks, more than {MOST_RANKS}"
+        if strategy.stages > _MOST_STAGES:
+            yield f"{path}: {strategy.stages} pipeline stages, more than {_MOST_STAGES}"
     if len(plan.stages) > _MOST_STAGES:
         yield f"$.stages: {len(plan.stages)} stages, more than {_MOST_STAGES}"
-    if plan.roles is not None and not 0 <= plan.roles.rollout_ranks <= _MOST_RANKS:
-        yield f"$.roles.rollout_ranks: {plan.roles.rollout_ranks}, not 0 to {_MOST_RANKS}"
-
-
-def _strategy_problems(path: str, strategy: Strategy) -> Iterator[str]:
-    for name in _DEGREES:
-        degree = getattr(strategy, name)
-        if degree is not None and not 1 <= degree <= _MOST_RANKS:
-            yield f"{path}.{name}: {degree}, not 1 to {_MOST_RANKS}"
-    for name in ("ep_chunks", "tp_chunks"):
-        if not 1 <= (chunks := getattr(strategy.overlap, name)) <= _MOST_CHUNKS:
-            yield f"{path}.overlap.{name}: {chunks}, not 1 to {_MOST_CHUNKS}"
-    if strategy.overlap.tp_symmetric and strategy.overlap.tp_chunks > 1:
-        yield f"{path}.overlap: tp_symmetric with tp_chunks"
-    if strategy.world_size > _MOST_RANKS:
-        yield f"{path}: degrees of {strategy.world_size} ranks, more than {_MOST_RANKS}"
-    if strategy.stages > _MOST_STAGES:
-        yield f"{path}: {strategy.stages} pipeline stages, more than {_MOST_STAGES}"
-    if min(strategy.stage_layers, default=0) < 0:
-        yield f"{path}.stage_layers: a negative number of layers"

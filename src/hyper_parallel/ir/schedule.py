@@ -23,19 +23,8 @@ from typing import Final, Literal, TypeAlias, get_args
 from hyper_parallel.errors import ScheduleError
 
 ActionKind: TypeAlias = Literal[
-    "F",
-    "I",
-    "W",
-    "B",
-    "SEND_F",
-    "RECV_F",
-    "SEND_B",
-    "RECV_B",
-    "UNSHARD",
-    "RESHARD",
-    "REDUCE_GRAD",
-    "OVERLAP_F_B",
-]
+    "F", "I", "W", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD", "OVERLAP_F_B",
+]  # fmt: skip
 """F forward, I input gradient, W weight gradient, B full backward (I and W); the other kinds are those of torch."""
 
 COMPUTE: Final = frozenset({"F", "I", "W", "B", "OVERLAP_F_B"})

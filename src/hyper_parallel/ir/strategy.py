@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import Final, Literal, NoReturn
+from typing import Annotated, Final, Literal, NoReturn
+
+from pydantic import Field
 
 from hyper_parallel.errors import BadValue, BatchMismatch
 from hyper_parallel.ir.layout import AXES, Layout, Mesh
@@ -27,6 +29,11 @@ BLOCK_SHAPES: Final[tuple[BlockShape, ...]] = ("1d", "2d", "weight")
 """Use of two tensor-parallel axes by a block. `1d`: tp_x * tp_y as one axis (Megatron with sequence parallelism); `2d`:
 activations are moved on y; `weight`: weights are moved on y."""
 _SORTED_AXES: Final = sorted(AXES)
+MOST_RANKS: Final = 1 << 20
+Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+"""Degree of a mesh axis; the bounds of annotated numbers are checked when a plan file is read."""
+_Chunks = Annotated[int, Field(ge=1, le=64)]
+_Count = Annotated[int, Field(ge=1, le=1 << 48)]
 CpKind = Literal["ring", "ulysses", "hybrid", "all_gather"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]
 V_SHAPED: Final = ("zbv", "dualpipev")
@@ -62,8 +69,8 @@ class Overlap:
     """
 
     half_batch: bool = False
-    ep_chunks: int = 1
-    tp_chunks: int = 1
+    ep_chunks: _Chunks = 1
+    tp_chunks: _Chunks = 1
     tp_symmetric: bool = False
 
     @property
@@ -126,27 +133,27 @@ class Strategy:
         order: Mesh axes, outer to inner.
     """
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp_x: int = 1
-    tp_y: int = 1
-    ep: int = 1
+    pp: Degree = 1
+    dp_replicate: Degree = 1
+    dp_shard: Degree = 1
+    cp: Degree = 1
+    tp_x: Degree = 1
+    tp_y: Degree = 1
+    ep: Degree = 1
     attention_shape: BlockShape = "2d"
     mlp_shape: BlockShape = "2d"
     attention_scatter: Literal["head", "token"] = "head"
     gathered_inputs: Literal["keep", "re-gather"] = "keep"
     cp_kind: CpKind = "ring"
-    cp_ulysses: int = 1
+    cp_ulysses: Degree = 1
     schedule: ScheduleKind = "1f1b"
     schedule_file: str = ""
-    virtual_stages: int = 1
-    stage_layers: tuple[int, ...] = ()
+    virtual_stages: Degree = 1
+    stage_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
     rules: tuple[Rule, ...] = ()
     recompute: Literal["none", "selective", "full"] = "none"
     reshard_after_forward: bool = True
-    etp: int | None = None
+    etp: Degree | None = None
     zero: Literal[0, 1] | None = None
     recompute_layers: int | None = None
     offload: bool = False
@@ -418,10 +425,10 @@ class Workload:
         trained: Number of trained parameters, adapters included, divided by the number of parameters of the model.
     """
 
-    seq_len: int
-    tokens_per_step: int | None = None
-    microbatch: int | None = None
-    accumulation_steps: int | None = None
+    seq_len: _Count
+    tokens_per_step: _Count | None = None
+    microbatch: _Count | None = None
+    accumulation_steps: _Count | None = None
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
     reduce_dtype: str = "float32"

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from hyper_parallel.errors import ModelUnreadable, abbreviated
 
 STANDARD_KEYS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "vocab_size",
-)
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
+)  # fmt: skip
 """Keys that every Llama-like config has."""
+PUBLISHED: Final = "use the config.json that the model was published with"
+"""Hint for a value that no published config has."""
 _MOST = 2**31 - 1
 """Largest accepted number; no published model has a larger one."""
 
@@ -52,7 +50,7 @@ class ConfigView:
             self.refuse(
                 f"the config lacks {', '.join(f'`{k}`' for k in missing)}",
                 got=f"keys: {', '.join(sorted(self.values)[:50]) or 'none'}",
-                hint="add the missing keys, or use the config.json that the model was published with",
+                hint=f"add the missing keys, or {PUBLISHED}",
             )
 
     def integer(self, key: str, minimum: int = 1, maximum: int = _MOST) -> int:
@@ -87,7 +85,9 @@ class ConfigView:
             self._refuse_value(key, value, "a list of whole numbers")
         return tuple(value)
 
-    def refuse(self, problem: str, *, got: object, hint: str, allowed: object = None) -> NoReturn:
+    def refuse(
+        self, problem: str, *, got: object, hint: str = PUBLISHED, allowed: object = None
+    ) -> NoReturn:
         """Raise HP305 for the file."""
         raise ModelUnreadable(problem, where=self.where, got=got, allowed=allowed, hint=hint)
 

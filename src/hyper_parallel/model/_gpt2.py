@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hyper_parallel.model._config_json import ConfigView
-from hyper_parallel.model._llama_like import Params, head, norm
+from hyper_parallel.model._llama_like import Params, model_blocks, norm
 from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ParamSpec
 
 ALIASES = {
@@ -58,26 +58,14 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
     attention = AttentionSpec(
         "full", heads, heads, hidden // heads, hidden // heads, None, 2 * hidden
     )
-    tied = EMBEDDING if config.flag("tie_word_embeddings") else None
-    return (
-        Block(
-            "embedding",
-            (),
-            (
-                ParamSpec(EMBEDDING, (vocab, hidden), ("vocab", "embed")),
-                ParamSpec("transformer.wpe.weight", (positions, hidden), ("position", "embed")),
-            ),
-        ),
-        Block(
-            "decoder",
-            tuple(range(config.integer("num_hidden_layers"))),
-            params,
-            attention,
-            MlpSpec(width, gated=False),
-        ),
-        Block("final_norm", (), norm("transformer.ln_f", hidden, bias=True)),
-        Block("head", (), (head(vocab, hidden, tied),)),
+    embedding = (
+        ParamSpec(EMBEDDING, (vocab, hidden), ("vocab", "embed")),
+        ParamSpec("transformer.wpe.weight", (positions, hidden), ("position", "embed")),
     )
+    layers = tuple(range(config.integer("num_hidden_layers")))
+    decoder = Block("decoder", layers, params, attention, MlpSpec(width, gated=False))
+    final_norm = norm("transformer.ln_f", hidden, bias=True)
+    return model_blocks(config, embedding, (decoder,), final_norm)
 
 
 def _conv1d(name: str, inner: tuple[str, int], out: tuple[str, int]) -> Params:

@@ -41,13 +41,21 @@ def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:
         _decoder_block(config, family, *kind, tuple(i for i, k in enumerate(kinds) if k == kind))
         for kind in dict.fromkeys(kinds)
     )
-    tied = EMBEDDING if config.flag("tie_word_embeddings") else None
     embed = ParamSpec(EMBEDDING, (vocab, hidden), ("vocab", "embed"))
+    return model_blocks(config, (embed,), decoder, norm("model.norm", hidden))
+
+
+def model_blocks(
+    config: ConfigView, embedding: Params, decoder: tuple[Block, ...], final_norm: Params
+) -> tuple[Block, ...]:
+    """Return the blocks of a model in forward order; the head [V, D] is tied to the first parameter of `embedding`."""
+    table = embedding[0]
+    tied = table.name if config.flag("tie_word_embeddings") else None
     return (
-        Block("embedding", (), (embed,)),
+        Block("embedding", (), embedding),
         *decoder,
-        Block("final_norm", (), norm("model.norm", hidden)),
-        Block("head", (), (head(vocab, hidden, tied),)),
+        Block("final_norm", (), final_norm),
+        Block("head", (), (ParamSpec("lm_head.weight", table.shape, table.dims, tied),)),
     )
 
 
@@ -275,8 +283,3 @@ def norm(name: str, size: int, dim: str = "embed", bias: bool = False) -> Params
     """Return the parameters of an RMSNorm, its scale; with `bias`, of a LayerNorm."""
     parts = ("weight", "bias") if bias else ("weight",)
     return tuple(ParamSpec(f"{name}.{part}", (size,), (dim,)) for part in parts)
-
-
-def head(vocab: int, hidden: int, tied_to: str | None) -> ParamSpec:
-    """Return the output projection [V, D]; `tied_to` names the parameter that shares its storage, or is None."""
-    return ParamSpec("lm_head.weight", (vocab, hidden), ("vocab", "embed"), tied_to)

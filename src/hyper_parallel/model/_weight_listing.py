@@ -36,6 +36,10 @@ _MAX_HEADER_BYTES: Final = 100_000_000  # limit of the safetensors library
 _INDEX_LIMITS: Final = Limits(num_bytes=_MAX_HEADER_BYTES, num_elements=2_000_000)
 """Limits of an index file, which lists the tensors of all weight files, as their headers do."""
 _CHUNK_BYTES: Final = 1 << 24
+_MALFORMED: Final = (
+    ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
+"""Errors raised by the conversion of a JSON value of another form than expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +120,7 @@ def read_tensor_infos(path: Path) -> dict[str, TensorInfo]:
             )
             for name, t in header.items()
         }
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except _MALFORMED as error:
         raise _corrupt(path, f"header: {error!r}") from error
     end = max((t.end for t in tensors.values()), default=data)
     if end > size:
@@ -233,7 +230,7 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map: Any = read_json(path, _INDEX_LIMITS)["weight_map"]
         files = {str(k): v for k, v in weight_map.items()}
         outside = [f for f in files.values() if Path(f).name != f or "\\" in f]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, *_MALFORMED) as error:
         raise _corrupt(path, repr(error)) from error
     if outside:
         raise WeightsUnreadable(

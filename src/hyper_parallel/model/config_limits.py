@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from hyper_parallel.errors import ModelUnreadable, abbreviated
+from hyper_parallel.errors import abbreviated
+from hyper_parallel.model._config_json import ConfigView
 from hyper_parallel.received import Limits
 
 CONFIG_LIMITS: Final = Limits(num_bytes=8 * 1024**2, num_elements=300_000, depth=30)
@@ -46,7 +47,7 @@ _MOST: Final = 2**53
 
 def check_config(values: Mapping[str, Any], where: str) -> None:
     """Raise ModelUnreadable (HP305) for a config, read from `where`, with a number far beyond all published models."""
-    largest: dict[str, int] = {}
+    config, largest = ConfigView(values, where), dict[str, int]()
     for key, number in _numbers(values, ""):
         name = key.rpartition(".")[2]
         kind = next((count for count in _COUNTS if count.keys.search(name)), None)
@@ -54,24 +55,20 @@ def check_config(values: Mapping[str, Any], where: str) -> None:
         if isinstance(number, float) and (kind is None or kind.label == "positions"):
             continue  # not a count
         if not abs(number) <= limit:
-            raise ModelUnreadable(
+            published = f"; the largest published is {kind.published}" if kind else ""
+            config.refuse(
                 f"`{key}` of the config is larger than in any published model",
-                where=where,
                 got=abbreviated(number),
-                allowed=f"at most {limit:,}"
-                + (f"; the largest published is {kind.published}" if kind else ""),
-                hint="use the config.json that the model was published with",
+                allowed=f"at most {limit:,}{published}",
             )
         if kind is not None and isinstance(number, int):
             largest[kind.label] = max(largest.get(kind.label, 0), abs(number))
     experts = largest.get("experts", 0) * largest.get("layers", 0)
     if experts > _MOST_EXPERTS:
-        raise ModelUnreadable(
+        config.refuse(
             "the config has more experts than any published model",
-            where=where,
             got=f"{largest['layers']:,} layers, {largest['experts']:,} experts",
             allowed=f"at most {_MOST_EXPERTS:,} experts in all layers",
-            hint="use the config.json that the model was published with",
         )
 
 

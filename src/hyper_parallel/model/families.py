@@ -23,6 +23,7 @@ Bias = bool | str
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _SANDWICH_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,148 +98,77 @@ LLAMA = _BiasedAttention(mlp_bias="mlp_bias")
 
 _GLM = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}
 _GEMMA = {"tie_word_embeddings": True, "vocab_size": 256000, "head_dim": 256}
+_GEMMA_WINDOW = {"num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096}
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "llama": LLAMA,
-        "mistral": Family(
-            defaults={"num_key_value_heads": 8, "sliding_window": 4096}, windows="all"
+FAMILIES: Mapping[str, Family] = MappingProxyType({
+    "llama": LLAMA,
+    "mistral": Family(defaults={"num_key_value_heads": 8, "sliding_window": 4096}, windows="all"),
+    "mixtral": Family(
+        defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2, "num_experts": 8},
+        aliases=_LOCAL, windows="all", required=_MOE_KEYS,
+        experts=Experts(
+            "intermediate_size", checkpoint_names=("w1", "w3", "w2"), checkpoint_block="block_sparse_moe",
         ),
-        "mixtral": Family(
-            defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2, "num_experts": 8},
-            aliases=_LOCAL,
-            windows="all",
-            experts=Experts(
-                "intermediate_size",
-                checkpoint_names=("w1", "w3", "w2"),
-                checkpoint_block="block_sparse_moe",
-            ),
-            required=_MOE_KEYS,
-        ),
-        "qwen2": Family(
-            defaults={"num_key_value_heads": 32, **_QWEN_WINDOW}, qkv_bias=True, windows="upper"
-        ),
-        "qwen3": _BiasedAttention(
-            defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
-            qk_norm="head",
-            windows="upper",
-        ),
-        "qwen3_moe": _BiasedAttention(
-            defaults={
-                "num_key_value_heads": 4,
-                "use_sliding_window": False,
-                "sliding_window": 4096,
-                "decoder_sparse_step": 1,
-                "moe_intermediate_size": 768,
-                "num_experts_per_tok": 8,
-                "num_experts": 128,
-            },
-            aliases=_LOCAL,
-            qk_norm="head",
-            windows="switch",
-            experts=Experts("moe_intermediate_size", layers="step"),
-            required=(*_MOE_KEYS, "moe_intermediate_size"),
-        ),
-        "deepseek_v3": Family(
-            defaults={
-                "moe_intermediate_size": 2048,
-                "n_shared_experts": 1,
-                "num_experts": 256,
-                "num_experts_per_tok": 8,
-                "first_k_dense_replace": 3,
-                "q_lora_rank": 1536,
-                "kv_lora_rank": 512,
-                "qk_rope_head_dim": 64,
-                "qk_nope_head_dim": 128,
-                "v_head_dim": 128,
-            },
-            aliases=MappingProxyType({"num_experts": "n_routed_experts"}),
-            attention="mla",
-            qkv_bias="attention_bias",
-            experts=Experts(
-                "moe_intermediate_size", layers="after_dense", shared_key="n_shared_experts"
-            ),
-            required=(*_MOE_KEYS, "moe_intermediate_size"),
-        ),
-        "gpt_oss": _BiasedAttention(
-            defaults={
-                "num_key_value_heads": 8,
-                "head_dim": 64,
-                "sliding_window": 128,
-                "sliding_window_pattern": 2,
-                "attention_bias": True,
-                "num_experts": 128,
-                "num_experts_per_tok": 4,
-            },
-            aliases=_LOCAL,
-            sinks=True,
-            windows="pattern",
-            experts=Experts("intermediate_size", storage="interleaved"),
-            required=_MOE_KEYS,
-        ),
-        "gemma": _BiasedAttention(
-            defaults={**_GEMMA, "num_attention_heads": 16, "num_key_value_heads": 16},
-        ),
-        "gemma2": _BiasedAttention(
-            defaults={
-                **_GEMMA,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "sliding_window": 4096,
-                "sliding_window_pattern": 2,
-            },
-            norms=_SANDWICH_NORMS,
-            windows="pattern",
-        ),
-        "gemma3_text": _BiasedAttention(
-            defaults={
-                **_GEMMA,
-                "vocab_size": 262208,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "sliding_window": 4096,
-                "sliding_window_pattern": 6,
-            },
-            qk_norm="head",
-            norms=_SANDWICH_NORMS,
-            windows="pattern",
-        ),
-        "phi3": Family(windows="all", fused_qkv=True, fused_mlp=True),
-        "olmo2": _BiasedAttention(
-            qk_norm="heads",
-            norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        ),
-        "olmo3": _BiasedAttention(
-            defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
-            qk_norm="heads",
-            norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-            windows="pattern",
-        ),
-        "glm": Family(defaults=_GLM, qkv_bias="attention_bias", fused_mlp=True),
-        "glm4": Family(
-            defaults=_GLM,
-            qkv_bias="attention_bias",
-            fused_mlp=True,
-            norms=(*_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
-        ),
-    }
-)
+    ),
+    "qwen2": Family(defaults={"num_key_value_heads": 32, **_QWEN_WINDOW}, qkv_bias=True, windows="upper"),
+    "qwen3": _BiasedAttention(
+        defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW}, qk_norm="head", windows="upper",
+    ),
+    "qwen3_moe": _BiasedAttention(
+        defaults={
+            "num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1,
+            "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128,
+        },
+        aliases=_LOCAL, qk_norm="head", windows="switch", required=(*_MOE_KEYS, "moe_intermediate_size"),
+        experts=Experts("moe_intermediate_size", layers="step"),
+    ),
+    "deepseek_v3": Family(
+        defaults={
+            "moe_intermediate_size": 2048, "n_shared_experts": 1, "num_experts": 256, "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128, "v_head_dim": 128,
+        },
+        aliases=MappingProxyType({"num_experts": "n_routed_experts"}), attention="mla", qkv_bias="attention_bias",
+        required=(*_MOE_KEYS, "moe_intermediate_size"),
+        experts=Experts("moe_intermediate_size", layers="after_dense", shared_key="n_shared_experts"),
+    ),
+    "gpt_oss": _BiasedAttention(
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2,
+            "attention_bias": True, "num_experts": 128, "num_experts_per_tok": 4,
+        },
+        aliases=_LOCAL, sinks=True, windows="pattern", required=_MOE_KEYS,
+        experts=Experts("intermediate_size", storage="interleaved"),
+    ),
+    "gemma": _BiasedAttention(defaults={**_GEMMA, "num_attention_heads": 16, "num_key_value_heads": 16}),
+    "gemma2": _BiasedAttention(
+        defaults={**_GEMMA, **_GEMMA_WINDOW, "sliding_window_pattern": 2}, norms=_SANDWICH_NORMS, windows="pattern",
+    ),
+    "gemma3_text": _BiasedAttention(
+        defaults={**_GEMMA, **_GEMMA_WINDOW, "vocab_size": 262208, "sliding_window_pattern": 6},
+        qk_norm="head", norms=_SANDWICH_NORMS, windows="pattern",
+    ),
+    "phi3": Family(windows="all", fused_qkv=True, fused_mlp=True),
+    "olmo2": _BiasedAttention(qk_norm="heads", norms=_POST_NORMS),
+    "olmo3": _BiasedAttention(
+        defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
+        qk_norm="heads", norms=_POST_NORMS, windows="pattern",
+    ),
+    "glm": Family(defaults=_GLM, qkv_bias="attention_bias", fused_mlp=True),
+    "glm4": Family(
+        defaults=_GLM, qkv_bias="attention_bias", fused_mlp=True,
+        norms=(*_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
+    ),
+})  # fmt: skip
 """Reader entries by `model_type`, for the Llama-like families."""
 
 FAMILIES_READ: Final = (*sorted(FAMILIES), "gpt2")
 """`model_type` of every supported family."""
 
-TEXT_PARTS: Mapping[str, str] = MappingProxyType(
-    {
-        "gemma3": "gemma3_text",
-        "qwen2_vl": "qwen2",
-        "qwen2_vl_text": "qwen2",
-        "qwen2_5_vl": "qwen2",
-        "qwen2_5_vl_text": "qwen2",
-        "qwen3_vl": "qwen3",
-        "qwen3_vl_text": "qwen3",
-    }
-)
+TEXT_PARTS: Mapping[str, str] = MappingProxyType({
+    "gemma3": "gemma3_text", "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_text": "qwen3",
+})  # fmt: skip
 """`model_type` of the decoder family, by `model_type` of a multimodal model or of its text part."""
 
 KEEPS_MORE: Final = ("gemma2", "phi3")

@@ -74,18 +74,9 @@ def _normal(text: str) -> str:
 
 
 _NOT_GENERIC = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "kv_lora_rank",
-    "is_encoder_decoder",
-    "state_size",
-    "ssm_state_size",
-    "mamba_d_state",
-    "linear_num_key_heads",
-)
+    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "kv_lora_rank", "is_encoder_decoder", "state_size", "ssm_state_size", "mamba_d_state", "linear_num_key_heads",
+)  # fmt: skip
 """Keys that show that a model of an unknown family is not a plain Llama-like decoder."""
 
 
@@ -204,17 +195,16 @@ def spec_from_config(
     Raises:
         ModelUnreadable: HP305 with the missing or invalid keys of the config.
     """
-    where = where or f"config of {name}"
-    values, notes = _text_part(values, where)
-    model_type = _model_type(values, where)
-    dtype, dtype_notes = _dtype(values, where)
+    config, notes = _text_part(ConfigView(values, where or f"config of {name}"))
+    model_type = _model_type(config)
+    dtype, dtype_notes = _dtype(config)
     if model_type == "gpt2":
-        config = ConfigView(values, where, _gpt2.DEFAULTS, _gpt2.ALIASES)
+        config = replace(config, defaults=_gpt2.DEFAULTS, aliases=_gpt2.ALIASES)
         blocks = _gpt2.read_blocks(config)
     else:
-        family, family_notes = _family(model_type, values, where)
+        family, family_notes = _family(model_type, config)
         notes += family_notes
-        config = ConfigView(values, where, family.defaults, family.aliases)
+        config = replace(config, defaults=family.defaults, aliases=family.aliases)
         blocks = _llama_like.read_blocks(config, family)
     return ModelSpec(
         name=name,
@@ -228,7 +218,7 @@ def spec_from_config(
         notes=(*notes, *dtype_notes),
         max_position_embeddings=config.optional_integer("max_position_embeddings"),
         rules=_gpt2.RULES if model_type == "gpt2" else None,
-        quantised=bool(values.get("quantization_config")),
+        quantised=bool(config.values.get("quantization_config")),
     )
 
 
@@ -248,68 +238,57 @@ def read_config_values(path: Path) -> dict[str, Any]:
     Raises:
         ModelUnreadable: HP305 when the file is not a JSON object, or a number is far beyond all published models.
     """
-    published = "fetch config.json again from where the model was published"
     try:
         text = read_text(path, CONFIG_LIMITS)
         values = json.loads(text, object_hook=_special_float)
         check_value(values, CONFIG_LIMITS)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise ModelUnreadable(
-            "the config is not readable JSON", where=str(path), got=str(error), hint=published
-        ) from error
-    if not isinstance(values, dict):
-        raise ModelUnreadable(
-            "the config is not a JSON object",
+            "the config is not readable JSON",
             where=str(path),
-            got=type(values).__name__,
-            hint='a config starts with `{"model_type": ...`',
-        )
+            got=str(error),
+            hint="fetch config.json again from where the model was published",
+        ) from error
+    config = ConfigView(values, str(path))
+    if not isinstance(values, dict):
+        hint = 'a config starts with `{"model_type": ...`'
+        config.refuse("the config is not a JSON object", got=type(values).__name__, hint=hint)
     check_config(values, str(path))
-    _model_type(values, str(path))
+    _model_type(config)
     names = values.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ModelUnreadable(
+        config.refuse(
             "`architectures` of the config is not a list of class names",
-            where=str(path),
             got=abbreviated(names),
             allowed='a list such as `["Qwen3ForCausalLM"]`, or null',
-            hint=published,
         )
     return values
 
 
-def _text_part(values: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+def _text_part(config: ConfigView) -> tuple[ConfigView, tuple[str, ...]]:
     """Return the config of the language part of a multimodal model, and notes; a text config is returned unchanged."""
-    text = values.get("text_config")
+    values, text = config.values, config.values.get("text_config")
     outer = values.get("model_type")
     if text is None:
         multimodal = "vision_config" in values or "audio_config" in values
         note = f"`{outer}` is multimodal: only its language part is used"
-        return values, (note,) if multimodal else ()
+        return config, (note,) if multimodal else ()
     if not isinstance(text, dict):
-        raise ModelUnreadable(
-            "`text_config` is not a JSON object",
-            where=where,
-            got=abbreviated(text),
-            hint="use the config.json that the model was published with",
-        )
+        config.refuse("`text_config` is not a JSON object", got=abbreviated(text))
     # The outer config contains the dtype and, in files of transformers 5, the tie.
     inherited = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "model_type")
     merged = {k: values[k] for k in inherited if k in values} | text
-    return merged, (f"`{outer}` is multimodal: only its language part (`text_config`) is used",)
+    note = f"`{outer}` is multimodal: only its language part (`text_config`) is used"
+    return replace(config, values=merged), (note,)
 
 
-def _model_type(values: Mapping[str, Any], where: str) -> str:
-    model_type = values.get("model_type")
+def _model_type(config: ConfigView) -> str:
+    model_type = config.values.get("model_type")
     if model_type is None:
         return "unknown"
     if not isinstance(model_type, str):
-        raise ModelUnreadable(
-            "`model_type` of the config is not a string",
-            where=where,
-            got=abbreviated(model_type),
-            hint='write for example `"model_type": "llama"`',
-        )
+        problem, hint = "`model_type` of the config is not a string", '"model_type": "llama"'
+        config.refuse(problem, got=abbreviated(model_type), hint=f"write for example `{hint}`")
     return model_type
 
 
@@ -319,9 +298,7 @@ def is_read(values: Mapping[str, Any]) -> bool:
     return TEXT_PARTS.get(str(family), family) in FAMILIES_READ
 
 
-def _family(
-    model_type: str, values: Mapping[str, Any], where: str
-) -> tuple[Family, tuple[str, ...]]:
+def _family(model_type: str, config: ConfigView) -> tuple[Family, tuple[str, ...]]:
     """Return the family of a `model_type`, and notes.
 
     An unknown type is read as Llama; a key that no Llama-like decoder has raises HP305.
@@ -329,18 +306,18 @@ def _family(
     known = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
     if known is not None:
         return known, ()
+    values = config.values
     against = [f"{k}={abbreviated(values[k])}" for k in _NOT_GENERIC if values.get(k)]
     if model_type != "unknown":
         against += [f"no `{k}`" for k in STANDARD_KEYS if values.get(k) is None]
     if against:
-        raise ModelUnreadable(
+        config.refuse(
             f"the model family `{model_type}` is not supported, and its config does not describe a plain decoder",
-            where=where,
             got=", ".join(against),
             allowed=FAMILIES_READ,
             hint="use a model of a supported family",
         )
-    ConfigView(values, where).require(STANDARD_KEYS)
+    config.require(STANDARD_KEYS)
     note = (
         f"the family `{model_type}` is not known: treated as a Llama-like decoder (gated MLP, "
         "RMSNorm, rotary positions), "
@@ -349,17 +326,17 @@ def _family(
     return LLAMA, (note,)
 
 
-def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
+def _dtype(config: ConfigView) -> tuple[str, tuple[str, ...]]:
     """Return the dtype in the config, and notes; float32 when the config states none, as in transformers."""
+    values = config.values
     dtype = values.get("dtype", values.get("torch_dtype"))
     if dtype is None or dtype == "auto":
         dtype = "float32"
     named = abbreviated(dtype) if isinstance(dtype, (list, dict)) else str(dtype)
     dtype = named.removeprefix("torch.")
     if dtype not in FLOAT_DTYPES.values():
-        raise ModelUnreadable(
+        config.refuse(
             "`dtype` is not a floating-point format",
-            where=where,
             got=dtype,
             allowed=tuple(FLOAT_DTYPES.values()),
             hint='write `"dtype": "bfloat16"` in the config',

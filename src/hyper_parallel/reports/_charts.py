@@ -17,27 +17,18 @@ from hyper_parallel.units import GiB, KiB, MiB, format_bytes, format_seconds
 
 MAX_POINTS: Final = 2000
 """Maximum number of drawn points per curve."""
-THEME: Final = Theme(
-    json={
-        "attrs": {
-            "Plot": {
-                "background_fill_alpha": 0.0,
-                "border_fill_alpha": 0.0,
-                "outline_line_color": None,
-                "min_border_right": 12,
-            },
-            "Axis": {
-                "axis_label_text_font_style": "normal",
-                "axis_label_text_font_size": "12px",
-                "major_label_text_font_size": "12px",
-                "axis_line_color": None,
-                "major_tick_line_color": None,
-                "minor_tick_line_color": None,
-            },
-            "Toolbar": {"logo": None, "autohide": True},
-        }
-    }
-)
+_ATTRIBUTES: Final = {
+    "Plot": {
+        "background_fill_alpha": 0.0, "border_fill_alpha": 0.0, "outline_line_color": None, "min_border_right": 12,
+    },
+    "Axis": {
+        "axis_label_text_font_style": "normal", "axis_label_text_font_size": "12px",
+        "major_label_text_font_size": "12px", "axis_line_color": None, "major_tick_line_color": None,
+        "minor_tick_line_color": None,
+    },
+    "Toolbar": {"logo": None, "autohide": True},
+}  # fmt: skip
+THEME: Final = Theme(json={"attrs": _ATTRIBUTES})
 """Bokeh theme with a transparent background, for light and dark pages. The page's script colours text and grid."""
 
 
@@ -182,23 +173,15 @@ def bars(
     text = format_bytes if units is BYTES else format_seconds
     names = [f"{label}: {text(total)}" for label, total in totals.items()]
     plot = _figure(62 + 44 * len(rows), "", unit, y_range=FactorRange(*reversed(names)))
-    data: dict[str, list[Any]] = {k: [] for k in ("y", "left", "right", "color", "what", "value")}
+    drawn = []
     for name, (label, parts, notes) in zip(names, rows, strict=True):
         offset = 0.0
         for kind, value in parts.items():
             share = f"{text(value)} ({value / (totals[label] or 1.0):.0%}) {notes.get(kind, '')}"
-            row = (
-                name,
-                offset / unit.size,
-                (offset + value) / unit.size,
-                COLORS[kind],
-                kind,
-                share,
-            )
-            for column, item in zip(data.values(), row, strict=True):
-                column.append(item)
+            left, right = offset / unit.size, (offset + value) / unit.size
+            drawn.append((name, left, right, COLORS[kind], kind, share))
             offset += value
-    boxes = _boxes(plot, data)
+    boxes = _boxes(plot, drawn)
     plot.add_tools(HoverTool(renderers=[boxes], tooltips=[("", "@what"), ("", "@value")]))
     plot.x_range.start = 0
     if largest < limit <= 4 * largest:
@@ -219,17 +202,15 @@ def lanes(spans: Sequence[Span], names: Mapping[str, str]) -> Chart:
     unit = Unit.of(max((s.end_s for s in visible), default=0.0), SECONDS)
     order = FactorRange(*reversed(list(names.values())))
     plot = _figure(54 + 28 * len(names), "time", unit, y_range=order)
-    boxes = _boxes(
-        plot,
-        {
-            "y": [names[s.lane] for s in visible],
-            "left": [s.start_s / unit.size for s in visible],
-            "right": [s.end_s / unit.size for s in visible],
-            "color": [COLORS[s.category] for s in visible],
-            "what": [s.name for s in visible],
-            "value": [format_seconds(s.duration_s) for s in visible],
-        },
-    )
+    drawn = []
+    for s in visible:
+        left, right, length = (
+            s.start_s / unit.size,
+            s.end_s / unit.size,
+            format_seconds(s.duration_s),
+        )
+        drawn.append((names[s.lane], left, right, COLORS[s.category], s.name, length))
+    boxes = _boxes(plot, drawn)
     tips = [("", "@what"), ("takes", "@value"), ("begins", f"@left{{0.000}} {unit.name}")]
     plot.add_tools(HoverTool(renderers=[boxes], tooltips=tips))
     plot.x_range.start = 0
@@ -237,16 +218,12 @@ def lanes(spans: Sequence[Span], names: Mapping[str, str]) -> Chart:
     return Chart(plot, [(kind, color, "box") for kind, color in COLORS.items() if kind in kinds])
 
 
-def _boxes(plot: Any, data: dict[str, list[Any]]) -> Any:
-    return plot.hbar(
-        y="y",
-        left="left",
-        right="right",
-        height=0.72,
-        fill_color="color",
-        line_color=None,
-        source=data,
-    )
+def _boxes(plot: Any, boxes: Sequence[tuple[str, float, float, str, str, str]]) -> Any:
+    """Draw boxes, given as tuples of row, left, right, colour, label and value."""
+    names = ("y", "left", "right", "color", "what", "value")
+    data = {name: [box[i] for box in boxes] for i, name in enumerate(names)}
+    edges = {name: name for name in ("y", "left", "right")}
+    return plot.hbar(**edges, height=0.72, fill_color="color", line_color=None, source=data)
 
 
 def _figure(height: int, x_label: str, unit: Unit, **ranges: Any) -> Any:

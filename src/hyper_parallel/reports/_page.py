@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from bokeh.embed import components
 from bokeh.models import Range1d
@@ -77,18 +77,24 @@ _CURVES: Final = (
     ("tps", "tokens/s per rank", _PLAIN, None),
 )
 """Charts of one metric each: key, label and units of the metric, and the record that contains it."""
-_OF_PREFERENCES: Final = {
-    "accuracy": ("accuracy",),
-    "margin": ("margin",),
-    "scores": ("chosen", "rejected"),
-}
-"""Charts of the preference stages, with the keys of their lines."""
 
 
-_Named = Sequence[tuple[RunRecord, str, str]]
-"""(run, name, colour) of each run."""
-_Label = Callable[[str, str], str]
-"""Function that names a curve, from the names of its run and of its series."""
+class _Source(NamedTuple):
+    """Run whose curves are drawn, with the prefix of their labels and their colour."""
+
+    run: RunRecord
+    prefix: str
+    color: str
+
+    def curve(self, label: str, key: str, record: str | None = None, style: str = "solid") -> Curve:
+        """Return the curve of a metric of training steps; `key` and `record` as for `_points`."""
+        return Curve(self.prefix + label, _points(self.run.metrics, key, record), self.color, style)
+
+    def held_out(
+        self, label: str, key: str, record: str | None = None, style: str = "dots"
+    ) -> Curve:
+        """Return the curve of a metric of evaluations."""
+        return Curve(self.prefix + label, _points(self.run.evals, key, record), self.color, style)
 
 
 def render(*runs: RunRecord) -> str:
@@ -126,10 +132,12 @@ def render(*runs: RunRecord) -> str:
             delta=deviation,
         )
     run = runs[0]
+    step = Timeline("measured", ()) if run.timeline is None else one_step(run.timeline)
     return environment.get_template("page.html").render(
         values | {"run": run, "plan": run.plan, "mesh": _mesh(run.plan.mesh)},
         layouts=[(name, _layout(x, run.plan.mesh)) for name, x in run.plan.layouts.items()],
-        hidden_lanes=len(_ranks(run.timeline)) - _MAX_LANES if run.timeline else 0,
+        tiers=_TIERS,
+        hidden_lanes=len(_working_lanes(step)) - _MAX_LANES,
         offload=_offload_facts(run),
         exposed=_exposed(run),
         balance=_balance(run),
@@ -192,117 +200,90 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
     margin = 0.02 * (last - first)
     across = Range1d(first - margin, last + margin)
     several = len(runs) > 1
-    named = list(zip(runs, _names(runs), _run_colors(runs), strict=True))
-
-    def label(name: str, series: str) -> str:
-        return f"{name}, {series}" if several else series
-
-    losses = []
-    for run, name, color in named:
-        losses.append(Curve(label(name, "training"), _points(run.metrics, "loss"), color))
-        held_out = [(float(e["step"]), float(e["loss"])) for e in run.evals]
-        losses.append(Curve(label(name, "held out"), held_out, color, "dots"))
+    prefixes = [f"{name}, " if several else "" for name in _names(runs)]
+    sources = list(map(_Source, runs, prefixes, _run_colors(runs)))
     # With several runs, the resume marks of one run could be mistaken for those of another.
     resumed = [] if several else [part.step + 0.5 for part in runs[0].parts[1:]]
     options: dict[str, Any] = {"x_range": across, "marks": resumed}
+    losses = [
+        line
+        for s in sources
+        for line in (s.curve("training", "loss"), s.held_out("held out", "loss"))
+    ]
     shared = {run.terms.loss for run in runs}
+    loss = "loss" if len(shared) > 1 else min(shared)
     charts = {
-        "loss": curves(losses, "loss" if len(shared) > 1 else min(shared), **options, height=320)
+        "loss": curves(losses, loss, **options, height=320),
+        "reward": _reward_chart(sources, **options),
+        **_preference_charts(sources, **options),
+        "held_out_accuracy": _accuracy_chart(sources, **options),
     }
-    charts["reward"] = _reward_chart(named, label, **options)
-    charts |= _preference_charts(named, label, **options)
-    charts["held_out_accuracy"] = _accuracy_chart(named, label, **options)
     for key, y_label, units, record in _CURVES:
-        lines = []
-        for run, name, color in named:
-            in_record = (key, None) if record is None else (record, key)
-            points = _points(run.metrics, *in_record)
-            lines.append(Curve(label(name, "measured" if key != "lr" else "set"), points, color))
-            if key == "step_s":
-                flat = _predicted_steps(run)
-                lines += [Curve(label(name, w), ends, color, "dashed") for w, ends in flat]
+        lines = [s.curve("set" if key == "lr" else "measured", key, record) for s in sources]
+        if key == "step_s":
+            lines += [line for s in sources for line in _predicted_steps(s)]
         charts[key] = curves(lines, y_label, units, **options, from_zero=key != "lr")
-    within = [(label(name, "measured"), color, run) for run, name, color in named]
-    charts["within"] = _within(within)
-    return charts
+    return charts | {"within": _within(sources)}
 
 
-def _reward_chart(named: _Named, label: _Label, **options: Any) -> Chart | None:
+def _reward_chart(sources: Sequence[_Source], **options: Any) -> Chart | None:
     rewards = [
-        Curve(label(name, key.replace("_", " ")), _points(run.metrics, "rollout", key), color, dash)
-        for run, name, color in named
-        for key, dash in zip(run.rewards, ("solid", *["dashed"] * len(run.rewards)), strict=False)
+        s.curve(key.replace("_", " "), key, "rollout", "dashed" if number else "solid")
+        for s in sources
+        for number, key in enumerate(s.run.rewards)
     ]
-    held_out = [
-        Curve(label(name, "held out"), _points(run.evals, "rollout", "reward"), color, "dots")
-        for run, name, color in named
-    ]
+    held_out = [s.held_out("held out", "reward", "rollout") for s in sources]
     return curves([*rewards, *held_out], "reward", **options, height=320) if rewards else None
 
 
-def _preference_charts(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
+def _preference_charts(sources: Sequence[_Source], **options: Any) -> dict[str, Chart | None]:
     """Return the charts of accuracy, margin and scores of preference stages, by name; None for a chart without data."""
-    charts: dict[str, Chart | None] = {}
-    for chart, keys in _OF_PREFERENCES.items():
-        lines = []
-        for run, name, color in named:
-            for key, dash in zip(keys, ("solid", "dashed"), strict=False):
-                series = key if len(keys) > 1 else "training"
-                line = _points(run.metrics, "preference", key)
-                lines.append(Curve(label(name, series), line, color, dash))
-            held_out = _points(run.evals, "preference", keys[0])
-            if len(keys) == 1:
-                lines.append(Curve(label(name, "held out"), held_out, color, "dots"))
-        charts[chart] = curves(lines, chart, **options, from_zero=chart == "accuracy")
-    return charts
+    charts = {}
+    for key in ("accuracy", "margin"):
+        lines = [s.curve("training", key, "preference") for s in sources]
+        lines += [s.held_out("held out", key, "preference") for s in sources]
+        charts[key] = curves(lines, key, **options, from_zero=key == "accuracy")
+    chosen = [s.curve("chosen", "chosen", "preference") for s in sources]
+    rejected = [s.curve("rejected", "rejected", "preference", "dashed") for s in sources]
+    return charts | {"scores": curves([*chosen, *rejected], "scores", **options)}
 
 
-def _accuracy_chart(named: _Named, label: _Label, **options: Any) -> Chart | None:
+def _accuracy_chart(sources: Sequence[_Source], **options: Any) -> Chart | None:
     """Return the chart of the fractions of right held-out answers and tokens; None without evaluations."""
     lines = [
-        Curve(
-            label(name, f"held-out {word}"),
-            _points(run.evals, f"{word[:-1]}_accuracy"),
-            color,
-            dash,
-        )
-        for run, name, color in named
-        for word, dash in (("answers", "solid"), ("tokens", "dashed"))
+        s.held_out(f"held-out {name}s", f"{name}_accuracy", style=style)
+        for s in sources
+        for name, style in (("answer", "solid"), ("token", "dashed"))
     ]
     return curves(lines, "accuracy", **options, from_zero=True)
 
 
-def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]]]]:
-    """Return a label and the points of a flat line at the predicted step time, for each part of the run."""
-    lines = []
+def _predicted_steps(source: _Source) -> Iterator[Curve]:
+    """Yield a flat line at the predicted step time for each part of a run."""
+    run = source.run
     for part in run.parts:
         ends = [row["step"] for row in part.rows if row.get("step_s") is not None]
         if ends and part.plan.step_s:
             flat = [(float(x), part.plan.whole_step_s) for x in (ends[0], ends[-1])]
-            without = run.rewards and part.plan.roles is None
-            lines.append(("predicted, without rollouts" if without else "predicted", flat))
-    return lines
+            without = ", without rollouts" if run.rewards and part.plan.roles is None else ""
+            yield Curve(f"{source.prefix}predicted{without}", flat, source.color, "dashed")
 
 
 def _points(
-    rows: Sequence[dict[str, Any]], key: str, inside: str | None = None
+    rows: Sequence[dict[str, Any]], key: str, record: str | None = None
 ) -> list[tuple[float, float]]:
-    """Return (step, value) pairs of a key in records; for a value that is a dict, of its entry `inside`."""
-    pairs = [
-        (m["step"], m[key] if inside is None else m[key][inside])
-        for m in rows
-        if m.get(key) is not None and (inside is None or m[key].get(inside) is not None)
-    ]
-    return [(float(step), float(value)) for step, value in pairs]
+    """Return (step, value) pairs of a key in rows, or of the key in the dict `record` of each row."""
+    values = ((m["step"], (m if record is None else m.get(record) or {}).get(key)) for m in rows)
+    return [(float(step), float(value)) for step, value in values if value is not None]
 
 
-def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
+def _within(sources: Sequence[_Source]) -> Chart | None:
     """Return a chart of memory over one step on the rank with the highest peak; None without records.
 
     For a single run, it also shows the phases of the step and the predicted peak.
     """
     lines, bands = [], []
-    for label, color, run in runs:
+    for run, prefix, color in sources:
         rank = run.fullest_rank
         recorded = [] if run.timeline is None else steps_of(run.timeline)
         if run.timeline is None or rank is None or not recorded:  # nothing recorded
@@ -311,8 +292,8 @@ def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
         points = [(c.time_s, c.value) for c in step.counters if c.lane == f"{rank}/memory"]
         if len(points) < 3:  # no samples inside the step
             continue
-        lines.append(Curve(f"{label}, {rank}", _stairs(points), color))
-        if len(runs) == 1:
+        lines.append(Curve(f"{prefix}measured, {rank}", _stairs(points), color))
+        if len(sources) == 1:
             bands = [s for s in _with_labels(step, kind_of) if s.lane.startswith(f"{rank}/")]
             flat = [(x, float(run.plan.memory_bytes)) for x in (points[0][0], points[-1][0])]
             lines.append(Curve("predicted peak", flat, color, "dashed"))
@@ -351,10 +332,14 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
 
 def _lanes(timeline: Timeline) -> Chart:
     """Return a chart of one step with a lane per executor, at most `_MAX_LANES` lanes."""
-    working = {s.lane for s in timeline.spans if s.duration_s > 0}
-    busy = itertools.islice((lane for lane in timeline.lanes if lane in working), _MAX_LANES)
-    names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in busy}
+    drawn = _working_lanes(timeline)[:_MAX_LANES]
+    names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in drawn}
     return lanes(_with_labels(timeline, kind_of), names)
+
+
+def _working_lanes(timeline: Timeline) -> list[str]:
+    working = {s.lane for s in timeline.spans if s.duration_s > 0}
+    return [lane for lane in timeline.lanes if lane in working]
 
 
 def _with_labels(timeline: Timeline, kind: Callable[[str, str], str]) -> list[Any]:
@@ -423,10 +408,6 @@ def _measured_memory(run: RunRecord) -> dict[str, float]:
     counters = run.timeline.counters if run.timeline else ()
     parts = {kind: c.value for kind in STATES for c in counters if c.lane == f"{rank}/peak {kind}"}
     return parts | {MOVING: peak - sum(parts.values())} if parts else {WHOLE: peak}
-
-
-def _ranks(timeline: Timeline) -> set[str]:
-    return {lane.partition("/")[0] for lane in timeline.lanes}
 
 
 def _tier(run: RunRecord, tier: str) -> Chart | None:

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Final, NotRequired
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from hyper_parallel.config import read_mapping, run_hint
+from hyper_parallel.config import missing_run, read_mapping
 from hyper_parallel.errors import RunUnreadable
 from hyper_parallel.ir import Plan, Timeline, merge_timelines
 from hyper_parallel.received import Limits, parse_json, read_text
 from hyper_parallel.reports._run_parts import PartRecord, read_parts, unreadable
-from hyper_parallel.reports.data_section import read_answers, read_data_facts
-from hyper_parallel.reports.stage_terms import StageTerms, stage_terms
+from hyper_parallel.reports.data_section import read_answers, read_data_facts, read_record
+from hyper_parallel.reports.terms import StageTerms, stage_terms
 from hyper_parallel.serde import DecodeError, flatten, read
 from hyper_parallel.units import MiB
 
@@ -27,8 +27,15 @@ class _Offloaded(TypedDict):
     """Fields of an offloaded step that a report uses."""
 
     difference_bytes: int
+    outside_bytes: int
     dram_bytes: int
     flash_bytes: int
+    sim_step_s: _Number
+    pred_sim_step_s: _Number
+    wait_s: _Number
+    pred_wait_s: _Number
+    join_s: NotRequired[_Number]
+    pred_join_s: NotRequired[_Number]
     replanned: bool
 
 
@@ -211,14 +218,8 @@ def load_run(directory: str | Path) -> RunRecord:
     """
     root = Path(directory)
     if not (root / "metrics.jsonl").is_file():
-        problem = "it is a file" if root.is_file() else "it does not exist"
-        problem = "it has no metrics.jsonl" if root.is_dir() else problem
-        raise RunUnreadable(
-            f"this is not a run directory: {problem}",
-            where=str(root),
-            allowed="the `output_dir` of a run",
-            hint=run_hint(root) or "hyper-parallel train RECIPE.yaml",
-        )
+        allowed, command = "the `output_dir` of a run", "hyper-parallel train RECIPE.yaml"
+        raise missing_run(root, "metrics.jsonl", allowed, command)
     if not (root / "plan.json").is_file():
         raise RunUnreadable(
             "the run directory has no plan.json",
@@ -269,15 +270,8 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _about(path: Path) -> dict[str, Any]:
     """Return the content of run.json, such as machine and versions; empty if the file does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        facts: dict[str, Any] = parse_json(_text(path), _FILE)
-        _ABOUT.validate_python(facts, strict=True)
-    except ValueError as error:
-        problem = "the recorded settings of the run cannot be read"
-        raise unreadable(path, error, problem) from error
-    return facts
+    facts: dict[str, Any] | None = read_record(path, _ABOUT, "recorded settings", _FILE)
+    return facts or {}
 
 
 def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:

@@ -71,31 +71,28 @@ _LIMITS: Final = Limits(16 * MiB)
 
 
 def read_data_facts(path: Path) -> dict[str, Any] | None:
-    """Return the facts about the data of a run; None for a run of an older version without the file.
-
-    Raises:
-        RunUnreadable: HP603 when the file is damaged.
-    """
-    facts: dict[str, Any] | None = _read(path, _FACTS, "facts on the data")
+    """Return the facts about the data of a run; None for a run of an older version; errors as `read_record`."""
+    facts: dict[str, Any] | None = read_record(path, _FACTS, "facts on the data")
     return facts
 
 
 def read_answers(path: Path) -> list[_Answer]:
-    """Return the held-out conversations that the model answered after training; empty without the file.
-
-    Raises:
-        RunUnreadable: HP603 when the file is damaged.
-    """
-    answers: list[_Answer] | None = _read(path, _ANSWERS, "held-out answers")
+    """Return the held-out conversations that the model answered; empty without the file; errors as `read_record`."""
+    answers: list[_Answer] | None = read_record(path, _ANSWERS, "held-out answers")
     return answers or []
 
 
-def _read(path: Path, schema: TypeAdapter[Any], name: str) -> Any:
+def read_record(path: Path, schema: TypeAdapter[Any], name: str, limits: Limits = _LIMITS) -> Any:
+    """Return the value of a JSON file of a run, checked by a schema; None without the file.
+
+    Raises:
+        RunUnreadable: HP603 when the file is damaged; `name` describes its content.
+    """
     if not path.is_file():
         return None
     problem = f"the {name} of the run cannot be read"
     try:
-        value = read_json(path, _LIMITS)
+        value = read_json(path, limits)
         schema.validate_python(value, strict=True)
     except ValidationError as error:
         first = error.errors()[0]

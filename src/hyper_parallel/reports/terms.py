@@ -1,9 +1,10 @@
-"""Readable labels of spans and cost terms, and one distinct colour per kind."""
+"""Wording of reports: labels and colours of spans and cost terms, and names of the loss and the records by stage."""
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 _ACTION: Final = re.compile(r"(\d+)\s?([A-Za-z_]+?)(\d+)?")
 """Pipeline action such as `2F0`, `1RECV_B3`, `0REDUCE_GRAD` or `0 update`: stage, operation, microbatch."""
@@ -23,26 +24,19 @@ _ACTIONS: Final = {
     "update": ("optimizer", "gradient norm and optimizer"),
 }
 """Kind and label of each operation of an action."""
-_KINDS: Final = {
-    "wait": "waiting",
-    "pipeline bubble": "waiting",
-    "stragglers": "waiting",
-    "data": "data and host",
-    "every step": "data and host",
-    "host": "data and host",
-    "update": "optimizer",
-    "weight": "parameters",
-    "expert": "parameters",
-    "gradient": "gradients",
-    "optimizer state": "optimizer states",
-    "pipeline sends": "communication",
-    "gradient norm": "communication",
-    "gradient reduction": "communication",
-    "data-parallel reduction": "communication",
-    "loss": "communication",
-    "routing": "communication",
-    "offload copies": "copies",
-}
+_NAMES_OF_KINDS: Final = {
+    "waiting": ("wait", "pipeline bubble", "stragglers"),
+    "data and host": ("data", "every step", "host"),
+    "optimizer": ("update",),
+    "parameters": ("weight", "expert"),
+    "gradients": ("gradient",),
+    "optimizer states": ("optimizer state",),
+    "communication": (
+        "pipeline sends", "gradient norm", "gradient reduction", "data-parallel reduction", "loss", "routing",
+    ),
+    "copies": ("offload copies",),
+}  # fmt: skip
+_KINDS: Final = {name: kind for kind, names in _NAMES_OF_KINDS.items() for name in names}
 BOTH, MOVING, WHOLE = "forward and backward", "activations and buffers", "not broken down"
 STATES: Final = ("parameters", "gradients", "optimizer states")
 COLORS: Final = {
@@ -118,3 +112,47 @@ def memory_kind(name: str) -> str:
     """Return the kind of a memory term of a plan: a persistent state, offloaded, or transient memory."""
     kind = _KINDS.get(name, "optimizer states" if name == "optimizer" else name)
     return kind if kind in STATES else "offloaded" if name.startswith("offloaded") else MOVING
+
+
+class StageTerms(NamedTuple):
+    """Wording of reports for one stage.
+
+    Attributes:
+        loss: Name of the loss.
+        meaning: One sentence about the loss.
+        records: Plural name of the data records that a step counts; empty: a step counts tokens.
+        rows: Number of sequences per record.
+    """
+
+    loss: str
+    meaning: str
+    records: str = ""
+    rows: int = 1
+
+
+_TOKENS: Final = "Mean over the valid tokens of all ranks, in nats per token."
+_PAIRS: Final = "Mean over the pairs of a step."
+_STAGES: Final = {
+    "pt": StageTerms("loss", _TOKENS),
+    "sft": StageTerms("loss", "Mean over the target tokens of all ranks, in nats per token."),
+    "dpo": StageTerms("DPO loss", _PAIRS, "pairs", 2),
+    "orpo": StageTerms("ORPO loss", _PAIRS, "pairs", 2),
+    "kto": StageTerms("KTO loss", "Mean over the answers of a step.", "answers", 2),
+    "rm": StageTerms("reward-model loss", _PAIRS, "pairs", 2),
+    "grpo": StageTerms("GRPO loss", "Policy loss; it is near 0 while rewards rise.", "completions"),
+}
+_DPO_LOSSES: Final = {
+    "hinge": "hinge (SLiC) loss",
+    "ipo": "IPO loss",
+    "simpo": "SimPO loss",
+    "orpo": "ORPO loss",
+}
+
+
+def stage_terms(settings: Mapping[str, Any]) -> StageTerms:
+    """Return the wording for the stage of a recipe, given as values by dotted key."""
+    stage = settings.get("stage")
+    terms = _STAGES.get(f"{stage}", _STAGES["pt"])
+    if stage == "dpo":
+        terms = terms._replace(loss=_DPO_LOSSES.get(f"{settings.get('dpo.loss_type')}", terms.loss))
+    return terms

@@ -34,7 +34,7 @@ from hyper_parallel.backends.torch.rotary_lengths import reset_before_calls, rot
 from hyper_parallel.backends.torch.static_cache import why_no_static_cache
 from hyper_parallel.backends.torch.weights.lora import merge_adapters
 from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles
-from hyper_parallel.config import run_hint
+from hyper_parallel.config import missing_run
 from hyper_parallel.errors import (
     BadValue,
     Contradiction,
@@ -132,16 +132,11 @@ def find_export(directory: str | Path) -> Path:
         (d for d in (root / "export", root) if any((d / f).is_file() for f in files)), None
     )
     if export is None:
-        what = "this is a file, not the directory of a run"
-        if not root.is_file():
-            is_there = root.is_dir()
-            what = "there is no exported model" if is_there else "the run directory does not exist"
-        raise RunUnreadable(
-            what,
-            where=str(root),
-            allowed="a directory written by `train`, with export/config.json, or a Hugging Face directory",
-            hint=run_hint(root) or "hyper-parallel train RECIPE.yaml checkpoint.export=true",
+        allowed = (
+            "a directory written by `train`, with export/config.json, or a Hugging Face directory"
         )
+        command = "hyper-parallel train RECIPE.yaml checkpoint.export=true"
+        raise missing_run(root, "exported model", allowed, command)
     if not has_tokenizer(export):
         raise RunUnreadable(
             "the exported model has no tokenizer",

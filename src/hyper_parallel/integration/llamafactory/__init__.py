@@ -12,29 +12,16 @@ from typing import Any
 
 from hyper_parallel.errors import NotServed
 
+_OF_MAIN_BRANCH = (
+    "HSDPModule", "clip_grad_norm_", "export_to_hf_format", "fsdp2_prepare_model", "hsdp_sync_stream",
+    "load_hsdp_model", "load_hsdp_optimizer_and_scheduler", "save_hsdp_checkpoint",
+    "wrap_optimizer_with_skip_dtensor_dispatch",
+)  # fmt: skip
 _EXPORTS = {
     "HyperParallelArguments": "arguments",
     "HyperParallelTrainer": "_sft",
     "load_llamafactory": "_yaml",
-    **dict.fromkeys(
-        (
-            "HSDPModule",
-            "clip_grad_norm_",
-            "fsdp2_prepare_model",
-            "hsdp_sync_stream",
-            "wrap_optimizer_with_skip_dtensor_dispatch",
-        ),
-        "_fsdp2",
-    ),
-    **dict.fromkeys(
-        (
-            "export_to_hf_format",
-            "load_hsdp_model",
-            "load_hsdp_optimizer_and_scheduler",
-            "save_hsdp_checkpoint",
-        ),
-        "_hsdp_state",
-    ),
+    **dict.fromkeys(_OF_MAIN_BRANCH, "_fsdp2"),
 }
 
 _LATER = ("parallelize_model",)

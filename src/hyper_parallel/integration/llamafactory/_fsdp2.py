@@ -1,14 +1,16 @@
-"""Functions that the trainer of LlamaFactory's main branch (since June 2026) calls in place of Accelerate's FSDP2.
+"""Functions that the trainer of LlamaFactory's main branch (since June 2026) calls: model, gradients, checkpoints.
 
 That trainer expects gradients averaged over data-parallel ranks. `hsdp_sync_stream` and
 `wrap_optimizer_with_skip_dtensor_dispatch` do nothing, because gradients are already reduced when backward returns, and
-torch's optimizers accept DTensors.
+torch's optimizers accept DTensors. Checkpoints are written by `hyper_parallel.save` and can be read on any layout and
+number of ranks.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -23,11 +25,16 @@ from hyper_parallel.integration.llamafactory.arguments import HyperParallelArgum
 from hyper_parallel.integration.llamafactory.parallel_model import (
     FORMATS,
     adopt_checkpointing,
+    export,
     shard_model,
+    wait,
 )
+from hyper_parallel.units import plural
 
 _MODEL: Final = "_hyper_parallel_model"
 """Attribute of a parameter with a reference to its model, for callers that pass only parameters."""
+_FOLDER: Final = "hsdp_model_0"
+_SCHEDULER: Final = "scheduler.pt"
 
 
 def fsdp2_prepare_model(
@@ -44,7 +51,7 @@ def fsdp2_prepare_model(
         Contradiction: HP104 without FSDP2, with its offload to the CPU, or with `tp_size`.
         DegreesMismatch: HP301 when the degrees do not divide the ranks.
     """
-    if isinstance(getattr(model, "_orig_mod", model), HSDPModule):
+    if isinstance(_plain(model), HSDPModule):
         return model
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     wrong = {
@@ -52,7 +59,7 @@ def fsdp2_prepare_model(
         "tp_size": hp_args.tp_size > 1,
         "cpu_offload": isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy),
     }
-    hints = {"Accelerate without FSDP2": "fsdp_version: 2", "tp_size": '{"cp_size": 2}'}
+    hints = {"Accelerate without FSDP2": "fsdp_version: 2", "tp_size": '{"tp_size": 1}'}
     for name, is_set in wrong.items():
         if is_set:
             raise Contradiction(
@@ -97,14 +104,15 @@ def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
 def model_of(parameters: Iterable[Tensor]) -> nn.Module:
     """Return the prepared model to which the parameters belong."""
     models = {getattr(p, _MODEL, lambda: None)() for p in parameters}
-    model = models.pop() if len(models) == 1 else None
-    if not isinstance(model, nn.Module):
+    prepared = models - {None}
+    if len(models) != 1 or not prepared:
+        others = ", and other parameters" if None in models else ""
         raise BadValue(
             "the parameters do not all belong to one model returned by fsdp2_prepare_model",
-            got=f"parameters of {len(models) + 1} models",
+            got=f"parameters of {plural(len(prepared), 'such model')}{others}",
             hint="model = fsdp2_prepare_model(accelerator, model, hp_args)",
         )
-    return model
+    return prepared.pop()
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
@@ -135,3 +143,65 @@ def wrap_optimizer_with_skip_dtensor_dispatch(
 ) -> torch.optim.Optimizer:
     """Return the optimizer unchanged: torch's optimizers accept DTensors."""
     return optimizer
+
+
+def save_hsdp_checkpoint(
+    model: nn.Module,
+    optimizer: Any,
+    lr_scheduler: Any,
+    output_dir: str | Path,
+    should_save_scheduler: bool = True,
+) -> None:
+    """Save weights and optimizer state in `hsdp_model_0`, and the scheduler in `scheduler.pt`; all ranks must call.
+
+    Raises:
+        OutputNotWritable: HP105 when the folder cannot be written.
+    """
+    target = Path(output_dir)
+    hp.save(_plain(model), getattr(optimizer, "optimizer", optimizer), target / _FOLDER)
+    if should_save_scheduler and lr_scheduler is not None and dist.get_rank() == 0:
+        torch.save(lr_scheduler.state_dict(), target / _SCHEDULER)
+    wait()
+
+
+def load_hsdp_model(model: nn.Module, checkpoint_dir: str | Path) -> bool:
+    """Load the weights of a checkpoint, and return whether `checkpoint_dir` contains one.
+
+    Raises:
+        CheckpointCorrupt: HP701 for damaged files. CheckpointMismatch: HP702 with the first different tensor.
+    """
+    folder = Path(checkpoint_dir, _FOLDER)
+    if not folder.is_dir():
+        return False
+    hp.load(_plain(model), None, folder)
+    return True
+
+
+def load_hsdp_optimizer_and_scheduler(
+    optimizer: Any, lr_scheduler: Any, checkpoint_dir: str | Path
+) -> None:
+    """Load weights, optimizer state and scheduler state of a checkpoint; do nothing if there is none.
+
+    Raises:
+        CheckpointCorrupt: HP701 for damaged files. CheckpointMismatch: HP702 with the first different tensor.
+        BadValue: HP102 for an optimizer that does not belong to a prepared model.
+    """
+    folder = Path(checkpoint_dir, _FOLDER)
+    if not folder.is_dir():
+        return
+    plain = getattr(optimizer, "optimizer", optimizer)
+    hp.load(model_of(p for group in plain.param_groups for p in group["params"]), plain, folder)
+    saved = Path(checkpoint_dir, _SCHEDULER)
+    if lr_scheduler is not None and saved.is_file():
+        lr_scheduler.load_state_dict(torch.load(saved, weights_only=True))
+
+
+def export_to_hf_format(model: nn.Module, tokenizer: Any, save_dir: str | Path) -> None:
+    """Write a folder for `from_pretrained`, or an adapter for peft; all ranks must call this."""
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    export(_plain(model), Path(save_dir), tokenizer)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Return the original module of a module compiled by `torch.compile`; any other module unchanged."""
+    return getattr(model, "_orig_mod", model)

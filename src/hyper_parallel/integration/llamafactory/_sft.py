@@ -2,7 +2,7 @@
 
 LlamaFactory and transformers still provide the training loop, data, callbacks and file formats. This class parallelizes
 the model before the optimizer is created, and replaces the loss of a microbatch, the gradient norm, and saving. It
-patches no other object. Accelerate prepares the optimizer and the data, but not the model.
+replaces `prepare` of its own accelerator, so that Accelerate prepares the optimizer and the data, but not the model.
 """
 
 from __future__ import annotations
@@ -200,10 +200,12 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         if self._same_data == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         if not prediction_loss_only or self.args.predict_with_generate:
+            generates = self.args.predict_with_generate
+            option = "predict_with_generate" if generates else "compute_accuracy"
             raise Contradiction(
                 "with tp_size or cp_size, evaluation computes the loss only",
-                got="compute_accuracy or predict_with_generate",
-                hint="compute_accuracy: false",
+                got=f"{option}: true",
+                hint=f"{option}: false",
             )
         batch = self._ready(self._prepare_inputs(inputs))
         tokens = self._get_num_items_in_batch([batch], self.args.device)

@@ -117,7 +117,6 @@ def _check(key: str, value: Any, where: str) -> None:
 
 
 def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
-    """Yield the recipe values of all LlamaFactory keys in `v`, as pairs of origin and values."""
     stage, kind = v["stage"], v["finetuning_type"]
     for key, (target, _) in SAME.items():
         section, value = target.partition(".")[0], WORDS.get(key, {}).get(v[key], v[key])
@@ -169,7 +168,6 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
 
 
 def _trained_layers(v: dict[str, Any], kind: str) -> Iterator[Layer]:
-    """Yield the recipe values that select trained parameters: a LoRA adapter, or the layers of `freeze`."""
     if kind == "lora":
         targets = [t.strip() for t in str(v["lora_target"]).split(",")]
         extra = [t.strip() for t in str(v["additional_target"] or "").split(",") if t]
@@ -219,7 +217,6 @@ def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
 
 
 def _layout_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
-    """Yield the recipe values of the layout given by `hyper_parallel_args` and the keys `hyper_parallel_*`."""
     keys = {key: v[f"hyper_parallel_{key}"] for key in YAML_KEYS}
     arguments = HyperParallelArguments.from_yaml(v["hyper_parallel_args"], keys)
     for name, served in _SERVED.items():

@@ -82,11 +82,11 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
             raise refuse(f"has the key `{key}`, which is not supported", info[key], _KEYS)
     if shape not in _COLUMNS:
         raise refuse("has a format that is not supported", abbreviated(shape), list(_COLUMNS))
-    for part, values, known in (("columns", columns, _NAMED), ("tags", tags, {**_TAGS, **_ROLES})):
+    for part, values, names in (("columns", columns, _NAMED), ("tags", tags, {**_TAGS, **_ROLES})):
         for key, value in values.items():
-            if key not in known or not isinstance(value, str):
+            if key not in names or not isinstance(value, str):
                 problem = f"sets `{part}.{key}`, which is not supported"
-                raise refuse(problem, abbreviated(value), list(known))
+                raise refuse(problem, abbreviated(value), list(names))
     file = info.get("file_name")
     if not isinstance(file, str) or names_outside(file):
         raise refuse("has no valid `file_name`", abbreviated(file), "a file in the folder")

@@ -79,10 +79,11 @@ def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
     if mask is None:
         return inputs
     if mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()):
+        is_packed = mask.dim() != 2 or int(mask.max()) > 1
         raise UnsupportedSharding(
             "cp_size needs sequences with padding at the end",
             got=f"an attention mask of shape {tuple(mask.shape)}",
-            hint="neat_packing: false",
+            hint="neat_packing: false" if is_packed else 'tokenizer.padding_side = "right"',
         )
     return {name: value for name, value in inputs.items() if name != "attention_mask"}
 

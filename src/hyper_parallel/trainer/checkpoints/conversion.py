@@ -36,7 +36,7 @@ from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.model_export import export_hf, exported_folder
 from hyper_parallel.trainer.checkpoints.pieces import check_dtype
 from hyper_parallel.trainer.engine.base_weights import load_base
-from hyper_parallel.trainer.engine.recipe_model import build_model, read_spec, set_pad_token_id
+from hyper_parallel.trainer.engine.recipe_model import build_model, read_spec, set_token_ids
 from hyper_parallel.trainer.input_checksums import BASE, RunInputs
 
 logger = logging.getLogger(__name__)
