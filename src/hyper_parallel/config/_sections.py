@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -445,7 +444,7 @@ class Parallel(Section):
     """FSDP degree: data-parallel ranks that shard parameters, gradients and optimizer state."""
     cp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Context-parallel degree: ranks that split each sequence."""
-    tp_x: int = Field(default=1, ge=1, le=MOST_RANKS, validation_alias=AliasChoices("tp_x", "tp"))
+    tp_x: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree on axis x; `tp` is an alias. Sequence parallelism is always included."""
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree on axis y, the second axis of 2-D tensor parallelism."""
@@ -510,6 +509,18 @@ class Parallel(Section):
         members = {} if self.submodels is None else self.submodels.members
         towers = {rank for name, ranks in members.items() for rank in ranks}
         return len(towers - {*members.get("language", ())})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aliases(cls, data: object) -> object:
+        if isinstance(data, dict) and "tp" in data:
+            data = dict(data)
+            if "tp_x" in data and data["tp_x"] != data["tp"]:
+                raise ValueError(
+                    f"tp={data['tp']} and tp_x={data['tp_x']} are two names of one degree"
+                )
+            data["tp_x"] = data.pop("tp")
+        return data
 
 
 class Moe(Section):
