@@ -56,6 +56,7 @@ from hyper_parallel.trainer.job import Job
 from hyper_parallel.trainer.loop import Display, EvalResult, LrSchedule, StepResult
 from hyper_parallel.trainer.snapshots import SNAPSHOTS_KEPT
 from hyper_parallel.trainer.stages.build_stage import build_stage
+from hyper_parallel.trainer.stages.sampling import all_reduce_max
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.data import Batches, StreamBatches
@@ -237,10 +238,7 @@ class TorchEngine:
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is True on any rank; collective over all ranks."""
-        raised = torch.tensor(float(flag), device=self._world.device)
-        if self.world_size > 1:
-            dist.all_reduce(raised, dist.ReduceOp.MAX)
-        return bool(raised.item())
+        return all_reduce_max(torch.tensor(float(flag), device=self._world.device)) > 0
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
@@ -357,7 +355,6 @@ class TorchEngine:
         return model
 
     def _seed(self, step: int) -> None:
-        """Seed all random generators from the run's seed, this rank and the step."""
         number = derive_seed(self._stream, step)
         if self._noise is not None:
             self._noise.key = derive_seed(self._recipe.training.seed, step)  # the same on all ranks

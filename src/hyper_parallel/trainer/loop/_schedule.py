@@ -66,6 +66,4 @@ class LrSchedule:
             options.setdefault("min_lr_ratio", training.min_lr_ratio)
         elif "min_lr_rate" in SCHEDULE_ARGS[kind] and "min_lr" not in options:
             options.setdefault("min_lr_rate", training.min_lr_ratio)
-        return transformers_factor(
-            kind, training.lr, training.warmup_steps, training.steps, options
-        )
+        return transformers_factor(training, options)

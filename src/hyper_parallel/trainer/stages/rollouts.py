@@ -35,7 +35,7 @@ from hyper_parallel.backends.torch import data_share, materialize
 from hyper_parallel.config import Grpo
 from hyper_parallel.ir import Workload
 from hyper_parallel.model import GENERATION
-from hyper_parallel.runtime import Deadlines, World, parallelize, plan_of
+from hyper_parallel.runtime import Deadlines, World, gather_objects, parallelize, plan_of
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.manifest import steps
 from hyper_parallel.trainer.data import IGNORE_INDEX, load_tokenizer, stop_ids
@@ -237,10 +237,7 @@ def sample_rank(job: Job, replica: int) -> None:
     with World.join(deadlines=deadlines, worlds=job.worlds) as world:
         if training.deterministic:
             torch.use_deterministic_algorithms(True)
-        sampling = _SamplingRank(job, world, replica)
-        begin = sampling.folder.begun()
-        if begin is not None:
-            sampling.run(begin)
+        _SamplingRank(job, world, replica).run()
 
 
 class _SamplingRank:
@@ -254,32 +251,35 @@ class _SamplingRank:
         self._model = _build_replica(job, world, self._microbatch)
         self._part = replica * grpo.rollout_dp_shard + data_share(self._model)[0]
         self._writes = world.rank % grpo.copy_tp == 0
-        self.folder = RolloutFolder(job.output_dir / "rollouts", world.heartbeat)
+        self._folder = RolloutFolder(job.output_dir / "rollouts", world.heartbeat)
         self._sampler = Sampler.of_job(job, self._model)
         self._published = Checkpointer(
-            self.folder.policy, keep=1, asynchronous=False, fingerprint=None
+            self._folder.policy, keep=1, asynchronous=False, fingerprint=None
         )
         self._weights = Weights(-1)
 
-    def run(self, begin: dict[str, Any]) -> None:
-        """Sample every step that lacks this rank's part until training ends; `begin` is as in `RolloutFolder.begin`."""
+    def run(self) -> None:
+        """Wait for the start of training, then sample every step that lacks this rank's part until training ends."""
+        begin = self._folder.begun()
+        if begin is None:
+            return
         job, grpo, weights = self._job, self._grpo, self._weights
         batches, first = job.train_batches(), begin["done"] * grpo.num_iterations
         batches.load_state_dict(begin["data"])
         recorder = SpanRecorder(
             self._part, self._world.device, first + 1, self._world.heartbeat, "sampler"
         )
-        timeline = self.folder.path / f"timeline.{self._part}.json"
+        timeline = self._folder.path / f"timeline.{self._part}.json"
         reference = None
         if grpo.reference_on_samplers:  # saved by the training ranks at the start of the run
             directory = job.output_dir
             reference = ReferenceWeights(self._model, directory, directory, RunInputs())
         if grpo.partial_rollout:
-            weights.due = lambda: self.folder.newest() > weights.version
+            weights.due = lambda: self._folder.newest() > weights.version
             weights.renew = self._renew
         last = -(-job.recipe.training.steps // grpo.num_iterations)
         for step in range(begin["done"] + 1, last + 1):
-            if _min_over_ranks(self.folder.file(step, self._part).exists()):
+            if all(gather_objects(self._folder.file(step, self._part).exists())):
                 continue
             recorder.begin_step((step - 1) * grpo.num_iterations + 1)
             if recorder.over and self._writes and not timeline.exists():
@@ -293,7 +293,7 @@ class _SamplingRank:
     def _renew(self) -> int:
         """Load the newest version of the weights that exists for all ranks of the replica; return the version."""
         # Ranks poll at different times; the oldest version seen by any of them exists for all.
-        newer = _min_over_ranks(self.folder.newest())
+        newer = min(gather_objects(self._folder.newest()))
         self._published.load(self._model, None, newer)
         return newer
 
@@ -301,8 +301,8 @@ class _SamplingRank:
         """Wait for weights that are new enough for a step and load them; return False if training has ended."""
         least = max(0, step - 1 - self._grpo.max_staleness)
         with recorder.span("wait for weights", "wait"):
-            version = self.folder.version(least, exact=self._job.recipe.training.deterministic)
-            version = _min_over_ranks(-1 if version is None else version)
+            version = self._folder.version(least, exact=self._job.recipe.training.deterministic)
+            version = min(gather_objects(-1 if version is None else version))
         if version < 0:
             return False
         if version != self._weights.version:
@@ -347,7 +347,7 @@ class _SamplingRank:
         if self._writes:
             seconds = time.perf_counter() - begin_s
             version = self._weights.version
-            self.folder.write(step, self._part, self._grpo.shares, completions, version, seconds)
+            self._folder.write(step, self._part, self._grpo.shares, completions, version, seconds)
 
 
 def _build_replica(job: Job, world: World, microbatch: int) -> nn.Module:
@@ -366,12 +366,3 @@ def _build_replica(job: Job, world: World, microbatch: int) -> nn.Module:
     parallelize(model, plan_of(model, layout, workload), world, routing=routing_of(recipe))
     materialize(model, seed=recipe.training.seed, device=world.device)
     return model
-
-
-def _min_over_ranks(value: int) -> int:
-    """Return the minimum of `value` over the ranks of a sampling replica; collective over these ranks."""
-    if not dist.is_initialized():
-        return value
-    minimum = torch.tensor(value)
-    dist.all_reduce(minimum, dist.ReduceOp.MIN)
-    return int(minimum)
