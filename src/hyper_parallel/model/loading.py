@@ -358,7 +358,7 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
     dtype = named.removeprefix("torch.")
     if dtype not in FLOAT_DTYPES.values():
         raise ModelUnreadable(
-            "`dtype` is not a floating-point format",
+            "`dtype` is not a known number format",
             where=where,
             got=dtype,
             allowed=tuple(FLOAT_DTYPES.values()),
