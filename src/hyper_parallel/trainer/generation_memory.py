@@ -61,7 +61,8 @@ class DeviceMemory:
         try:
             flops_s = node.peak_flops(dtype)
         except UnknownPeak as error:
-            error.hint = f"a --topology with peak FLOP/s for {dtype}, or another --dtype"
+            other = "" if dtype == "float32" else "--dtype float32, or "
+            error.hint = f"{other}a --topology with peak FLOP/s for {dtype}"
             raise
         roofline = Roofline(flops_s, node.device.memory_bytes_s.value)
         return MemoryLimits(self.device_bytes, machine, roofline, self.flash)
