@@ -23,7 +23,6 @@ Lengths = Callable[[Tensor], Tensor]
 """Function from positions [B, S] to the length of each token's document, [B, S], in the full sequence."""
 
 _DYNAMIC, _LONGROPE = "dynamic", "longrope"
-_TEXT_DIMS: Final = 2
 
 Values = dict[tuple[str, str], Any]
 """State of a module: values by kind (`buffer` or `attribute`) and name."""
@@ -66,24 +65,23 @@ def _rotate(
     **kwargs: Any,
 ) -> Any:
     """Run the forward `inner` of a rotary embedding once per document length and merge the results."""
-    if position_ids.dim() != _TEXT_DIMS:
+    if position_ids.dim() != 2:  # positions of images in several dims
         return inner(x, position_ids, *args, **kwargs)
     layer_type = kwargs.get("layer_type", args[0] if args else None)
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
     if kind not in (_DYNAMIC, _LONGROPE):
         return inner(x, position_ids, *args, **kwargs)
-    merged: tuple[Tensor, ...] | None = None
+    merged: list[Tensor] = []
     for in_group, length in _groups(module, kind, layer_type, lengths(position_ids)):
         # The module derives the length from the largest position: append it.
         largest = torch.full_like(position_ids[:, :1], length - 1)
         positions = torch.cat((torch.where(in_group, position_ids, 0), largest), dim=1)
         tables = [table[:, :-1] for table in inner(x, positions, *args, **kwargs)]
-        if merged is None:
-            merged = tuple(tables)
-        else:
+        if merged:
             pairs = zip(tables, merged, strict=True)
-            merged = tuple(torch.where(in_group.unsqueeze(-1), new, old) for new, old in pairs)
-    return merged
+            tables = [torch.where(in_group.unsqueeze(-1), new, old) for new, old in pairs]
+        merged = tables
+    return tuple(merged)
 
 
 def _groups(
