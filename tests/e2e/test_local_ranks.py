@@ -11,7 +11,7 @@ import pytest
 from hyper_parallel.errors import DeviceUnavailable
 from hyper_parallel.runtime import Deadlines, launch
 from hyper_parallel.topology import rank_capacity
-from hyper_parallel.topology.rank_capacity import CPU_RANK_BYTES
+from hyper_parallel.topology.cpu_machine import CPU_RANK_BYTES
 from hyper_parallel.trainer.decoding import Sampling
 from hyper_parallel.trainer.generation_ranks import generate_on_ranks
 from tests.e2e.runs import CURVE, command, curve, make_place, start, train, wait_until

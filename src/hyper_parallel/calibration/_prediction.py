@@ -171,7 +171,6 @@ def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
 
 
 def _is_prediction(text: str) -> bool:
-    """Return whether a CSV text is an output of `predict_file`, by its header line."""
     return "assumptions" in text.partition("\n")[0].strip().split(",")
 
 

@@ -198,6 +198,5 @@ def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _column(text: str) -> str:
-    """Return a column name, in lower case if the column is known."""
     low = text.strip().lower().replace(" ", "_")
     return low if low in RunRow.model_fields else text.strip()

@@ -323,7 +323,6 @@ class _Step:
         return self.workload.accumulation_steps or 1
 
     def params(self, block: Block) -> list[ParamSpec]:
-        """Return the parameters of a block that are not tied to another parameter."""
         return [p for p in block.params if p.tied_to is None]
 
     def sharding_axes(self, param: ParamSpec) -> set[str]:

@@ -109,8 +109,6 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
 
 @dataclass(slots=True)
 class _SplitPrices:
-    """Splits with their predictions."""
-
     # dict from number of devices that learn to search results, one per microbatch size that fits
     learners: dict[int, list[Outcome]]
     fitting: list[tuple[Split, Outcome]] = field(default_factory=list)

@@ -1,7 +1,13 @@
 """Descriptions of machines for planning (`Supernode`), from YAML presets, topology files, or detected."""
 
 from hyper_parallel.topology._supernode import Device, MemoryPool, Quantity, Supernode, Tier
-from hyper_parallel.topology.cpu_machine import cache_dir, forget_measurements, rank_threads
+from hyper_parallel.topology.cpu_machine import (
+    RankCapacity,
+    cache_dir,
+    forget_measurements,
+    rank_capacity,
+    rank_threads,
+)
 from hyper_parallel.topology.loading import (
     Accelerator,
     detect_local,
@@ -12,7 +18,6 @@ from hyper_parallel.topology.loading import (
     read_topology,
     topology_hint,
 )
-from hyper_parallel.topology.rank_capacity import RankCapacity, rank_capacity
 
 __all__ = [
     "Accelerator",

@@ -1,4 +1,7 @@
-"""Supernode of a machine without accelerators, in which each rank is a device with a share of cores and memory."""
+"""Processor and memory of this machine: ranks that it can run, and its supernode if it has no accelerators.
+
+In this supernode, each rank is a device with a share of the cores and of the memory.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from typing import Final
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.serde import write_text
 from hyper_parallel.topology._supernode import Device, Quantity, Supernode, Tier
+from hyper_parallel.units import GiB, format_bytes
 
 _LIMITS: Final = Limits(65536, num_elements=1000)
 
@@ -24,6 +28,13 @@ _LOG = logging.getLogger(__name__)
 
 DEFAULT_CPU_RANKS: Final = 4
 """Default number of ranks on a machine without an accelerator: enough for every axis, few enough for two cores."""
+
+CPU_RANK_BYTES: Final = int(0.4 * GiB)
+"""Bytes of memory of a CPU rank without its model: library pages that it writes, buffers of gloo, threads."""
+
+_CPU_RANKS: Final = 16
+_CPU_RANKS_PER_CORE: Final = 4
+"""CPU ranks that may start on any machine, and CPU ranks per core on machines with more cores."""
 
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _CACHE_VERSION: Final = 1
@@ -46,6 +57,21 @@ class Cpu:
     cores: int
     memory_bytes: int
     has_bfloat16: bool  # the instruction set multiplies bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class RankCapacity:
+    """Largest number of local ranks that this machine can run.
+
+    Attributes:
+        num_ranks: Number of ranks, at least one.
+        limit: Resource that limits the number, as a phrase for errors.
+        is_cpu: True if ranks share the CPU, False if each rank needs an accelerator.
+    """
+
+    num_ranks: int
+    limit: str
+    is_cpu: bool
 
 
 def cache_dir() -> Path:
@@ -86,6 +112,25 @@ def free_memory_bytes() -> int:
     stat = dict(line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines())
     cached = int(stat.get("inactive_file", "0"))  # file cache that the kernel can reclaim
     return max(0, min(available, int(limit) - int(used) + cached))
+
+
+def rank_capacity(num_accelerators: int) -> RankCapacity:
+    """Return the number of ranks that this machine can run: one per accelerator, or as CPU and memory allow.
+
+    Args:
+        num_accelerators: Accelerators that ranks may use; 0: ranks compute on the CPU.
+    """
+    if num_accelerators:
+        return RankCapacity(num_accelerators, f"accelerators: {num_accelerators}", is_cpu=False)
+    cores, free = read_cpu().cores, free_memory_bytes()
+    by_cores = max(_CPU_RANKS, _CPU_RANKS_PER_CORE * cores)
+    by_memory = max(1, free // CPU_RANK_BYTES)
+    if by_memory < by_cores:
+        each = format_bytes(CPU_RANK_BYTES)
+        return RankCapacity(
+            by_memory, f"{format_bytes(free)} of free memory, {each} per rank", is_cpu=True
+        )
+    return RankCapacity(by_cores, f"{cores} cores", is_cpu=True)
 
 
 def rank_threads(num_ranks: int) -> int:
