@@ -120,8 +120,8 @@ def _describe(annotation: Any) -> str:
     if origin is dict:
         return f"a mapping, each value {_describe(arguments[1])}"
     simple = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
-    section: tuple[str, ...] = getattr(annotation, "WORDS", ())  # such as `auto`, for a whole section
-    return simple.get(annotation) or " or ".join([*section, "a mapping of keys"])
+    section_words = getattr(annotation, "WORDS", ())  # such as `auto`, for a whole section
+    return simple.get(annotation) or " or ".join([*section_words, "a mapping of keys"])
 
 
 def keys_of(model: type[BaseModel]) -> list[str]:

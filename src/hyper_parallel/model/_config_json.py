@@ -93,5 +93,6 @@ class ConfigView:
 
     def _refuse_value(self, key: str, value: object, allowed: str) -> NoReturn:
         name = self.aliases.get(key, key)
-        problem, hint = f"`{name}` has a value of the wrong kind", f"correct `{name}` in the config"
+        problem = f"`{name}` has a value that is not allowed"
+        hint = f"correct `{name}` in the config"
         self.refuse(problem, got=abbreviated(value), hint=hint, allowed=allowed)

@@ -57,7 +57,7 @@ def check_config(values: Mapping[str, Any], where: str) -> None:
         if not abs(number) <= limit:
             published = f"; the largest published is {kind.published}" if kind else ""
             config.refuse(
-                f"`{key}` of the config is larger than in any published model",
+                f"`{key}` of the config is out of the range of all published models",
                 got=abbreviated(number),
                 allowed=f"at most {limit:,}{published}",
             )

@@ -243,11 +243,11 @@ def read_config_values(path: Path) -> dict[str, Any]:
         values = json.loads(text, object_hook=_special_float)
         check_value(values, CONFIG_LIMITS)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
+        hint = "fetch config.json again from where the model was published"
+        if isinstance(error, OSError):
+            hint = f"ls -l {shlex.quote(str(path))}"
         raise ModelUnreadable(
-            "the config is not readable JSON",
-            where=str(path),
-            got=str(error),
-            hint="fetch config.json again from where the model was published",
+            "the config is not readable JSON", where=str(path), got=str(error), hint=hint
         ) from error
     config = ConfigView(values, str(path))
     if not isinstance(values, dict):
