@@ -81,12 +81,12 @@ OVERRIDES: Final = (
 def cli(*words: object) -> Any:
     """Run the command in this process, and return its exit status; errors are raised, OSErrors as coded errors."""
     from hyper_parallel.cli import application
-    from hyper_parallel.cli.app import coded
+    from hyper_parallel.cli.app import error_of_file
 
     try:
         return application()([str(word) for word in words], standalone_mode=False)
     except OSError as error:
-        raise coded(error) from error
+        raise error_of_file(error) from error
 
 
 # Readers receive the folder of files, one of which is changed, and return a description of a problem, or nothing.
