@@ -57,9 +57,7 @@ def _key(call: Call, captured: Captured) -> Any:
         return None
     storages = captured.program.storages
     views = (
-        (v.dtype, v.size, v.stride, v.offset, storages[v.storage].num_bytes)
-        if isinstance(v, View)
-        else repr(v)
+        (v.dtype, v.size, v.stride, v.offset, storages[v.storage].num_bytes) if isinstance(v, View) else repr(v)
         for v in leaves
     )
     return str(call.func), str(nest), tuple(views)
@@ -111,9 +109,7 @@ def _bound_call(call: Call, captured: Captured) -> Callable[[], Any]:
     for storage in {v.storage for v in views}:
         size = captured.program.storages[storage].num_bytes
         bases[storage] = torch.zeros(size, dtype=torch.uint8).untyped_storage()
-    args, kwargs = tree_map_only(
-        View, lambda v: v.as_tensor(bases[v.storage]), (call.args, call.kwargs)
-    )
+    args, kwargs = tree_map_only(View, lambda v: v.as_tensor(bases[v.storage]), (call.args, call.kwargs))
     if call.func._opname == "_grouped_mm" and len(args) > 2 and isinstance(args[2], torch.Tensor):
         _write_group_ends(*args[:3])
     results = [view.as_tensor(bases[view.storage]) for view in outs]

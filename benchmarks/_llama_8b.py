@@ -53,9 +53,7 @@ def _flash(
         query = query.reshape(query.shape[0], key.shape[1], groups, query.shape[3])
         out = F.scaled_dot_product_attention(query, key, value, scale=scaling)
         return out.reshape(out.shape[0], 1, -1, out.shape[3]), None
-    out = F.scaled_dot_product_attention(
-        query, key, value, is_causal=causal, scale=scaling, enable_gqa=True
-    )
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -99,9 +97,7 @@ def training(
         if shards == 1:
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
             training_step(model, optimizer, batch, loss_chunks=loss_chunks)
-            return capture_training(
-                model, optimizer, batch, clip_norm=clip_norm, loss_chunks=loss_chunks
-            ).program
+            return capture_training(model, optimizer, batch, clip_norm=clip_norm, loss_chunks=loss_chunks).program
         return _sharded(model, batch, loss_chunks, shards, clip_norm, saving)
 
 
@@ -120,9 +116,7 @@ def _sharded(
     for name, p in model.named_parameters():
         part = -(-p.numel() // shards)
         slots[name] = [torch.zeros(part) for _ in range(3)] + [torch.zeros(())]
-        for key, value in zip(
-            ("master", "exp_avg", "exp_avg_sq", "step"), slots[name], strict=True
-        ):
+        for key, value in zip(("master", "exp_avg", "exp_avg_sq", "step"), slots[name], strict=True):
             named[f"{name}.{key}"] = (value, "optimizer")
 
     def step(**inputs: Any) -> Any:
@@ -161,13 +155,9 @@ def copied(program: MemoryProgram, channel: Channel) -> MemoryProgram:
     A copy takes the channel's seconds, and its destination takes host memory instead of device memory.
     """
     host = {op.allocs[0] for op in program.operators if op.name == SAVED[0]}
-    storages = tuple(
-        replace(x, num_bytes=0) if s in host else x for s, x in enumerate(program.storages)
-    )
+    storages = tuple(replace(x, num_bytes=0) if s in host else x for s, x in enumerate(program.storages))
     operators = tuple(
-        replace(op, seconds=channel.seconds(program.sizes[(*op.reads, *op.allocs)[-1]]))
-        if op.name in SAVED
-        else op
+        replace(op, seconds=channel.seconds(program.sizes[(*op.reads, *op.allocs)[-1]])) if op.name in SAVED else op
         for op in program.operators
     )
     return replace(program, storages=storages, operators=operators)
@@ -187,9 +177,7 @@ def as_kernels(program: MemoryProgram) -> MemoryProgram:
             return 2 * sizes[op.reads[-1]]
         return op.access_bytes
 
-    return replace(
-        program, operators=tuple(replace(op, access_bytes=bytes_of(op)) for op in program.operators)
-    )
+    return replace(program, operators=tuple(replace(op, access_bytes=bytes_of(op)) for op in program.operators))
 
 
 def inference(tokens: int, context: int, layers: int = 32, batch: int = 1) -> MemoryProgram:

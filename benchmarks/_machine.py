@@ -49,9 +49,7 @@ def busy_s() -> float:
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def others_shares(
-    busy: Sequence[float], step_s: Sequence[float], own: Sequence[Sequence[float]]
-) -> list[float]:
+def others_shares(busy: Sequence[float], step_s: Sequence[float], own: Sequence[Sequence[float]]) -> list[float]:
     """Return the share of all cores that processes other than the ranks used in every step.
 
     Args:
@@ -60,10 +58,7 @@ def others_shares(
         own: Processor seconds of every step, per rank.
     """
     cores = os.cpu_count() or 1
-    return [
-        (total - sum(ranks)) / (cores * seconds)
-        for total, seconds, *ranks in zip(busy, step_s, *own, strict=True)
-    ]
+    return [(total - sum(ranks)) / (cores * seconds) for total, seconds, *ranks in zip(busy, step_s, *own, strict=True)]
 
 
 def calm_rounds(shares: Iterable[Sequence[float]]) -> tuple[list[int], float]:

@@ -52,9 +52,7 @@ def capture_training(
 
     named = {**model_state(model), **optimizer_state(model, optimizer)}
     name = f"{type(model).__name__} train"
-    captured = record(
-        step, inputs, named, name=name, training=True, alignment_bytes=alignment_bytes
-    )
+    captured = record(step, inputs, named, name=name, training=True, alignment_bytes=alignment_bytes)
     captured.source = CaptureSource(model, optimizer)
     return captured
 
@@ -68,11 +66,7 @@ def training_step(
     loss_chunks: int | None = None,
 ) -> torch.Tensor:
     """Run the training step of `capture_training` eagerly, and return the loss; arguments as for `capture_training`."""
-    loss = (
-        chunked_loss(model, batch, loss_chunks)
-        if loss_chunks
-        else model(**batch, use_cache=False).loss
-    )
+    loss = chunked_loss(model, batch, loss_chunks) if loss_chunks else model(**batch, use_cache=False).loss
     loss.backward()
     if clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
@@ -111,9 +105,7 @@ def capture_inference(
     named = {**model_state(model), **_cache_state(cache)}
     name = f"{type(model).__name__} inference"
     before = _counts(cache)
-    captured = record(
-        step, inputs, named, name=name, training=False, alignment_bytes=alignment_bytes
-    )
+    captured = record(step, inputs, named, name=name, training=False, alignment_bytes=alignment_bytes)
     changed_counts = {key: n for key, n in _counts(cache).items() if before.get(key, 0) != n}
     late_keys = [key for key in changed_counts if before.get(key, 0)]
     if late_keys:
@@ -150,9 +142,7 @@ def _counts(cache: Any) -> dict[str, int]:
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, ignore_index: int
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, ignore_index: int) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         valid = targets != ignore_index
         scale = valid.to(wide) / valid.sum()

@@ -104,15 +104,11 @@ def build(dtype: torch.dtype = torch.float32) -> nn.Module:
         "projection_dim": WIDTH,
     }  # fmt: skip
     torch.manual_seed(0)
-    config = LlavaConfig(
-        text_config=text, vision_config=vision, image_token_index=1, dtype=str(dtype)[6:]
-    )
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=1, dtype=str(dtype)[6:])
     return LlavaForConditionalGeneration(config).to(dtype).train()
 
 
-def batches(
-    images: Sequence[int] = IMAGES, dtype: torch.dtype = torch.float32
-) -> list[dict[str, Tensor]]:
+def batches(images: Sequence[int] = IMAGES, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
     """Return the microbatches of a step."""
     generator = torch.Generator().manual_seed(1)
     result = []
@@ -298,9 +294,7 @@ class Calibrated:
         """Return the costs of the encoder and of two language stages."""
         rows = [[*self.encoder]]
         for number, count in enumerate(layers):
-            values = [
-                count * getattr(self.layer, key) + number * getattr(self.head, key) for key in KEYS
-            ]
+            values = [count * getattr(self.layer, key) + number * getattr(self.head, key) for key in KEYS]
             rows.append([StageCost(*values)] * len(self.encoder))
         return rows
 
@@ -340,9 +334,7 @@ def calibrated(rounds: int) -> Calibrated:
         encoder=tuple(median(0, [n]) for n in range(len(IMAGES))),
         layer=StageCost(*(getattr(body, key) / half[0] for key in KEYS)),
         head=StageCost(*(max(0.0, getattr(end, key) - getattr(body, key)) for key in KEYS)),
-        message_s=statistics.median(
-            _message_s(schedule, run, rest) for run, rest in zip(runs, rests, strict=True)
-        ),
+        message_s=statistics.median(_message_s(schedule, run, rest) for run, rest in zip(runs, rests, strict=True)),
         reduction_s=statistics.median(reductions),
     )
 
@@ -392,9 +384,7 @@ def one_f_one_b(rank: int, costs: Costs, reorder: bool) -> Schedule:
             for s, row in enumerate(costs)
         ]
         homes = [[rank] * count, [0] * count, [1] * count]
-        schedule = list_schedule(
-            lanes.graph(), homes, counted, max_bytes=[2, 1], split=False, order=order
-        )
+        schedule = list_schedule(lanes.graph(), homes, counted, max_bytes=[2, 1], split=False, order=order)
         seconds_of_step = end_s(schedule, costs)
         if best is None or seconds_of_step < best[0]:
             best = seconds_of_step, schedule
@@ -412,9 +402,7 @@ def measured(rounds: int) -> dict[str, Any]:
     return summary(candidates, samples, model) | {"calibrated": facts, "samples": samples}
 
 
-def summary(
-    candidates: Sequence[Candidate], samples: Sequence[dict[str, Any]], model: Calibrated
-) -> dict[str, Any]:
+def summary(candidates: Sequence[Candidate], samples: Sequence[dict[str, Any]], model: Calibrated) -> dict[str, Any]:
     """Return the results over the rounds of `calm_rounds`."""
     calm, others = calm_rounds(s["others"] for s in samples)
     rows, replays = [], []
@@ -422,8 +410,7 @@ def summary(
         steps = [sample["step_s"][i] for i in calm]
         compute = [sum(map(sum, sample["actions"][i])) for i in calm]
         replayed = [
-            end_s(candidate.schedule, costs_of(candidate.schedule, sample["actions"][i]))
-            + sample["reduction_s"][i]
+            end_s(candidate.schedule, costs_of(candidate.schedule, sample["actions"][i])) + sample["reduction_s"][i]
             for i in calm
         ]
         replays.append(replayed)

@@ -79,9 +79,7 @@ def replayed_s(ranks: Sequence[Times], link: Link) -> float:
             tasks.append(Task("compute", f"rank {rank}", duration, deps=last[rank]))
             last[rank], clock[rank] = (len(tasks) - 1,), max(clock[rank], end)
             if waits:
-                tasks.append(
-                    Task("wait", f"rank {rank}", 0, "communication", (*last[rank], *waits))
-                )
+                tasks.append(Task("wait", f"rank {rank}", 0, "communication", (*last[rank], *waits)))
                 last[rank] = (len(tasks) - 1,)
             elif kind == "issue":
                 issued[rank][number] = last[rank][0]

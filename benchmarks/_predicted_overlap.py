@@ -115,15 +115,11 @@ class Calibrated:
         busy_s = step_s - blocked_s - late_s
 
         def at_speed(case: Calibrated) -> Calibrated:
-            return case._fitted(
-                "slowdown", lambda c: c.step_s(serial) - busy_s - transfer_s, 1e-3, 1e3
-            )
+            return case._fitted("slowdown", lambda c: c.step_s(serial) - busy_s - transfer_s, 1e-3, 1e3)
 
         if EXPERTS in measured:
             experts_s = measured[EXPERTS]
-            case = case._fitted(
-                "elementwise", lambda c: at_speed(c).experts_s(serial) - experts_s, 1e-2, 1.0
-            )
+            case = case._fitted("elementwise", lambda c: at_speed(c).experts_s(serial) - experts_s, 1e-2, 1.0)
         case = at_speed(case)
         sent_s = blocked_s + _terms(case.priced(serial))["data-parallel reduction"]
         share = (processor_s - (step_s - late_s - sent_s)) / sent_s
@@ -135,9 +131,7 @@ class Calibrated:
         """Return a copy with other rates."""
         return dataclasses.replace(self, rates=dataclasses.replace(self.rates, **rates))
 
-    def _fitted(
-        self, rate: str, excess: Callable[[Calibrated], float], low: float, high: float
-    ) -> Calibrated:
+    def _fitted(self, rate: str, excess: Callable[[Calibrated], float], low: float, high: float) -> Calibrated:
         """Return a copy with a rate from `low` to `high` at which the increasing `excess` is 0."""
         return self.replace(**{rate: _root(lambda x: excess(self.replace(**{rate: x})), low, high)})
 

@@ -17,9 +17,7 @@ def recompute_density(finder: ChainFinder) -> dict[int, float]:
     return {s: chain.seconds / sizes[s] for s, chain in result if chain is not None}
 
 
-def recompute_sets(
-    program: MemoryProgram, machine: MemoryMachine, density: dict[int, float]
-) -> list[list[int]]:
+def recompute_sets(program: MemoryProgram, machine: MemoryMachine, density: dict[int, float]) -> list[list[int]]:
     """Return sets of storages to recompute, for four limits on seconds per byte.
 
     The limits are none at all, far below a copy's, a copy's, and unlimited.
@@ -30,9 +28,7 @@ def recompute_sets(
     return [[], *([s for s in ranked if density[s] <= limit] for limit in limits)]
 
 
-def cheapest_at_peak(
-    program: MemoryProgram, chains: UseDef, density: dict[int, float], allowed_s: float
-) -> list[int]:
+def cheapest_at_peak(program: MemoryProgram, chains: UseDef, density: dict[int, float], allowed_s: float) -> list[int]:
     """Return storages whose recomputation lowers the memory peak, cheapest per byte first, within a time limit.
 
     Storages that are not idle at the peak are left out.

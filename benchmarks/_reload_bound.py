@@ -121,9 +121,7 @@ def _recompute_prices(program: MemoryProgram, chains: UseDef) -> list[tuple[floa
     return sorted(result)
 
 
-def _knapsack(
-    chains: UseDef, prices: list[tuple[float, int, int]], position: int, allowed_s: float
-) -> int:
+def _knapsack(chains: UseDef, prices: list[tuple[float, int, int]], position: int, allowed_s: float) -> int:
     """Return the maximum bytes, idle at a position, that can be recomputed within a time; fractions are allowed."""
     freed = 0.0
     for price, size, s in prices:

@@ -56,9 +56,7 @@ def simple_policy(
     return judged.peak_bytes["device"], emitter.ledger.clock.now_s
 
 
-def _selected(
-    candidates: OffloadCandidates, largest: bool, target_bytes: int
-) -> tuple[list[Gap], np.ndarray]:
+def _selected(candidates: OffloadCandidates, largest: bool, target_bytes: int) -> tuple[list[Gap], np.ndarray]:
     """Return the idle gaps in which activations are evicted, and the resulting bytes at every position.
 
     Gaps that cover the highest position are selected first, until no position exceeds the target.

@@ -93,10 +93,7 @@ def measure(recipes: list[Recipe], ranks: int, rounds: int = 4, steps: int = 2) 
             ranks,
             threads=rank_threads(ranks),
         )[0]
-    return [
-        Measured(plan, min(turns), max(turns) / min(turns))
-        for plan, turns in zip(plans, seconds, strict=True)
-    ]
+    return [Measured(plan, min(turns), max(turns) / min(turns)) for plan, turns in zip(plans, seconds, strict=True)]
 
 
 def _on_rank(jobs: list[tuple[Recipe, Plan]], rounds: int, steps: int) -> list[list[float]]:

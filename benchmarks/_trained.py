@@ -13,9 +13,7 @@ from typing import Any
 Rows = list[dict[str, Any]]
 
 
-def train(
-    recipe: Path, out: Path, words: Sequence[str], enough: Callable[[Rows], bool] | None = None
-) -> Rows:
+def train(recipe: Path, out: Path, words: Sequence[str], enough: Callable[[Rows], bool] | None = None) -> Rows:
     """Run the command on a recipe with further arguments, and return the rows of metrics.jsonl.
 
     The command's output goes to stderr. `enough` is called with the rows once a second; when it returns True, the run

@@ -63,14 +63,10 @@ def result_of(fit: Fit, left_out: str) -> dict[str, object]:
                 "p90": round(float(np.quantile(e, 0.9)), 4),
                 "worst": round(float(e.max()), 4),
             }
-    result["rank correlation, left out"] = {
-        k: round(v, 3) for k, v in rank_correlation(fit).items()
-    }
+    result["rank correlation, left out"] = {k: round(v, 3) for k, v in rank_correlation(fit).items()}
     result["memory"] = memory_errors(fit)
     result["interval half width"] = {k: round(v, 4) for k, v in fit.interval.items()}
-    result["share inside 80 % interval, left out"] = {
-        k: round(v, 3) for k, v in fit.coverage.items()
-    }
+    result["share inside 80 % interval, left out"] = {k: round(v, 3) for k, v in fit.coverage.items()}
     result["factors"] = {k: round(float(np.exp(v)), 4) for k, v in fit.factors.items()}
     result["rows"] = [
         {"id": run.row.id, "believed": round(float(b), 4), "fitted": round(float(a), 4),
@@ -90,11 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.runs is None:
         # The CSV of measured runs is not part of the repository; `make bench` continues without it.
-        print(
-            json.dumps(
-                {"skipped": "give a CSV of measured runs, see docs/explanation/cost_model.md"}
-            )
-        )
+        print(json.dumps({"skipped": "give a CSV of measured runs, see docs/explanation/cost_model.md"}))
         return
     runs = read_runs(options.runs)
     fit = fit_runs(runs, read_cards(options.cards), leave_out=options.leave_out)

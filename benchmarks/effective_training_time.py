@@ -40,8 +40,7 @@ FAILURES = {  # interruptions per device and hour, source
     "bloom": (1.5 / (168 * 384), "arXiv:2211.05100, 3.3: 1 to 2 failures of a GPU a week, 384 A100"),
 }  # fmt: skip
 ASSUMED = {
-    "state_bytes": 405e9
-    * 14,  # bfloat16 weights, float32 weights and two moments of 405e9 parameters
+    "state_bytes": 405e9 * 14,  # bfloat16 weights, float32 weights and two moments of 405e9 parameters
     "storage_bytes_s": 2e12,  # sustained, arXiv:2407.21783, 3.3.1 (Tectonic)
     "rendezvous_s": 30.0,  # more than 10,000 ranks: arXiv:2402.15627 (MegaScale), 3.5
     "step_s": 10.0,  # 6 * 405e9 * 16e6 tokens at 9,600 * 400 TFLOP/s
@@ -133,8 +132,7 @@ def main() -> int:
     cost["save_s"] = max(statistics.median(more), 0.001) * scale
     kinds = (("checkpoints", False), ("with snapshots", True))
     shares = {
-        name: {kind: round(simulate(rate, cost, on), 4) for kind, on in kinds}
-        for name, (rate, _) in FAILURES.items()
+        name: {kind: round(simulate(rate, cost, on), 4) for kind, on in kinds} for name, (rate, _) in FAILURES.items()
     }
     result: dict[str, Any] = machine() | {
         "simulated": {"devices": DEVICES, "hours": HOURS, "bar": BAR},

@@ -48,9 +48,7 @@ def first_run(steps: int | None, scratch: Path) -> dict[str, float | str]:
     predicted_bytes = sum(t["bytes"] for t in plan["memory"] if t["tier"] == "hbm")
     return {
         "calibration": next((s for s in done.stderr.splitlines() if "first run" in s), "none"),
-        "strategy": str(
-            {k: v for k, v in plan["strategy"].items() if isinstance(v, int) and v > 1}
-        ),
+        "strategy": str({k: v for k, v in plan["strategy"].items() if isinstance(v, int) and v > 1}),
         "predicted_step_s": rows[-1]["pred_step_s"],
         "measured_step_s": measured_s,
         "step": rows[-1]["pred_step_s"] / measured_s - 1,
@@ -70,18 +68,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         result = first_run(options.steps, Path(scratch))
     missed = [name for name, bar in BARS.items() if abs(float(result[name])) > bar]
-    print(
-        json.dumps(result | {"missed": missed}, indent=1)
-        if options.json
-        else _table(result, missed)
-    )
+    print(json.dumps(result | {"missed": missed}, indent=1) if options.json else _table(result, missed))
     sys.exit(bool(missed))
 
 
 def _table(result: dict[str, float | str], missed: list[str]) -> str:
     lines = [
-        f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}"
-        for name, value in result.items()
+        f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}" for name, value in result.items()
     ]
     return "\n".join([*lines, f"bars missed: {', '.join(missed) or 'none'}"])
 

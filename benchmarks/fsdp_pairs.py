@@ -174,9 +174,7 @@ def measure(kind: str, pairs: int, memory_runs: int) -> dict[str, object]:
     peaks = {s: [peak_bytes(kind, s) for _ in range(memory_runs)] for s in ("ours", "by_hand")}
     medians = {side: statistics.median(found) for side, found in seconds.items()}
     memory = {side: statistics.median(found) for side, found in peaks.items()}
-    time_ratio = statistics.median(
-        a / b for a, b in zip(seconds["ours"], seconds["by_hand"], strict=True)
-    )
+    time_ratio = statistics.median(a / b for a, b in zip(seconds["ours"], seconds["by_hand"], strict=True))
     memory_ratio = memory["ours"] / memory["by_hand"]
     return {
         "type": kind,
@@ -213,9 +211,7 @@ def main() -> None:
                 flush=True,
             )
     if args.json:
-        print(
-            json.dumps({"machine": machine(), "bar": BAR, "shape": SHAPE, "rows": rows}, indent=1)
-        )
+        print(json.dumps({"machine": machine(), "bar": BAR, "shape": SHAPE, "rows": rows}, indent=1))
     if not all(row["passed"] for row in rows):
         sys.exit(1)
 

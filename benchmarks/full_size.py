@@ -33,9 +33,7 @@ _SET_ASIDE = ("device context", "fragmentation")
 def command(*words: object) -> tuple[str, float]:
     """Run the command line in a separate process, and return its standard output and seconds."""
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "hyper_parallel", *map(str, words)], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "hyper_parallel", *map(str, words)], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, words))}\n{done.stderr}")
     return done.stdout, time.perf_counter() - start

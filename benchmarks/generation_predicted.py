@@ -54,9 +54,7 @@ def main() -> None:
     for row in rows:
         for part in ("prefill", "token"):
             measured, predicted = row[f"{part}_s"], row[f"predicted_{part}_s"]
-            print(
-                f"{row['case']}: {part} {measured * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms"
-            )
+            print(f"{row['case']}: {part} {measured * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms")
 
 
 def _case(
@@ -87,9 +85,7 @@ def _measured(model: Any, work: GenerateWorkload) -> tuple[float, float]:
     texts = torch.randint(3, 4096, (work.prompts, work.prompt_len)).tolist()
     sequences = [DecodingSequence(i, ids, len(ids), work.new_tokens) for i, ids in enumerate(texts)]
     start, ends = time.process_time(), []
-    decoder = make_decoder(
-        model, sequences, Sampling(work.new_tokens, temperature=0), (), work.prompts
-    )
+    decoder = make_decoder(model, sequences, Sampling(work.new_tokens, temperature=0), (), work.prompts)
     while decoder.busy:
         if decoder.step():
             ends.append(time.process_time())

@@ -66,12 +66,9 @@ def main() -> None:
         "prompt_tokens": [min(sizes), max(sizes)],
         "new_tokens": given.new_tokens,
         "rounds": rounds,
-        "tokens_per_s": {
-            name: tokens / statistics.median(r[name] for r in rounds) for name in variants
-        },
+        "tokens_per_s": {name: tokens / statistics.median(r[name] for r in rounds) for name in variants},
         "slots_over": {
-            name: statistics.median(r[name] / r["slots"] for r in rounds)
-            for name in ("one by one", "transformers")
+            name: statistics.median(r[name] / r["slots"] for r in rounds) for name in ("one by one", "transformers")
         },
         "same_tokens": {
             name: sum(a == b for a, b in zip(texts["slots"], texts[name], strict=True))
@@ -121,9 +118,7 @@ def _one_by_one(model: Any, prompts: Texts, count: int) -> Texts:
 def _transformers(model: Any, prompts: Texts, count: int) -> Texts:
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor(
-        [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device
-    )
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     with torch.no_grad():
         out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=count)
     found: Texts = out[:, width:].tolist()

@@ -316,9 +316,7 @@ def main() -> None:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                found[name] = CHECKS[name](
-                    Place(Path(scratch), device, SMOKE_PAIRS if given.smoke else PAIRS)
-                )
+                found[name] = CHECKS[name](Place(Path(scratch), device, SMOKE_PAIRS if given.smoke else PAIRS))
             except Exception as error:  # the other checks are run too
                 found[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         found[name]["seconds"] = time.perf_counter() - start
@@ -327,9 +325,7 @@ def main() -> None:
     judged = [facts for facts in found.values() if not (given.smoke and "ratio" in facts)]
     ok = all(facts["ok"] for facts in judged)
     if given.json:
-        print(
-            json.dumps({**machine(), "checked": str(device), "ok": ok, "checks": found}, indent=1)
-        )
+        print(json.dumps({**machine(), "checked": str(device), "ok": ok, "checks": found}, indent=1))
     sys.exit(not ok)
 
 

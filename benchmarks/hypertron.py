@@ -43,16 +43,12 @@ the layers, in Megatron's order of the axes. 2-D attention scatters heads wherev
 divide, because on tokens it sends at least as much."""
 
 
-def best(
-    model: str, pins: tuple[Mapping[str, int | str], ...], topology: str, devices: int
-) -> Plan | None:
+def best(model: str, pins: tuple[Mapping[str, int | str], ...], topology: str, devices: int) -> Plan | None:
     """Return the fastest plan in a union of strategy spaces, each given by pins; None if there is none."""
     plans = []
     for some in pins:
         try:
-            made = plan(
-                model, topology, WORKLOAD, num_devices=devices, pins=some, top=1, all_layouts=True
-            )
+            made = plan(model, topology, WORKLOAD, num_devices=devices, pins=some, top=1, all_layouts=True)
             plans.append(made)
         except HyperParallelError:
             continue

@@ -169,10 +169,7 @@ def measure(rounds: int, turn: int, batch: int) -> dict[str, object]:
                 job.wait()
         if failed:
             sys.exit(f"{failed} failed:\n" + (place / f"{failed}.log").read_text()[-4000:])
-        read = {
-            side: [json.loads((place / f"{side}.{r}.json").read_text()) for r in range(RANKS)]
-            for side in SIDES
-        }
+        read = {side: [json.loads((place / f"{side}.{r}.json").read_text()) for r in range(RANKS)] for side in SIDES}
     return _summary(read, turn)
 
 
@@ -185,10 +182,7 @@ def _summary(read: dict[str, list[dict[str, Any]]], turn: int) -> dict[str, obje
         peak[side] = max(one["peak_bytes"] for one in ranks)
         grown[side] = max(one["grown_bytes"] for one in ranks)
     ours, theirs = SIDES
-    losses = [
-        abs(a / b - 1.0)
-        for a, b in zip(read[ours][0]["losses"], read[theirs][0]["losses"], strict=True)
-    ]
+    losses = [abs(a / b - 1.0) for a, b in zip(read[ours][0]["losses"], read[theirs][0]["losses"], strict=True)]
     medians = {kind: {side: statistics.median(found) for side, found in values.items()}
                for kind, values in (("wall", wall), ("cpu", cpu))}  # fmt: skip
     ratios = {kind: two[ours] / two[theirs] for kind, two in medians.items()}

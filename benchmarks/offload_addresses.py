@@ -104,9 +104,7 @@ def llama_cases(layers: int) -> Iterator[Case]:
 def rows_of(name: str, program: MemoryProgram, machine: MemoryMachine) -> list[dict[str, Any]]:
     """Return the results of one program for six goals."""
     start = order_peak(program, range(len(program.operators)))
-    goals: list[tuple[str, dict[str, Any]]] = [
-        (f"{s:.0%} more time", {"max_slowdown": s}) for s in SLOWDOWNS
-    ]
+    goals: list[tuple[str, dict[str, Any]]] = [(f"{s:.0%} more time", {"max_slowdown": s}) for s in SLOWDOWNS]
     goals += [(f"{b:.0%} of the bytes", {"budget_bytes": int(start * b)}) for b in BUDGETS]
     rows = []
     for goal, wanted in goals:

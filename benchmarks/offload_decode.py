@@ -68,18 +68,12 @@ def mla_decode(batch: int, context: int, ahead: int = 2) -> MemoryProgram:
                     cache_bytes = context * (LATENT + ROPE) * 2
                     cache = add(f"{layer}.cache.{sequence}", cache_bytes, "kv")
                     flops = 2.0 * HEADS * ahead * context * (2 * LATENT + ROPE)
-                    operators.append(
-                        Operator("attention", (0, cache), flops=flops, access_bytes=cache_bytes)
-                    )
+                    operators.append(Operator("attention", (0, cache), flops=flops, access_bytes=cache_bytes))
             weight = add(f"{layer}.{name}", 2 * numbers, "weight")
-            operators.append(
-                Operator("mm", (0, weight), flops=2.0 * rows * numbers, access_bytes=2 * numbers)
-            )
+            operators.append(Operator("mm", (0, weight), flops=2.0 * rows * numbers, access_bytes=2 * numbers))
         for name in ("shared", "routed"):
             weight = add(f"{layer}.{name}", 2 * EXPERT, "expert")
-            operators.append(
-                Operator("expert", (0, weight), flops=2.0 * rows * EXPERT, access_bytes=2 * EXPERT)
-            )
+            operators.append(Operator("expert", (0, weight), flops=2.0 * rows * EXPERT, access_bytes=2 * EXPERT))
     return MemoryProgram("mla decode", tuple(storages), tuple(operators))
 
 
@@ -94,9 +88,7 @@ def moe_decode(context: int, known: bool) -> MemoryProgram:
         return len(storages) - 1
 
     def work(name: str, reads: tuple[int, ...], num_bytes: int) -> None:
-        operators.append(
-            Operator(name, (0, *reads), flops=float(num_bytes), access_bytes=num_bytes)
-        )
+        operators.append(Operator(name, (0, *reads), flops=float(num_bytes), access_bytes=num_bytes))
 
     for layer in range(MOE_LAYERS):
         weights = add(f"{layer}.attention", 2 * MOE_ATTENTION, "weight")
@@ -130,9 +122,7 @@ def on_demand_row(program: MemoryProgram, gb_s: float) -> dict[str, Any]:
     }
 
 
-def decode_rows(
-    name: str, program: MemoryProgram, links: list[float], slowdown: float
-) -> list[dict[str, Any]]:
+def decode_rows(name: str, program: MemoryProgram, links: list[float], slowdown: float) -> list[dict[str, Any]]:
     """Return the least planned peak and the lower bound, for every link bandwidth."""
     program = ROOFLINE.annotate(program)
     start = order_peak(program, range(len(program.operators)))
@@ -212,15 +202,11 @@ def main() -> None:
     if "mla" in parts:
         for batch in (4, 8):
             name = f"deepseek-v3 decode, {batch} sequences of 128k"
-            rows += decode_rows(
-                name, mla_decode(batch, 131072), [g for g in links if g >= 100], SLOWDOWN
-            )
+            rows += decode_rows(name, mla_decode(batch, 131072), [g for g in links if g >= 100], SLOWDOWN)
     if "moe" in parts:
         for known in (False, True):
             name = f"qwen3-30b-a3b decode, {'chosen experts known' if known else 'any expert'}"
-            rows += decode_rows(
-                name, moe_decode(8192, known), [g for g in links if g >= 50], SLOWDOWN
-            )
+            rows += decode_rows(name, moe_decode(8192, known), [g for g in links if g >= 50], SLOWDOWN)
         rows += [on_demand_row(moe_decode(8192, True), g) for g in links if g >= 50]
     result = {
         "what": "simulated, not run on an accelerator",

@@ -86,9 +86,7 @@ class Case:
     ) -> None:
         self.device, self.steps, self.profile = device, steps, profile
         self.step: dict[str, Any] = {"clip_norm": clip, "loss_chunks": chunks}
-        self.config = LlamaConfig(
-            **(TINY if tiny else SHAPES), num_hidden_layers=layers, use_cache=False
-        )
+        self.config = LlamaConfig(**(TINY if tiny else SHAPES), num_hidden_layers=layers, use_cache=False)
         self.dtype = torch.float32 if tiny else torch.bfloat16
         self.tokens = tokens
         self.module: Any = torch.get_device_module(device)
@@ -164,9 +162,7 @@ class Case:
         }
 
 
-def plain(
-    case: Case, context: Callable[[], Any] = contextlib.nullcontext, checkpoint: bool = False
-) -> dict[str, Any]:
+def plain(case: Case, context: Callable[[], Any] = contextlib.nullcontext, checkpoint: bool = False) -> dict[str, Any]:
     """Return the results of eager steps inside `context`, with activation checkpointing if requested."""
     model, optimizer = case.made()
     if checkpoint:

@@ -104,8 +104,7 @@ def main() -> int:
     rows = {name: case(name, device) for name in CASES}
     print(json.dumps({"machine": machine(), "device": str(device), "models": rows}, indent=1))
     good = all(
-        not row["loss_apart"] and not row["parameters_unequal"] and abs(row["off"]) <= 0.01
-        for row in rows.values()
+        not row["loss_apart"] and not row["parameters_unequal"] and abs(row["off"]) <= 0.01 for row in rows.values()
     )
     return 0 if good else 1
 

@@ -102,9 +102,7 @@ class Metered(PlannedSlots):
         return [with_kernel_bytes(captured) for captured in recorded]
 
 
-def cell(
-    device: PlannedDevice, arena_bytes: int, unmetered: int, step: Callable[[], Any]
-) -> dict[str, Any]:
+def cell(device: PlannedDevice, arena_bytes: int, unmetered: int, step: Callable[[], Any]) -> dict[str, Any]:
     """Run a step twice, and return predicted and measured bytes of the second run."""
     step()
     staged = device.plan.program.staging_bytes

@@ -137,9 +137,7 @@ class _Host:
         program = Roofline(3e10, 1e10, 1e-5).annotate(captured.program)
         goal: dict[str, Any] = {"max_slowdown": 0.3} if offload else {"budget_bytes": 1 << 50}
         self.plan = plan_memory(program, AT_ONCE, recompute=False, reorder=offload, **goal)
-        device = PlannedDevice(
-            captured, self.plan, AT_ONCE, copies=_streams() if streams else "at_issue"
-        )
+        device = PlannedDevice(captured, self.plan, AT_ONCE, copies=_streams() if streams else "at_issue")
         self.device = stack.enter_context(device)
         for number in (2, 3):
             device.step(_batch(TINY, number))
@@ -218,9 +216,7 @@ def host(rounds: int) -> dict[str, Any]:
         found = {name: way.found(torch_us) for name, way in ways.items()}
         streams = [row for name, row in found.items() if name.endswith("streams")]
         missed = [row["host_us"] > HOST_BAR_US for row in streams]
-        missed += [
-            row["between_ms"] > BETWEEN_BAR_MS * max(1, row["events"] / EVENTS) for row in streams
-        ]
+        missed += [row["between_ms"] > BETWEEN_BAR_MS * max(1, row["events"] / EVENTS) for row in streams]
         return {
             "sizes": dict(zip(("hidden", "layers", "tokens"), TINY, strict=True)),
             "bars": {"host_us": HOST_BAR_US, "between_ms": BETWEEN_BAR_MS, "events": EVENTS},
@@ -245,16 +241,12 @@ def main() -> int:
         result = {"machine": machine(), "rounds": given.rounds, "host": issued, "sizes": found}
         print(json.dumps(result, indent=1))
         return int(issued["missed"])
-    print(
-        f"host: eager {issued['eager_us']:.1f} us, torch alone {issued['torch_us']:.1f} us per operator"
-    )
+    print(f"host: eager {issued['eager_us']:.1f} us, torch alone {issued['torch_us']:.1f} us per operator")
     for name, row in issued["ways"].items():
         print(f"{name}: {row['host_us']:.1f} us per operator ({row['copies'] / row['operators']:.1f} copies each), "
               f"{row['beyond_torch_us']:.1f} us beyond torch; between two steps {row['between_ms']:.2f} ms, "
               f"{row['events']} events")  # fmt: skip
-    print(
-        f"at most {HOST_BAR_US} us on streams, and {BETWEEN_BAR_MS} ms: {'missed' if issued['missed'] else 'kept'}"
-    )
+    print(f"at most {HOST_BAR_US} us on streams, and {BETWEEN_BAR_MS} ms: {'missed' if issued['missed'] else 'kept'}")
     for name, row in found.items():
         times = ", ".join(f"{side} {s * 1e3:.1f} ms" for side, s in row["step_s"].items())
         print(f"{name}: {times}; identity {row['identity_over_eager']:.2f}, "

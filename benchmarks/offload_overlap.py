@@ -63,10 +63,7 @@ def captured(layers: int, ranks: int, tokens: int) -> MemoryProgram:
 
 def waited_at_once(program: MemoryProgram) -> MemoryProgram:
     """Return the program with collectives as computation, so that nothing overlaps with them."""
-    operators = (
-        replace(op, seconds=op.seconds + op.comm_s, comm_s=0.0, group="")
-        for op in program.operators
-    )
+    operators = (replace(op, seconds=op.seconds + op.comm_s, comm_s=0.0, group="") for op in program.operators)
     return replace(program, operators=tuple(operators))
 
 
@@ -123,8 +120,7 @@ def main() -> None:
     for gb_s in map(float, args.links.split(",")):
         link = Channel(gb_s * 1e9)
         operators = (
-            replace(op, seconds=0.0, comm_s=link.seconds(op.access_bytes)) if op.group else op
-            for op in plain.operators
+            replace(op, seconds=0.0, comm_s=link.seconds(op.access_bytes)) if op.group else op for op in plain.operators
         )
         program = replace(plain, operators=tuple(operators))
         shares = [float(s) for s in args.budgets.split(",") if s]
@@ -137,9 +133,7 @@ def main() -> None:
         }
         results.append(result)
         if not args.json:
-            print(
-                f"{gb_s:g} GB/s: compute {program.seconds:.4f} s, link {program.comm_seconds:.4f} s"
-            )
+            print(f"{gb_s:g} GB/s: compute {program.seconds:.4f} s, link {program.comm_seconds:.4f} s")
             for row in result["ways"]:
                 print(
                     f"  {row['way']:20} {row['step_s']:.4f} s, waiting {row['exposed_s']:.4f} s, "

@@ -78,10 +78,7 @@ class Row:
 
 def fused(program: MemoryProgram, share: float) -> MemoryProgram:
     """Return the program with the bytes of operators other than matmuls scaled by `share`, as a model of fusion."""
-    ops = (
-        op if op.flops else replace(op, access_bytes=int(op.access_bytes * share))
-        for op in program.operators
-    )
+    ops = (op if op.flops else replace(op, access_bytes=int(op.access_bytes * share)) for op in program.operators)
     return replace(program, operators=tuple(ops))
 
 
@@ -90,9 +87,7 @@ def machine(gb_s: float) -> MemoryMachine:
     return MemoryMachine(Channel(gb_s * 1e9), Channel(gb_s * 1e9))
 
 
-def best_peak(
-    make: Callable[[int], tuple[int, float]], start: int, floor: int, limit_s: float
-) -> tuple[int, float]:
+def best_peak(make: Callable[[int], tuple[int, float]], start: int, floor: int, limit_s: float) -> tuple[int, float]:
     """Bisect the target bytes of a policy; return the least achieved peak whose step takes at most `limit_s`."""
     found = (start, limit_s)
     low, high = floor, start
@@ -121,9 +116,7 @@ def rows_of(
     start = order_peak(program, range(len(program.operators)))
     order = refine_order(program)[0]
     limit_s = program.seconds * (1 + slowdown)
-    wanted: dict[str, Any] = (
-        {"max_slowdown": slowdown} if goal == "peak" else {"budget_bytes": budget}
-    )
+    wanted: dict[str, Any] = {"max_slowdown": slowdown} if goal == "peak" else {"budget_bytes": budget}
     rows = []
     for policy in policies:
         begin = time.process_time()
@@ -154,9 +147,7 @@ def rows_of(
                 def make(target: int, policy: str = policy) -> tuple[int, float]:
                     return simple_policy(program, m, order, policy, target)
 
-                made = (
-                    best_peak(make, start, start // 8, limit_s) if goal == "peak" else make(budget)
-                )
+                made = best_peak(make, start, start // 8, limit_s) if goal == "peak" else make(budget)
                 row.simulated_peak_bytes, row.simulated_step_s = made
         except BudgetImpossible as error:
             row.note = f"{error.code}: {error.allowed}"
@@ -175,9 +166,7 @@ def rows_of(
     return rows
 
 
-def bounds(
-    program: MemoryProgram, gb_s: float, order: tuple[int, ...], limit_s: float
-) -> dict[str, Any]:
+def bounds(program: MemoryProgram, gb_s: float, order: tuple[int, ...], limit_s: float) -> dict[str, Any]:
     """Return lower bounds on the peak of all plans at one bandwidth, with copies only and with recomputation."""
     found: dict[str, Any] = {"bandwidth_gb_s": gb_s}
     ends_s = list(accumulate(program.operators[i].seconds for i in order))
@@ -220,16 +209,10 @@ def main() -> None:
     parser.add_argument("--step", choices=("training", "prefill", "decode"), default="training")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument(
-        "--shards", type=int, default=8, help="ZeRO-1 ranks; 1: state unsharded in bf16"
-    )
-    parser.add_argument(
-        "--model-loss", action="store_true", help="the model's own loss, not chunked"
-    )
+    parser.add_argument("--shards", type=int, default=8, help="ZeRO-1 ranks; 1: state unsharded in bf16")
+    parser.add_argument("--model-loss", action="store_true", help="the model's own loss, not chunked")
     parser.add_argument("--slowdown", type=float, default=SLOWDOWN)
-    parser.add_argument(
-        "--clip", action="store_true", help="gradients are clipped to a global norm"
-    )
+    parser.add_argument("--clip", action="store_true", help="gradients are clipped to a global norm")
     parser.add_argument(
         "--pointwise-bytes",
         type=float,
@@ -304,9 +287,7 @@ def main() -> None:
     print(f"simulated: start {start / 1e9:.1f} GB, step {program.seconds:.4f} s")
     for row in rows:
         if row.simulated_step_s is None:
-            print(
-                f"simulated {row.bandwidth_gb_s:>5.0f} GB/s {row.goal:<5}{row.policy:<18}{row.note}"
-            )
+            print(f"simulated {row.bandwidth_gb_s:>5.0f} GB/s {row.goal:<5}{row.policy:<18}{row.note}")
             continue
         print(
             f"simulated {row.bandwidth_gb_s:>5.0f} GB/s {row.goal:<5}{row.policy:<18}"

@@ -84,8 +84,7 @@ def captured(name: str) -> MemoryProgram:
     program = Roofline(450e9, 2.8e9).annotate(made[name]())
     link = Channel(COLLECTIVES_BYTES_S)
     operators = (
-        replace(op, seconds=0.0, comm_s=link.seconds(op.access_bytes)) if op.group else op
-        for op in program.operators
+        replace(op, seconds=0.0, comm_s=link.seconds(op.access_bytes)) if op.group else op for op in program.operators
     )
     return replace(program, operators=tuple(operators))
 
@@ -99,9 +98,7 @@ def moe() -> MemoryProgram:
     )  # fmt: skip
     config._experts_implementation = "grouped_mm"
     with FakeTensorMode():
-        return step_of(
-            AutoModelForCausalLM.from_config(as_flash(config), dtype=torch.bfloat16), 8192, 8
-        )
+        return step_of(AutoModelForCausalLM.from_config(as_flash(config), dtype=torch.bfloat16), 8192, 8)
 
 
 def clipped() -> MemoryProgram:
@@ -120,9 +117,7 @@ def deepseek() -> MemoryProgram:
     )  # fmt: skip
     config._experts_implementation = "grouped_mm"
     with FakeTensorMode():
-        return step_of(
-            AutoModelForCausalLM.from_config(as_flash(config), dtype=torch.bfloat16), 8192, 8
-        )
+        return step_of(AutoModelForCausalLM.from_config(as_flash(config), dtype=torch.bfloat16), 8192, 8)
 
 
 def qwen3() -> MemoryProgram:
@@ -146,17 +141,13 @@ def fsdp() -> MemoryProgram:
     return refilled(program)
 
 
-def step_of(
-    model: Any, tokens: int, chunks: int | None, clip_norm: float | None = None
-) -> MemoryProgram:
+def step_of(model: Any, tokens: int, chunks: int | None, clip_norm: float | None = None) -> MemoryProgram:
     """Return the step of a model with AdamW on one sequence."""
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids}
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     training_step(model, optimizer, batch, loss_chunks=chunks)
-    return capture_training(
-        model, optimizer, batch, clip_norm=clip_norm, loss_chunks=chunks
-    ).program
+    return capture_training(model, optimizer, batch, clip_norm=clip_norm, loss_chunks=chunks).program
 
 
 def refilled(program: MemoryProgram) -> MemoryProgram:
@@ -265,9 +256,7 @@ def computed_again(
     return cheap, (largest[0] - cheap[0], max(largest[1] - cheap[1], 0.0))
 
 
-def rows_of(
-    name: str, link: float, known: dict[tuple[Any, ...], dict[str, Any]]
-) -> list[dict[str, Any]]:
+def rows_of(name: str, link: float, known: dict[tuple[Any, ...], dict[str, Any]]) -> list[dict[str, Any]]:
     """Return predicted and simulated extra time of a model and link, one row per budget.
 
     `known` are rows of an earlier result, by model, link and budget; their simulated values are reused.
@@ -364,9 +353,7 @@ def main() -> None:
         "command": sys.argv[1:],
         "planned_by": earlier.get("planned_by") or {"command": sys.argv[1:], **facts()},
         "summary": {
-            "models that the form was worked out on": summary(
-                [r for r in rows if r["model"] in DEVELOPED]
-            ),
+            "models that the form was worked out on": summary([r for r in rows if r["model"] in DEVELOPED]),
             "held-out models": summary([r for r in rows if r["model"] not in DEVELOPED]),
         },
         "rows": rows,

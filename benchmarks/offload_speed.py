@@ -69,9 +69,7 @@ def timed(layers: int, bandwidths: list[float], goals: dict[str, dict[str, Any]]
         "capture_cpu_s": capture_s,
         "analysis_cpu_s": analysis_s,
         "most_planning_cpu_s": max(r["planning_cpu_s"] for r in rows),
-        "most_capture_analysis_planning_cpu_s": max(
-            r["capture_analysis_planning_cpu_s"] for r in rows
-        ),
+        "most_capture_analysis_planning_cpu_s": max(r["capture_analysis_planning_cpu_s"] for r in rows),
         "most_cached_cpu_s": max(r.get("cached_cpu_s", 0.0) for r in rows),
         "rows": rows,
     }

@@ -96,9 +96,7 @@ def plan_of(config: LlamaConfig, size: Size, strategy: Strategy) -> Plan:
     )  # fmt: skip
 
 
-def ours(
-    model: nn.Module, plan: Plan, world: World, ids: Tensor, labels: Tensor, count: int
-) -> Step:
+def ours(model: nn.Module, plan: Plan, world: World, ids: Tensor, labels: Tensor, count: int) -> Step:
     """Return a function that runs one optimizer step of a model prepared by `parallelize`."""
     parallelize(model, plan, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -120,9 +118,7 @@ def ours(
     return step
 
 
-def by_hand(
-    model: nn.Module, strategy: Strategy, world: World, ids: Tensor, labels: Tensor, count: int
-) -> Step:
+def by_hand(model: nn.Module, strategy: Strategy, world: World, ids: Tensor, labels: Tensor, count: int) -> Step:
     """Return a function that runs one optimizer step of a model prepared by hand with PyTorch."""
     mesh = world.mesh(strategy)
     model.to(world.device)
@@ -154,16 +150,12 @@ def by_hand(
 
 def _tp_plan(layers: int) -> dict[str, object]:
     plan: dict[str, object] = {
-        "model.embed_tokens": RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Replicate()
-        ),
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
         "model.layers.0": PrepareModuleInput(
             input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
         ),
         "model.norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-        ),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
     for i in range(layers):
         name = f"model.layers.{i}"
@@ -178,9 +170,7 @@ def _tp_plan(layers: int) -> dict[str, object]:
             f"{name}.self_attn.v_proj": ColwiseParallel(),
             f"{name}.self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
             f"{name}.post_attention_layernorm": SequenceParallel(),
-            f"{name}.mlp": PrepareModuleInput(
-                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-            ),
+            f"{name}.mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
             f"{name}.mlp.gate_proj": ColwiseParallel(),
             f"{name}.mlp.up_proj": ColwiseParallel(),
             f"{name}.mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
@@ -305,19 +295,14 @@ def main() -> None:
     result = measure(size, args.layout or list(LAYOUTS), args.pairs, args.memory_runs)
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
-    summary = [
-        {k: v for k, v in r.items() if k not in ("seconds", "peaks")} for r in result["rows"]
-    ]
+    summary = [{k: v for k, v in r.items() if k not in ("seconds", "peaks")} for r in result["rows"]]
     if args.json:
         print(json.dumps({**result, "rows": summary}, indent=1))
         return
     print(f"{'layout':16} {'ours':>10} {'by hand':>10} {'time ratio':>11} {'memory ratio':>13}")
     for row in summary:
         ours, by_hand = row["median_s"]["ours"], row["median_s"]["by_hand"]
-        print(
-            f"{row['layout']:16} {ours:9.3f}s {by_hand:9.3f}s "
-            f"{row['time_ratio']:11.3f} {row['memory_ratio']:13.3f}"
-        )
+        print(f"{row['layout']:16} {ours:9.3f}s {by_hand:9.3f}s {row['time_ratio']:11.3f} {row['memory_ratio']:13.3f}")
 
 
 if __name__ == "__main__":

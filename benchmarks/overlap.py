@@ -196,9 +196,7 @@ class Meter:
                 setattr(collectives, name, function)
             dist.all_to_all_single = exchange
 
-    def _measured(
-        self, function: Callable[..., Any], sent_bytes: Callable[..., int]
-    ) -> Callable[..., Any]:
+    def _measured(self, function: Callable[..., Any], sent_bytes: Callable[..., int]) -> Callable[..., Any]:
         def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
             number, begin = len(self.issued), time.perf_counter()
             self.issued.append(begin)
@@ -344,9 +342,7 @@ def fit_routing(model: torch.nn.Module, ids: torch.Tensor, zipf: bool) -> None:
             _fit_biases(gate.weight, rows, model.config.num_experts_per_tok, share / share.sum())
 
 
-def _fit_biases(
-    weight: torch.Tensor, rows: torch.Tensor, chosen: int, share: torch.Tensor, steps: int = 400
-) -> None:
+def _fit_biases(weight: torch.Tensor, rows: torch.Tensor, chosen: int, share: torch.Tensor, steps: int = 400) -> None:
     """Fit the router biases `weight[:, 0]` so that experts get the fractions `share` of the rows [T, D].
 
     Each row goes to its `chosen` best experts.
@@ -416,9 +412,7 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
         return samples
 
     ranks = launch(rank, 2, timeout_s=600)
-    replayed = replays(
-        {name: list(zip(*(r[name]["times"] for r in ranks), strict=True)) for name in models}
-    )
+    replayed = replays({name: list(zip(*(r[name]["times"] for r in ranks), strict=True)) for name in models})
     results: dict[str, dict[str, Any]] = {
         name: {
             "step_s": ranks[0][name]["step_s"],
@@ -457,9 +451,7 @@ def communication(ranks: Sequence[Sequence[Mapping[str, list[Any]]]]) -> dict[st
     return columns
 
 
-def _communication_of_rank(
-    times: Mapping[str, list[Any]], starts: list[float]
-) -> tuple[float, float, float]:
+def _communication_of_rank(times: Mapping[str, list[Any]], starts: list[float]) -> tuple[float, float, float]:
     """Return seconds blocked, seconds late, and masking by timeline of one rank.
 
     `starts` are the times from which the collectives are in flight.
@@ -603,9 +595,7 @@ def main() -> int:
         status = 0
         for name in names:
             speed, masking = cases()[name].rates
-            judged = (
-                [(args.rate, JUDGED)] if args.rate else [(speed, JUDGED[:1]), (masking, JUDGED[1:])]
-            )
+            judged = [(args.rate, JUDGED)] if args.rate else [(speed, JUDGED[:1]), (masking, JUDGED[1:])]
             for rate, bars in judged:
                 words = ["--case", name, "--rate", str(rate), "--rounds", str(args.rounds)]
                 words += ["--json"] * args.json + ["--judge", *bars]

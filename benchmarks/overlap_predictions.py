@@ -73,9 +73,7 @@ def case_of(pair: dict[str, Any], overlap: Overlap = NO_OVERLAP) -> PricingCase:
     if "link_bytes_s" in pair:
         inner, *outer = supernode.tiers
         rate = dataclasses.replace(inner.bytes_s, value=pair["link_bytes_s"])
-        supernode = dataclasses.replace(
-            supernode, tiers=(dataclasses.replace(inner, bytes_s=rate), *outer)
-        )
+        supernode = dataclasses.replace(supernode, tiers=(dataclasses.replace(inner, bytes_s=rate), *outer))
     chosen = {k: v for k, v in pair["strategy"].items() if k != "overlap"}
     strategy = Strategy(**chosen, overlap=overlap)
     workload = Workload(
@@ -83,9 +81,7 @@ def case_of(pair: dict[str, Any], overlap: Overlap = NO_OVERLAP) -> PricingCase:
         microbatch=pair["microbatch"],
         accumulation_steps=pair.get("accumulation", 1),
     ).resolve(strategy.dp)
-    stack = dataclasses.replace(
-        stack_card(pair["stack"]), overlap_tp=0.0, overlap_ep=0.0, overlap_ep_chunks=0.0
-    )
+    stack = dataclasses.replace(stack_card(pair["stack"]), overlap_tp=0.0, overlap_ep=0.0, overlap_ep_chunks=0.0)
     if pair.get("decoding"):  # without gradients
         stack = dataclasses.replace(stack, adds_gradients=0.0)
     dtype = pair.get("matmul_dtype", "bfloat16")
@@ -113,8 +109,7 @@ def strategy_ratio(pair: dict[str, Any]) -> float:
     overlap = Overlap(**pair["strategy"]["overlap"])
     left_out = OUTSIDE_OF_LAYERS if pair.get("decoding") else ()
     plain, other = (
-        sum(s for name, s in terms_of(case_of(pair, o)).items() if name not in left_out)
-        for o in (Overlap(), overlap)
+        sum(s for name, s in terms_of(case_of(pair, o)).items() if name not in left_out) for o in (Overlap(), overlap)
     )
     return plain / other
 
@@ -192,11 +187,7 @@ def scored(pairs: list[dict[str, Any]]) -> dict[str, Any]:
     sized = [r for r in rows if r["published"] is not None]
     null = np.mean([abs(math.log(r["published"])) for r in sized])
     error = np.mean([abs(math.log(r["predicted"] / r["published"])) for r in sized])
-    clear = [
-        r
-        for r in rows
-        if r["published"] is None or abs(math.log(r["published"])) > math.log1p(EFFECT)
-    ]
+    clear = [r for r in rows if r["published"] is None or abs(math.log(r["published"])) > math.log1p(EFFECT)]
     signs = np.mean([r["right_sign"] for r in clear])
     return {
         "pairs": rows,
@@ -212,9 +203,7 @@ def scored(pairs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     """Print the predictions; return 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true")
     as_json = parser.parse_args().json
     data = json.loads(PAIRS.read_text())

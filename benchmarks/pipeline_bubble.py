@@ -161,9 +161,7 @@ def _plan(case: Case, strategy: Strategy) -> Plan:
         params, family_rules(spec.family), strategy, num_heads=heads, num_kv_heads=heads,
         head_dim=config.hidden_size // heads, vocab_size=config.vocab_size,
     ).layouts  # fmt: skip
-    workload = Workload(
-        case.seq_len, microbatch=1, accumulation_steps=case.microbatches, compute_dtype="float32"
-    )
+    workload = Workload(case.seq_len, microbatch=1, accumulation_steps=case.microbatches, compute_dtype="float32")
     model = ModelRef("bubble", spec.family, spec.num_params, spec.num_params, 0.0, "")
     return Plan(model, "local", 0.0, workload.resolve(1), strategy, layouts, 0.0, (), (), 0)
 
@@ -208,9 +206,7 @@ def _rank(case: Case, strategy: Strategy) -> Found:
                 break
         message_s = _message_s(handle(model).pipeline, parts[0])
     kept = sorted(found)[: case.steps]
-    return Found(
-        [m for _, _, m in kept], message_s, [o for o, _, _ in kept], len(found) - len(kept)
-    )
+    return Found([m for _, _, m in kept], message_s, [o for o, _, _ in kept], len(found) - len(kept))
 
 
 def _others(wall_s: float, own_s: float, begin_busy_s: float) -> float:
@@ -249,9 +245,7 @@ def _measured(ranks: list[Marks]) -> float:
     return 1.0 - busy / (len(ranks) * (end - begin))
 
 
-def _simulated(
-    strategy: Strategy, microbatches: int, seconds: Callable[[str], float], message_s: float
-) -> float:
+def _simulated(strategy: Strategy, microbatches: int, seconds: Callable[[str], float], message_s: float) -> float:
     """Return the simulated bubble of the schedule; `seconds` returns the seconds of an action by its name."""
     schedule = step_schedule(strategy, microbatches).compute_only()
     costs = [StageCost(1.0, 1.0, 1.0, message_s, message_s)] * strategy.stages
@@ -343,9 +337,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4, help="on two ranks; twice on four")
     parser.add_argument("--steps", type=int, default=3, help=f"measured, after {WARM_UP} that are not")  # fmt: skip
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    parser.add_argument(
-        "--runs", nargs="+", choices=("compute", "waits"), default=["compute", "waits"]
-    )
+    parser.add_argument("--runs", nargs="+", choices=("compute", "waits"), default=["compute", "waits"])
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     config = _llama(4, chosen.hidden, 1024, chosen.seq_len)
@@ -354,8 +346,7 @@ def main() -> None:
     # Layers of the second run sleep for the times of zbv's one-layer stages in the first run.
     wanted = dict.fromkeys(chosen.schedules if "compute" in chosen.runs else ())
     computed = {
-        name: measure(compute, name)
-        for name in {**wanted, **({"zbv": None} if "waits" in chosen.runs else {})}
+        name: measure(compute, name) for name in {**wanted, **({"zbv": None} if "waits" in chosen.runs else {})}
     }
     if wanted:
         title = f"compute: 2 ranks compute on {cores}, {compute.microbatches} microbatches"

@@ -83,10 +83,7 @@ def read_model(name: str, layers: int) -> dict[str, Any]:
 
 def overrides_of(layout: str) -> list[str]:
     """Return a layout, given as text, as recipe overrides."""
-    return [
-        f"{'training' if word.partition('=')[0] in _TRAINING else 'parallel'}.{word}"
-        for word in layout.split()
-    ]
+    return [f"{'training' if word.partition('=')[0] in _TRAINING else 'parallel'}.{word}" for word in layout.split()]
 
 
 def measure(name: str, kind: str, layout: str, layers: int) -> dict[str, Any]:

@@ -40,18 +40,12 @@ def groups(runs: list[PublishedRun]) -> dict[tuple[str, ...], list[PublishedRun]
 def main() -> None:
     """Compute and print the regret of every decision."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "runs", nargs="?", help="CSV of published runs, columns as for `hyper-parallel predict`"
-    )
+    parser.add_argument("runs", nargs="?", help="CSV of published runs, columns as for `hyper-parallel predict`")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.runs is None:
         # The CSV of measured runs is not part of the repository; `make bench` continues without it.
-        print(
-            json.dumps(
-                {"skipped": "give a CSV of measured runs, see docs/explanation/cost_model.md"}
-            )
-        )
+        print(json.dumps({"skipped": "give a CSV of measured runs, see docs/explanation/cost_model.md"}))
         return
     cards = read_cards()
     rows = []
@@ -84,9 +78,7 @@ def main() -> None:
             f"{name:<50} {row['layouts']} layouts  chose {row['chosen']:>4}  best {row['best']:>4}  {row['regret']:.1%}"
         )
     if regrets:
-        print(
-            f"{len(rows)} decisions: median {summary['median_regret']:.1%}, worst {summary['worst_regret']:.1%}"
-        )
+        print(f"{len(rows)} decisions: median {summary['median_regret']:.1%}, worst {summary['worst_regret']:.1%}")
 
 
 if __name__ == "__main__":

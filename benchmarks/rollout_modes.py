@@ -81,9 +81,7 @@ def main() -> None:
                 taken.setdefault(mode, []).append(len(rows))
                 print(f"seed {seed}, {mode}: {len(rows)} steps", file=sys.stderr, flush=True)
                 found[mode] += rows[WARM:]
-    step_s = {
-        mode: statistics.median(row["step_s"] for row in rows) for mode, rows in found.items()
-    }
+    step_s = {mode: statistics.median(row["step_s"] for row in rows) for mode, rows in found.items()}
     apart = found["in_step"]
     wait = statistics.median(row["rollout"]["wait_s"] for row in apart)
     ratio = step_s["in_step"] / step_s["ahead"]

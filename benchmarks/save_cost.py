@@ -109,8 +109,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         seconds = launch(lambda _: on_rank(Path(folder), chosen.rounds), RANKS, timeout_s=1200)[0]
     cost = {
-        kind: [mine / none - 1 for mine, none in zip(seconds[kind], seconds["none"], strict=True)]
-        for kind in KINDS[1:]
+        kind: [mine / none - 1 for mine, none in zip(seconds[kind], seconds["none"], strict=True)] for kind in KINDS[1:]
     }
     medians = {kind: statistics.median(values) for kind, values in cost.items()}
     result: dict[str, Any] = {

@@ -107,9 +107,7 @@ def main() -> None:
         print(json.dumps(result, indent=1))
     else:
         for bound, row in table.items():
-            print(
-                f"bound {bound}: reward {row['reward']:.3f}, age {row['age']:.2f}, step {row['step_s']:.3f} s"
-            )
+            print(f"bound {bound}: reward {row['reward']:.3f}, age {row['age']:.2f}, step {row['step_s']:.3f} s")
     sys.exit(not passed)
 
 

@@ -203,9 +203,7 @@ def one_step(
     return numbers, interrupted, ready + sum(last <= reached for last in ends) - PROMPTS
 
 
-def asynchronous(
-    shape: Shape, devices: int, staleness: float, learn_s: float, seeds: int = SEEDS
-) -> dict[str, float]:
+def asynchronous(shape: Shape, devices: int, staleness: float, learn_s: float, seeds: int = SEEDS) -> dict[str, float]:
     """Return means over steps and seeds, and the standard error of the step time; `devices` is per role."""
     found: list[dict[str, float]] = []
     for seed in range(seeds):
@@ -252,16 +250,13 @@ def main() -> None:
     learn_s = update_s(64) + REST_S
     curve = {s: asynchronous(shape, 64, s, learn_s) for s in CURVE}
     blind = {
-        f"{n}:{n}, {s}": beside(
-            curve[s] if n == 64 else asynchronous(shape, n, s, update_s(n) + REST_S), row
-        )
+        f"{n}:{n}, {s}": beside(curve[s] if n == 64 else asynchronous(shape, n, s, update_s(n) + REST_S), row)
         for (n, s), row in ASYNCHRONOUS.items()
     }
     rows = {s: row for (n, s), row in ASYNCHRONOUS.items() if n == 64}
     usual = statistics.mean(row[2] for row in rows.values())
     tokens = {
-        s: beside(asynchronous(replace(shape, longer=r[2] / usual), 64, s, r[2] + REST_S), r)
-        for s, r in rows.items()
+        s: beside(asynchronous(replace(shape, longer=r[2] / usual), 64, s, r[2] + REST_S), r) for s, r in rows.items()
     }
     other = {}
     for name, value in OTHER:

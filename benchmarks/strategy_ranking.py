@@ -30,9 +30,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows = []
-    for one in measure(
-        legal(args.ranks, args.number, args.seed), args.ranks, args.rounds, args.steps
-    ):
+    for one in measure(legal(args.ranks, args.number, args.seed), args.ranks, args.rounds, args.steps):
         w = one.plan.workload
         rows.append(
             {
@@ -67,9 +65,7 @@ def main() -> None:
             f"{row['measured_s']:8.3f} s  predicted {row['predicted_s']:8.3f} s  x{row['microbatch']} "
             f"{row['recompute']:<5} {row['cp_kind']:<10} {row['strategy']}"
         )
-    print(
-        f"rank correlation {summary['rank_correlation']:.3f}, median error {summary['median_error']:.1%}"
-    )
+    print(f"rank correlation {summary['rank_correlation']:.3f}, median error {summary['median_error']:.1%}")
 
 
 if __name__ == "__main__":

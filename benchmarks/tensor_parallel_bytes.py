@@ -138,12 +138,8 @@ def count(dims: Dims, strategy: Strategy, tokens: int, layers: int) -> Sent:
 
 def layer_bytes(dims: Dims, strategy: Strategy, tokens: int, relayout: bool) -> int:
     """Return the sent bytes of one decoder layer."""
-    rules = tuple(
-        Rule(f"model.layers.*.mlp.{name}_proj", "replicate") for name in ("gate", "up", "down")
-    )
-    strategy = dataclasses.replace(
-        strategy, gathered_inputs="re-gather", rules=rules if dims.experts else ()
-    )
+    rules = tuple(Rule(f"model.layers.*.mlp.{name}_proj", "replicate") for name in ("gate", "up", "down"))
+    strategy = dataclasses.replace(strategy, gathered_inputs="re-gather", rules=rules if dims.experts else ())
     sent = count(dims, strategy, tokens, 2)
     sent.subtract(count(dims, strategy, tokens, 1))
     return sum(n for (kind, _), n in sent.items() if relayout or kind != "all_to_all")
@@ -188,9 +184,7 @@ def main() -> None:
         print(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
         return
     print("bytes of one layer, forward and backward, inputs gathered again; counted = formula")
-    print(
-        f"{'case':42} {'tokens':>7} {'1-D MB':>8} {'2-D MB':>8} {'shapes':>15} {'change':>8} {'target':>7}"
-    )
+    print(f"{'case':42} {'tokens':>7} {'1-D MB':>8} {'2-D MB':>8} {'shapes':>15} {'change':>8} {'target':>7}")
     for row in rows:
         print(
             f"{row['case']:42} {row['tokens']:7} {row['one_axis_bytes'] / 1e6:8.0f} "

@@ -41,16 +41,12 @@ SIDES: dict[int, dict[str, Strategy]] = {
         "1-D (4)": Strategy(tp_x=4),
         "2-D (2,2) 2d/2d": Strategy(tp_x=2, tp_y=2),
         "2-D (2,2) 2d/weight": Strategy(tp_x=2, tp_y=2, mlp_shape="weight"),
-        "2-D (2,2) weight/weight": Strategy(
-            tp_x=2, tp_y=2, attention_shape="weight", mlp_shape="weight"
-        ),
+        "2-D (2,2) weight/weight": Strategy(tp_x=2, tp_y=2, attention_shape="weight", mlp_shape="weight"),
     },
     8: {
         "1-D (8)": Strategy(tp_x=8),
         "2-D (4,2) 2d/2d": Strategy(tp_x=4, tp_y=2),
-        "2-D (4,2) weight/weight": Strategy(
-            tp_x=4, tp_y=2, attention_shape="weight", mlp_shape="weight"
-        ),
+        "2-D (4,2) weight/weight": Strategy(tp_x=4, tp_y=2, attention_shape="weight", mlp_shape="weight"),
     },
 }
 
@@ -83,9 +79,7 @@ def build(size: Size, strategy: Strategy, world: World) -> Callable[[], tuple[fl
         num_heads=size.heads, num_kv_heads=size.kv_heads, head_dim=size.hidden // size.heads,
         vocab_size=size.vocab,
     ).layouts  # fmt: skip
-    workload = Workload(
-        size.seq_len, microbatch=size.sequences, accumulation_steps=1, compute_dtype="float32"
-    )
+    workload = Workload(size.seq_len, microbatch=size.sequences, accumulation_steps=1, compute_dtype="float32")
     reference = ModelRef("timed", "llama", spec.num_params, spec.num_params, 0.0, "")
     plan = Plan(
         reference, "local", 0.0, workload.resolve(1), strategy, layouts, 0.0, (), (), 0,
@@ -165,11 +159,7 @@ def main() -> None:
     size = Size(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Size)})
     rows = [row for tp in args.tp or SIDES for row in measure(size, tp, args.pairs)]
     if args.json:
-        print(
-            json.dumps(
-                {"machine": machine(), "model": dataclasses.asdict(size), "rows": rows}, indent=1
-            )
-        )
+        print(json.dumps({"machine": machine(), "model": dataclasses.asdict(size), "rows": rows}, indent=1))
         return
     print(f"{'tp':>3} {'side':26} {'median':>10} {'time ratio':>11} {'bytes ratio':>12}")
     for row in rows:

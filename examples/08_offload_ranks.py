@@ -52,9 +52,7 @@ def rank(_: int) -> list[str]:
         for sharded, budget in ((True, "3MiB"), (False, "6MiB")):
             plain, (planned, most) = train(sharded, None)[0], train(sharded, budget)
             how = "fully_shard" if sharded else "DistributedDataParallel"
-            said.append(
-                f"{how}: the losses without a plan: {planned == plain}; {most / 2**20:.1f} MiB of {budget}"
-            )
+            said.append(f"{how}: the losses without a plan: {planned == plain}; {most / 2**20:.1f} MiB of {budget}")
     return said
 
 

@@ -25,9 +25,7 @@ from tests.printed_hints import hints_of_ranks, watch_processes
 from tests.slow import mark_slow_cells
 
 gc.disable()  # until the tests are collected: imports leave nothing to collect
-os.environ.setdefault(
-    "HF_HUB_OFFLINE", "1"
-)  # no test reads the hub but those with one of their own
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reads the hub but those with one of their own
 # Tests fork, and OpenMP's threads do not survive a fork: a child that asks for them waits for ever. Two test processes
 # with a thread per core each would also spin against each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -179,9 +177,7 @@ def _cpu_s() -> float:
     return sum(use.ru_utime + use.ru_stime for use in uses)
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if PASTING.runs:
         terminalreporter.section(f"{PASTING.num_pasted} hints pasted; not pasted, by reason")
         for reason, hints in PASTING.unpasted.items():

@@ -73,9 +73,7 @@ def _override_pattern() -> re.Pattern[str]:
     from hyper_parallel.config import Recipe
 
     value = r"\{(?:[^{}]|\{[^{}]*\})*\}|\[[^\]]*\]|<[^>]*>|[^\s,`;')]+"
-    return re.compile(
-        rf"(?<![\w.])((?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_0-9]+)*)=({value})"
-    )
+    return re.compile(rf"(?<![\w.])((?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_0-9]+)*)=({value})")
 
 
 @cache
@@ -146,9 +144,7 @@ def pasted(words: list[str], error: HyperParallelError) -> list[str] | None:
     assert added, f"not pasted: {error.hint}"
     kept = list(words)
     if error.code in ("HP101", "HP102") or "override" in error.what:
-        key = re.search(
-            r"(?:: |^)([\w.\[\]]+)", str(error.where).partition(" (")[0].rpartition(": ")[2]
-        )
+        key = re.search(r"(?:: |^)([\w.\[\]]+)", str(error.where).partition(" (")[0].rpartition(": ")[2])
         named = key[1].partition("[")[0] if key else ""
         kept = [w for w in words if not (named and re.match(rf"{re.escape(named)}\b", w))]
         kept = [w for w in kept if w.partition("=")[0] != ".".join(named.split(".")[:2])]

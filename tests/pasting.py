@@ -105,25 +105,18 @@ class Pasting:
         second = self._outcome(again)
         if second is not None and _problem(second.render()) == _problem(head or error.render()):
             self.problems.append(
-                f"hint: {error.hint}: pasted as `{' '.join(again)}`, the same error comes back:\n"
-                f"{second.render()}"
+                f"hint: {error.hint}: pasted as `{' '.join(again)}`, the same error comes back:\n{second.render()}"
             )
 
-    def _paste_into_recipe(
-        self, words: list[str], error: HyperParallelError, path: Path, text: str
-    ) -> None:
+    def _paste_into_recipe(self, words: list[str], error: HyperParallelError, path: Path, text: str) -> None:
         """Load a copy of a recipe with the line of a hint in it, with the overrides of the command."""
         self.num_pasted += 1
         copy = path.with_name(f"pasted_{path.name}")
         copy.write_text(text)
         second = self._outcome(["config", "show", str(copy), *(w for w in words if "=" in w)])
         copy.unlink()
-        if second is not None and _problem(second.render()).replace(
-            copy.name, path.name
-        ) == _problem(error.render()):
-            self.problems.append(
-                f"hint: {error.hint}: written into {path}, the same error comes back"
-            )
+        if second is not None and _problem(second.render()).replace(copy.name, path.name) == _problem(error.render()):
+            self.problems.append(f"hint: {error.hint}: written into {path}, the same error comes back")
 
     def _leave(self, reason: str, error: HyperParallelError) -> None:
         self.unpasted.setdefault(reason, Counter())[f"{error.code} {error.hint}"] += 1

@@ -18,9 +18,7 @@ from hyper_parallel.errors import HyperParallelError, all_codes
 
 _ERROR: Final = re.compile(r"^(error\[(HP\d{3})\]: (?:.+\n)+)\nhint: (.*)$", re.MULTILINE)
 """An error as `HyperParallelError.render` writes it, if it has a hint: its lines before the hint have no gap."""
-_FACTS: Final = re.compile(
-    r"^(?:  --> (?P<where>.*)|  got: (?P<got>.*?)(?: {6}allowed: .*)?)$", re.M
-)
+_FACTS: Final = re.compile(r"^(?:  --> (?P<where>.*)|  got: (?P<got>.*?)(?: {6}allowed: .*)?)$", re.M)
 _LOG: Final = "logs/rank_*.log"
 _PROGRAMS: Final = ("hyper_parallel", "hyper-parallel")
 

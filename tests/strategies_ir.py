@@ -10,9 +10,7 @@ from hyper_parallel.ir import Layout, Mesh
 @st.composite
 def meshes(draw, max_axes=3, max_size=16, with_devices=False):
     degrees = draw(
-        st.lists(st.integers(1, 4), min_size=1, max_size=max_axes).filter(
-            lambda d: math.prod(d) <= max_size
-        )
+        st.lists(st.integers(1, 4), min_size=1, max_size=max_axes).filter(lambda d: math.prod(d) <= max_size)
     )
     size = math.prod(degrees)
     devices = ()

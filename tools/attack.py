@@ -117,9 +117,7 @@ def _different(given: Any, kept: Any, path: str = "$") -> str:
     Keys that only `kept` has are ignored, because they have their default.
     """
     if isinstance(given, dict) and isinstance(kept, dict):
-        pairs: list[tuple[Any, Any, Any]] = [
-            (f".{k}", v, kept.get(k, "nothing")) for k, v in given.items()
-        ]
+        pairs: list[tuple[Any, Any, Any]] = [(f".{k}", v, kept.get(k, "nothing")) for k, v in given.items()]
     elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
         pairs = [(f"[{i}]", *pair) for i, pair in enumerate(zip(given, kept, strict=True))]
     else:
@@ -270,9 +268,7 @@ def make_good(root: Path) -> None:
     (root / "data" / "words.txt").write_text("\n\n".join(words))
     (root / "recipe.yaml").write_text(RECIPE.format(root=root))
     (root / "overrides.txt").write_text("training.lr=0.1")
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**MODEL)
-    )
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**MODEL))
     model.save_pretrained(root / "model", max_shard_size="60KB")
     cli("train", root / "recipe.yaml", "--no-calibrate")  # starts one rank, once
     shutil.copytree(root / "run" / "model", root / "tokenizer")
@@ -280,9 +276,7 @@ def make_good(root: Path) -> None:
         "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}{{ eos_token }}"
         "{% endgeneration %}{% endfor %}"
     )
-    shutil.copytree(
-        root / "run", root / "other", ignore=shutil.ignore_patterns("checkpoints", "export")
-    )
+    shutil.copytree(root / "run", root / "other", ignore=shutil.ignore_patterns("checkpoints", "export"))
     cli(
         "plan",
         root / "model" / "config.json",
@@ -304,9 +298,7 @@ def make_good(root: Path) -> None:
         "tp": 2, "zero": 1, "mbs": 1, "gbs": 128, "precision": "bf16", "step_s": "", "stack": "NeMo",
     }  # fmt: skip
     with (root / "runs.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(
-            [run, run.values(), (run | {"id": "b", "n_dev": 32, "step_s": 9.5}).values()]
-        )
+        csv.writer(file).writerows([run, run.values(), (run | {"id": "b", "n_dev": 32, "step_s": 9.5}).values()])
 
 
 def _make_adapter(root: Path, model: Any) -> None:
@@ -316,9 +308,7 @@ def _make_adapter(root: Path, model: Any) -> None:
     model.save_pretrained(base)
     for file in (root / "tokenizer").glob("*"):
         shutil.copy(file, base / file.name)
-    config = peft.LoraConfig(
-        r=4, lora_alpha=12, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-    )
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, config)
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     adapted.save_pretrained(root / "adapter")
@@ -440,9 +430,7 @@ def attempt(read: Callable[[Path], str | None], root: Path) -> Outcome:
     if content and not status:
         outcome = pickle.loads(content)
     elif os.WIFSIGNALED(status):
-        outcome = Outcome(
-            f"{signal.Signals(os.WTERMSIG(status)).name} after {LONGEST_S} s or a crash", "no word"
-        )
+        outcome = Outcome(f"{signal.Signals(os.WTERMSIG(status)).name} after {LONGEST_S} s or a crash", "no word")
     outcome.seconds = usage.ru_utime + usage.ru_stime
     outcome.more_bytes = max(0, usage.ru_maxrss - before) * 1024
     return outcome
@@ -489,14 +477,10 @@ class Attack:
         """Write the valid files, read each once, and record the files that must not be touched."""
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             make_good(self.root)
-        self.foreign = [
-            self.root / place / "thesis.txt" for place in (".", "run", "model", "data", "adapter")
-        ]
+        self.foreign = [self.root / place / "thesis.txt" for place in (".", "run", "model", "data", "adapter")]
         for path in self.foreign:
             path.write_text("mine")
-        self.files = {
-            kind: sorted(p for p in self.root.glob(KINDS[kind][1]) if p.is_file()) for kind in KINDS
-        }
+        self.files = {kind: sorted(p for p in self.root.glob(KINDS[kind][1]) if p.is_file()) for kind in KINDS}
         self.whole = {path: path.read_bytes() for paths in self.files.values() for path in paths}
         make_victim(self.victim)
         self.untouched = digest(self.victim)
@@ -544,9 +528,7 @@ class Attack:
         raw = self.whole[path]
         content = mutated(path, raw, draw)
         if kind == "overrides":
-            content = b"\0".join(
-                draw.sample([w.encode() for w in OVERRIDES], draw.choice([1, 1, 2]))
-            )
+            content = b"\0".join(draw.sample([w.encode() for w in OVERRIDES], draw.choice([1, 1, 2])))
         if content == raw:
             content += b"\n"
         path.write_bytes(content)
@@ -569,15 +551,9 @@ class Attack:
             found["large"] = f"{outcome.result}, more than {MORE_BYTES >> 30} GiB"
         now = digest(self.victim)
         if now != self.untouched:
-            changed = sorted(
-                k for k in now.keys() | self.untouched.keys() if now.get(k) != self.untouched.get(k)
-            )
+            changed = sorted(k for k in now.keys() | self.untouched.keys() if now.get(k) != self.untouched.get(k))
             found["outside_writes"] = ", ".join(changed[:3])
-        cached = any(
-            SECRET.encode() in p.read_bytes()
-            for p in (self.root / "cache").rglob("*")
-            if p.is_file()
-        )
+        cached = any(SECRET.encode() in p.read_bytes() for p in (self.root / "cache").rglob("*") if p.is_file())
         if outcome.leaks or cached:
             found["outside_reads"] = "in a cache" if cached else "in the output"
         if lost := [p for p in self.foreign if not p.is_file() or p.read_text() != "mine"]:
@@ -595,9 +571,7 @@ class Attack:
         (self.root / "sealed").unlink(missing_ok=True)
         for path, content in self.whole.items():
             if path.is_symlink() or not path.is_file():
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
-                    missing_ok=True
-                )
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
             elif path.stat().st_size == len(content) and path.read_bytes() == content:
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -670,9 +644,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(KINDS), help="Kinds, with commas.")
     parser.add_argument("--kept", type=Path, default=Path("build/attack"))
     parser.add_argument("--json", action="store_true", help="Print all that was counted.")
-    parser.add_argument(
-        "--record", action="store_true", help=f"Write {RESULTS.name} under docs/results."
-    )
+    parser.add_argument("--record", action="store_true", help=f"Write {RESULTS.name} under docs/results.")
     wanted = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
@@ -688,9 +660,7 @@ def main() -> int:
     }
     if wanted.record:
         RESULTS.write_text(json.dumps(facts | result, indent=1) + "\n", encoding="utf-8")
-    brief = {
-        key: value for key, value in result.items() if key not in ("kinds", "outcomes", "found")
-    }
+    brief = {key: value for key, value in result.items() if key not in ("kinds", "outcomes", "found")}
     print(json.dumps(facts | result, indent=1) if wanted.json else json.dumps(brief))
     return 1 if result["found"] else 0
 

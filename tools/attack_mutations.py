@@ -45,22 +45,14 @@ def mutate_value(doc: Any, draw: random.Random) -> Any:
     elif kind == 1:
         here[key] = deepcopy(draw.choice(ODD))
     elif kind == 2:  # another type
-        here[key] = draw.choice(
-            [str(value), [value], {"x": value}, {str(value)[:9]: 1}, bool(value)]
-        )
+        here[key] = draw.choice([str(value), [value], {"x": value}, {str(value)[:9]: 1}, bool(value)])
     elif kind == 3 and isinstance(value, (int, float)):
-        here[key] = draw.choice(
-            [-value, value + 1, value * 10**9, value / 3, value * 1e300, str(value)]
-        )
+        here[key] = draw.choice([-value, value + 1, value * 10**9, value / 3, value * 1e300, str(value)])
     elif kind == 4:  # the value of another place
         there, name = draw.choice(found)
-        here[key] = deepcopy(
-            there.get(name) if isinstance(there, dict) else (there[name:] or [0])[0]
-        )
+        here[key] = deepcopy(there.get(name) if isinstance(there, dict) else (there[name:] or [0])[0])
     elif kind == 5 and isinstance(here, dict):  # another or one more key
-        other = draw.choice(
-            [str(key) + "s", "", "\u0000", str(key).upper(), "k" * 5000, "__class__"]
-        )
+        other = draw.choice([str(key) + "s", "", "\u0000", str(key).upper(), "k" * 5000, "__class__"])
         here[other] = here.pop(key) if draw.random() < 0.5 else value
     elif kind == 6 and isinstance(value, list):
         here[key] = value * draw.choice([2, 100]) if len(value) < 1000 else value[::-1]
@@ -100,9 +92,7 @@ def mutate_bytes(raw: bytes, draw: random.Random) -> bytes:
         )
     elif kind == 8:
         data = bytearray(
-            data.decode("utf-8", "replace").encode(
-                draw.choice(["utf-16", "utf-32", "utf-8-sig", "cp037"]), "replace"
-            )
+            data.decode("utf-8", "replace").encode(draw.choice(["utf-16", "utf-32", "utf-8-sig", "cp037"]), "replace")
         )
     else:
         data = bytearray() if draw.random() < 0.2 else data + data
@@ -126,11 +116,7 @@ def _header(raw: bytes) -> Any:
 def _with_header(doc: Any) -> bytes:
     header, data = (*doc, "", "")[:2] if isinstance(doc, list) else (doc, "")
     text = json.dumps(header).encode()
-    whole = (
-        bytes.fromhex(data)
-        if isinstance(data, str) and len(data) % 2 == 0 and data.isalnum()
-        else b""
-    )
+    whole = bytes.fromhex(data) if isinstance(data, str) and len(data) % 2 == 0 and data.isalnum() else b""
     return len(text).to_bytes(8, "little") + text + whole
 
 
@@ -147,8 +133,7 @@ CODECS: dict[str, tuple[Callable[[bytes], Any], Callable[[Any], bytes]]] = {
 
 
 BOMB: Final = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n"
-    for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
 """YAML text of 400 bytes that expands to 3.9e8 elements."""
 TEMPLATES: Final = (
@@ -198,9 +183,7 @@ ADAPTER_VALUES: Final = (
 
 def replaced(path: Path, others: list[Path], victim: Path, draw: random.Random) -> str:
     """Replace a file by a link, a pipe, a folder or another file, and return a description of the replacement."""
-    kind = draw.choice(
-        ("exchange", "link out", "dangling link", "zeros", "pipe", "folder", "loop", "huge")
-    )
+    kind = draw.choice(("exchange", "link out", "dangling link", "zeros", "pipe", "folder", "loop", "huge"))
     path.unlink()
     if kind == "exchange":
         shutil.copyfile(draw.choice(others), path)

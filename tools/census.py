@@ -201,9 +201,7 @@ def run_cell(file: Path, folder: Path, changes: list[str]) -> tuple[str, list[di
         return f"fails: no end after {SECONDS} s", []
     if code and code[1] not in ("HP601", "HP206"):
         return f"{code[1]}: {code[2]}", []
-    last = [
-        line for line in text.splitlines() if re.match(r"^\S*(Error|Exception)\b", line.strip())
-    ]
+    last = [line for line in text.splitlines() if re.match(r"^\S*(Error|Exception)\b", line.strip())]
     return f"fails: {(last or text.splitlines() or ['?'])[-1].strip()[:200]}", []
 
 
@@ -369,9 +367,7 @@ def main() -> None:
     wanted = {name: some for name, some in wanted.items() if some}
     census(wanted, lambda name, cells: (table.__setitem__(name, cells), keep(name, cells))[1])
     plain = [r for r in table.values() if r["plain"] == "ok"]
-    print(
-        f"{len(plain)} of {len(table)} types train in plain transformers {version('transformers')}"
-    )
+    print(f"{len(plain)} of {len(table)} types train in plain transformers {version('transformers')}")
     for axis in AXES:
         cells = Counter(r[axis].partition(":")[0] for r in plain if axis in r)
         print(f"{axis:14}", dict(cells.most_common()))

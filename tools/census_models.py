@@ -62,10 +62,7 @@ def shrunk(cls: type[Any], own: dict[str, Any], unused: Iterator[int], base: Any
     rope = base.to_dict().get("rope_parameters")
     if isinstance(rope, dict) and "mrope_section" in rope:
         # The sections for time, height and width positions add up to half of the rotated dims.
-        half = (
-            int((sizes.get("head_dim") or HIDDEN // HEADS) * rope.get("partial_rotary_factor", 1))
-            // 2
-        )
+        half = int((sizes.get("head_dim") or HIDDEN // HEADS) * rope.get("partial_rotary_factor", 1)) // 2
         sizes["rope_parameters"] = {
             **rope,
             "mrope_section": [half - 2 * (half // 3)] + 2 * [half // 3],

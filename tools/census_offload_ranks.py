@@ -77,9 +77,7 @@ def trained(name: str, how: str, budget: int | None) -> tuple[dict[str, Any], in
         with hp.offload(step, budget=budget, model=model, optimizer=optimizer) as run:
             losses = [run(ids) for ids in given]
     state = {k: local(v).detach().clone() for k, v in bits(model, optimizer).items()}
-    return {**{f"loss {i}": x for i, x in enumerate(losses)}, **state}, sum(
-        v.nbytes for v in state.values()
-    )
+    return {**{f"loss {i}": x for i, x in enumerate(losses)}, **state}, sum(v.nbytes for v in state.values())
 
 
 def on_a_rank(name: str, how: str) -> dict[str, Any]:

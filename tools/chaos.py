@@ -61,9 +61,7 @@ class Run:
             shutil.copytree(prepared, self.cache)
         self.again()
 
-    def again(
-        self, reader: Callable[[int, int], None] | None = None, output: str = "", tmp: str = ""
-    ) -> None:
+    def again(self, reader: Callable[[int, int], None] | None = None, output: str = "", tmp: str = "") -> None:
         """Start the command in a separate process.
 
         Args:
@@ -343,9 +341,7 @@ def torn(run: Run, draw: random.Random) -> str:
     return flip(run, draw, lambda path, _: os.truncate(path, path.stat().st_size // 2))
 
 
-def flip(
-    run: Run, draw: random.Random, damage: Callable[[Path, random.Random], None] = _flip
-) -> str:
+def flip(run: Run, draw: random.Random, damage: Callable[[Path, random.Random], None] = _flip) -> str:
     """Flip a bit of the newest checkpoint; the run resumes from the previous one."""
     run.end()
     newest = run.saved()[-1]
@@ -432,9 +428,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(FAULTS), help="Kinds of faults, with commas.")
     parser.add_argument("--dir", type=Path, help="Kept; default: a temporary directory.")
     wanted = parser.parse_args()
-    kinds = [
-        kind for kind in wanted.only.split(",") if injected or kind not in ("disk", "full_tmp")
-    ]
+    kinds = [kind for kind in wanted.only.split(",") if injected or kind not in ("disk", "full_tmp")]
     if unknown := [kind for kind in kinds if kind not in FAULTS]:
         parser.error(f"no such faults: {unknown}; there are {', '.join(FAULTS)}")
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

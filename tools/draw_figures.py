@@ -35,13 +35,9 @@ class Drawing:
 
     def rect(self, x: float, y: float, width: float, height: float, colour: str) -> None:
         """Add a filled rectangle."""
-        self.parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>'
-        )
+        self.parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>')
 
-    def text(
-        self, x: float, y: float, words: str, anchor: str = "start", colour: str = "#222222"
-    ) -> None:
+    def text(self, x: float, y: float, words: str, anchor: str = "start", colour: str = "#222222") -> None:
         """Add a line of text; `anchor` is start, middle or end."""
         self.parts.append(
             f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
@@ -51,9 +47,7 @@ class Drawing:
         """Add a polyline."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        self.parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"{dashes}/>'
-        )
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"{dashes}/>')
 
     def dot(self, x: float, y: float, colour: str) -> None:
         """Add a small circle."""
@@ -117,9 +111,7 @@ def planner_terms() -> str:
     drawing = Drawing(720, len(pins) * 40 + 60)
     scale = 440 / 36
     for number, (label, pin) in enumerate(pins.items()):
-        plan = hp.plan(
-            "llama-3-70b", topology="dgx-h100", num_devices=64, workload=workload, pins=pin
-        )
+        plan = hp.plan("llama-3-70b", topology="dgx-h100", num_devices=64, workload=workload, pins=pin)
         seconds = {term.name: term.seconds for term in plan.cost}
         y, x = 10 + 40 * number, 120.0
         drawing.text(112, y + 13, label, "end")
@@ -153,9 +145,7 @@ def strategy_ranking() -> str:
         drawing.text(left + at, base + 15, f"{tick:.1f}", "middle")
         drawing.text(left - 6, base - at + 4, f"{tick:.1f}", "end")
     for r in rows:
-        drawing.dot(
-            left + size * r["measured_s"] / top, base - size * r["predicted_s"] / top, _COLOURS[0]
-        )
+        drawing.dot(left + size * r["measured_s"] / top, base - size * r["predicted_s"] / top, _COLOURS[0])
     drawing.text(left + size / 2, base + 34, "measured step, s", "middle")
     drawing.text(left + 8, base - size + 4, "predicted step, s")
     return drawing.svg()
@@ -179,9 +169,7 @@ def memory_plan() -> str:
     machine = MemoryMachine(store=link, prefetch=link)
     plans = {
         "everything kept": plan_memory(program, machine, budget_bytes=10**12),
-        "least peak for 2 % more time": plan_memory(
-            program, machine, max_slowdown=0.02, bandwidth_margin=0.0
-        ),
+        "least peak for 2 % more time": plan_memory(program, machine, max_slowdown=0.02, bandwidth_margin=0.0),
         "fastest within 12 GB": plan_memory(program, machine, budget_bytes=12 * 10**9),
     }
     end_s = max(plan.seconds for plan in plans.values())
@@ -204,10 +192,7 @@ def memory_plan() -> str:
             for bucket in range(first, last + 1):
                 most[bucket] = max(most[bucket], sample.value)
         used = min(int(buckets * plan.seconds / end_s), buckets) + 1
-        points = [
-            (left + width * n / buckets, base - height * value / top)
-            for n, value in enumerate(most[:used])
-        ]
+        points = [(left + width * n / buckets, base - height * value / top) for n, value in enumerate(most[:used])]
         colour = (_COLOURS[0], _COLOURS[2], _COLOURS[3])[number]
         drawing.line(points, colour)
         peak = plan.peak_bytes["device"] / 1e9
@@ -221,8 +206,7 @@ def memory_plan() -> str:
 
 
 FIGURES: Final[dict[str, Callable[[], str]]] = {
-    function.__name__: function
-    for function in (pipeline_schedules, planner_terms, strategy_ranking, memory_plan)
+    function.__name__: function for function in (pipeline_schedules, planner_terms, strategy_ranking, memory_plan)
 }
 
 

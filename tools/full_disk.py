@@ -130,9 +130,7 @@ def main() -> int:
             (*said, "-o", out / "said.jsonl"): out / "said.jsonl",
             ("init", "quickstart"): out / "recipes",
         }
-        found = {
-            f"{words[0]} {words[1]}"[:40]: dict(_sweep(words, o)) for words, o in commands.items()
-        }
+        found = {f"{words[0]} {words[1]}"[:40]: dict(_sweep(words, o)) for words, o in commands.items()}
     print(json.dumps(found))
     return int(any(set(outcomes) - {"HP105"} for outcomes in found.values()))
 

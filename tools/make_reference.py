@@ -236,12 +236,8 @@ def _command(command: Any) -> Iterator[str]:
         if p.param_type_name == "argument":
             name = f"`{p.name.upper()}`" if p.required else f"`[{p.name.upper()}]`"
         else:
-            name = ", ".join(
-                f"`{o}`" for o in sorted([*p.opts, *p.secondary_opts], key=len, reverse=True)
-            )
-        default = (
-            "required" if p.required else "" if p.default in (None, False) else f"`{p.default}`"
-        )
+            name = ", ".join(f"`{o}`" for o in sorted([*p.opts, *p.secondary_opts], key=len, reverse=True))
+        default = "required" if p.required else "" if p.default in (None, False) else f"`{p.default}`"
         rows.append(_row((name, default, getattr(p, "help", "") or "")))
     if rows:
         yield from ("", "| argument or option | default | meaning |", "|---|---|---|", *rows)
@@ -266,9 +262,7 @@ def pages() -> dict[Path, str]:
 def main() -> int:
     """Write the pages, or with `--check` compare them and return 1 if one differs."""
     stale = [
-        (path, text)
-        for path, text in pages().items()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
+        (path, text) for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text
     ]
     if "--check" in sys.argv[1:]:
         for path, _ in stale:

@@ -203,9 +203,7 @@ _HEAD = (1, 5)
 """Tokens in front of the media; the last one differs between sequences."""
 
 
-def _sequence(
-    model: Any, kind: str, draw: Draw, count: int, seed: int, num_words: int = TEXT_TOKENS
-) -> Batch:
+def _sequence(model: Any, kind: str, draw: Draw, count: int, seed: int, num_words: int = TEXT_TOKENS) -> Batch:
     """Return a batch of one sequence with `count` placeholders and text on both sides."""
     config, placeholder = model.config, _placeholder(model, kind)
     start = number_of(config, _STARTS[kind], -1)
@@ -409,9 +407,7 @@ def _audio_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
     widths = [number for number in dict.fromkeys(numbers) if number] or [128, 8]
     limit = number_of(audio, ("max_source_positions",), 16)
     hop = number_of(audio, ("hop_length",), 160)
-    for frames, mels in itertools.product(
-        dict.fromkeys((2 * limit, 32, 64, 100, 112, 128, 200)), widths
-    ):
+    for frames, mels in itertools.product(dict.fromkeys((2 * limit, 32, 64, 100, 112, 128, 200)), widths):
         for shape in (
             (1, mels, frames),
             (1, frames, mels),
@@ -443,9 +439,7 @@ def _part(config: Any, words: tuple[str, ...]) -> Any:
     if found is not None:
         return getattr(config, found)
     inner = (_part(getattr(config, key), words) for key in keys)
-    return next(
-        (p for key, p in zip(keys, inner, strict=True) if p is not getattr(config, key)), config
-    )
+    return next((p for key, p in zip(keys, inner, strict=True) if p is not getattr(config, key)), config)
 
 
 def _inner_number(config: Any, names: tuple[str, ...]) -> int:

@@ -44,9 +44,7 @@ class Commands:
         }
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
-    def run(
-        self, arguments: list[str], *, clean_cache: bool = False
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, arguments: list[str], *, clean_cache: bool = False) -> subprocess.CompletedProcess[str]:
         """Run Python in the checkout; `clean_cache` hides the user's cached measurements."""
         environment = dict(self._environment)
         if clean_cache:
@@ -81,9 +79,7 @@ Job = Callable[[], Entries]
 """One command and the entries it gives."""
 
 
-def test_jobs(
-    commands: Commands, part: str, renames: Renames, recorded: Entries, match: str
-) -> list[Job]:
+def test_jobs(commands: Commands, part: str, renames: Renames, recorded: Entries, match: str) -> list[Job]:
     """Return one job per group of test files; files that no longer exist are omitted."""
     groups = oracle_tables.ERROR_FILES if part == "errors" else oracle_tables.PARITY_FILES
     taken: set[str] = set()
@@ -122,10 +118,7 @@ def read_errors(lines: list[dict[str, Any]]) -> Entries:
             continue
         text = line["text"] + (f" | hint: {line['hint']}" if line["hint"] else "")
         tests.setdefault(test, {}).setdefault(line["code"], set()).add(text)
-    return {
-        test: {code: sorted(texts) for code, texts in sorted(codes.items())}
-        for test, codes in tests.items()
-    }
+    return {test: {code: sorted(texts) for code, texts in sorted(codes.items())} for test, codes in tests.items()}
 
 
 def read_outcomes(lines: list[dict[str, Any]]) -> Entries:

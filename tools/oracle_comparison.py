@@ -194,9 +194,7 @@ COMPARE = {
 }
 
 
-def compare(
-    part: str, baseline: Mapping[str, Any], entries: Entries, match: str = ""
-) -> list[Difference]:
+def compare(part: str, baseline: Mapping[str, Any], entries: Entries, match: str = "") -> list[Difference]:
     """Return the differences of one part from the baseline, for entries whose name contains `match`."""
     if part not in baseline:
         return [Difference(part, "was never recorded")]

@@ -82,9 +82,7 @@ class Benchmark:
     reason: str
 
 
-CLOSED_FORM = (
-    "closed forms: the order of additions may change the last bits; counts and choices are exact"
-)
+CLOSED_FORM = "closed forms: the order of additions may change the last bits; counts and choices are exact"
 SOLVED = (
     "bytes and counts of a captured program are exact; simulated seconds are sums in program order; plans come from a "
     "linear program and may move in the last digits with the solver"

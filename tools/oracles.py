@@ -42,9 +42,7 @@ def save(baseline: Mapping[str, Any], path: Path) -> None:
     def lines(value: Any, indent: str, depth: int) -> str:
         if depth and isinstance(value, dict) and value:
             deeper = indent + " "
-            inner = [
-                f"{deeper}{json.dumps(k)}: {lines(v, deeper, depth - 1)}" for k, v in value.items()
-            ]
+            inner = [f"{deeper}{json.dumps(k)}: {lines(v, deeper, depth - 1)}" for k, v in value.items()]
             return "{\n" + ",\n".join(inner) + f"\n{indent}}}"
         return json.dumps(value)
 

@@ -47,9 +47,7 @@ def recorded() -> dict[str, Any]:
 def record(results: dict[str, Any]) -> None:
     """Store results by row in the order of the table, without rows that the table no longer has."""
     rows = recorded()["rows"] | results
-    versions = {
-        package: version(package).split("+")[0] for package in ("trl", "transformers", "torch")
-    }
+    versions = {package: version(package).split("+")[0] for package in ("trl", "transformers", "torch")}
     kept = {row.name: rows[row.name] for row in ROWS if row.name in rows}
     RECORDS.parent.mkdir(parents=True, exist_ok=True)
     RECORDS.write_text(json.dumps(versions | {"rows": kept}, indent=1) + "\n", encoding="utf-8")

@@ -27,9 +27,7 @@ POLICIES: Final = {
 }
 
 
-def _policies(
-    kind: str, goal: str, policies: Sequence[str], links: Sequence[int] = LINKS_GB_S
-) -> str:
+def _policies(kind: str, goal: str, policies: Sequence[str], links: Sequence[int] = LINKS_GB_S) -> str:
     """Return a table of policies by link bandwidth; `kind` selects the step with or without gradient clipping."""
     data = {link: load(f"offload_{kind}_{link}") for link in links}
     rows = []
@@ -38,9 +36,7 @@ def _policies(
         for d in data.values():
             (r,) = [r for r in d["rows"] if r["policy"] == policy and r["goal"] == goal]
             if goal == "peak":
-                cells.append(
-                    f"{giga(r['simulated_peak_bytes'])} ({percent(r['against_start'], sign=True)})"
-                )
+                cells.append(f"{giga(r['simulated_peak_bytes'])} ({percent(r['against_start'], sign=True)})")
             else:
                 cells.append(percent(r["against_keep_s"], sign=True))
         rows.append(cells)
@@ -176,9 +172,7 @@ def addresses() -> str:
     return f"{text}\n\n{markdown(head, rows)}\n\n{source('offload_addresses_random')}"
 
 
-def _gpu_rows(
-    tokens: int, clip_norm: float | None, policies: dict[str, Any]
-) -> list[tuple[str, ...]]:
+def _gpu_rows(tokens: int, clip_norm: float | None, policies: dict[str, Any]) -> list[tuple[str, ...]]:
     eager = policies["eager"]
     clipped = "yes" if clip_norm else "no"
     rows = []
@@ -297,9 +291,7 @@ def kernel_bytes() -> str:
     for name in ("offload_meter_cpu", "offload_meter_epyc"):
         d = load(name)
         steps = d["steps"]
-        over = {
-            s: r["storages_apart"] for s, r in steps.items() if abs(r["storages_apart"]) > d["bar"]
-        }
+        over = {s: r["storages_apart"] for s, r in steps.items() if abs(r["storages_apart"]) > d["bar"]}
         worst = max(over, key=lambda s: abs(over[s]), default="-")
         shown = f"{worst} {percent(over[worst], sign=True)}" if over else "-"
         with_kernels = f"{len(d['missed'])} ({d['worst']} {percent(d['worst_apart'], sign=True)})"
@@ -319,10 +311,7 @@ def census_offload() -> str:
     """Return the table of outcomes of offload by model type."""
     one, ranks = load("offload_census_cpu"), load("offload_census_ranks_cpu")
     rows = [("one rank", one["counts"].get("equal", 0), one["counts"].get("refused", 0))]
-    rows += [
-        (f"two ranks, {how}", c.get("equal", 0), c.get("refused", 0))
-        for how, c in ranks["counts"].items()
-    ]
+    rows += [(f"two ranks, {how}", c.get("equal", 0), c.get("refused", 0)) for how, c in ranks["counts"].items()]
     refused = [t["type"] for t in one["types"] if t["outcome"] != "equal"]
     text = markdown(("runs", "bitwise equal types", "refused types"), rows)
     names = source("offload_census_cpu", "offload_census_ranks_cpu")

@@ -53,9 +53,7 @@ def source(*names: str) -> str:
     facts = machine if isinstance(machine, dict) else data
     parts = [str(facts[key]) for key in ("device", "cpu", "machine") if facts.get(key)]
     cores = [f"{facts['cpu_count']} cores"] if "cpu_count" in facts else []
-    versions = (
-        facts if "torch" in facts else data.get("versions", data) if isinstance(data, dict) else {}
-    )
+    versions = facts if "torch" in facts else data.get("versions", data) if isinstance(data, dict) else {}
     torch = [f"torch {versions['torch']}"] if "torch" in versions else []
     if isinstance(machine, str) and machine.startswith("this machine"):
         parts = [machine.removeprefix("this machine: ")]
@@ -100,9 +98,7 @@ def fusion() -> str:
 def overhead() -> str:
     """Return the table of overhead of `parallelize` against a hand-written script."""
     data = load("overhead_cpu")
-    rows = [
-        (r["layout"], f"{r['time_ratio']:.2f}", f"{r['memory_ratio']:.2f}") for r in data["rows"]
-    ]
+    rows = [(r["layout"], f"{r['time_ratio']:.2f}", f"{r['memory_ratio']:.2f}") for r in data["rows"]]
     head = ("layout", "time, `parallelize` / by hand", "peak memory, `parallelize` / by hand")
     return markdown(head, rows) + "\n\n" + source("overhead_cpu")
 
@@ -169,9 +165,7 @@ def overlap() -> str:
     for name in names:
         data = load(name)
         predicted = data["predicted"]["strategies"]
-        case = (
-            f"{data['case']}, {data['rate_mbit']} Mbit/s, {percent(data['communication_share'], 0)}"
-        )
+        case = f"{data['case']}, {data['rate_mbit']} Mbit/s, {percent(data['communication_share'], 0)}"
         rows += [
             (case, way, f"{r['step_s'] * 1e3:.0f} ms", f"{r['speedup']:.2f}",
              percent(r["masking_wait"], 0), percent(r["masking_timeline"], 0),
@@ -306,9 +300,7 @@ def offload_pricing_summary() -> str:
             if "cases" in d:
                 numbers = (percent(d[key], sign=True) for key in ("median", "lowest", "highest"))
                 name = kind.replace("up to +inf%", "above +50%")
-                rows.append(
-                    (names.get(models, models), name, d["cases"], d["within_10_percent"], *numbers)
-                )
+                rows.append((names.get(models, models), name, d["cases"], d["within_10_percent"], *numbers))
     head = ("models", "kind of plan", "cases", "within 10 %", "median", "lowest", "highest")
     return markdown(head, rows)
 
@@ -380,28 +372,20 @@ def strategy_ranking() -> str:
 def simulator_accuracy() -> str:
     """Return the table of errors of closed form and simulation by layout."""
     shipped, measured = (
-        {r["layout"]: r for r in load(name)["rows"]}
-        for name in ("simulator_accuracy", "simulator_accuracy_calibrated")
+        {r["layout"]: r for r in load(name)["rows"]} for name in ("simulator_accuracy", "simulator_accuracy_calibrated")
     )
     rows = []
     for layout, r in measured.items():
         cells = [layout]
         for run in (shipped[layout], r):
             cells.append(f"{run['measured_s'] * 1e3:.0f} ms")
-            cells += [
-                percent(run[key] / run["measured_s"] - 1, 0, True)
-                for key in ("closed_form_s", "simulated_s")
-            ]
+            cells += [percent(run[key] / run["measured_s"] - 1, 0, True) for key in ("closed_form_s", "simulated_s")]
         rows.append(cells)
     head = (
         "layout", "step", "closed form, shipped card", "simulation", "step, second run",
         "closed form, calibrated", "simulation",
     )  # fmt: skip
-    return (
-        markdown(head, rows)
-        + "\n\n"
-        + source("simulator_accuracy", "simulator_accuracy_calibrated")
-    )
+    return markdown(head, rows) + "\n\n" + source("simulator_accuracy", "simulator_accuracy_calibrated")
 
 
 @table
@@ -466,9 +450,7 @@ def rollout_modes() -> str:
         learned = [
             f"{s:.0f} s ({n} steps)" for s, n in zip(d["seconds_to_reward"][key], d["steps"][key], strict=True)
         ]  # fmt: skip
-        rows.append(
-            (name, f"{d['step_s'][key]:.3f} s", percent(busy, 0) if busy else "-", *learned)
-        )
+        rows.append((name, f"{d['step_s'][key]:.3f} s", percent(busy, 0) if busy else "-", *learned))
     head = ("mode", "step", "busy", "to reward 0.9: seed 0", "seed 1", "seed 2")
     return markdown(head, rows) + "\n\n" + source("rollout_modes_cpu")
 
@@ -557,10 +539,7 @@ def chaos() -> str:
 def effective_time() -> str:
     """Return the table of simulated effective training time."""
     d = load("effective_training_time")
-    rows = [
-        (name, percent(r["checkpoints"]), percent(r["with snapshots"]))
-        for name, r in d["effective"].items()
-    ]
+    rows = [(name, percent(r["checkpoints"]), percent(r["with snapshots"])) for name, r in d["effective"].items()]
     s = d["simulated"]
     head = ("published failure rate", "checkpoints", "with snapshots")
     text = f"Simulated: {s['devices']:,} devices for {s['hours']:,} hours."
@@ -611,6 +590,5 @@ def resume_changes() -> str:
     names = {"equal": "same curve", "said": "change reported, run continues", "refused": "refused"}
     rows = [(names[key], count) for key, count in d["counts"].items()]
     return (
-        markdown(("outcome of a changed resume", "changes"), rows)
-        + "\n\nRaw data: `docs/results/resume_changes.json`."
+        markdown(("outcome of a changed resume", "changes"), rows) + "\n\nRaw data: `docs/results/resume_changes.json`."
     )

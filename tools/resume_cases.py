@@ -106,16 +106,9 @@ def reward_model(root: Path, command: Command) -> Path:
 # Scenes.
 
 SUMS = [(a, b) for a in range(4) for b in range(3)]
-PAIRS = [
-    {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"} for a, b in SUMS
-]
-QUESTIONS = [
-    {"prompt": f"{a}+{b}=", "completion": str(a + b), "solution": str(a + b)} for a, b in SUMS
-]
-ANSWERS = [
-    {"prompt": f"{a}+{b}=", "completion": f"it is {a + b}" if b else "no", "label": bool(b)}
-    for a, b in SUMS
-]
+PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"} for a, b in SUMS]
+QUESTIONS = [{"prompt": f"{a}+{b}=", "completion": str(a + b), "solution": str(a + b)} for a, b in SUMS]
+ANSWERS = [{"prompt": f"{a}+{b}=", "completion": f"it is {a + b}" if b else "no", "label": bool(b)} for a, b in SUMS]
 OPTIMIZER = """
 import torch
 class Descent(torch.optim.SGD):
@@ -133,9 +126,7 @@ def digits(completions, bonus, **_):
 
 def lines_of(count: int, factor: int = 1) -> str:
     """Return a text of `count` small Python functions."""
-    return "\n\n".join(
-        f"def f{i:03}(x):\n    return x * {i * factor:05} + {i % 7}" for i in range(count)
-    )
+    return "\n\n".join(f"def f{i:03}(x):\n    return x * {i * factor:05} + {i % 7}" for i in range(count))
 
 
 def records_of(texts: list[dict[str, Any]]) -> str:
@@ -195,9 +186,7 @@ def adapter_scene(place: Place) -> None:
     place.recipe(model={"path": "base"}, data={"vocab_size": None}, lora={"r": 4, "lora_alpha": 8})
 
 
-def _compared_scene(
-    place: Place, stage: str, records: list[dict[str, Any]], **sections: Any
-) -> None:
+def _compared_scene(place: Place, stage: str, records: list[dict[str, Any]], **sections: Any) -> None:
     place.write("model.json", json.dumps(MODEL))
     place.write("records.jsonl", records_of(records))
     data = {"source": "records.jsonl", "seq_len": 64, "packing": False, "holdout": 0.0}
@@ -243,9 +232,7 @@ def words(*overrides: str) -> Callable[[Place], list[str]]:
     return lambda _: [*overrides]
 
 
-def text(
-    name: str, new: str | Callable[[str], str], *, keeps_time: bool = False
-) -> Callable[[Place], None]:
+def text(name: str, new: str | Callable[[str], str], *, keeps_time: bool = False) -> Callable[[Place], None]:
     """Return a change of a file's content; `keeps_time` preserves its modification time."""
 
     def change(place: Place) -> None:
@@ -271,9 +258,7 @@ def weights(name: str, factor: float = 1.5, dtype: str | None = None) -> Callabl
         if dtype is not None:
             tensors = {n: t.to(getattr(torch, dtype)) for n, t in tensors.items()}
         else:
-            first = min(
-                n for n in tensors if n.endswith("proj.weight") or n.endswith("score.weight")
-            )
+            first = min(n for n in tensors if n.endswith("proj.weight") or n.endswith("score.weight"))
             tensors[first] = tensors[first] * factor
         save_file(tensors, path, {"format": "pt"})
 
@@ -492,9 +477,7 @@ CASES = (
         EQUAL,
     ),
     Case("data: order", text_scene, text("text.txt", swapped), REFUSED),
-    Case(
-        "data: more at the end", text_scene, text("text.txt", lambda t: t + lines_of(60)), REFUSED
-    ),
+    Case("data: more at the end", text_scene, text("text.txt", lambda t: t + lines_of(60)), REFUSED),
     Case("data: less", text_scene, text("text.txt", lambda t: t[: len(t) // 2]), REFUSED),
     Case("data.max_bytes", text_scene, words("data.max_bytes=5000"), REFUSED),
     Case("data.holdout", text_scene, words("data.holdout=0.2"), REFUSED),
@@ -514,9 +497,7 @@ CASES = (
         words("data.source=[{source: text.txt, weight: 1}, {source: more.txt, weight: 1}]"),
         REFUSED,
     ),
-    Case(
-        "mixture: content of one source", mixture_scene, text("more.txt", lines_of(200, 4)), REFUSED
-    ),
+    Case("mixture: content of one source", mixture_scene, text("more.txt", lines_of(200, 4)), REFUSED),
     Case("stream: nothing", stream_scene, nothing, EQUAL),
     Case(
         "stream: content that was read",
@@ -631,9 +612,7 @@ CASES = (
         SAID,
         "record columns",
     ),
-    Case(
-        "rollouts: reward model", rollout_scene, weights("reward/model.safetensors", 3.0), REFUSED
-    ),
+    Case("rollouts: reward model", rollout_scene, weights("reward/model.safetensors", 3.0), REFUSED),
     Case("rollouts: reference model", rollout_scene, reference_model, REFUSED),
     Case(
         "rollouts: weight of the reference",
@@ -672,10 +651,7 @@ CASES = (
     Case(
         "version: the checkpoint lacks a key that is set",
         text_scene,
-        lambda p: (
-            facts(lambda f: f.pop("training.neftune_noise_alpha"))(p)
-            or ["training.neftune_noise_alpha=5"]
-        ),
+        lambda p: facts(lambda f: f.pop("training.neftune_noise_alpha"))(p) or ["training.neftune_noise_alpha=5"],
         SAID,
         "neftune",
     ),

@@ -89,12 +89,8 @@ def curve(run: Path) -> list[tuple[float, float]]:
 
 def is_equal(mine: list[tuple[float, float]], other: list[tuple[float, float]]) -> bool:
     """Return whether two curves are equal to ten digits."""
-    pairs = [
-        (a, b) for one, two in zip(mine, other, strict=False) for a, b in zip(one, two, strict=True)
-    ]
-    return len(mine) == len(other) and all(
-        abs(a - b) <= TOLERANCE * max(abs(a), abs(b), 1.0) for a, b in pairs
-    )
+    pairs = [(a, b) for one, two in zip(mine, other, strict=False) for a, b in zip(one, two, strict=True)]
+    return len(mine) == len(other) and all(abs(a - b) <= TOLERANCE * max(abs(a), abs(b), 1.0) for a, b in pairs)
 
 
 def outcome(case: Case, root: Path, base: Path, reward: Path) -> tuple[str, str]:
@@ -109,9 +105,7 @@ def outcome(case: Case, root: Path, base: Path, reward: Path) -> tuple[str, str]
     if case.is_interrupted:
         shutil.rmtree(run / "checkpoints" / "step_00000004")
     more = case.change(place) or []
-    words = words[: len(words) - len(case.before)] + [
-        w for w in case.before if w not in case.left_out
-    ]
+    words = words[: len(words) - len(case.before)] + [w for w in case.before if w not in case.left_out]
     words = case.command or [*words, "checkpoint.every=2", *more]
     status = command(words, place.root, case.environment, log)
     run = run if run.is_dir() else place.root / "gone"
@@ -122,9 +116,7 @@ def outcome(case: Case, root: Path, base: Path, reward: Path) -> tuple[str, str]
         return ("refused", f"{code[1]}: {code[2]}") if is_refused else ("FAILS", _tail(log))
     if case.command:
         return "SILENT", "the command accepted the change"
-    changed = re.search(
-        r"changed since then: (.*)|nothing is left to train.*without effect: (.*)", text
-    )
+    changed = re.search(r"changed since then: (.*)|nothing is left to train.*without effect: (.*)", text)
     said = next(filter(None, changed.groups())) if changed else ""
     if is_equal(curve(run), whole):
         return "equal", said
@@ -137,9 +129,7 @@ def _tail(log: Path) -> str:
 
 def main() -> int:
     """Run the cases, print the table, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", help="parts of names, with commas between them")
     parser.add_argument("--dir", type=Path, help="directory for the runs; they are kept there")
     parser.add_argument("--write", action="store_true", help=f"record the table in {RESULT.name}")
@@ -162,9 +152,7 @@ def main() -> int:
         if found not in case.allowed and found not in ("SILENT", "FAILS"):
             found, said = "FAILS", f"{found}, not {' or '.join(case.allowed)}: {said}"
         rows.append({"change": case.name, "outcome": found, "said": said[:240]})
-        print(
-            f"{found:8} {case.name:58} {time.monotonic() - begin:5.1f} s  {said[:140]}", flush=True
-        )
+        print(f"{found:8} {case.name:58} {time.monotonic() - begin:5.1f} s  {said[:140]}", flush=True)
     counts = Counter(str(row["outcome"]) for row in rows)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     if given.write:

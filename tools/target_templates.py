@@ -52,9 +52,7 @@ class Family:
     @property
     def tokens(self) -> list[str]:
         """Special tokens of the tokenizer."""
-        found = re.findall(
-            r"<\|[^|<>]+\|>|<\uff5c[^<>]+?\uff5c>|\[/?[A-Z_]+\]|\[\|\w+\|\]", self.template
-        )
+        found = re.findall(r"<\|[^|<>]+\|>|<\uff5c[^<>]+?\uff5c>|\[/?[A-Z_]+\]|\[\|\w+\|\]", self.template)
         found += [name for name in ("<think>", "</think>", "<tool_call>") if name in self.template]
         return sorted({*found, *self.added, self.eos, self.bos})
 
@@ -106,7 +104,9 @@ _HERMES_TOOLS = (
     "{% endif %}# Tools\n<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n</tools><|im_end|>\n"
     "{% elif messages[0]['role'] == 'system' %}<|im_start|>system\n{{ messages[0]['content'] }}<|im_end|>\n{% endif %}"
 )
-_DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+_DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+)
 _TOOL_IN_USER = (
     "{% if messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}\n<tool_response>\n@\n"
     "</tool_response>{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}"
@@ -141,24 +141,18 @@ _RAISES_FOR_TOOLS: Final = _NO_REASONING | {"tools": RAISES}
 _HISTORY: Final = {"reasoning twice": REASONING_LOST}
 
 
-def _of_chatml(
-    template: str, refused: Mapping[str, str] = _NEITHER, start: str = _IM_START
-) -> Family:
+def _of_chatml(template: str, refused: Mapping[str, str] = _NEITHER, start: str = _IM_START) -> Family:
     return Family(template, start, _IM_END, "<|im_end|>", refused=refused)
 
 
 FAMILIES: Final[dict[str, Family]] = {
     "ChatML": _of_chatml(chatml()),
-    "Hermes": _of_chatml(
-        chatml(_HERMES_CALLS, before=_HERMES_TOOLS, system="", tool=_TOOL_IN_USER), _NO_REASONING
-    ),
+    "Hermes": _of_chatml(chatml(_HERMES_CALLS, before=_HERMES_TOOLS, system="", tool=_TOOL_IN_USER), _NO_REASONING),
     "Qwen 2": _of_chatml(chatml(before=_DEFAULT_SYSTEM)),
     "Qwen 2.5": _of_chatml(
         chatml(
             _HERMES_CALLS,
-            before=_HERMES_TOOLS.replace(
-                "{% endif %}# T", "{% else %}You are Qwen.\n\n{% endif %}# T"
-            ),
+            before=_HERMES_TOOLS.replace("{% endif %}# T", "{% else %}You are Qwen.\n\n{% endif %}# T"),
             system="",
             tool=_TOOL_IN_USER,
         ),
@@ -499,8 +493,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "GLM 4.5": Family(
         turns(
             "<|user|>\n@",
-            _SPLIT
-            + "<|assistant|>{% if loop.index0 > ns.last and r %}\n<think>{{ r.strip() }}</think>{% else %}\n"
+            _SPLIT + "<|assistant|>{% if loop.index0 > ns.last and r %}\n<think>{{ r.strip() }}</think>{% else %}\n"
             "<think></think>{% endif %}{% if c.strip() %}\n{{ c.strip() }}{% endif %}{% for t in m['tool_calls'] or [] %}\n"
             "<tool_call>{{ t['function']['name'] }}\n{% for k, v in t['function']['arguments'].items() %}<arg_key>{{ k }}"
             "</arg_key>\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"
@@ -829,15 +822,11 @@ FAMILIES: Final[dict[str, Family]] = {
         ("<_user>", "<_bot>", "<_system>"),
         refused=_RAISES_FOR_TOOLS,
     ),
-    "marked answers": _of_chatml(
-        chatml("<|im_start|>assistant\n{% generation %}@<|im_end|>{% endgeneration %}\n")
-    ),
+    "marked answers": _of_chatml(chatml("<|im_start|>assistant\n{% generation %}@<|im_end|>{% endgeneration %}\n")),
 }
 """Families by name."""
 
 VARIANTS: Final[dict[str, Family]] = {
-    "Qwen 3 without reasoning": replace(
-        FAMILIES["Qwen 3"], start=_IM_START + "<think>\n\n</think>\n\n"
-    )
+    "Qwen 3 without reasoning": replace(FAMILIES["Qwen 3"], start=_IM_START + "<think>\n\n</think>\n\n")
 }
 """Families with a variable of the template set by the record."""

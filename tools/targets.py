@@ -52,9 +52,7 @@ _CONFIG: Final = {
     "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
     "max_position_embeddings": 4096,
 }  # fmt: skip
-_SAMPLE: Final = (
-    "Which way is it to the answer? Reply with one word, say user or assistant: yes.\n\n" * 4
-)
+_SAMPLE: Final = "Which way is it to the answer? Reply with one word, say user or assistant: yes.\n\n" * 4
 _TOOL: Final = {
     "type": "function",
     "function": {
@@ -165,9 +163,7 @@ def batch_rows(place: Path) -> tuple[list[tuple[list[int], list[bool]]], Any]:
     """Return the rows of training batches as (tokens, is target), and the directory of the tokenizer."""
     loaded = load_any_recipe(place / "recipe.yaml", [], True, "data")
     recipe = loaded.recipe
-    packed = prepare(
-        recipe.data, stage=recipe.stage, model_path=recipe.model.path, seed=0, progress=False
-    )
+    packed = prepare(recipe.data, stage=recipe.stage, model_path=recipe.model.path, seed=0, progress=False)
     if isinstance(packed.train, Stream):
         batches = StreamBatches(packed.train, 1, packed.fingerprint)
         first = batches.microbatches(0, 0, 1, 1, 1)[0]
@@ -184,9 +180,7 @@ def batch_rows(place: Path) -> tuple[list[tuple[list[int], list[bool]]], Any]:
     return rows, packed.tokenizer_dir
 
 
-def _row(
-    inputs: Sequence[int], labels: Sequence[int], size: int, stage: str
-) -> tuple[list[int], list[bool]]:
+def _row(inputs: Sequence[int], labels: Sequence[int], size: int, stage: str) -> tuple[list[int], list[bool]]:
     """Return the tokens of a padded row without padding, and for each token whether it is a target."""
     if stage == "rm":  # the label is at the token whose score is read
         return list(inputs[:size]), [label != IGNORE_INDEX for label in labels[:size]]

@@ -94,9 +94,7 @@ def trace(model: str, overrides: tuple[str, ...], folder: Path) -> dict[str, Any
 
 def table(cases: list[dict[str, Any]]) -> None:
     """Print traced and predicted bytes, both without device context and fragmentation."""
-    print(
-        "| model | case | traced | predicted | predicted / traced | peak in |\n|---|---|---|---|---|---|"
-    )
+    print("| model | case | traced | predicted | predicted / traced | peak in |\n|---|---|---|---|---|---|")
     for c in cases:
         words = " ".join(o.split(".", 1)[-1] for o in c["overrides"])
         print(

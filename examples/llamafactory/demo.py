@@ -30,9 +30,7 @@ def prepare(folder: Path) -> None:
     set_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder / "model")
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(
-        ["What is one and two? It is three."], 300, special_tokens=["<s>", "</s>", "<pad>"]
-    )
+    bpe.train_from_iterator(["What is one and two? It is three."], 300, special_tokens=["<s>", "</s>", "<pad>"])
     PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     ).save_pretrained(folder / "model")
@@ -42,9 +40,7 @@ def prepare(folder: Path) -> None:
     ]  # fmt: skip
     (folder / "data").mkdir(exist_ok=True)
     (folder / "data/chats.json").write_text(json.dumps(chats))
-    (folder / "data/dataset_info.json").write_text(
-        json.dumps({"chats": {"file_name": "chats.json"}})
-    )
+    (folder / "data/dataset_info.json").write_text(json.dumps({"chats": {"file_name": "chats.json"}}))
 
 
 def train(folder: Path, name: str, ranks: int, **keys: Any) -> dict[str, list[tuple[int, float]]]:

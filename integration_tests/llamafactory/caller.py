@@ -155,7 +155,5 @@ class Caller:
 
 if __name__ == "__main__":
     offer_fsdp_on_cpu()
-    Caller(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])).run(
-        sys.argv[4] if sys.argv[4:] else sys.argv[2]
-    )
+    Caller(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])).run(sys.argv[4] if sys.argv[4:] else sys.argv[2])
     dist.destroy_process_group()

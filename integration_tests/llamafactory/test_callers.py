@@ -47,9 +47,7 @@ def make(place, kind, freeze=False):
 
     set_seed(0)
     shape = SHAPE | (EXPERTS if kind == "qwen3_moe" else {})
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).save_pretrained(
-        place / "model"
-    )
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).save_pretrained(place / "model")
     if freeze:
         (place / "model" / "freeze").touch()
     return alone(place / "model")

@@ -98,16 +98,12 @@ def test_experts_on_ranks_of_their_own_repeat_llamafactory_alone(place):
     }.items():
         curves = run(place, name, 2, hyper, **changes)
         for kind in ("loss", "grad_norm"):
-            assert [v for _, v in curves[kind]] == pytest.approx(
-                [v for _, v in wanted[kind]], rel=1e-5
-            ), kind
+            assert [v for _, v in curves[kind]] == pytest.approx([v for _, v in wanted[kind]], rel=1e-5), kind
 
 
 def test_the_demo_shows_equal_losses(tmp_path):
     demo = Path(__file__).parents[2] / "examples" / "llamafactory" / "demo.py"
-    done = subprocess.run(
-        [sys.executable, str(demo), str(tmp_path)], capture_output=True, text=True, timeout=280
-    )
+    done = subprocess.run([sys.executable, str(demo), str(tmp_path)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line[:4].strip().isdigit()]
     assert [int(step) for step, *_ in rows] == [1, 2, 3, 4, 5]
@@ -127,9 +123,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks(place, pla
 def test_the_export_is_read_by_transformers(place):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, info = AutoModelForCausalLM.from_pretrained(
-        place / "hyper2tp_size", output_loading_info=True
-    )
+    model, info = AutoModelForCausalLM.from_pretrained(place / "hyper2tp_size", output_loading_info=True)
     assert not info["missing_keys"]
     assert len(AutoTokenizer.from_pretrained(place / "hyper2tp_size")) <= model.config.vocab_size
 
@@ -156,14 +150,10 @@ def test_adapters_are_those_of_llamafactory_alone_and_are_read_by_peft(place):
     )
     for curves in (mine, on):
         for kind in ("loss", "grad_norm"):
-            assert [v for _, v in curves[kind]] == pytest.approx(
-                [v for _, v in alone[kind]], rel=1e-5
-            ), kind
+            assert [v for _, v in curves[kind]] == pytest.approx([v for _, v in alone[kind]], rel=1e-5), kind
     losses = [v for _, v in alone["loss"]]
     assert losses[-1] < losses[0]  # it learns
-    theirs, ours = (
-        load_file(place / d / "adapter_model.safetensors") for d in ("plain_lora", "lora")
-    )
+    theirs, ours = (load_file(place / d / "adapter_model.safetensors") for d in ("plain_lora", "lora"))
     assert theirs.keys() == ours.keys()
     for name, tensor in theirs.items():
         assert (tensor - ours[name]).abs().max() < 1e-4, name

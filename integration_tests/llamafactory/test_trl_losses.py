@@ -66,8 +66,7 @@ def make_rows(name, place):
         records = [{"prompt": q, "chosen": a, "rejected": b} for q, a, b in TEXTS]
     else:
         records = [
-            {"prompt": q, "completion": a if i % 3 else b, "label": bool(i % 3)}
-            for i, (q, a, b) in enumerate(TEXTS)
+            {"prompt": q, "completion": a if i % 3 else b, "label": bool(i % 3)} for i, (q, a, b) in enumerate(TEXTS)
         ]
     (place / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     data = Data(source=str(place / "rows.jsonl"), seq_len=SEQ_LEN, packing=False, holdout=0.0,
@@ -126,10 +125,7 @@ def answers(tmp_path_factory):
 def ours(step, stage):
     """Loss and record of a step by our stage."""
     stage.begin(step.batches)
-    parts = [
-        {"input_ids": i, "shift_labels": t}
-        for i, t in zip(step.ids.split(4), step.targets.split(4), strict=True)
-    ]
+    parts = [{"input_ids": i, "shift_labels": t} for i, t in zip(step.ids.split(4), step.targets.split(4), strict=True)]
     parts, _ = stage.inputs(parts, step.rows, 1)
     loss = hp.forward_backward(step.model, parts, objective=stage.objective)
     step.model.zero_grad()
@@ -139,9 +135,7 @@ def ours(step, stage):
 @pytest.mark.parametrize("name", ["pairs", "answers"])
 def test_the_reference_is_trls(request, name):
     step = request.getfixturevalue(name)
-    assert step.reference.reference_logprobs(step.rows).numpy() == pytest.approx(
-        step.then.numpy(), rel=1e-5
-    )
+    assert step.reference.reference_logprobs(step.rows).numpy() == pytest.approx(step.then.numpy(), rel=1e-5)
     mine = hp.token_logprobs(step.model, input_ids=step.ids, shift_labels=step.targets).sum(-1)
     assert mine.detach().numpy() == pytest.approx(step.now.numpy(), rel=1e-5)
 
@@ -230,6 +224,4 @@ def test_the_loss_of_a_reward_model_is_trls(tmp_path, coefficient):
     assert 0 < record["accuracy"] < 1
     assert record["accuracy"] == pytest.approx(metrics["accuracy"][0])
     assert record["margin"] == pytest.approx(metrics["margin"][0], rel=1e-5)
-    assert (record["chosen"] + record["rejected"]) / 2 == pytest.approx(
-        metrics["mean_reward"][0], rel=1e-5
-    )
+    assert (record["chosen"] + record["rejected"]) / 2 == pytest.approx(metrics["mean_reward"][0], rel=1e-5)

@@ -46,9 +46,7 @@ def place(tmp_path_factory):
     tokenizer.save_pretrained(root / "model")
     data = root / "data"
     data.mkdir()
-    asked = [
-        (f"What is {i} and {i % 7}?", f"It is {i + i % 7}." + "!" * (i % 5)) for i in range(48)
-    ]
+    asked = [(f"What is {i} and {i % 7}?", f"It is {i + i % 7}." + "!" * (i % 5)) for i in range(48)]
     shapes = {
         "chats": [{"instruction": q, "input": "", "output": a} for q, a in asked],
         "turns": [
@@ -63,8 +61,7 @@ def place(tmp_path_factory):
         ],
     }  # fmt: skip
     shapes["tagged"] = [
-        {"conversations": row["conversations"][:2], "label": i % 3 > 0}
-        for i, row in enumerate(shapes["turns"])
+        {"conversations": row["conversations"][:2], "label": i % 3 > 0} for i, row in enumerate(shapes["turns"])
     ]
     shapes["texts"] = [{"text": f"{q} {a}"} for q, a in asked]
     for name, rows in shapes.items():
@@ -126,9 +123,7 @@ def test_losses_are_those_of_llamafactory(place, name, changes):
         "--no-calibrate",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [*words, f"output_dir={place}/mine_{name}"], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([*words, f"output_dir={place}/mine_{name}"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = (place / f"mine_{name}" / "metrics.jsonl").read_text().splitlines()
     mine = [json.loads(line) for line in lines]

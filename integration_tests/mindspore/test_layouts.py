@@ -70,9 +70,7 @@ def _inputs(program, state, batch, rank):
         rows = kind.shape[0] if kind.shape else 0
         if kind.shape != whole.shape:
             whole = whole[rank * rows : (rank + 1) * rows]
-            whole = np.pad(
-                whole, [(0, w - n) for w, n in zip(kind.shape, whole.shape, strict=True)]
-            )
+            whole = np.pad(whole, [(0, w - n) for w, n in zip(kind.shape, whole.shape, strict=True)])
         arrays[name] = whole
     return arrays
 
@@ -143,9 +141,7 @@ def test_two_processes_have_the_gradients_of_one(family, tmp_path):
 
 def test_replicas_sum_their_gradients(tmp_path):
     example = {"matrix": torch.ones(3, 2), "scalar": torch.ones(())}
-    program = capture_update(
-        lambda given: {name: sum_over(x, "dp_replicate") for name, x in given.items()}, example
-    )
+    program = capture_update(lambda given: {name: sum_over(x, "dp_replicate") for name, x in given.items()}, example)
     inputs = [{n: (t * (rank + 1)).numpy() for n, t in example.items()} for rank in range(RANKS)]
     _write(tmp_path, "sums", program, inputs)
     _run(tmp_path)
@@ -262,9 +258,7 @@ def test_ranks_that_share_a_model_have_the_gradients_of_one(layout, tmp_path):
                 np.testing.assert_allclose(
                     results[name][: len(grad)], grad, rtol=0, atol=1e-6, err_msg=f"{family} {name}"
                 )
-            assert (
-                max(np.abs(value).max() for name, value in results.items() if name != "loss") > 1e-3
-            )
+            assert max(np.abs(value).max() for name, value in results.items() if name != "loss") > 1e-3
 
 
 def _write_experts(family, folder):
@@ -312,9 +306,7 @@ def test_ranks_that_share_experts_have_the_gradients_of_one(tmp_path):
                 param, rows = name.removeprefix("sum."), results[rank][name]
                 grad = parts[rank][param].numpy()
                 grad = grad if param in experts else grad[rank * len(rows) :][: len(rows)]
-                np.testing.assert_allclose(
-                    rows[: len(grad)], grad, rtol=0, atol=1e-6, err_msg=f"{family} {name}"
-                )
+                np.testing.assert_allclose(rows[: len(grad)], grad, rtol=0, atol=1e-6, err_msg=f"{family} {name}")
 
 
 def _two_layers(runner):
@@ -384,6 +376,4 @@ def test_stages_have_the_gradients_of_the_model(family, tmp_path):
     assert float(last_results["loss"]) == pytest.approx(float(loss.detach()), rel=1e-6)
     for name, param in model.named_parameters():
         parts = [r[f"sum.{name}"] for r in (results, last_results) if f"sum.{name}" in r]
-        np.testing.assert_allclose(
-            sum(parts), param.grad.numpy(), rtol=0, atol=1e-6, err_msg=f"{family} {name}"
-        )
+        np.testing.assert_allclose(sum(parts), param.grad.numpy(), rtol=0, atol=1e-6, err_msg=f"{family} {name}")

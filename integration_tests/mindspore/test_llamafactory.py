@@ -56,14 +56,9 @@ def root(tmp_path_factory):
     tokenizer.chat_template = TURNS
     tokenizer.save_pretrained(root / "model")
     (root / "data").mkdir()
-    chats = [
-        {"instruction": f"What is {i}?", "input": "", "output": f"It is {i}" + "!" * (i % 5)}
-        for i in range(40)
-    ]
+    chats = [{"instruction": f"What is {i}?", "input": "", "output": f"It is {i}" + "!" * (i % 5)} for i in range(40)]
     (root / "data" / "chats.json").write_text(json.dumps(chats))
-    (root / "data" / "dataset_info.json").write_text(
-        json.dumps({"chats": {"file_name": "chats.json"}})
-    )
+    (root / "data" / "dataset_info.json").write_text(json.dumps({"chats": {"file_name": "chats.json"}}))
     (root / "file.yaml").write_text(FILE.format(root=root))
     return root
 

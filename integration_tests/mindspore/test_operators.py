@@ -198,9 +198,7 @@ CASES = {
 
 
 def test_each_operator_of_the_table_has_a_case():
-    collectives = {
-        name for name in OPERATORS if name.startswith("_c10d_functional.")
-    }  # test_layouts.py
+    collectives = {name for name in OPERATORS if name.startswith("_c10d_functional.")}  # test_layouts.py
     assert OPERATORS.keys() - collectives == CASES.keys()
 
 
@@ -240,9 +238,7 @@ def test_a_function_computes_its_operator(name):
 
 def test_programs_have_infinities_where_torch_has_them(tmp_path):
     values = torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.1, 0.2], [-1.0, 2.0, 0.0]])
-    allowed = torch.tensor(
-        [[True, False, True], [False] * 3, [True] * 3]
-    )  # one row is masked in full
+    allowed = torch.tensor([[True, False, True], [False] * 3, [True] * 3])  # one row is masked in full
 
     def masked(given):
         scores = given["values"].masked_fill(~given["allowed"], float("-inf"))
@@ -268,9 +264,7 @@ def test_programs_have_infinities_where_torch_has_them(tmp_path):
     step = runner.compile(capture_update(masked, given), tmp_path / "masked.py")
     results = step({name: runner.value(tensor.numpy()) for name, tensor in given.items()})
     for name, wanted in masked(given).items():
-        np.testing.assert_allclose(
-            runner.array(results[name]), wanted.numpy(), rtol=TOLERANCE, atol=1e-7, err_msg=name
-        )
+        np.testing.assert_allclose(runner.array(results[name]), wanted.numpy(), rtol=TOLERANCE, atol=1e-7, err_msg=name)
 
 
 def test_fused_programs_compute_functions_as_unfused_ones(tmp_path):
@@ -299,12 +293,8 @@ def test_fused_programs_compute_functions_as_unfused_ones(tmp_path):
             kernels = [k["operators"] for k in runner.facts()["fused_kernels"]]
             assert any("RealDiv" in kernel for kernel in kernels)
     for name, wanted in functions(given).items():
-        np.testing.assert_allclose(
-            results[0][name], results[1][name], rtol=1e-6, atol=1e-30, err_msg=name
-        )
-        np.testing.assert_allclose(
-            results[0][name], wanted.numpy(), rtol=2e-4, atol=1e-30, err_msg=name
-        )
+        np.testing.assert_allclose(results[0][name], results[1][name], rtol=1e-6, atol=1e-30, err_msg=name)
+        np.testing.assert_allclose(results[0][name], wanted.numpy(), rtol=2e-4, atol=1e-30, err_msg=name)
 
 
 def test_programs_scale_a_summand(tmp_path):
@@ -323,6 +313,4 @@ def test_programs_scale_a_summand(tmp_path):
     step = runner.compile(program, tmp_path / "combined.py")
     results = step({name: runner.value(tensor.numpy()) for name, tensor in given.items()})
     for name, wanted in combined(given).items():
-        np.testing.assert_allclose(
-            runner.array(results[name]), wanted.numpy(), rtol=TOLERANCE, atol=1e-6, err_msg=name
-        )
+        np.testing.assert_allclose(runner.array(results[name]), wanted.numpy(), rtol=TOLERANCE, atol=1e-6, err_msg=name)

@@ -77,9 +77,7 @@ def _logits(directory):
         return model(torch.arange(20)[None]).logits
 
 
-@pytest.mark.parametrize(
-    "changes", [[], ["training.tokens_per_step=512"]], ids=["adamw", "more microbatches"]
-)
+@pytest.mark.parametrize("changes", [[], ["training.tokens_per_step=512"]], ids=["adamw", "more microbatches"])
 def test_adamw_trains_as_on_torch(place, changes, request):
     name = request.node.callspec.id.replace(" ", "_")
     wanted = _train(place, f"torch_{name}", *changes)
@@ -126,9 +124,7 @@ def test_several_processes_train_as_one(place, sgd_on_torch, layout):
     name = layout.replace(" ", "_").replace("=", "")
     rows = _train(place, name, "backend=mindspore", *words, *SGD)
     _same(rows, sgd_on_torch, 1e-5, norms=6)
-    torch.testing.assert_close(
-        _logits(place / name / "export"), _logits(place / "torch" / "export"), rtol=0, atol=1e-5
-    )
+    torch.testing.assert_close(_logits(place / name / "export"), _logits(place / "torch" / "export"), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

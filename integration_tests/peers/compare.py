@@ -37,9 +37,7 @@ def make_inputs(row: Row, place: Path) -> None:
     inputs.write_records(place / "records.jsonl", row.records(row.count))
 
 
-def weights_apart(
-    own: dict[str, Any], theirs: dict[str, Any], before: dict[str, Any]
-) -> tuple[float, str]:
+def weights_apart(own: dict[str, Any], theirs: dict[str, Any], before: dict[str, Any]) -> tuple[float, str]:
     """Return the largest distance of a weight over the largest update of any, and the parameter where it is."""
     assert own.keys() == theirs.keys() == before.keys(), "names of parameters differ"
     update = largest(float((theirs[name] - before[name]).abs().max()) for name in before)

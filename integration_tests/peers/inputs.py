@@ -150,9 +150,7 @@ def conversations(count: int) -> list[Record]:
     found = []
     for i in range(count):
         system = [{"role": "system", "content": "be brief"}] if i % 3 == 0 else []
-        turns = [
-            t for j in range(1 + i % 3) for t in (_user(_question(i + j)), _assistant(_good(i + j)))
-        ]
+        turns = [t for j in range(1 + i % 3) for t in (_user(_question(i + j)), _assistant(_good(i + j)))]
         found.append({"messages": [*system, *turns]})
     return found
 
@@ -164,10 +162,7 @@ def texts(count: int) -> list[Record]:
 
 def prompts_with_completions(count: int) -> list[Record]:
     """Prompts of one turn and their completions."""
-    return [
-        {"prompt": [_user(_question(i))], "completion": [_assistant(_good(i))]}
-        for i in range(count)
-    ]
+    return [{"prompt": [_user(_question(i))], "completion": [_assistant(_good(i))]} for i in range(count)]
 
 
 def long_prompts_with_completions(count: int) -> list[Record]:

@@ -63,9 +63,7 @@ def run_own(row: Row, place: Path) -> dict[str, Any]:
     log = place / "own.log"
     if run_forked(lambda: command(words), log):
         lines = log.read_text(encoding="utf-8").strip().splitlines()
-        raise RuntimeError(
-            next((x for x in lines if x.startswith("error")), " | ".join(lines[-3:]))
-        )
+        raise RuntimeError(next((x for x in lines if x.startswith("error")), " | ".join(lines[-3:])))
     lines = (place / "own" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
     return {

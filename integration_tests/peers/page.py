@@ -50,9 +50,7 @@ def _numbers(record: dict[str, Any]) -> str:
         difference = apart[f"first_{key}"]
         same = difference is not None and difference <= TOLERANCE
         cells.append(own if same else f"{own}, TRL {theirs}")
-    cells += [
-        _number(apart[key], ".1e") for key in ("first_loss", "first_grad_norm", "losses", "weights")
-    ]
+    cells += [_number(apart[key], ".1e") for key in ("first_loss", "first_grad_norm", "losses", "weights")]
     return " | ".join(cells)
 
 
@@ -73,9 +71,7 @@ def page(records: dict[str, Any]) -> str:
         steps=STEPS, rate=LEARNING_RATE, epsilon=EPSILON, tolerance=TOLERANCE,
         **{package: records[package] for package in ("trl", "transformers", "torch")},
     )  # fmt: skip
-    summary = ", ".join(
-        f"{count[kind]} {kind}" for kind in ("equal", "differs", "wrong", "fails") if count[kind]
-    )
+    summary = ", ".join(f"{count[kind]} {kind}" for kind in ("equal", "differs", "wrong", "fails") if count[kind])
     lines = [f"{len(found)} rows: {summary}.", "", "## Equal", ""]
     lines += _table([(row, record) for row, record in found if kinds[row.name] == "equal"])
     if named := [(row, record) for row, record in found if kinds[row.name] == "differs"]:

@@ -143,9 +143,7 @@ _ALL_TURNS = (
     "TRL learns from all that follows the prompt, turns of the user and headers of turns too; here from the turns of"
     " the assistant"
 )
-_LINE_BREAK = (
-    "TRL learns the line break behind the end marker too; here an answer ends with its marker"
-)
+_LINE_BREAK = "TRL learns the line break behind the end marker too; here an answer ends with its marker"
 _ROUTED = (
     "TRL routes the last token of every sequence too, which predicts nothing, and counts it in the router's loss; the"
     " row with `last tokens left out` compares the rest"

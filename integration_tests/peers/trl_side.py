@@ -88,9 +88,7 @@ class Replay:
         made = load_file(self._files[self._count])
         self._count += 1
         prompt_ids, completion_ids = [], []
-        for tokens, versions, end in zip(
-            made["tokens"], made["versions"], made["ends"], strict=True
-        ):
+        for tokens, versions, end in zip(made["tokens"], made["versions"], made["ends"], strict=True):
             start = int((versions != -1).int().argmax())
             prompt_ids.append(tokens[:start].tolist())
             completion_ids.append(tokens[start:end].tolist())
@@ -110,9 +108,7 @@ def _targets(trainer: Any) -> int | None:
         elif "labels" in batch:
             count += int((batch["labels"][:, 1:] != -100).sum())
         elif "chosen_labels" in batch:
-            count += sum(
-                int((batch[k][:, 1:] != -100).sum()) for k in ("chosen_labels", "rejected_labels")
-            )
+            count += sum(int((batch[k][:, 1:] != -100).sum()) for k in ("chosen_labels", "rejected_labels"))
         else:
             return None
     return count

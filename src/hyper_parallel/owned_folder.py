@@ -84,9 +84,7 @@ def read_marker(folder: Path) -> Marker | None:
         if value["format"] != FORMAT or value["product"] != "hyper_parallel":
             return None
         listed = value["files"]
-        files = (
-            None if listed is None else {str(k): (int(v[0]), str(v[1])) for k, v in listed.items()}
-        )
+        files = None if listed is None else {str(k): (int(v[0]), str(v[1])) for k, v in listed.items()}
         return Marker(str(value["kind"]), files, str(value.get("identity", "")))
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None
@@ -447,9 +445,7 @@ def _lock_text(folder: Path) -> bytes:
         return b""
 
 
-def check_output_file(
-    path: Path, is_own: Callable[[str], bool], label: str, option: str | None = None
-) -> None:
+def check_output_file(path: Path, is_own: Callable[[str], bool], label: str, option: str | None = None) -> None:
     """Raise when an output file exists and was not written by the same command.
 
     Empty files, devices and pipes may be written. `is_own` receives the first MiB of the text.
@@ -479,9 +475,7 @@ def check_output_file(
         raise OutputNotWritable(
             f"the file exists and is not {label}, so it is not replaced",
             where=f"{option} {path}" if option else str(path),
-            hint=f"{option} {path.with_name(path.stem + '-new' + path.suffix)}"
-            if option
-            else _move_away(path),
+            hint=f"{option} {path.with_name(path.stem + '-new' + path.suffix)}" if option else _move_away(path),
         )
 
 

@@ -197,9 +197,7 @@ def outside_target(path: Path, folder: Path) -> Path | None:
     target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     cached = (p / "blobs" for p in root.parents if p.name.startswith(_CACHED_REPOSITORY))
     allowed_roots = (root, *cached)
-    return (
-        None if any(target.is_relative_to(root_folder) for root_folder in allowed_roots) else target
-    )
+    return None if any(target.is_relative_to(root_folder) for root_folder in allowed_roots) else target
 
 
 def foreign_target(path: Path, folder: Path) -> Path | None:

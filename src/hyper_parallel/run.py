@@ -71,9 +71,7 @@ class TrainingRun:
         return self.output_dir / "report.html"
 
     def __str__(self) -> str:
-        return (
-            f"{self.steps} steps in {self.seconds:.0f} s, loss {self.loss:.4f}: {self.output_dir}"
-        )
+        return f"{self.steps} steps in {self.seconds:.0f} s, loss {self.loss:.4f}: {self.output_dir}"
 
 
 def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> TrainingRun | None:
@@ -115,9 +113,7 @@ def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> Tra
         return None
     with Unwritten().spare(job.output_dir):
         write_report(job.output_dir)
-    return TrainingRun(
-        job.output_dir, summary.steps, summary.loss, summary.last_eval_loss, summary.seconds
-    )
+    return TrainingRun(job.output_dir, summary.steps, summary.loss, summary.last_eval_loss, summary.seconds)
 
 
 @overload
@@ -246,11 +242,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     item = getattr(value, "item", None)
-    if (
-        callable(item)
-        and getattr(value, "size", None) in (1, None)
-        and getattr(value, "ndim", 0) == 0
-    ):
+    if callable(item) and getattr(value, "size", None) in (1, None) and getattr(value, "ndim", 0) == 0:
         return item()
     raise TypeError(f"a {type(value).__name__} is not a recipe value")
 

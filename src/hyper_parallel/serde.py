@@ -82,9 +82,7 @@ def _validate(cls: type[T], data: Any, extra: Extra) -> T:
             raise DecodeError(f"$: {count:,} values do not fit") from None
         first = error.errors(include_url=False)[0]
         path = "$" + "".join(f"[{p}]" if isinstance(p, int) else f".{p:.80}" for p in first["loc"])
-        problem = (
-            _PROBLEMS.get(first["type"]) or f"{first['msg']}, got {abbreviated(first['input'])}"
-        )
+        problem = _PROBLEMS.get(first["type"]) or f"{first['msg']}, got {abbreviated(first['input'])}"
         raise DecodeError(f"{path}: {problem}") from error
 
 

@@ -114,9 +114,7 @@ def _module(torch, knobs):
         "set_device": lambda device: here.set_device_index(index(device)),
         "device": lambda device: here.device_index(index(device)),
         "current_stream": lambda device=None: here.current_stream(index(device)),
-        "default_stream": lambda device=None: torch.Stream(
-            stream_id=0, device_index=index(device), device_type=20
-        ),
+        "default_stream": lambda device=None: torch.Stream(stream_id=0, device_index=index(device), device_type=20),
         "set_stream": here.set_stream,
         "synchronize": lambda device=None: here.synchronize(index(device)),
         "memory_allocated": lambda device=None: stats.memory_allocated(index(device)),

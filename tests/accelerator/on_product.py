@@ -79,9 +79,7 @@ def on_train_two_ranks_with_a_budget(knobs, folder):
     """Parameters are gathered and gradients scattered between two devices, beside the copies, behind slow operators."""
     knobs.set_devices(2)
     knobs.set_operator_delay_us(100)
-    knobs.set_late_poison(
-        1
-    )  # FSDP drops gradients that the update, on another stream, has yet to read
+    knobs.set_late_poison(1)  # FSDP drops gradients that the update, on another stream, has yet to read
     two = ("parallel.dp_shard=2", "training.steps=2")
     assert_as_planned(trained("two", *two, f"offload.budget={BUDGET}"), plain(*two))
 
@@ -89,9 +87,9 @@ def on_train_two_ranks_with_a_budget(knobs, folder):
 def own_loop(kind, budget):
     """A loop of a user on a rank's device, with clipping and an evaluation between steps."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4))
-    ).to("emu")
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4))).to(
+        "emu"
+    )
     plain = model
     if kind == "fsdp":
         mesh = init_device_mesh("emu", (2,))

@@ -65,9 +65,7 @@ def same_as_plain(folder, flash, steps=4):
                 first = dict(device.hardware.pool.buffers)
         assert dict(device.hardware.pool.buffers) == first
     if steps == 4:
-        for a, b in zip(
-            (*net.weights, *net.momenta), (*reference.weights, *reference.momenta), strict=True
-        ):
+        for a, b in zip((*net.weights, *net.momenta), (*reference.weights, *reference.momenta), strict=True):
             assert torch.equal(a, b)
     return measured
 
@@ -153,9 +151,7 @@ def on_one_wait_left_out(knobs, folder):
                 waits = knobs.stream_waits() // 2
                 got.append(float(device.step(given(3))[0]))
             getattr(knobs, f"set_{slow}")(0)
-            state = zip(
-                (*net.weights, *net.momenta), (*reference.weights, *reference.momenta), strict=True
-            )
+            state = zip((*net.weights, *net.momenta), (*reference.weights, *reference.momenta), strict=True)
             if got != expected[1:] or not all(torch.equal(a, b) for a, b in state):
                 wrong.append(number)
             number += max(1, waits // 12)
@@ -231,9 +227,7 @@ def on_a_full_disk(knobs, folder):
     write = FileTier.write
 
     def full(self, storage, source):
-        raise TransferFailed(
-            "cannot write a storage to the flash tier", got="No space left on device"
-        )
+        raise TransferFailed("cannot write a storage to the flash tier", got="No space left on device")
 
     FileTier.write = full
     try:

@@ -68,8 +68,7 @@ def made_rates(kind="cpu"):
         # The saturation is that of the format the machine computes in.
         s, rate = on(base).saturation, on(dtype).matmul_flops
         matmul[dtype] = tuple(
-            (m, n, k, 6.0 * m * n * k * (1 + s / m) * (1 + s / n) * (1 + s / k) / rate)
-            for m, n, k in shapes
+            (m, n, k, 6.0 * m * n * k * (1 + s / m) * (1 + s / n) * (1 + s / k) / rate) for m, n, k in shapes
         )
         attention[dtype] = tuple(
             (
@@ -111,9 +110,7 @@ def test_launch_floor_and_rest_of_a_step_are_found_again():
     for layers in (2, 6):
         model = small_model(layers=layers, hidden=128)
         on = Machine.of(node, "float32", card=card, stack=stack)
-        seconds = score(
-            PricingCase(ModelNumbers.of(model), on, workload, Candidates.of(strategy, workload))
-        ).step_s[0]
+        seconds = score(PricingCase(ModelNumbers.of(model), on, workload, Candidates.of(strategy, workload))).step_s[0]
         steps.append(MeasuredStep(model, strategy, workload, float(seconds)))
     fitted, own = fit_stack(steps, card, node, "test")
     assert fitted.kernel_s == pytest.approx(2e-5, rel=0.02)
@@ -143,9 +140,7 @@ def test_own_cards_are_used_on_the_local_machine_only(tmp_path, monkeypatch):
 
 
 def test_every_accelerator_preset_finds_a_card():
-    names = {
-        device_card(name, "cuda").name for name in ("NVIDIA H200", "NVIDIA GB300", "NVIDIA A100")
-    }
+    names = {device_card(name, "cuda").name for name in ("NVIDIA H200", "NVIDIA GB300", "NVIDIA A100")}
     assert names <= set(card_names())
     assert device_card("Unheard of", "cuda").name == "accelerator"
 
@@ -200,11 +195,7 @@ def test_ranks_that_share_cores_fill_each_others_bubbles():
     def bubble(ranks_per_core):
         device = dataclasses.replace(node.device, ranks_per_core=ranks_per_core)
         on = Machine.of(dataclasses.replace(node, device=device), "float32")
-        terms = score(
-            PricingCase(
-                ModelNumbers.of(model), on, step.workload, Candidates.of(strategy, workload)
-            )
-        ).time
+        terms = score(PricingCase(ModelNumbers.of(model), on, step.workload, Candidates.of(strategy, workload))).time
         return next(float(t.seconds[0]) for t in terms if t.name == "pipeline bubble")
 
     # Two of four ranks work while the pipeline fills: with two cores nobody waits for a core that is free.
@@ -228,19 +219,13 @@ def test_a_card_knows_what_depends_on_the_ranks_at_work(tmp_path, monkeypatch):
         sources={**fast.sources, "pace.0.5": "x", "pace.0.25": "x"},
     )  # fmt: skip
     fast, slow = (
-        dataclasses.replace(c, sources={**device_card("none", "cpu").sources, **c.sources})
-        for c in (fast, slow)
+        dataclasses.replace(c, sources={**device_card("none", "cpu").sources, **c.sources}) for c in (fast, slow)
     )
     told = {"host_s.tp_x": "x"}
-    quick, late = (
-        dataclasses.replace(stack_card("cpu"), host_s={"tp_x": s}, sources=told)
-        for s in (0.0, 4e-3)
-    )
+    quick, late = (dataclasses.replace(stack_card("cpu"), host_s={"tp_x": s}, sources=told) for s in (0.0, 4e-3))
     write_local_cards(own_path(), {1: (fast, quick), 4: (slow, late)})
     seen = {ranks: Machine.of(local(ranks), "float32") for ranks in (1, 2, 4, 16)}
-    assert {r: on.card.kernel_s for r, on in seen.items()} == pytest.approx(
-        {1: 2e-5, 2: 4e-5, 4: 8e-5, 16: 8e-5}
-    )
+    assert {r: on.card.kernel_s for r, on in seen.items()} == pytest.approx({1: 2e-5, 2: 4e-5, 4: 8e-5, 16: 8e-5})
     assert seen[2].card.matmul["float32"] == pytest.approx(0.25)
     assert [on.stack.host_s["tp_x"] for on in seen.values()] == pytest.approx([0, 2e-3, 4e-3, 4e-3])
     assert seen[4].paces(4) == pytest.approx((2.0, 1.5, 1.5 ** (np.log(4 / 3) / np.log(2)), 1.0))

@@ -71,10 +71,7 @@ def test_a_run_becomes_the_model_it_names():
     assert any(a.startswith("dp=8: derived") for a in run.assumptions)
     qwen = {"layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "ffn": 6144, "vocab": 151936, "experts": 128,
             "topk": 8, "moe_ffn": 768, "tp": 1, "ep": 8, "model": "Qwen3-30B-A3B"}  # fmt: skip
-    assert (
-        read_run(row(**qwen)).model.num_matmul_params
-        == load_model("qwen3-30b-a3b").num_matmul_params
-    )
+    assert read_run(row(**qwen)).model.num_matmul_params == load_model("qwen3-30b-a3b").num_matmul_params
     deepseek = {"layers": 61, "hidden": 7168, "heads": 128, "kv_heads": 128, "ffn": 18432, "vocab": 129280, "tp": 1,
                 "experts": 256, "topk": 8, "moe_ffn": 2048, "shared_experts": 1, "dense_layers": 3, "ep": 8,
                 "model": "DeepSeek-V3"}  # fmt: skip
@@ -137,9 +134,7 @@ def test_cells_as_people_write_them():
         {"zero": "FSDP", "precision": "bf16-mixed", "gbs": "1,048,576", "mem_gib": "OOM", "gated": "yes"},
     ):  # fmt: skip
         assert predicted({"zero": 3} | words).step_s == plain.step_s
-    told = predicted(
-        {"gbs": "1,048,576", "mem_gib": "OOM", "ep": 8, "vpp": 4, "recompute": "block"}
-    )
+    told = predicted({"gbs": "1,048,576", "mem_gib": "OOM", "ep": 8, "vpp": 4, "recompute": "block"})
     text = "; ".join(told.assumptions)
     for part in ("gbs=128: 1048576 are taken to be tokens", "`OOM` is no positive number", "ep=1", "vpp=1",
                  "recompute: `block` is not known"):  # fmt: skip
@@ -306,9 +301,7 @@ def test_fitting_finds_known_constants_again():
         seconds = predict(read_run(blank), made).step_s
         runs.append(read_run({**blank, "step_s": repr(seconds)}))
     constants = tuple(Constant(name, 1.0, ("h100",), (name,)) for name in true)
-    believed = Cards(
-        {**start.device}, {k: dataclasses.replace(v, priors={}) for k, v in start.stack.items()}
-    )
+    believed = Cards({**start.device}, {k: dataclasses.replace(v, priors={}) for k, v in start.stack.items()})
     made_again = fit_runs(runs, believed, constants=constants)
     for name, factor in true.items():
         assert math.exp(made_again.factors[name]) == pytest.approx(factor, rel=0.02), name
@@ -389,9 +382,7 @@ def test_only_older_releases_pay_for_every_copy_of_a_token():
 def test_a_fit_leaves_out_models_with_experts_and_predicts_no_memory_too_low():
     """A dense run of a stack that publishes memory and two models with experts, one of them twice as slow."""
     cards = read_cards()
-    dense = read_run(
-        row(stack="torchtitan", zero=3, recompute="selective", tp=1, step_s=9.0, group="a")
-    )
+    dense = read_run(row(stack="torchtitan", zero=3, recompute="selective", tp=1, step_s=9.0, group="a"))
     needed = predict(dense, cards).memory_gib * 1.02
     slow, fast = (
         read_run(row(**GPT_OSS | {"model": name, "step_s": seconds, "group": name}))

@@ -59,9 +59,7 @@ def installed(monkeypatch):
     from importlib.util import find_spec
 
     name = "hyper_parallel.trainer.engine.step_programs.find_spec"
-    monkeypatch.setattr(
-        name, lambda package: True if package == "mindspore" else find_spec(package)
-    )
+    monkeypatch.setattr(name, lambda package: True if package == "mindspore" else find_spec(package))
 
 
 def test_an_unknown_back_end_is_refused_with_the_names(recipe):
@@ -98,9 +96,7 @@ def test_a_package_that_fusion_needs_is_named(recipe, installed, monkeypatch):
 def test_programs_of_the_step_belong_to_the_job(recipe, installed, tmp_path):
     job = _prepare(recipe)
     (programs,) = job.programs
-    assert {"loss", "param.model.norm.weight"} <= (
-        programs.gradients.outputs.keys() | programs.gradients.inputs.keys()
-    )
+    assert {"loss", "param.model.norm.weight"} <= (programs.gradients.outputs.keys() | programs.gradients.inputs.keys())
     assert "grad_norm" in programs.update.outputs
     (tmp_path / "run").mkdir()
     job.write(job.plan)

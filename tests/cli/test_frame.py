@@ -29,9 +29,7 @@ def environ(tmp_path):
 
 
 def _python(code, environ):
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
 
 
 def _run(environ, *args):
@@ -105,9 +103,7 @@ finally:
 @pytest.mark.parametrize(("override", "code"), [("tp=3", "HP203"), ("dp_shard=3", "HP308")])
 def test_degrees_that_the_config_refuses_need_no_torch(environ, tmp_path, override, code):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "model: {path: llama-3-8b}\ndata: {seq_len: 64}\ntraining: {tokens_per_step: 128}\n"
-    )
+    recipe.write_text("model: {path: llama-3-8b}\ndata: {seq_len: 64}\ntraining: {tokens_per_step: 128}\n")
     words = ["train", str(recipe), f"parallel.{override}", f"output_dir={tmp_path / 'run'}"]
     done = _python(
         f"""
@@ -161,9 +157,7 @@ run(build_app([coded, defect, wait, flood]))
 
 
 def _app(environ, *args):
-    return subprocess.run(
-        [sys.executable, "-c", APP, *args], env=environ, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([sys.executable, "-c", APP, *args], env=environ, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.unit
@@ -171,9 +165,7 @@ def test_coded_error_is_printed_without_traceback(environ):
     done = _app(environ, "coded")
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == (
-        "error[HP102]: the value is odd\n  --> here\n  got: 3      allowed: 2, 4\n\nhint: write 4\n"
-    )
+    assert done.stderr == ("error[HP102]: the value is odd\n  --> here\n  got: 3      allowed: 2, 4\n\nhint: write 4\n")
 
 
 @pytest.mark.unit
@@ -296,9 +288,7 @@ def test_doctor_agrees_with_the_package_metadata():
 
 @pytest.mark.sanity
 def test_reference_pages_equal_the_code():
-    spec = importlib.util.spec_from_file_location(
-        "make_reference", ROOT / "tools/make_reference.py"
-    )
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "tools/make_reference.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     stale = [p.name for p, text in tool.pages().items() if p.read_text(encoding="utf-8") != text]

@@ -27,9 +27,7 @@ print("end")
 def test_output_of_the_compiler_is_in_the_log_only(tmp_path):
     command = [sys.executable, "-c", SCRIPT]
     env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("step 0\nstep 1\nend\n", "")
     for number in range(2):
         lines = (tmp_path / f"{number}.log").read_text().splitlines()

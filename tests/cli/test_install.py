@@ -56,16 +56,12 @@ def test_every_command_of_the_readme_runs_as_written(environ, tmp_path):
     commands = {line.split()[1] for line in lines}
     assert {"init", "plan", "train", "generate", "report"} <= commands
     for line in lines:
-        done = subprocess.run(
-            ["sh", "-c", line], cwd=tmp_path, env=environ, capture_output=True, text=True
-        )
+        done = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=environ, capture_output=True, text=True)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         assert "site-packages" not in done.stderr
     assert len((tmp_path / "runs/quickstart/metrics.jsonl").read_text().splitlines()) >= 2
     assert (tmp_path / "plan.json").is_file()
-    where = (
-        "import hyper_parallel as hp; print(hp.__file__, hp.Plan.load('plan.json')._repr_html_())"
-    )
+    where = "import hyper_parallel as hp; print(hp.__file__, hp.Plan.load('plan.json')._repr_html_())"
     shown = subprocess.check_output(["python", "-c", where], cwd=tmp_path, env=environ, text=True)
     assert str(ROOT) not in shown.split("<table>")[0]
     assert "<th>step time</th>" in shown

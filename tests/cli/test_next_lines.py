@@ -47,9 +47,7 @@ def test_a_recipe_is_trained_after_what_its_next_lines_say(name, tmp_path, monke
         elif line.startswith("hyper-parallel train"):
             trained.append(load_recipe(shlex.split(line)[2]).recipe.output_dir)
         else:
-            file, key, value = re.fullmatch(
-                r"# edit (\S+): (\S+) \((\S+) does not exist\)", line
-            ).groups()
+            file, key, value = re.fullmatch(r"# edit (\S+): (\S+) \((\S+) does not exist\)", line).groups()
             assert file == f"recipes/{name}.yaml"
             section, field = key.split(".")
             assert getattr(getattr(recipe, section), field) == value
@@ -63,9 +61,7 @@ def test_a_recipe_is_trained_after_what_its_next_lines_say(name, tmp_path, monke
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_accepts_records_of_another_format_in_place_of_its_own(
-    name, tmp_path, monkeypatch
-):
+def test_a_recipe_accepts_records_of_another_format_in_place_of_its_own(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call("init", name)
     assert load_recipe(f"recipes/{name}.yaml").recipe.data.format == "auto"

@@ -58,9 +58,7 @@ def planned(recipe: Path, overrides: list[str]) -> Overlap:
         (["parallel.tp=2", "overlap.tp=half-batch", "overlap=auto"], Overlap()),
     ],
 )
-def test_a_recipe_sets_the_overlap_of_its_plan(
-    recipe: Path, overrides: list[str], expected: Overlap
-) -> None:
+def test_a_recipe_sets_the_overlap_of_its_plan(recipe: Path, overrides: list[str], expected: Overlap) -> None:
     assert planned(recipe, overrides) == expected
 
 
@@ -107,9 +105,7 @@ def test_a_recipe_sets_the_overlap_of_its_plan(
         ),
     ],
 )
-def test_what_cannot_overlap_is_refused_with_a_hint_that_plans(
-    recipe: Path, code: str, overrides: list[str]
-) -> None:
+def test_what_cannot_overlap_is_refused_with_a_hint_that_plans(recipe: Path, code: str, overrides: list[str]) -> None:
     with pytest.raises(HyperParallelError) as caught:
         planned(recipe, overrides)
     assert caught.value.code == code
@@ -118,9 +114,7 @@ def test_what_cannot_overlap_is_refused_with_a_hint_that_plans(
 
 
 @pytest.mark.parametrize("setting", ["chunks", "symmetric"])
-def test_blocks_that_gather_nothing_are_refused_with_a_hint_that_plans(
-    recipe: Path, setting: str
-) -> None:
+def test_blocks_that_gather_nothing_are_refused_with_a_hint_that_plans(recipe: Path, setting: str) -> None:
     """Tensor-parallel ranks of GPT-2 hold all tokens."""
     config = {
         "model_type": "gpt2",

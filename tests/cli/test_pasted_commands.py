@@ -53,9 +53,7 @@ def test_a_pasted_command_leads_on(tmp_path, monkeypatch, written):
         pasted = shlex.split(re.sub(r"\b(RECIPE|RUN_DIR)(\.yaml)?\b", "recipe.yaml", command[1]))
         pasted += ["--dry-run"] * (pasted[0] == "train" and "--dry-run" not in pasted)
     elif hint.startswith("did you mean"):
-        pasted = [
-            hint.split("`")[1] if word in (first.got, first.where) else word for word in words
-        ]
+        pasted = [hint.split("`")[1] if word in (first.got, first.where) else word for word in words]
     elif hint.startswith(("ls ", "hf ", "HF_HUB_OFFLINE=0 hf ", "pip ")):
         return  # another program's command
     elif hint.startswith("--"):

@@ -73,9 +73,7 @@ def test_a_process_goes_on_when_its_output_is_full_and_says_so_at_the_end():
             text=True,
             check=False,
         )
-    assert done.stderr.startswith(
-        "child went on\nwent on\nerror[HP105]: standard output cannot be written"
-    )
+    assert done.stderr.startswith("child went on\nwent on\nerror[HP105]: standard output cannot be written")
     assert "No space left on device" in done.stderr
     assert done.returncode == 1
 

@@ -223,8 +223,7 @@ def test_mistakes_are_coded_errors(tmp_path, args, code):
 
 def test_recipe_is_planned(tmp_path):
     (tmp_path / "r.yaml").write_text(
-        "model: {path: llama-3-8b}\ntopology: dgx-h100\nparallel: {dp_shard: 8}\n"
-        "data: {seq_len: 4096}\n",
+        "model: {path: llama-3-8b}\ntopology: dgx-h100\nparallel: {dp_shard: 8}\ndata: {seq_len: 4096}\n",
         encoding="utf-8",
     )
     done = run("--recipe", "r.yaml", cwd=tmp_path)

@@ -184,9 +184,7 @@ def test_two_names_of_one_degree_must_agree(write):
     prompt=st.none() | st.text(max_size=30),
     degrees=st.dictionaries(st.sampled_from(["tp_x", "dp_shard", "pp", "ep"]), st.integers(1, 9)),
     auto=st.booleans(),
-    rules=st.dictionaries(
-        st.from_regex(r"[a-z.*]{1,12}", fullmatch=True), st.just("colwise"), max_size=2
-    ),
+    rules=st.dictionaries(st.from_regex(r"[a-z.*]{1,12}", fullmatch=True), st.just("colwise"), max_size=2),
 )
 @example(lr=1.0, seed=0, prompt="a\x85b", degrees={}, auto=False, rules={})
 def test_resolved_recipe_round_trips(tmp_path_factory, lr, seed, prompt, degrees, auto, rules):
@@ -316,9 +314,7 @@ def test_all_problems_are_reported_at_once(write):
     text = caught.value.render()
     assert "and 2 more:" in text
     assert text.count("error[") == 3
-    assert (
-        pickle.loads(pickle.dumps(caught.value)).render() == text
-    )  # ranks send errors to their parent
+    assert pickle.loads(pickle.dumps(caught.value)).render() == text  # ranks send errors to their parent
     for word in ("data.seq_len", "training.lr", "training.stepz", "training.steps: 3"):
         assert word in text
 
@@ -473,9 +469,7 @@ def test_a_stage_on_pairs_over_an_sft_recipe_derives_packing_and_microbatch(writ
 
 
 def test_a_mapping_given_as_a_whole_replaces_the_recipes(write):
-    path = write(
-        "model: {path: tiny}\ntraining: {optimizer: sgd, optimizer_args: {momentum: 0.9, eps: 1e-8}}\n"
-    )
+    path = write("model: {path: tiny}\ntraining: {optimizer: sgd, optimizer_args: {momentum: 0.9, eps: 1e-8}}\n")
     assert load_recipe(path).recipe.training.optimizer_args == {"momentum": 0.9, "eps": 1e-8}
     more = load_recipe(path, ["training.optimizer_args.nesterov=true"]).recipe.training
     assert more.optimizer_args == {"momentum": 0.9, "eps": 1e-8, "nesterov": True}

@@ -54,9 +54,7 @@ def small_model(layers: int = 4, hidden: int = 256, heads: int = 8, kv_heads: in
     )
 
 
-def score_strategy(
-    model: ModelSpec, supernode: Supernode, strategy: Strategy, workload: Workload
-) -> Scores:
+def score_strategy(model: ModelSpec, supernode: Supernode, strategy: Strategy, workload: Workload) -> Scores:
     """Return the scores of one strategy, at index 0; `workload` is resolved."""
     priced = Machine.of(supernode, workload.compute_dtype)
     candidate = Candidates.of(strategy, workload)

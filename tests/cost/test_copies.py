@@ -61,9 +61,7 @@ def test_what_no_work_hides_costs_time(values, seconds):
     away, found = load(**values).cheapest()
     assert found[0] == pytest.approx(seconds, abs=1e-12)
     gone = away.copied + away.passing + away.products
-    assert gone[0] == pytest.approx(
-        max(values.get("need_bytes", 0.0), values.get("end_bytes", 0.0))
-    )
+    assert gone[0] == pytest.approx(max(values.get("need_bytes", 0.0), values.get("end_bytes", 0.0)))
     assert away.copied[0] <= values.get("host_bytes", 1e15)
 
 
@@ -72,9 +70,7 @@ def test_what_no_work_hides_costs_time(values, seconds):
     need=st.floats(0, 80e9), states=st.floats(0, 20e9), again=st.floats(0, 30e9), again_s=st.floats(0, 5),
     micro=st.integers(1, 8), flight=st.sampled_from([1, 2, 4]), shorter=st.floats(0, 1), more=st.floats(1, 3),
 )  # fmt: skip
-def test_a_shorter_step_with_its_copies_is_not_longer(
-    need, states, again, again_s, micro, flight, shorter, more
-):
+def test_a_shorter_step_with_its_copies_is_not_longer(need, states, again, again_s, micro, flight, shorter, more):
     """Bounds of the search assume it: less time that hides copies costs at most the missing time."""
     values = {
         "need_bytes": need, "optimizer_bytes": states, "passing_bytes": again, "passing_s": again_s,
@@ -128,9 +124,7 @@ def test_a_smaller_budget_or_a_slower_link_never_costs_less(values, need, end, l
     slower = dataclasses.replace(one, link_bytes_s=one.link_bytes_s / less)
     assert slower.cheapest()[1][0] >= one.cheapest()[1][0] - 1e-9
     taken = 0.1 * less * np.maximum(one.need_bytes, 0.0)
-    larger = dataclasses.replace(
-        one, need_bytes=one.need_bytes - taken, end_bytes=one.end_bytes - taken
-    )
+    larger = dataclasses.replace(one, need_bytes=one.need_bytes - taken, end_bytes=one.end_bytes - taken)
     assert larger.cheapest()[1][0] <= one.cheapest()[1][0] + 1e-9
 
 
@@ -145,21 +139,14 @@ def test_what_fits_costs_nothing(values, over):
 
 def cheapest(one):
     """Seconds of the cheapest choice by linear programming: gigabytes by kind, and what each lane has to wait."""
-    n = {
-        f.name: float(getattr(one, f.name)[0]) / (1e9 if "bytes" in f.name else 1.0)
-        for f in dataclasses.fields(one)
-    }
+    n = {f.name: float(getattr(one, f.name)[0]) / (1e9 if "bytes" in f.name else 1.0) for f in dataclasses.fields(one)}
     lp, micro, in_turn = LinearProgram(), n["microbatches"], n["alternating"] > 0
-    passing_s, products_s = (
-        n[f"{name}_s"] / max(n[f"{name}_bytes"], 1e-9) for name in ("passing", "products")
-    )
+    passing_s, products_s = (n[f"{name}_s"] / max(n[f"{name}_bytes"], 1e-9) for name in ("passing", "products"))
     state = [lp.variable(n[f"{x}_bytes"]) for x in ("optimizer", "parameters", "gradients")]
     kept = lp.variable(n["activations_bytes"])
     passing = lp.variable(n["passing_bytes"], micro * passing_s)
     products = lp.variable(n["products_bytes"], micro * products_s)
-    forward, each, last, written = (
-        lp.variable(1e3, cost) for cost in (micro * in_turn, micro - 1.0, 1.0, 1.0)
-    )
+    forward, each, last, written = (lp.variable(1e3, cost) for cost in (micro * in_turn, micro - 1.0, 1.0, 1.0))
     optimizer, parameters, gradients = state
     lp.at_least(dict.fromkeys((*state, kept, passing, products), 1.0), n["need_bytes"])
     lp.at_least(dict.fromkeys(state, 1.0), n["end_bytes"])

@@ -39,9 +39,7 @@ def gpt(layers, hidden, heads):
 
 def terms(name, sequence_parallel, recompute, **columns):
     layers, hidden, heads, microbatch, pp, vpp = MODELS[name]
-    stack = dataclasses.replace(
-        stack_card("megatron-2022"), sequence_parallel=float(sequence_parallel)
-    )
+    stack = dataclasses.replace(stack_card("megatron-2022"), sequence_parallel=float(sequence_parallel))
     machine = Machine.of(load_topology("dgx-a100"), "bfloat16", stack=stack)
     row = {
         "pp": pp,
@@ -77,9 +75,7 @@ def test_published_shares_of_175b():
     assert 100 * (full - base / 96) / base == pytest.approx(8.7, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("name", "gib"), [("22B", 45.6), ("175B", 45.6), ("530B", 31.6), ("1T", 33.0)]
-)
+@pytest.mark.parametrize(("name", "gib"), [("22B", 45.6), ("175B", 45.6), ("530B", 31.6), ("1T", 33.0)])
 def test_published_states_of_the_layers(name, gib):
     """Eighteen bytes a parameter: embedding, norms and biases are not in the published numbers."""
     layers, hidden, _, _, pp, _ = MODELS[name]
@@ -97,9 +93,7 @@ def test_zero_stages_shard_more_and_more():
     numbers = ModelNumbers.of(load_model("llama-3-8b"))
     # Several microbatches: sharded gradients are there in every phase of a step.
     c = Candidates.of_columns(dp_shard=8, accumulation=2, zero=[0, 1, 2, 3])
-    found = {
-        t.name: t.bytes for t in score(PricingCase(numbers, machine, Workload(4096), c)).memory
-    }
+    found = {t.name: t.bytes for t in score(PricingCase(numbers, machine, Workload(4096), c)).memory}
     n = load_model("llama-3-8b").num_params
     assert found["parameters"] == pytest.approx([2 * n, 2 * n, 4 * n / 8, 4 * n / 8])
     assert found["gradients"] == pytest.approx([4 * n, 4 * n, 4 * n / 8, 4 * n / 8])
@@ -110,9 +104,7 @@ def test_zero_stages_shard_more_and_more():
 TRACED = json.loads((Path(__file__).parent / "traced_memory.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    "case", TRACED["cases"], ids=lambda c: f"{c['model']} {' '.join(c['overrides'])}"
-)
+@pytest.mark.parametrize("case", TRACED["cases"], ids=lambda c: f"{c['model']} {' '.join(c['overrides'])}")
 def test_predicted_peak_is_that_of_the_traced_program(case, tmp_path):
     """The exact peak of the program that trains, tensors only (`tools/trace_memory.py`)."""
     config = {**read_preset(case["model"]), "num_hidden_layers": case["layers"]}

@@ -34,17 +34,12 @@ def seconds(**given):
     return PassSeconds(**{name: np.array([given.get(name, 0.0)]) for name in names})
 
 
-@pytest.mark.parametrize(
-    ("layers", "halves", "chunks"), [(1, 1, 1), (2, 2, 1), (1, 1, 4), (2, 2, 2)]
-)
+@pytest.mark.parametrize(("layers", "halves", "chunks"), [(1, 1, 1), (2, 2, 1), (1, 1, 4), (2, 2, 2)])
 @pytest.mark.parametrize("demand", [Fraction(0), Fraction(1, 4)])
 def test_a_layer_takes_as_long_as_its_events(layers, halves, chunks, demand):
     program = layer_program(layers, halves, chunks)
     ns = (7_000, 11_000, 5_000, 3_000, 2_000, 4_000)
-    tasks = [
-        (lane, deps, ns[row])
-        for lane, deps, row in zip(program.lanes, program.deps, program.rows, strict=True)
-    ]
+    tasks = [(lane, deps, ns[row]) for lane, deps, row in zip(program.lanes, program.deps, program.rows, strict=True)]
     end = program.contended_span([np.array([float(n)]) for n in ns], float(demand))
     assert end[0] == pytest.approx(float(contended_end(tasks, demand)))
 

@@ -38,24 +38,16 @@ def wires() -> Machine:
     tier = Tier("wire", 0, quantity(1.0), quantity(0.0), "switch")
     base = machine()
     node = Supernode("test", "wires", 64, base.device, (tier,))
-    card = dataclasses.replace(
-        shipped_device("none", "npu"), link=1.0, network=1.0, exchange=1.0, message_bytes=0.0
-    )
-    stack = dataclasses.replace(
-        shipped_stack("hyper-parallel"), overlap_tp=0.0, overlap_cp=0.0, overlap_dp=0.0
-    )
+    card = dataclasses.replace(shipped_device("none", "npu"), link=1.0, network=1.0, exchange=1.0, message_bytes=0.0)
+    stack = dataclasses.replace(shipped_stack("hyper-parallel"), overlap_tp=0.0, overlap_cp=0.0, overlap_dp=0.0)
     return Machine.of(node, "bfloat16", card=card, stack=stack)
 
 
-def compare(
-    strategy: Strategy, model=None, pp_rank: int = 0
-) -> tuple[dict[str, float], dict[str, float]]:
+def compare(strategy: Strategy, model=None, pp_rank: int = 0) -> tuple[dict[str, float], dict[str, float]]:
     """Bytes by family of collectives: priced, and counted on a pipeline rank."""
     spec = model or small_model(layers=4, kv_heads=8)
     workload = Workload(512, microbatch=2, accumulation_steps=4).resolve(strategy.dp)
-    scores = score(
-        PricingCase(ModelNumbers.of(spec), wires(), workload, Candidates.of(strategy, workload))
-    )
+    scores = score(PricingCase(ModelNumbers.of(spec), wires(), workload, Candidates.of(strategy, workload)))
     priced = {t.name: float(t.seconds[0]) for t in scores.time}
     layouts = plan_layouts(
         [(p.name, p.shape, p.dims) for b in spec.blocks for p in b.params], family_rules(spec.family), strategy,
@@ -63,9 +55,7 @@ def compare(
     ).layouts  # fmt: skip
     counted: dict[str, float] = {}
     for c in step_collectives(spec, layouts, strategy, workload, pp_rank=pp_rank):
-        name = next(
-            (n for n, many in (("tp", TENSOR), ("dp", SHARDED)) if c.purpose in many), c.purpose
-        )
+        name = next((n for n, many in (("tp", TENSOR), ("dp", SHARDED)) if c.purpose in many), c.purpose)
         name = "cp" if c.purpose.startswith("attention:") else name
         counted[name] = counted.get(name, 0.0) + c.sent_bytes
     found = {
@@ -101,9 +91,7 @@ def test_tensor_parallel_blocks_of_every_shape(attention, mlp, scatter, regather
 
 
 def test_gathering_again_costs_two_of_ten_units_in_one_dimension():
-    kept, again = (
-        compare(Strategy(tp_x=8, gathered_inputs=how))[0]["tp"] for how in ("keep", "re-gather")
-    )
+    kept, again = (compare(Strategy(tp_x=8, gathered_inputs=how))[0]["tp"] for how in ("keep", "re-gather"))
     assert again / kept == pytest.approx(10 / 8)
     for how in ("keep", "re-gather"):
         strategy = Strategy(tp_x=8, gathered_inputs=how)
@@ -112,9 +100,7 @@ def test_gathering_again_costs_two_of_ten_units_in_one_dimension():
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize(
-    ("kind", "ulysses"), [("ring", 1), ("ulysses", 1), ("hybrid", 2), ("all_gather", 1)]
-)
+@pytest.mark.parametrize(("kind", "ulysses"), [("ring", 1), ("ulysses", 1), ("hybrid", 2), ("all_gather", 1)])
 def test_context_parallelism_of_every_kind(kind, ulysses, recompute):
     strategy = Strategy(cp=4, cp_kind=kind, cp_ulysses=ulysses, recompute=recompute)
     priced, counted = compare(strategy)
@@ -132,8 +118,6 @@ def test_context_parallelism_of_every_kind(kind, ulysses, recompute):
 )  # fmt: skip
 def test_sharded_states_are_reduced_per_microbatch_or_once_in_a_pipeline(degrees, reshard):
     """Norms are priced as one of their vectors less or more; the first rank's final norm is not there at all."""
-    strategy = Strategy(
-        **degrees, reshard_after_forward=reshard, stage_layers=(2, 2) if degrees.get("pp") else ()
-    )
+    strategy = Strategy(**degrees, reshard_after_forward=reshard, stage_layers=(2, 2) if degrees.get("pp") else ())
     priced, counted = compare(strategy)
     assert priced["dp"] == pytest.approx(counted["dp"], rel=2e-3)

@@ -99,9 +99,7 @@ def test_an_axis_inside_a_node_is_faster_there():
     numbers = ModelNumbers.of(load_model("llama-3-70b"))
     inside = ORDERS.index(("pp", "cp", "tp_x", "tp_y", "dp_replicate", "dp_shard"))
     c = Candidates.of_columns(dp_shard=8, tp_x=8, zero=3, order=[0, inside])
-    found = score(
-        PricingCase(numbers, Machine.of(machine(num_devices=64), "bfloat16"), Workload(8192), c)
-    )
+    found = score(PricingCase(numbers, Machine.of(machine(num_devices=64), "bfloat16"), Workload(8192), c))
     time = {t.name: t.seconds for t in found.time}
     assert time["tp communication"][1] > 3 * time["tp communication"][0]
     assert time["fsdp communication"][1] < time["fsdp communication"][0]
@@ -145,21 +143,15 @@ def test_sums_of_a_search_are_the_sums_of_the_terms():
     numbers, workload = ModelNumbers.of(load_model("mixtral-8x7b")), Workload(2050)
     on = Machine.of(load_topology("cloudmatrix384"), "bfloat16")
     choices = list(itertools.product((0, 1), (0, 1, 2)))
-    bytes_ = offloaded_bytes(
-        PricingCase(numbers, on, workload, Candidates.of_columns(**columns)), choices
-    )
+    bytes_ = offloaded_bytes(PricingCase(numbers, on, workload, Candidates.of_columns(**columns)), choices)
     first, index = distinct(memory_key(columns, workload.seq_len))
     assert len(first) < rows
     for (again, kind), found in zip(choices, bytes_, strict=True):
         c = Candidates.of_columns(**columns, regather=float(again), recompute=float(kind))
         whole = score(PricingCase(numbers, on, workload, c))
-        assert step_seconds(PricingCase(numbers, on, workload, c)) == pytest.approx(
-            whole.step_s, rel=1e-12
-        )
+        assert step_seconds(PricingCase(numbers, on, workload, c)) == pytest.approx(whole.step_s, rel=1e-12)
         pace = sum(t.seconds for t in whole.time if t.name in PACE)
-        assert step_seconds(PricingCase(numbers, on, workload, c), "pace") == pytest.approx(
-            pace, rel=1e-12
-        )
+        assert step_seconds(PricingCase(numbers, on, workload, c), "pace") == pytest.approx(pace, rel=1e-12)
         assert found == pytest.approx(whole.memory_bytes, rel=1e-12)
         # Nothing but the columns of the key matters to memory.
         assert found[first][index] == pytest.approx(found, rel=1e-12)
@@ -187,16 +179,10 @@ def test_an_open_grid_is_priced_without_being_written_out():
     numbers = ModelNumbers.of(small_model())
     on = Machine.of(machine(), "bfloat16")
     tp, m = np.asarray([[1.0], [2.0], [4.0]]), np.asarray([[1.0, 2.0, 8.0, 16.0]])
-    grid = score(
-        PricingCase(numbers, on, Workload(512), Candidates.of_columns(tp_x=tp, accumulation=m))
-    )
+    grid = score(PricingCase(numbers, on, Workload(512), Candidates.of_columns(tp_x=tp, accumulation=m)))
     assert grid.step_s.shape == (3, 4)
-    flat = Candidates.of_columns(
-        tp_x=np.repeat([1, 2, 4], 4), accumulation=np.tile([1, 2, 8, 16], 3)
-    )
-    assert grid.step_s.ravel() == pytest.approx(
-        score(PricingCase(numbers, on, Workload(512), flat)).step_s
-    )
+    flat = Candidates.of_columns(tp_x=np.repeat([1, 2, 4], 4), accumulation=np.tile([1, 2, 8, 16], 3))
+    assert grid.step_s.ravel() == pytest.approx(score(PricingCase(numbers, on, Workload(512), flat)).step_s)
 
 
 def test_a_strategy_survives_the_round_trip():

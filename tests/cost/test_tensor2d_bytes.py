@@ -51,9 +51,7 @@ def layer_bytes(spec: ModelSpec, strategy: Strategy, tokens: int) -> int:
 def test_pure_two_dimensions_against_one(model: str, x: int, y: int, change: float) -> None:
     spec = load_model(model)
     line = layer_bytes(spec, Strategy(tp_x=x * y), 8192)
-    assert 100 * (layer_bytes(spec, Strategy(tp_x=x, tp_y=y), 8192) / line - 1) == pytest.approx(
-        change, abs=0.06
-    )
+    assert 100 * (layer_bytes(spec, Strategy(tp_x=x, tp_y=y), 8192) / line - 1) == pytest.approx(change, abs=0.06)
 
 
 def test_moved_weights_win_from_many_tokens_on() -> None:

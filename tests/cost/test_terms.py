@@ -53,16 +53,12 @@ def fused(model, strategy, workload):
     return next(float(t.bytes[0]) for t in terms if t.name == "activations")
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-3-8b", "llama-3-70b", "gpt3-175b", "mixtral-8x22b", "deepseek-v3"]
-)
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b", "gpt3-175b", "mixtral-8x22b", "deepseek-v3"])
 def test_numbers_add_up_to_the_model(name):
     model = load_model(name)
     n = ModelNumbers.of(model)
     layer = n.attention_weights + n.mlp_weights + n.expert_weights + n.vector_weights
-    assert n.layers * layer + n.embedding_weights + n.head_params == pytest.approx(
-        model.num_params, rel=1e-12
-    )
+    assert n.layers * layer + n.embedding_weights + n.head_params == pytest.approx(model.num_params, rel=1e-12)
     active = n.attention_weights + n.mlp_weights + n.active_expert_weights
     assert n.layers * active + n.head_weights == pytest.approx(model.num_matmul_params, rel=1e-3)
 
@@ -247,9 +243,7 @@ def test_matmuls_with_few_rows_cost_more_and_those_with_one_or_many_do_not():
         host = dataclasses.replace(card, few_rows=few_rows)
         on = Machine.of(machine(), "float32", card=host, stack=stack_card("cpu"))
         workload = Workload(tokens, microbatch=1, accumulation_steps=1).resolve(1)
-        case = PricingCase(
-            ModelNumbers.of(model), on, workload, Candidates.of(Strategy(), workload)
-        )
+        case = PricingCase(ModelNumbers.of(model), on, workload, Candidates.of(Strategy(), workload))
         return next(t.seconds[0] for t in score(case).time if t.name == "matmul")
 
     ratios = {n: matmul_s(n, card.few_rows) / matmul_s(n, {}) for n in (1, 16, 128, 16384)}

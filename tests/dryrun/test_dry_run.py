@@ -32,9 +32,7 @@ def _trace(setup, strategy, **options):
     def build():
         attention = "eager" if setup.family in EAGER else "sdpa"
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                setup.model_config(), attn_implementation=attention
-            ).train()
+            return AutoModelForCausalLM.from_config(setup.model_config(), attn_implementation=attention).train()
 
     plan = setup.plan(strategy)
     return trace_rank(build, plan, Training(), 0, **options), plan
@@ -163,12 +161,8 @@ def test_a_type_that_no_reader_knows_is_planned_and_traced_as_the_module_it_is(r
     values = ["parallel.dp_shard=8", "parallel.tp=1", "data.seq_len=768"]
     shown = json.loads(_run(recipe, *values, "--dry-run", "-t", "dgx-h100", "--json"))
     assert shown["plan"]["model"]["num_params"] == sum(p.numel() for p in plain.parameters())
-    assert 768 * 768 not in {
-        math.prod(t["shape"][-2:]) for t in shown["ranks"][0]["peaks"]["hbm"]["top"]
-    }
-    planned = json.loads(
-        command("plan", "--recipe", str(recipe), "-t", "dgx-h100", "--json").stdout
-    )
+    assert 768 * 768 not in {math.prod(t["shape"][-2:]) for t in shown["ranks"][0]["peaks"]["hbm"]["top"]}
+    planned = json.loads(command("plan", "--recipe", str(recipe), "-t", "dgx-h100", "--json").stdout)
     assert planned["model"]["fingerprint"] == shown["plan"]["model"]["fingerprint"]
 
 
@@ -196,9 +190,7 @@ def test_experts_in_float32_are_traced(tmp_path):
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     }
-    (tmp_path / "model.json").write_text(
-        json.dumps({**CONFIG, **experts, "hidden_size": 32, "num_hidden_layers": 1})
-    )
+    (tmp_path / "model.json").write_text(json.dumps({**CONFIG, **experts, "hidden_size": 32, "num_hidden_layers": 1}))
     (tmp_path / "recipe.yaml").write_text(
         "model: {path: model.json}\ndata: {seq_len: 32}\nparallel: {dp_shard: 2}\n"
         "training: {dtype: float32, tokens_per_step: 128}\ntopology: local-cpu\n"
@@ -207,9 +199,7 @@ def test_experts_in_float32_are_traced(tmp_path):
     assert json.loads(shown)["differences"] == [[]]
 
 
-@slow_cells(
-    "gradients of one layer of experts, not of a mean layer", "saved inputs of experts count once"
-)
+@slow_cells("gradients of one layer of experts, not of a mean layer", "saved inputs of experts count once")
 @pytest.mark.parametrize(
     ("width", "layers", "every"),
     [

@@ -92,9 +92,7 @@ def test_every_rank_can_be_traced():
     case = Case(**{**SIZES, "vocab": 510, "mlp": 378})
     plan = case.plan(Strategy(dp_shard=4))
     real = launch(
-        lambda rank: measure(
-            lambda: _build(case), plan, TRAINING, lambda: _batch(case, plan), ranks=(0, 3)
-        ),
+        lambda rank: measure(lambda: _build(case), plan, TRAINING, lambda: _batch(case, plan), ranks=(0, 3)),
         4,
         timeout_s=180,
     )

@@ -42,9 +42,7 @@ CURVE = ("checkpoint.export=false", "training.eval_tokens=100")
 
 def write_functions(path: Path, count: int) -> None:
     """A text of small Python functions."""
-    path.write_text(
-        "\n\n".join(f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(count))
-    )
+    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(count)))
 
 
 def command(*arguments: str, report: bool = False) -> Any:
@@ -83,9 +81,7 @@ def curve(out: Path) -> list[tuple[float, float]]:
     return [(r["loss"], r["grad_norm"]) for r in rows(out / "metrics.jsonl")]
 
 
-def assert_same_curve(
-    mine: list[tuple[float, float]], reference: list[tuple[float, float]]
-) -> None:
+def assert_same_curve(mine: list[tuple[float, float]], reference: list[tuple[float, float]]) -> None:
     """Equal to 10 digits."""
     assert len(mine) == len(reference)
     for (loss, norm), (loss_0, norm_0) in zip(mine, reference, strict=True):
@@ -121,14 +117,9 @@ parallel: {{dp_shard: 1}}
 
 
 SUMS = [(a, b) for a in range(4) for b in range(3)]
-PAIRS = [
-    {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"} for a, b in SUMS
-]
+PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"} for a, b in SUMS]
 QUESTIONS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(4) for b in range(4)]
-ANSWERS = [
-    {"prompt": f"{a}+{b}=", "completion": f"it is {a + b}" if b else "no", "label": bool(b)}
-    for a, b in SUMS
-]
+ANSWERS = [{"prompt": f"{a}+{b}=", "completion": f"it is {a + b}" if b else "no", "label": bool(b)} for a, b in SUMS]
 
 
 def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:

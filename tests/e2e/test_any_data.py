@@ -150,9 +150,7 @@ def test_documents_in_one_row_learn_what_they_learn_alone(place, stage):
 
 def rows_of(place, *overrides):
     """Number of training sequences of a recipe."""
-    recipe = load_recipe(
-        place / "recipe.yaml", ["data.holdout=0", *(o for o in overrides if "epochs" not in o)]
-    ).recipe
+    recipe = load_recipe(place / "recipe.yaml", ["data.holdout=0", *(o for o in overrides if "epochs" not in o)]).recipe
     return len(prepare(recipe.data, stage=recipe.stage, model_path=None, seed=0).train)
 
 
@@ -186,9 +184,7 @@ def test_a_model_that_cannot_tell_documents_apart_is_refused(place, family):
 
 def test_epochs_become_steps_and_each_reads_all_in_another_order(place):
     source = (f"data.source={place / 'text.txt'}", "training.epochs=2.5")
-    (place / "epochs.yaml").write_text(
-        (place / "recipe.yaml").read_text().replace("steps: 2, ", "")
-    )
+    (place / "epochs.yaml").write_text((place / "recipe.yaml").read_text().replace("steps: 2, ", ""))
     words = ("train", str(place / "epochs.yaml"), "--dry-run", *source)
     said = " ".join(re.sub("[^\\w.,;]+", " ", command(*words).stderr).split())
     count = rows_of(place, source[0], "data.holdout=0.02")
@@ -297,9 +293,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused_for_presets_too(place):
     from transformers import PreTrainedTokenizerFast
 
     words = {"<eos>": 0, **{f"w{i}": i + 1 for i in range(130_000)}}
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "<eos>")), eos_token="<eos>"
-    )
+    hf = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "<eos>")), eos_token="<eos>")
     hf.save_pretrained(str(place / "large"))
     words = (f"data.source={place / 'text.txt'}", f"data.tokenizer={place / 'large'}")
     for path, size in ((place / "llama.json", 384), ("llama-3-8b", 128256)):

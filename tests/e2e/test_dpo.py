@@ -95,12 +95,8 @@ def test_the_second_step_is_that_of_plain_transformers(place):
     before = exported("before", "training.steps=1", "training.lr=1e-30")
     after = exported("after", "training.steps=1")
     train(place, place / "both", "training.steps=2")
-    job = prepare_job(
-        load_recipe(place / "both" / "config.yaml", ["checkpoint.resume=never"]), progress=False
-    )
-    ids, labels = (
-        torch.from_numpy(a) for a in job.packed.train.read(job.train_batches().step_batch(1))
-    )
+    job = prepare_job(load_recipe(place / "both" / "config.yaml", ["checkpoint.resume=never"]), progress=False)
+    ids, labels = (torch.from_numpy(a) for a in job.packed.train.read(job.train_batches().step_batch(1)))
     mask = labels != -100
 
     def logp(model):
@@ -122,17 +118,13 @@ def test_losses_are_those_of_their_papers():
     plan = hp.plan_of(model, "", workload)
     torch.manual_seed(0)
     logps = -torch.rand(4, 4, dtype=torch.float64)
-    labels = torch.tensor(
-        [[1, 1, 1, -100], [1, 1, -100, -100], [1, 1, 1, 1], [1, -100, -100, -100]]
-    )
+    labels = torch.tensor([[1, 1, 1, -100], [1, 1, -100, -100], [1, 1, 1, 1], [1, -100, -100, -100]])
     logps = (logps * (labels != -100)).requires_grad_()
     reference = torch.tensor([-1.0, -2.0, -0.5, -0.3], dtype=torch.float64)
     c, r = logps.sum(-1)[0::2], logps.sum(-1)[1::2]
     mc, mr = c / torch.tensor([3, 4]), r / torch.tensor([2, 1])
     h = (c - reference[0::2]) - (r - reference[1::2])
-    per_token = (c - reference[0::2]) / torch.tensor([3, 4]) - (r - reference[1::2]) / torch.tensor(
-        [2, 1]
-    )
+    per_token = (c - reference[0::2]) / torch.tensor([3, 4]) - (r - reference[1::2]) / torch.tensor([2, 1])
     odds = (mc - torch.log(1 - mc.exp())) - (mr - torch.log(1 - mr.exp()))
     wanted = {
         "sigmoid": -0.9 * logsigmoid(0.2 * h) - 0.1 * logsigmoid(-0.2 * h),
@@ -145,12 +137,8 @@ def test_losses_are_those_of_their_papers():
         smooth = 0.1 if name == "sigmoid" else 0.0
         settings = Dpo(loss_type=name, beta=0.2, label_smoothing=smooth)
         stage = DpoStage(plan, torch.device("cpu"), settings)
-        given = {"shift_labels": labels} | (
-            {} if name in ("orpo", "simpo") else {"reference": reference}
-        )
-        assert stage.objective(logps, given).item() == pytest.approx(
-            losses.mean().item(), rel=1e-12
-        ), name
+        given = {"shift_labels": labels} | ({} if name in ("orpo", "simpo") else {"reference": reference})
+        assert stage.objective(logps, given).item() == pytest.approx(losses.mean().item(), rel=1e-12), name
 
 
 @pytest.mark.parametrize(
@@ -203,15 +191,11 @@ def test_what_does_not_go_together_is_refused_by_name(place):
 
 
 def test_pairs_stay_neighbours_in_every_order(place):
-    job = prepare_job(
-        load_recipe(place / "recipe.yaml", [f"output_dir={place / 'order'}"]), progress=False
-    )
+    job = prepare_job(load_recipe(place / "recipe.yaml", [f"output_dir={place / 'order'}"]), progress=False)
     batches = job.train_batches()
     assert batches.num_sequences == 12
     parts = [{"source": str(place / "records.jsonl"), "weight": w} for w in (3, 1)]
-    job = prepare_job(
-        load_recipe(place / "recipe.yaml", [f"data.source={json.dumps(parts)}"]), progress=False
-    )
+    job = prepare_job(load_recipe(place / "recipe.yaml", [f"data.source={json.dumps(parts)}"]), progress=False)
     mixed = job.train_batches()
     rows = np.concatenate([mixed.step_batch(i) for i in range(256)]).reshape(-1, 2)
     assert (rows[:, 1] == rows[:, 0] + 1).all()

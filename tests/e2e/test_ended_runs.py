@@ -97,18 +97,14 @@ class Freezes(Callback):
 
 
 @pytest.mark.slow
-def test_a_rank_that_freezes_outside_of_steps_is_found_as_soon(
-    place, tmp_path, monkeypatch, caplog
-):
+def test_a_rank_that_freezes_outside_of_steps_is_found_as_soon(place, tmp_path, monkeypatch, caplog):
     """At the start and in a checkpoint, where a busy rank has half an hour."""
     (tmp_path / "mine_freezes.py").write_text(FREEZES.format(marks=str(tmp_path)))
     monkeypatch.syspath_prepend(tmp_path)
     words = ("training.timeout_s=2", "training.max_restarts=2", "checkpoint.every=2", *CURVE)
     mine = ("parallel.dp_shard=2", "training.callbacks=[mine_freezes.Freezes]")
     train(place, tmp_path / "frozen", *words, *mine)
-    said = re.findall(
-        r"(rank . is stopped by a signal) \(no progress for \d s\), in (.*?)[;\n]", caplog.text
-    )
+    said = re.findall(r"(rank . is stopped by a signal) \(no progress for \d s\), in (.*?)[;\n]", caplog.text)
     assert said == [("rank 1 is stopped by a signal", where) for where in ("start", "checkpoint")]
     assert [r["step"] for r in rows(tmp_path / "frozen" / "metrics.jsonl")] == [1, 2, 3, 4]
 
@@ -127,9 +123,7 @@ class Lost(Callback):
 
 
 @pytest.mark.slow
-def test_a_lost_rank_costs_one_step_where_every_step_has_a_snapshot(
-    place, tmp_path, monkeypatch, caplog
-):
+def test_a_lost_rank_costs_one_step_where_every_step_has_a_snapshot(place, tmp_path, monkeypatch, caplog):
     words = ("parallel.dp_shard=2", "training.steps=8", "checkpoint.every=3", *CURVE)
     train(place, tmp_path / "whole", *words)
     first, second = sorted(random.Random(26).sample(range(2, 8), 2))
@@ -153,9 +147,7 @@ def test_a_lost_rank_costs_one_step_where_every_step_has_a_snapshot(
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
-    place, tmp_path, monkeypatch, launcher
-):
+def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(place, tmp_path, monkeypatch, launcher):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     out, word = place / f"ended {launcher}", LAUNCHERS[launcher]
     with start(place, out, "parallel.dp_shard=2", "training.steps=100000", launcher=word) as run:

@@ -18,9 +18,7 @@ LLAMA = {
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"max_position_embeddings": 24, "rope_parameters": ROPE},
 }
-TEXTS = [
-    {"prompt": "n " * (1 + 7 * i % 11), "completion": "a b" * (1 + 5 * i % 17)} for i in range(24)
-]
+TEXTS = [{"prompt": "n " * (1 + 7 * i % 11), "completion": "a b" * (1 + 5 * i % 17)} for i in range(24)]
 
 
 def model(rope_type="dynamic", seed=0):
@@ -101,9 +99,7 @@ def test_every_document_has_the_frequencies_that_it_has_alone(rope):
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_layouts_and_resumed_runs_with_packed_documents_learn_what_one_rank_learns(tmp_path):
-    place = make_stage_place(
-        tmp_path, "sft", TEXTS, seq_len=128, sequences=4, microbatch=4, data={"packing": True}
-    )
+    place = make_stage_place(tmp_path, "sft", TEXTS, seq_len=128, sequences=4, microbatch=4, data={"packing": True})
     (place / "model.json").write_text(json.dumps(LLAMA))
     train(place, place / "one", "training.steps=4")
     one = curve(place / "one")

@@ -88,9 +88,7 @@ def test_a_damaged_file_of_trackers_is_refused(tmp_path):
         make_trackers(("tensorboard",), tmp_path, 3, {})
 
 
-@pytest.mark.parametrize(
-    "path", ["d/" * 3000, "n" * 300, "d/" * 1500], ids=["path", "name", "deep"]
-)
+@pytest.mark.parametrize("path", ["d/" * 3000, "n" * 300, "d/" * 1500], ids=["path", "name", "deep"])
 def test_an_output_directory_that_cannot_be_is_refused(tmp_path, path):
     with pytest.raises(OutputNotWritable) as raised:
         check_writable(tmp_path / path, "output_dir")

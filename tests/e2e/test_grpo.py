@@ -74,19 +74,14 @@ def _here(place, monkeypatch):
 
 
 def records(out):
-    return [
-        (r["loss"], r["grad_norm"], r["valid_tokens"], r["rollout"])
-        for r in rows(out / "metrics.jsonl")
-    ]
+    return [(r["loss"], r["grad_norm"], r["valid_tokens"], r["rollout"]) for r in rows(out / "metrics.jsonl")]
 
 
 @pytest.mark.slow
 def test_layouts_sample_reward_and_learn_alike_and_a_resumed_run_goes_on(place):
     train(place, place / "one")
     one = records(place / "one")
-    assert [
-        r["rollout"]["groups_without_spread"] < 1 for r in rows(place / "one" / "metrics.jsonl")
-    ]
+    assert [r["rollout"]["groups_without_spread"] < 1 for r in rows(place / "one" / "metrics.jsonl")]
     for name, layout in (
         ("replicas", ["parallel.dp_shard=1", "parallel.dp_replicate=2"]),
         ("tensor", ["parallel.dp_shard=1", "parallel.tp=2", "training.microbatch=8"]),
@@ -203,9 +198,7 @@ def check_step(place, recorded, model, done, reference=None, beta=0.0):
     from hyper_parallel.config import load_recipe
     from hyper_parallel.trainer.job import prepare_job
 
-    job = prepare_job(
-        load_recipe(place / "zero" / "config.yaml", ["checkpoint.resume=never"]), progress=False
-    )
+    job = prepare_job(load_recipe(place / "zero" / "config.yaml", ["checkpoint.resume=never"]), progress=False)
     order = job.train_batches().step_batch(done)
     assert (order.reshape(4, 4) == order[::4, None]).all(), "groups of one prompt"
     inputs, labels = job.packed.train.read(order)
@@ -234,9 +227,7 @@ def check_step(place, recorded, model, done, reference=None, beta=0.0):
             apart = apart + (ratio - ratio.log() - 1).sum()
         total += len(made)
     groups = np.array(rewards).reshape(4, 4)
-    advantages = (groups - groups.mean(1, keepdims=True)) / (
-        groups.std(1, ddof=1, keepdims=True) + 1e-4
-    )
+    advantages = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-4)
     objective = -sum(a * t for a, t in zip(advantages.ravel(), terms, strict=True)) / total
     objective = objective + beta * apart / total
     objective.backward()
@@ -253,9 +244,7 @@ def test_a_sequence_is_drawn_alike_in_any_batch(place):
     torch.manual_seed(0)
     from transformers import AutoConfig
 
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**{**CONFIG, "vocab_size": 264}), dtype=torch.float64
-    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**CONFIG, "vocab_size": 264}), dtype=torch.float64)
     prompts = torch.randint(0, 264, (6, 12))
     starts = torch.tensor([3, 5, 8, 11, 2, 9])
     draws = torch.from_numpy(np.stack(list(uniform(7, 2, 0, 6, 4))))
@@ -263,9 +252,7 @@ def test_a_sequence_is_drawn_alike_in_any_batch(place):
     model.register_forward_pre_hook(
         lambda _, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    made = sample(
-        model, prompts, starts, stops=[1], max_completion_length=4, draws=draws, microbatch=4
-    )
+    made = sample(model, prompts, starts, stops=[1], max_completion_length=4, draws=draws, microbatch=4)
     # Prompts are read once, at most 4 at a time; then a pass reads one token of each sequence.
     assert max(rows for rows, _ in read) == 4
     assert sum(rows for rows, width in read if width > 1) == 6
@@ -302,22 +289,16 @@ def test_a_prompt_of_several_turns_is_completed_behind_the_last_and_rewards_read
     assert sizes == {4, 8}, "two shares of a step, and four held-out prompts"
     for call in seen:
         assert {*call} == {"prompts", "completions", "completion_ids", "ground_truth", "levels"}
-        facts = (
-            call[k] for k in ("prompts", "completions", "completion_ids", "ground_truth", "levels")
-        )
+        facts = (call[k] for k in ("prompts", "completions", "completion_ids", "ground_truth", "levels"))
         for prompt, text, ids, truth, (a, b) in zip(*facts, strict=True):
-            assert (
-                prompt == f"system\nbrief\nuser\n{a}?\nassistant\nsay\nuser\n{a}+{b}=\nassistant\n"
-            )
+            assert prompt == f"system\nbrief\nuser\n{a}?\nassistant\nsay\nuser\n{a}+{b}=\nassistant\n"
             assert truth == str(a + b)
             assert len(ids) <= 3
             assert "say" not in text
     (row,) = rows(place / "talks" / "metrics.jsonl")
     trained = [call for call in seen if len(call["completions"]) == 8]
     lengths = [
-        len(t) + len(g)
-        for call in trained
-        for t, g in zip(call["completions"], call["ground_truth"], strict=True)
+        len(t) + len(g) for call in trained for t, g in zip(call["completions"], call["ground_truth"], strict=True)
     ]
     assert row["rollout"]["reward"] == pytest.approx(np.mean(lengths), rel=1e-12)
 
@@ -347,9 +328,7 @@ def test_a_function_gets_the_columns_that_it_names():
         (exact_match, ("level",), "answer"),
         (Called(), ("answer",), "ground_truth"),
     ):
-        with pytest.raises(
-            Contradiction, match="needs a column that the data does not have"
-        ) as caught:
+        with pytest.raises(Contradiction, match="needs a column that the data does not have") as caught:
             check_columns("named", function, columns, "here")
         assert caught.value.got == match
         assert [*caught.value.allowed] == ["prompts", "completions", "completion_ids", *columns]

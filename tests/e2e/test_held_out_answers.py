@@ -93,9 +93,7 @@ def test_every_layout_measures_what_one_rank_does(place, one, stage, axes):
     for mine, theirs in zip(found, one[stage], strict=True):
         assert mine["tokens"] == theirs["tokens"]
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
-        if mine[
-            "step"
-        ]:  # before it the model is its reference, and rounding says which answer is better
+        if mine["step"]:  # before it the model is its reference, and rounding says which answer is better
             assert mine["preference"] == pytest.approx(theirs["preference"], rel=1e-8, abs=1e-10)
 
 
@@ -129,9 +127,7 @@ def test_the_numbers_are_those_of_plain_transformers(place, one):
     assert last["tokens"] == int((targets != -100).sum())
 
     _, _, ids, _ = held_out(place, "rm")
-    model = AutoModelForSequenceClassification.from_pretrained(
-        place / "rm" / "export", dtype=torch.float64
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(place / "rm" / "export", dtype=torch.float64)
     keep_float64(model)
     with torch.no_grad():
         chosen, rejected = model.eval()(input_ids=ids).logits.view(-1, 2).unbind(1)

@@ -48,9 +48,7 @@ def test_an_answer_is_right_if_greedy_decoding_gives_it(one):
 
 def test_the_exported_model_answers_held_out_conversations(one):
     answers = json.loads((one / "answers.json").read_text())
-    assert [(a["prompt"], a["expected"]) for a in answers] == [
-        (q["prompt"], q["completion"]) for q in QUESTIONS
-    ]
+    assert [(a["prompt"], a["expected"]) for a in answers] == [(q["prompt"], q["completion"]) for q in QUESTIONS]
     right = sum(a["answer"] == a["expected"] for a in answers)
     assert right / len(answers) == rows(one / "eval.jsonl")[-1]["answer_accuracy"]
 

@@ -132,9 +132,7 @@ def test_steps_of_few_effective_samples_are_left_out(place):
     first, common = left_out.index(True), (*words, f"grpo.min_effective_samples={least}", EXPORT)
     for steps in (first, first + 1):
         train(place, place / f"gated {steps}", *common, f"training.steps={steps}")
-    before, after = (
-        load_file(place / f"gated {first + i}/export/model.safetensors") for i in (0, 1)
-    )
+    before, after = (load_file(place / f"gated {first + i}/export/model.safetensors") for i in (0, 1))
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 

@@ -112,16 +112,11 @@ def test_a_prompt_is_followed_by_the_answer_of_the_record_before(tmp_path, place
     seen = []
     for source in ("a.jsonl", "b.json"):
         words = [f"data.source={tmp_path / source}", f"output_dir={tmp_path / 'out'}"]
-        job = prepare_job(
-            load_recipe(place / "recipe.yaml", [*words, "data.seq_len=128"]), progress=False
-        )
+        job = prepare_job(load_recipe(place / "recipe.yaml", [*words, "data.seq_len=128"]), progress=False)
         tokenizer = load_tokenizer(job.packed.tokenizer_dir)
         every = np.arange(len(job.packed.train))
         ids, labels = job.packed.train.read(every)
-        texts = [
-            (tokenizer.decode(i), tokenizer.decode(t[t >= 0]))
-            for i, t in zip(ids, labels, strict=True)
-        ]
+        texts = [(tokenizer.decode(i), tokenizer.decode(t[t >= 0])) for i, t in zip(ids, labels, strict=True)]
         seen.append([(t.count("q0") + 2 * t.count("q1") + 3 * t.count("q2"), a) for t, a in texts])
         assert job.packed.train.desirable(every).tolist() == [True, True, False, False, True, True]
     end = "<|im_end|>"
@@ -134,9 +129,7 @@ def test_a_prompt_is_followed_by_the_answer_of_the_record_before(tmp_path, place
 def test_what_does_not_go_together_is_refused_by_name(place, tmp_path):
     (tmp_path / "plain.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 9)
     (tmp_path / "alone.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
-    (tmp_path / "word.jsonl").write_text(
-        '{"prompt": "a", "completion": "b", "label": "good"}\n' * 2
-    )
+    (tmp_path / "word.jsonl").write_text('{"prompt": "a", "completion": "b", "label": "good"}\n' * 2)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 2)
     for error, change, match in (
         (

@@ -121,9 +121,7 @@ def test_processes_of_srun_are_ranks(place, local, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", slurm.install(tmp_path / "bin"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     words = [sys.executable, "-m", "hyper_parallel", "train", str(place / "recipe.yaml"), *TWO]
-    done = subprocess.run(
-        ["srun", *words, f"output_dir={tmp_path}/run"], capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run(["srun", *words, f"output_dir={tmp_path}/run"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert_same_curve(curve(tmp_path / "run"), local)
 

@@ -94,23 +94,16 @@ def root(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("llamafactory")
     torch.manual_seed(0)
-    numbers = {
-        key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")
-    }
+    numbers = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
     Qwen3ForCausalLM(Qwen3Config(**numbers)).save_pretrained(root / "model")
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(
-        ["What is one? It is three."], 300, special_tokens=["<|im_start|>", "<|im_end|>"]
-    )
+    bpe.train_from_iterator(["What is one? It is three."], 300, special_tokens=["<|im_start|>", "<|im_end|>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|im_end|>")
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(root / "model")
     data = root / "data"
     data.mkdir()
-    asked = [
-        {"instruction": f"What is {i}?", "input": "", "output": f"It is {i}" + "!" * (i % 5)}
-        for i in range(50)
-    ]
+    asked = [{"instruction": f"What is {i}?", "input": "", "output": f"It is {i}" + "!" * (i % 5)} for i in range(50)]
     (data / "chats.json").write_text(json.dumps(asked))
     (data / "texts.json").write_text(json.dumps([{"content": "one two three " * 9}] * 50))
     pairs = [{**row, "chosen": row["output"], "rejected": "No."} for row in asked]
@@ -155,12 +148,7 @@ def test_the_file_trains_as_the_recipe_that_says_the_same(root):
 def said(root, *overrides):
     """The recipe of the file, flat."""
     recipe = load_llamafactory(root / "lora.yaml", overrides).recipe.model_dump()
-    return {
-        f"{s}.{k}": v
-        for s, section in recipe.items()
-        if isinstance(section, dict)
-        for k, v in section.items()
-    }
+    return {f"{s}.{k}": v for s, section in recipe.items() if isinstance(section, dict) for k, v in section.items()}
 
 
 @pytest.mark.parametrize(
@@ -220,9 +208,7 @@ def test_keys_mean_what_they_mean_there(root, words, wanted):
         ("backend=mindspore training.recompute=full", "full", False),
     ],
 )
-def test_checkpointing_by_default_does_not_apply_to_mindspore(
-    root, caplog, words, recompute, noted
-):
+def test_checkpointing_by_default_does_not_apply_to_mindspore(root, caplog, words, recompute, noted):
     caplog.set_level("INFO", "hyper_parallel")
     words = words.format(root=root).split()
     assert said(root, *words)["training.recompute"] == recompute
@@ -263,9 +249,7 @@ def test_checkpointing_by_default_does_not_apply_to_mindspore(
 )
 def test_what_is_not_done_is_refused_by_name(root, override, code, says):
     file = root / "wrong.yaml"
-    file.write_text(
-        (root / "lora.yaml").read_text() + "\nlora_rnk: 8" * override.startswith("lora_rnk")
-    )
+    file.write_text((root / "lora.yaml").read_text() + "\nlora_rnk: 8" * override.startswith("lora_rnk"))
     with pytest.raises(HyperParallelError) as caught:
         load_llamafactory(file, [override.format(root=root)] if "rnk" not in override else [])
     assert caught.value.code == code
@@ -284,9 +268,7 @@ def test_a_file_with_expert_parallel_keys_trains_as_without_them(root):
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (root / "model" / file).exists():
             shutil.copy(root / "model" / file, root / "experts")
-    text = (
-        (root / "lora.yaml").read_text().replace("finetuning_type: lora", "finetuning_type: full")
-    )
+    text = (root / "lora.yaml").read_text().replace("finetuning_type: lora", "finetuning_type: full")
     text = text.replace(f"{root}/model", f"{root}/experts").replace("bf16: true", "bf16: false")
     keys = {"ep_size": 2, "efsdp_size": 1, "token_dispatcher": "all_to_all"}
     given = "".join(f"hyper_parallel_{key}: {value}\n" for key, value in keys.items())
@@ -387,9 +369,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused():
     padded = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     packed = torch.tensor([[1, 1, 2, 2, 2], [1, 1, 1, 2, 0]])
     labels = torch.tensor([[-100, 4, 4, 4, 4], [-100, -100, 4, -100, -100]])
-    given = shard_inputs_for_cp(
-        {"input_ids": ids, "attention_mask": padded, "labels": labels}, 0, 2
-    )
+    given = shard_inputs_for_cp({"input_ids": ids, "attention_mask": padded, "labels": labels}, 0, 2)
     assert given["input_ids"] is ids
     assert given["labels"] is labels
     assert "attention_mask" not in given
@@ -432,10 +412,7 @@ def test_the_page_has_every_key():
 def test_a_template_that_adds_a_system_text_is_not_that_of_llamafactory(root, tmp_path):
     shutil.copytree(root / "model", tmp_path / "model")
     check_template("chatml", str(tmp_path / "model"), "template")
-    own = (
-        "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
-        + CHATML
-    )
+    own = "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}" + CHATML
     (tmp_path / "model" / "chat_template.jinja").write_text(own)
     with pytest.raises(Contradiction, match="may differ from the template"):
         check_template("chatml", str(tmp_path / "model"), "template")

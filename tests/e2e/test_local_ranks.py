@@ -34,9 +34,7 @@ def layout(ranks):
     [(), ("launch.launcher=torchrun",), ("launch.launcher=ray",)],
     ids=["local", "torchrun", "ray"],
 )
-def test_more_ranks_than_the_machine_runs_are_refused_with_commands_that_work(
-    place, tmp_path, monkeypatch, launcher
-):
+def test_more_ranks_than_the_machine_runs_are_refused_with_commands_that_work(place, tmp_path, monkeypatch, launcher):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = psutil.Process().children()
     with pytest.raises(DeviceUnavailable, match=rf"needs {TOO_MANY:,} ranks on this") as caught:

@@ -65,9 +65,7 @@ def test_a_run_on_two_layouts_with_recompute_equals_one_rank(place, one_rank, tm
     second = ("parallel.pp=2", "parallel.cp=2", "training.recompute=full", "checkpoint.resume=must")
     train(place, tmp_path, *words, *second)
     assert_same_curve(curve(tmp_path), curve(one_rank))
-    mine, theirs = (
-        load_file(out / "export" / "adapter_model.safetensors") for out in (tmp_path, one_rank)
-    )
+    mine, theirs = (load_file(out / "export" / "adapter_model.safetensors") for out in (tmp_path, one_rank))
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-8, atol=1e-10)
@@ -104,10 +102,7 @@ def test_peft_reads_the_adapter_and_the_merged_model_has_its_logits(place, one_r
     torch.testing.assert_close(_logits(merged), adapted, rtol=1e-6, atol=1e-6)
 
     command("checkpoint", "export", str(one_rank), "--out", str(tmp_path / "again"))
-    mine, again = (
-        load_file(d / "adapter_model.safetensors")
-        for d in (one_rank / "export", tmp_path / "again")
-    )
+    mine, again = (load_file(d / "adapter_model.safetensors") for d in (one_rank / "export", tmp_path / "again"))
     assert all(torch.equal(again[name], tensor) for name, tensor in mine.items())
     assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["lora_alpha"] == 12
     for folder in (one_rank / "export", one_rank / "merged", tmp_path / "again"):
@@ -121,9 +116,7 @@ def test_peft_reads_the_adapter_and_the_merged_model_has_its_logits(place, one_r
 
 
 def test_a_run_begins_with_the_adapter_that_another_has_written(place, one_rank, tmp_path):
-    command(
-        "checkpoint", "import", str(one_rank / "export"), str(tmp_path / "at"), "--dtype=float64"
-    )
+    command("checkpoint", "import", str(one_rank / "export"), str(tmp_path / "at"), "--dtype=float64")
     nowhere = tmp_path / "nowhere"
     nowhere.mkdir()
     (nowhere / "adapter_config.json").write_text("{}")
@@ -187,9 +180,7 @@ def test_an_imported_adapter_keeps_its_scale(place, tmp_path):
     ids=["no-module", "no-regex", "embedding", "tied", "moving-weight", "no-weights", "no-name", "all"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")  # peft's own
-def test_what_cannot_be_trained_is_refused_before_a_rank_starts(
-    place, tmp_path, words, error, says
-):
+def test_what_cannot_be_trained_is_refused_before_a_rank_starts(place, tmp_path, words, error, says):
     with pytest.raises(error, match=says):
         train(place, tmp_path / "out", "--dry-run", *words)
     assert not (tmp_path / "out").exists()
@@ -210,15 +201,11 @@ def test_frozen_parameters_stay_as_they_are_on_every_layout(place, tmp_path):
     train(place, two, *words, "parallel.pp=2", "training.steps=2")
     train(place, two, *words, "parallel.dp_shard=2", "parallel.tp=2", "checkpoint.resume=must")
     assert_same_curve(curve(two), curve(one))
-    before, after = (
-        load_file(run / "export" / "model.safetensors") for run in (place / "base", two)
-    )
+    before, after = (load_file(run / "export" / "model.safetensors") for run in (place / "base", two))
     for name, tensor in before.items():
         frozen = name.startswith(("model.embed_tokens.", "model.layers.0."))
         assert torch.equal(after[name], tensor) == frozen, name
-    elements = sum(
-        t.numel() for n, t in before.items() if "layers.1." in n or n == "model.norm.weight"
-    )
+    elements = sum(t.numel() for n, t in before.items() if "layers.1." in n or n == "model.norm.weight")
     assert _bytes(one, "optimizer states") == (16 * elements, 16 * elements + 4 * len(before) // 2)
     weights = sum(t.nbytes for t in before.values())
     rotary = 4 * 8  # frequencies of the embedding of positions, a buffer

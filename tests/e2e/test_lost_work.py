@@ -60,9 +60,7 @@ WAYS = [
 
 @slow_cells(*WAYS[1:])
 @pytest.mark.parametrize("words", WAYS)
-def test_weights_that_overflow_are_not_saved_and_the_hint_goes_on(
-    place, tmp_path, overflowing, words
-):
+def test_weights_that_overflow_are_not_saved_and_the_hint_goes_on(place, tmp_path, overflowing, words):
     out = tmp_path / "out"
     with pytest.raises(LossNotFinite, match=r"HP604.*nothing is saved") as failed:
         train(place, out, *FEW, *overflowing, *words, "training.eval_every=0")
@@ -92,9 +90,7 @@ def test_a_first_update_that_overflows_leaves_no_export(place, tmp_path, lr):
     assert published(out) == []
 
 
-def test_a_held_out_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
-    place, tmp_path, monkeypatch
-):
+def test_a_held_out_loss_that_is_not_finite_ends_the_run_before_it_is_saved(place, tmp_path, monkeypatch):
 
     honest, calls = step_loop.forward_loss, []
 
@@ -126,9 +122,7 @@ def test_an_export_in_a_dtype_of_a_smaller_range_is_refused(place, tmp_path):
     )
     train(place, out, *FEW, *words, "data.holdout=0")
     with pytest.raises(LossNotFinite, match="not finite in float16"):
-        command(
-            "checkpoint", "export", str(out), "--dtype", "float16", "--out", str(tmp_path / "half")
-        )
+        command("checkpoint", "export", str(out), "--dtype", "float16", "--out", str(tmp_path / "half"))
     assert not (tmp_path / "half").exists()
     assert not (tmp_path / ".half.tmp").exists()
     command("checkpoint", "export", str(out), "--out", str(tmp_path / "whole"))
@@ -177,9 +171,7 @@ def test_a_run_whose_directory_is_gone_ends_at_its_next_record(place, tmp_path, 
     assert step == max(int(name[5:]) for name in published(tmp_path / "elsewhere"))
     hint = shlex.split(re.search(r"hint: hyper-parallel (.*)", errors)[1])
     command(*hint, "--no-calibrate", f"training.steps={step + 2}")
-    assert [r["step"] for r in rows(tmp_path / "elsewhere" / "metrics.jsonl")] == list(
-        range(1, step + 3)
-    )
+    assert [r["step"] for r in rows(tmp_path / "elsewhere" / "metrics.jsonl")] == list(range(1, step + 3))
 
 
 REMOVES = """

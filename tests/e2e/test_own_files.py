@@ -63,9 +63,7 @@ def test_a_project_folder_is_no_run_directory(place, tmp_path, monkeypatch):
     before = listing(root)
     monkeypatch.chdir(root)
     for more in ((), ("checkpoint.resume=never",), ("--dry-run",)):
-        with pytest.raises(
-            OutputNotWritable, match=r"HP105.*not the directory of a run"
-        ) as refused:
+        with pytest.raises(OutputNotWritable, match=r"HP105.*not the directory of a run") as refused:
             command("train", "recipe.yaml", "output_dir=.", "--no-calibrate", *FEW, *more)
         assert "hint: output_dir=run" in str(refused.value)
     assert listing(root) == before
@@ -158,9 +156,7 @@ def test_a_second_stage_beside_the_first_keeps_weights_and_tokenizer(place, run)
 
 
 def test_the_recipe_and_the_model_of_a_run_go_on_with_it(run):
-    command(
-        "train", str(run / "config.yaml"), f"output_dir={run}", "training.steps=3", "--no-calibrate"
-    )
+    command("train", str(run / "config.yaml"), f"output_dir={run}", "training.steps=3", "--no-calibrate")
     words = (f"model.path={run}/model", "model.init=random", "training.steps=4", "--no-calibrate")
     kept = (run / "model" / "tokenizer.json").read_bytes()
     command("train", str(run / "config.yaml"), f"output_dir={run}", *words)
@@ -206,9 +202,7 @@ def test_starting_over_removes_what_the_run_wrote_and_nothing_else(place, run):
         "checkpoints/step_00000007/weights.bin",
     ],
 )  # fmt: skip
-def test_a_file_in_a_folder_that_would_be_replaced_is_named_before_anything_starts(
-    place, run, name
-):
+def test_a_file_in_a_folder_that_would_be_replaced_is_named_before_anything_starts(place, run, name):
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).write_text("mine")
     before = listing(run)

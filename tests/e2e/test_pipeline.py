@@ -69,9 +69,7 @@ def test_the_timeline_shows_every_action_of_every_rank(place):
     train(place, out, "parallel.pp=2", "checkpoint.export=false", "training.compile=false")
     timeline = decode(Timeline, json.loads((out / "timeline.json").read_text()))
     for rank in (0, 1):
-        names = {
-            s.name for s in timeline.spans if s.step == 4 and s.lane.startswith(f"rank {rank}/")
-        }
+        names = {s.name for s in timeline.spans if s.step == 4 and s.lane.startswith(f"rank {rank}/")}
         wanted = {f"{rank}{kind}{i}" for kind, i in itertools.product("FB", range(8))}
         waits = {f"1RECV_F{i}" for i in range(8)} if rank else {f"0RECV_B{i}" for i in range(8)}
         assert wanted | waits <= names

@@ -175,9 +175,7 @@ def test_adapters_and_the_head_learn_on_a_layout_what_they_do_on_one_rank(place,
 
 @pytest.mark.slow
 def test_completions_are_rewarded_by_a_reward_model(place, one):
-    (place / "sums.jsonl").write_text(
-        "".join(f'{{"prompt": "{a}+1=", "completion": "{a + 1}"}}\n' for a in range(4))
-    )
+    (place / "sums.jsonl").write_text("".join(f'{{"prompt": "{a}+1=", "completion": "{a + 1}"}}\n' for a in range(4)))
     directory = place / "one" / "export"
     grpo = (
         "stage=grpo", f"data.source={place / 'sums.jsonl'}", f"data.tokenizer={directory}", "grpo.num_generations=4",
@@ -200,9 +198,7 @@ def test_completions_are_rewarded_by_a_reward_model(place, one):
     assert record["reward_export"] == pytest.approx(np.mean(scores), rel=1e-5)
     assert np.std(scores) > 1e-3
     assert two["reward_export"] == pytest.approx(record["reward_export"], rel=1e-5)
-    causal = train(
-        place, place / "other", "stage=dpo", "training.steps=1", "checkpoint.export=true"
-    )
+    causal = train(place, place / "other", "stage=dpo", "training.steps=1", "checkpoint.export=true")
     assert causal.exit_code == 0
     for changes, error, match in (
         (
@@ -233,9 +229,7 @@ def test_the_loss_is_that_of_its_formula():
         assert ((given.grad != 0) == (targets != IGNORE_INDEX)).all()
         apart = torch.tensor([0.5, 0.5, -2.0, -2.0], dtype=torch.float64)
         loss = stage.objective(scores, {"shift_labels": targets, "margin": apart})
-        wanted = (
-            wanted + logsigmoid(r[0::2] - r[1::2]) - logsigmoid(r[0::2] - r[1::2] - apart[0::2])
-        )
+        wanted = wanted + logsigmoid(r[0::2] - r[1::2]) - logsigmoid(r[0::2] - r[1::2] - apart[0::2])
         assert loss.item() == pytest.approx(wanted.mean().item(), rel=1e-12)
 
 

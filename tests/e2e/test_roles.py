@@ -76,9 +76,7 @@ def test_where_nobody_only_samples_nothing_runs_ahead(tmp_path):
 def test_a_rank_that_cannot_hold_the_model_is_refused_before_any_starts(tmp_path):
     preset = Path(__file__).parents[2] / "src/hyper_parallel/topology/presets/local-cpu.yaml"
     small = tmp_path / "small.yaml"
-    small.write_text(
-        preset.read_text().replace("memory_gib: {value: 4,", "memory_gib: {value: 0.001,")
-    )
+    small.write_text(preset.read_text().replace("memory_gib: {value: 4,", "memory_gib: {value: 0.001,"))
     one = ("parallel.dp_replicate=1", "grpo.rollout_ranks=1", f"topology={small}")
     with pytest.raises(DoesNotFit, match="only samples"):
         command(*words(tmp_path / "run", tmp_path, *one))

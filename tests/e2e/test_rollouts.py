@@ -83,9 +83,7 @@ def _here(place, monkeypatch):
 
 
 def curve(out):
-    return [
-        (r["loss"], r["grad_norm"], r["rollout"]["reward"]) for r in rows(out / "metrics.jsonl")
-    ]
+    return [(r["loss"], r["grad_norm"], r["rollout"]["reward"]) for r in rows(out / "metrics.jsonl")]
 
 
 def flat(out):
@@ -155,9 +153,7 @@ def check_report(out):
     write_report(out)
     assert "ranks that only sample" in (out / "report.html").read_text()
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
-    lanes = {
-        e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == 2
-    }
+    lanes = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == 2}
     spans = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["name"] == "rollout"]
     arrows = {phase: [e for e in events if e["ph"] == phase] for phase in "sf"}
     assert len(arrows["s"]) == len(arrows["f"]) >= 10

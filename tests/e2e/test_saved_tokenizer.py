@@ -47,9 +47,7 @@ def place(tmp_path_factory):
     ends = {"eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
     PreTrainedTokenizerFast(tokenizer_object=backend, **ends).save_pretrained(root / "model")
     path = root / "model" / "tokenizer_config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"})
-    )
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(root / "model")
     write_records(root / "records.jsonl", RECORDS)

@@ -106,11 +106,7 @@ def test_a_checkpoint_is_exported_as_the_model_it_is_of(place, tmp_path):
     for run, eos in (("scratch", 0), ("tuned", None)):
         out = tmp_path / run
         command("checkpoint", "export", str(place / run), "--out", str(out))
-        made = json.loads(
-            command(
-                "generate", str(out), "--prompt", "def", "--max-new-tokens", "3", "--json"
-            ).stdout
-        )
+        made = json.loads(command("generate", str(out), "--prompt", "def", "--max-new-tokens", "3", "--json").stdout)
         assert made["num_prompt_tokens"] > 0
         for export in (out, place / run / "export"):
             config = AutoConfig.from_pretrained(export)

@@ -41,9 +41,7 @@ SPLIT = {
 def place(request, tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("stranger") / request.param
     tmp_path.mkdir()
-    (tmp_path / "model.json").write_text(
-        json.dumps({"model_type": request.param, **STRANGERS[request.param]})
-    )
+    (tmp_path / "model.json").write_text(json.dumps({"model_type": request.param, **STRANGERS[request.param]}))
     write_functions(tmp_path / "text.txt", 60)
     (tmp_path / "recipe.yaml").write_text(
         f"model: {{path: {tmp_path / 'model.json'}}}\n"
@@ -103,24 +101,14 @@ def tool():
     ("name", "axis"),
     [
         pytest.param("bart", "cp", id="loss and places of its own"),
-        pytest.param(
-            "roberta", "cp", id="tokens that see all, positions from ids", marks=pytest.mark.slow
-        ),
+        pytest.param("roberta", "cp", id="tokens that see all, positions from ids", marks=pytest.mark.slow),
         pytest.param("mistral3", "pp", id="more of the images' layers than of the text's"),
-        pytest.param(
-            "zamba2", "dp_shard", id="layers that share parameters", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "zamba", "tp", id="split layers that share parameters", marks=pytest.mark.slow
-        ),
+        pytest.param("zamba2", "dp_shard", id="layers that share parameters", marks=pytest.mark.slow),
+        pytest.param("zamba", "tp", id="split layers that share parameters", marks=pytest.mark.slow),
         pytest.param("qwen3_vl", "dp_shard", id="images and text"),
         pytest.param("gemma4", "tp", id="rows of the embedding read without a call"),
-        pytest.param(
-            "nanochat", "tp", id="a norm before the layers and behind them", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "gemma3n_text", "tp", id="methods of modules that layers call", marks=pytest.mark.slow
-        ),
+        pytest.param("nanochat", "tp", id="a norm before the layers and behind them", marks=pytest.mark.slow),
+        pytest.param("gemma3n_text", "tp", id="methods of modules that layers call", marks=pytest.mark.slow),
     ],
 )
 def test_one_rank_takes_the_step_of_plain_transformers_and_two_the_same(tool, name, axis):
@@ -212,9 +200,7 @@ def test_a_model_called_with_images_steps_sharded_as_in_plain_transformers(tool)
 
     def parts(rank, ranks):
         mine = slice(rank * sequences // ranks, (rank + 1) * sequences // ranks)
-        return [
-            {"input_ids": ids[mine], "shift_labels": targets[mine], "pixel_values": pixels[mine]}
-        ]
+        return [{"input_ids": ids[mine], "shift_labels": targets[mine], "pixel_values": pixels[mine]}]
 
     plain = build()
     keep_float64(plain)
@@ -222,9 +208,7 @@ def test_a_model_called_with_images_steps_sharded_as_in_plain_transformers(tool)
     cross = torch.nn.functional.cross_entropy
     loss = cross(logits.flatten(0, 1), targets.flatten(), reduction="sum") / count
     loss.backward()
-    tower = [
-        p.grad for n, p in plain.named_parameters() if "vision_tower" in n and p.grad is not None
-    ]
+    tower = [p.grad for n, p in plain.named_parameters() if "vision_tower" in n and p.grad is not None]
     assert max(float(g.abs().max()) for g in tower) > 0, "the images must matter"
     grads = [p.grad for p in plain.parameters() if p.grad is not None]
     norm = float(sum(g.square().sum() for g in grads)) ** 0.5
@@ -258,7 +242,5 @@ def test_plans_know_what_the_forward_pass_of_a_stranger_refuses(tool, tmp_path):
     with pytest.raises(NoLegalStrategy, match="cannot shard its sequences over ranks") as caught:
         command(*words, "--pin", "cp=2")
     assert caught.value.hint == "--pin cp=1"
-    chosen = json.loads(
-        command(*words, "--pin", "dp_shard=1", "--pin", "dp_replicate=1", "--json").stdout
-    )["strategy"]
+    chosen = json.loads(command(*words, "--pin", "dp_shard=1", "--pin", "dp_replicate=1", "--json").stdout)["strategy"]
     assert chosen["cp"] == 1

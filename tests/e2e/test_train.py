@@ -87,9 +87,7 @@ def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
     assert row["tokens_seen"] == 4 * 256
     assert row["valid_tokens"] == 256
     assert row["tps"] == pytest.approx(256 / row["step_s"] / 2)
-    assert row["mfu"] == pytest.approx(
-        row["tps"] * plan.model.flops_per_token / plan.peak_flops, rel=1e-12
-    )
+    assert row["mfu"] == pytest.approx(row["tps"] * plan.model.flops_per_token / plan.peak_flops, rel=1e-12)
     assert row["memory_bytes"] > 0
     timeline = decode(Timeline, json.loads((out / "timeline.json").read_text()))
     assert timeline.kind == "measured"
@@ -122,9 +120,7 @@ def test_parity_proves_a_layout_and_names_the_parameter_that_a_fault_changes(pla
 
     # Each rank keeps the part of a norm's gradient that its own tokens give.
     monkeypatch.setattr(gradients, "all_reduce", lambda x, *_: x)
-    with pytest.raises(
-        LayoutDiffers, match=r"`model.layers.0.self_attn.q_norm.weight` in step \d+ differs"
-    ) as caught:
+    with pytest.raises(LayoutDiffers, match=r"`model.layers.0.self_attn.q_norm.weight` in step \d+ differs") as caught:
         command(*words, "parallel.tp=2")
     assert "`model.layers.0.input_layernorm.weight`" in caught.value.others
     assert not any("proj" in line for line in caught.value.others)
@@ -174,9 +170,7 @@ def test_a_run_resumes_on_another_layout(place, one_rank, tmp_path, before, afte
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_other_stages_and_layers_that_are_mixed_up_show(
-    place, one_rank, tmp_path, monkeypatch
-):
+def test_a_run_resumes_with_other_stages_and_layers_that_are_mixed_up_show(place, one_rank, tmp_path, monkeypatch):
     """Stages number their layers from 0 of their own in other frameworks; here a fault does."""
     train(place, tmp_path / "run", "training.steps=2", *CURVE)
     faulty = shutil.copytree(tmp_path / "run", tmp_path / "faulty")
@@ -330,9 +324,7 @@ def test_degrees_that_do_not_fit_torchrun_are_refused(place, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ranks_that_are_lost_again_and_again_are_planned_anew_on_fewer(
-    place, one_rank, tmp_path, monkeypatch, caplog
-):
+def test_ranks_that_are_lost_again_and_again_are_planned_anew_on_fewer(place, one_rank, tmp_path, monkeypatch, caplog):
     (tmp_path / "losing.py").write_text(
         "import os, signal\n"
         "from hyper_parallel.trainer import Callback\n"

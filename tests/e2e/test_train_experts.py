@@ -55,9 +55,7 @@ TWO = ("parallel.dp_shard=2", "parallel.ep=2")
 
 @pytest.mark.slow
 def test_experts_on_two_ranks_learn_what_one_rank_learns(place: Path, one_rank: list[dict]) -> None:
-    for mine, theirs in zip(
-        _train(place, "two", *TWO, "sample_prompt=def ", report=True), one_rank, strict=True
-    ):
+    for mine, theirs in zip(_train(place, "two", *TWO, "sample_prompt=def ", report=True), one_rank, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-10)
         assert mine["routing"] == theirs["routing"]
@@ -66,9 +64,7 @@ def test_experts_on_two_ranks_learn_what_one_rank_learns(place: Path, one_rank: 
 
 
 @pytest.mark.slow
-def test_a_run_continues_on_another_number_of_expert_ranks(
-    place: Path, one_rank: list[dict]
-) -> None:
+def test_a_run_continues_on_another_number_of_expert_ranks(place: Path, one_rank: list[dict]) -> None:
     _train(place, "parts", *TWO, "checkpoint.export=false", "training.steps=2")
     rest = _train(place, "parts", "checkpoint.export=false", "parallel.tp=2")
     assert [row["step"] for row in rest] == [1, 2, 3]
@@ -92,9 +88,7 @@ def test_experts_of_any_width_train_in_bfloat16(place: Path) -> None:
     given = (f"model.path={place}/odd.json", "checkpoint.export=false")
     wide = _train(place, "odd-float32", *given, "training.dtype=float32")
     for name, ranks in (("odd-one", ()), ("odd-two", TWO)):
-        for mine, theirs in zip(
-            _train(place, name, *given, *ranks, "training.dtype=bfloat16"), wide, strict=True
-        ):
+        for mine, theirs in zip(_train(place, name, *given, *ranks, "training.dtype=bfloat16"), wide, strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)
 
@@ -125,9 +119,7 @@ def _padded(place: Path, name: str, seq_len: int, *overrides: str) -> dict:
         pytest.param(("moe.capacity_factor=0.75",), (), marks=pytest.mark.slow),
     ],
 )
-def test_padding_is_routed_to_no_expert(
-    place: Path, common: tuple[str, ...], layout: tuple[str, ...]
-) -> None:
+def test_padding_is_routed_to_no_expert(place: Path, common: tuple[str, ...], layout: tuple[str, ...]) -> None:
     short = _padded(place, "short", 64, *common)
     long = _padded(place, "long", 96, *common, *layout)
     assert short["routing"]["aux_loss"] > 1
@@ -142,8 +134,6 @@ def test_muon_learns_on_pipelines_and_replicas_what_it_learns_on_one_rank(place:
     muon = ("training.optimizer=muon", "checkpoint.export=false")
     one = _train(place, "muon", *muon)
     for axis in ("pp", "dp_replicate"):
-        for mine, theirs in zip(
-            _train(place, f"muon_{axis}", *muon, f"parallel.{axis}=2"), one, strict=True
-        ):
+        for mine, theirs in zip(_train(place, f"muon_{axis}", *muon, f"parallel.{axis}=2"), one, strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-10)

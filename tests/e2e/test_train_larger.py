@@ -84,9 +84,7 @@ def assert_same(mine, plain, budget=BUDGET):
         assert [row["step"] for row in ours][-1] == STEPS
         for a in ours:
             (b,) = (row for row in theirs if row["step"] == a["step"])
-            assert [a.get(k) for k in ("loss", "grad_norm")] == [
-                b.get(k) for k in ("loss", "grad_norm")
-            ]
+            assert [a.get(k) for k in ("loss", "grad_norm")] == [b.get(k) for k in ("loss", "grad_norm")]
     ours, theirs = files_of(mine), files_of(plain)
     assert ours.keys() == theirs.keys()
     assert any("export" in file for file, _ in ours)
@@ -106,9 +104,7 @@ def test_one_rank_from_start_to_export_and_resumed_through_files(place, metered)
     runs.train(place, place / "mine", f"offload.budget={BUDGET}")
     assert assert_same(place / "mine", place / "plain") >= 3 * BUDGET
     resumed, flash = place / "resumed", place / "flash"
-    shutil.copytree(
-        place / "mine", resumed, ignore=shutil.ignore_patterns(f"step_*{STEPS}", "export")
-    )
+    shutil.copytree(place / "mine", resumed, ignore=shutil.ignore_patterns(f"step_*{STEPS}", "export"))
     for file in ("metrics.jsonl", "eval.jsonl"):
         lines = [r for r in rows(resumed / file) if r["step"] <= STEPS // 2]
         (resumed / file).write_text("".join(json.dumps(r) + "\n" for r in lines))

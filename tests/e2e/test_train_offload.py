@@ -134,9 +134,7 @@ def test_a_step_that_recomputes_every_layer(train):
 @pytest.mark.parametrize("reorder", ["true", "false"])
 def test_two_ranks_of_fsdp(train, reorder):
     given = ("parallel.dp_shard=2", FREE)
-    mine = train(
-        f"two-{reorder}", *given, "offload.max_slowdown=0.05", f"offload.reorder={reorder}"
-    )
+    mine = train(f"two-{reorder}", *given, "offload.max_slowdown=0.05", f"offload.reorder={reorder}")
     assert_same_run(mine, train("two", *given))
 
 
@@ -182,9 +180,7 @@ FOUR_LAYERS = "model.path={place}/four_layers.json"
 )
 @pytest.mark.timeout(300)
 def test_messages_between_two_ranks(place, train, given, request):
-    given = [
-        part.format(place=place) for part in (*given, "training.steps=5", "training.eval_every=0")
-    ]
+    given = [part.format(place=place) for part in (*given, "training.steps=5", "training.eval_every=0")]
     name = request.node.callspec.id
     mine = train(f"{name}-off", *given, "offload.budget=900KiB")
     assert assert_same_run(mine, train(name, *given), last=5) <= 900 * 1024
@@ -253,9 +249,7 @@ def test_an_impossible_budget_is_refused_before_the_first_step(place, train):
     given = ("parallel.dp_shard=2", f"model.path={place}/one_layer.json")
     with pytest.raises(BudgetImpossible, match=r"offload\.budget=") as caught:
         train("impossible", *given, "offload.budget=20KiB")
-    assert not (
-        place / "impossible" / "metrics.jsonl"
-    ).exists()  # a start that fails writes nothing
+    assert not (place / "impossible" / "metrics.jsonl").exists()  # a start that fails writes nothing
     assert "HP402" in str(caught.value)
     hint = str(caught.value.hint).split("`")[1]
     mine = train("least", *given, hint, "training.steps=2")  # what it asks for is enough
@@ -302,9 +296,7 @@ def test_experts_and_their_routing(place, train):
     mine = train("experts-off", *given, "offload.max_slowdown=0.05")
     reference = train("experts", *given)
     for a, b in zip(rows(mine / "metrics.jsonl"), rows(reference / "metrics.jsonl"), strict=True):
-        assert [a[k] for k in ("loss", "grad_norm", "routing")] == [
-            b[k] for k in ("loss", "grad_norm", "routing")
-        ]
+        assert [a[k] for k in ("loss", "grad_norm", "routing")] == [b[k] for k in ("loss", "grad_norm", "routing")]
         assert a["offload"]["difference_bytes"] == 0
 
 

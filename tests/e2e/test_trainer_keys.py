@@ -166,9 +166,7 @@ def test_a_rank_that_computes_other_bits_is_named(place: Path, monkeypatch) -> N
     monkeypatch.setattr(Qwen3MLP, "forward", faulty)
     three = ("parallel.dp_shard=3", "training.tokens_per_step=96")
     for ranks, how in ((three, "the other ranks agree"), (("parallel.dp_shard=2",), "a repeat on")):
-        with pytest.raises(
-            RanksDisagree, match=rf"rank 1 computed a bitwise different .*; {how}"
-        ) as found:
+        with pytest.raises(RanksDisagree, match=rf"rank 1 computed a bitwise different .*; {how}") as found:
             train(place, place / how, *checked, *ranks)
         assert found.value.where == "step 2"
 

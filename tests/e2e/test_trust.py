@@ -155,9 +155,7 @@ def test_recipe_and_plan_state_what_was_trained_part_by_part(place, tmp_path, mo
     train(place, run, "training.lr=0.02", "parallel.dp_shard=2")
     parts = sorted(p.name for p in (run / "parts").iterdir())
     assert parts == ["step_00000000", "step_00000002"]
-    first, second = (
-        {name: (run / "parts" / part / name).read_bytes() for name in stated} for part in parts
-    )
+    first, second = ({name: (run / "parts" / part / name).read_bytes() for name in stated} for part in parts)
     assert first == stated
     assert second == {name: (run / name).read_bytes() for name in stated}
     assert b"lr: 0.02" in second["config.yaml"]

@@ -35,9 +35,7 @@ def test_every_command_of_a_tutorial_runs_as_printed(page: Path, tmp_path: Path)
                 (tmp_path / name[1]).write_text(body, encoding="utf-8")
             continue
         for line in body.splitlines():
-            done = subprocess.run(
-                ["sh", "-c", line], cwd=tmp_path, env=environ, capture_output=True, text=True
-            )
+            done = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=environ, capture_output=True, text=True)
             assert done.returncode == 0, (line, done.stdout, done.stderr)
             commands += 1
     assert commands > 3

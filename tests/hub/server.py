@@ -94,8 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
         commit, files = found
         if rest[:1] in ([], ["revision"]):
             siblings = [
-                {"rfilename": n, "size": len(b), "blobId": hashlib.sha1(b).hexdigest()}
-                for n, b in files.items()
+                {"rfilename": n, "size": len(b), "blobId": hashlib.sha1(b).hexdigest()} for n, b in files.items()
             ]
             return self._json(
                 {

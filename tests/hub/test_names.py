@@ -92,14 +92,8 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path, published):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert not names & {"pytorch_model.bin", "modeling_own.py", "original"}
     run_job(job)
-    assert (
-        yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["path"]
-        == f"acme/tiny@{first}"
-    )
-    assert (
-        json.loads((tmp_path / "run" / "plan.json").read_text())["model"]["name"]
-        == f"acme/tiny@{first}"
-    )
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["path"] == f"acme/tiny@{first}"
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["model"]["name"] == f"acme/tiny@{first}"
     second = hub.push("acme/tiny", published, **{"README.md": b"a later version"})
     # Continued from either recipe, the run reads the commit that it has begun with.
     for recipe in (path, tmp_path / "run" / "config.yaml"):
@@ -122,9 +116,7 @@ def test_commands_fetch_what_they_read(hub, tmp_path, published, capfd):
     assert "fetching acme/tiny@" in capfd.readouterr().err
     call("doctor", "--model", "acme/tiny")
     assert "fetching" not in capfd.readouterr().err
-    assert {f.name for f in cached_snapshot(parse_name("acme/tiny"), "config").iterdir()} == {
-        "config.json"
-    }
+    assert {f.name for f in cached_snapshot(parse_name("acme/tiny"), "config").iterdir()} == {"config.json"}
     text = call("generate", f"acme/tiny@{commit}", "--prompt", "a", "--max-new-tokens", "2")
     assert text.startswith("a")
 
@@ -233,9 +225,7 @@ def test_a_data_set_is_fetched_once(hub, tmp_path, published, monkeypatch):
     words = ["train", str(path), "data.source=acme/talks", "--dry-run", "--no-calibrate"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", script, *words], env=env, capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, "-c", script, *words], env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "acme/talks" in done.stderr
     assert sum("train.jsonl" in r and r.startswith("GET") for r in hub.requests) == 1

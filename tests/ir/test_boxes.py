@@ -121,9 +121,7 @@ def test_boxes_tile_another_only_if_they_cover_every_element_once(data, shape):
     covered = Counter(index for part in parts for index in indices(part))
     assert tile(outer, parts) == (covered == Counter(indices(outer)))
     for d in range(len(shape)):
-        assert (d in divided_dims(outer, parts)) == any(
-            part.ranges[d] != outer.ranges[d] for part in parts
-        )
+        assert (d in divided_dims(outer, parts)) == any(part.ranges[d] != outer.ranges[d] for part in parts)
 
 
 def test_shards_tile_and_a_shifted_pair_of_equal_size_does_not():

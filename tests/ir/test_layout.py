@@ -36,9 +36,7 @@ def test_every_index_is_covered_once_per_replica(case):
 def test_the_first_rank_holds_the_largest_part(case):
     mesh, shape, layout = case
     parts = [layout.local_shape(shape, mesh, mesh.coordinate(d)) for d in range(mesh.size)]
-    assert layout.max_local_shape(shape, mesh) == tuple(
-        max(sizes) for sizes in zip(*parts, strict=True)
-    )
+    assert layout.max_local_shape(shape, mesh) == tuple(max(sizes) for sizes in zip(*parts, strict=True))
 
 
 @given(cases())

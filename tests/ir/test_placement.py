@@ -44,14 +44,9 @@ def test_placements_hold_the_elements_of_the_layout(data):
     index = np.arange(math.prod(even)).reshape(even)
     for device in range(mesh.size):
         at = mesh.coordinate(device)
-        rows = [
-            np.concatenate([np.arange(a, b) for a, b in runs])
-            for runs in layout.ranges(even, mesh, at)
-        ]
+        rows = [np.concatenate([np.arange(a, b) for a, b in runs]) for runs in layout.ranges(even, mesh, at)]
         np.testing.assert_array_equal(held(index, entries, mesh, at), index[np.ix_(*rows)])
-    assert {a for a, e in zip(mesh.names, entries, strict=True) if e == Partial()} == set(
-        layout.partial
-    )
+    assert {a for a, e in zip(mesh.names, entries, strict=True) if e == Partial()} == set(layout.partial)
 
 
 MESH = Mesh((("dp_replicate", 2), ("dp_shard", 2), ("tp_x", 4)))

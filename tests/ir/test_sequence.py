@@ -52,12 +52,7 @@ def test_rounds_are_those_in_which_somebody_sees_something(cut, window):
     wanted = [
         d
         for d in range(1, cut.ring)
-        if any(
-            sees(q, k, window)
-            for j in range(cut.ring)
-            for q in held[j]
-            for k in held[(j - d) % cut.ring]
-        )
+        if any(sees(q, k, window) for j in range(cut.ring) for q in held[j] for k in held[(j - d) % cut.ring])
     ]
     assert list(cut.distances(window)) == wanted
 

@@ -61,13 +61,9 @@ def test_balanced_ranks_repeat_the_order_of_the_data(place: Path) -> None:
         assert 1 <= balance["balanced"] <= balance["in_order"]
         assert balance["media_tokens"] > 0
     assert sum(b["balanced"] for b in measured) < 0.85 * sum(b["in_order"] for b in measured)
-    (note,) = (
-        n for n in json.loads((place / "cost" / "plan.json").read_text())["notes"] if "balance" in n
-    )
+    (note,) = (n for n in json.loads((place / "cost" / "plan.json").read_text())["notes"] if "balance" in n)
     assert "the slowest of 2 ranks computes 1." in note
-    assert (
-        "images and audio: slowest rank over mean" in (place / "cost" / "report.html").read_text()
-    )
+    assert "images and audio: slowest rank over mean" in (place / "cost" / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -88,9 +84,7 @@ def test_ranks_with_other_costs_train_on_every_record_once(
 
 
 @pytest.mark.slow
-def test_a_balanced_run_goes_on_with_another_number_of_ranks_and_a_saved_plan(
-    place: Path, tmp_path: Path
-) -> None:
+def test_a_balanced_run_goes_on_with_another_number_of_ranks_and_a_saved_plan(place: Path, tmp_path: Path) -> None:
     batch = ("training.accumulation_steps=null", "training.tokens_per_step=1280")
     train(
         place,
@@ -131,9 +125,7 @@ def test_towers_get_microbatches_by_cost_and_repeat_the_order_of_the_data(
     train(place, out, f"parallel.submodels={parts}", "training.accumulation_steps=5")
     assert_same_curve(curve(out), alone)
     measured = [row["balance"] for row in rows(out / "metrics.jsonl")]
-    if (
-        language == "pp"
-    ):  # the schedule gives all microbatches to one rank, and only their order can change
+    if language == "pp":  # the schedule gives all microbatches to one rank, and only their order can change
         assert all(b["predicted_s"] <= b["predicted_in_order_s"] for b in measured)
     else:
         assert sum(b["balanced"] for b in measured) < sum(b["in_order"] for b in measured)
@@ -164,9 +156,7 @@ def test_an_encoder_that_runs_once_per_image_trains_when_later_steps_have_more(
     )
     train(place, tmp_path / "one", "parallel.dp_shard=1", *options)
     for name, order in (("two", "true"), ("agreed", "false")):
-        train(
-            place, tmp_path / name, "parallel.dp_shard=2", f"parallel.one_order={order}", *options
-        )
+        train(place, tmp_path / name, "parallel.dp_shard=2", f"parallel.one_order={order}", *options)
         assert_same_curve(curve(tmp_path / name), curve(tmp_path / "one"))
 
 
@@ -181,17 +171,13 @@ def test_an_encoder_that_runs_once_per_image_trains_when_later_steps_have_more(
         ),
     ],
 )
-def test_records_without_costs_are_refused_before_training(
-    place: Path, overrides: tuple[str, ...], match: str
-) -> None:
+def test_records_without_costs_are_refused_before_training(place: Path, overrides: tuple[str, ...], match: str) -> None:
     (place / "text.json").write_text(json.dumps(CONFIG))
     turns = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "one"}]
     write_lines(place / "words.jsonl", [{"messages": turns}] * 8)
     paths = {"TEXT": "text.json", "MODEL": "model", "WORDS": "words.jsonl"}
     words = [
-        word.replace(name, str(place / paths[name]))
-        if (name := word.partition("=")[2]) in paths
-        else word
+        word.replace(name, str(place / paths[name])) if (name := word.partition("=")[2]) in paths else word
         for word in overrides
     ]
     with pytest.raises(Contradiction, match=f"HP104[\\s\\S]*{match}"):

@@ -13,9 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "recipes" / "data" / "vlm_digits.py"
 
 
 def _write(folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
-    program = "\n".join(
-        [*before, "import runpy", f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"]
-    )
+    program = "\n".join([*before, "import runpy", f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"])
     words = [sys.executable, "-c", program]
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
 

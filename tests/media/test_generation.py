@@ -54,9 +54,7 @@ def _expected(folder: Path, turns: list[dict[str, Any]]) -> list[int]:
     model = transformers.AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float64)
     if type(model).__name__ == "Llama4ForConditionalGeneration":
         # Without this attribute of its language model's output, its forward raises in transformers 5.24.
-        model.language_model.register_forward_hook(
-            lambda module, args, output: setattr(output, "image_outputs", None)
-        )
+        model.language_model.register_forward_hook(lambda module, args, output: setattr(output, "image_outputs", None))
     processor = transformers.AutoProcessor.from_pretrained(folder)
     parts = [_loaded(part) for part in turns[0]["content"]]
     inputs = processor.apply_chat_template(

@@ -39,9 +39,7 @@ def _prepared(folder: Path, family: str, kind: str = "image") -> PackedData:
 
 def _prepared_again(folder: Path) -> PackedData:
     source = folder / "train.jsonl"
-    data = Data(
-        source=str(source), seq_len=320, holdout=0.0, packing=False, cache_dir=str(folder / "cache")
-    )
+    data = Data(source=str(source), seq_len=320, holdout=0.0, packing=False, cache_dir=str(folder / "cache"))
     return prepare(data, stage="sft", model_path=str(folder / "model"), seed=0, progress=False)
 
 
@@ -106,9 +104,7 @@ def _expected(folder: Path, model: Any, kind: str) -> float:
     ]
     count, total = 0, torch.zeros((), dtype=torch.float64)
     for turns in conversations:
-        inputs = processor.apply_chat_template(
-            turns, tokenize=True, return_dict=True, return_tensors="pt"
-        )
+        inputs = processor.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
         ids = inputs["input_ids"][0].tolist()
         labels, begin = [-100] * len(ids), 0
         for turn in turns[1::2]:
@@ -141,9 +137,7 @@ SLOW = (
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_loss_and_gradients_are_those_of_the_processors_own_output(
-    tmp_path: Path, family: str, kind: str
-) -> None:
+def test_loss_and_gradients_are_those_of_the_processors_own_output(tmp_path: Path, family: str, kind: str) -> None:
     batch = _batch(_prepared(tmp_path, family, kind))
     plain, model = _model(tmp_path / "model"), _model(tmp_path / "model")
     expected = _expected(tmp_path, plain, kind)
@@ -172,10 +166,7 @@ def test_a_batch_of_images_recordings_both_and_none_repeats_its_rows(tmp_path: P
         "what is this": {},
     }
     answer = {"role": "assistant", "content": "seven"}
-    records = [
-        {"messages": [{"role": "user", "content": text}, answer], **media}
-        for text, media in asked.items()
-    ]
+    records = [{"messages": [{"role": "user", "content": text}, answer], **media} for text, media in asked.items()]
     write_lines(tmp_path / "train.jsonl", records)
     packed = _prepared_again(tmp_path)
     batches = Batches(packed.train, sequences_per_step=4, order=Order(shuffle=False))
@@ -194,9 +185,7 @@ def _answers(batch: Batch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_targets_are_the_answers_whatever_the_media_become(
-    tmp_path: Path, family: str, kind: str
-) -> None:
+def test_targets_are_the_answers_whatever_the_media_become(tmp_path: Path, family: str, kind: str) -> None:
     packed = _prepared(tmp_path, family, kind)
     batch = _batch(packed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(packed.tokenizer_dir)
@@ -219,8 +208,7 @@ def test_swapped_images_change_the_loss(tmp_path: Path) -> None:
     second = _batch(_prepared_again(tmp_path))
     with torch.no_grad():
         losses = [
-            float(model(**_inputs(batch), labels=_inputs(batch)["shift_labels"]).loss)
-            for batch in (first, second)
+            float(model(**_inputs(batch), labels=_inputs(batch)["shift_labels"]).loss) for batch in (first, second)
         ]
     assert (first.input_ids == second.input_ids).all()
     assert abs(losses[0] - losses[1]) > 1e-4
@@ -300,15 +288,11 @@ def test_ranks_with_and_without_media_repeat_one_rank(tmp_path: Path, family: st
     def rank(number: int) -> None:
         with hp.World.join("cpu") as world:
             for layout in LAYOUTS:
-                for (loss, grads), (wanted, right) in zip(
-                    found(layout, world), expected, strict=True
-                ):
+                for (loss, grads), (wanted, right) in zip(found(layout, world), expected, strict=True):
                     assert loss == pytest.approx(wanted, rel=1e-10), layout
                     for name, gradient in grads.items():
                         assert (gradient is None) == (right[name] is None), (layout, name)
                         if gradient is not None:
-                            torch.testing.assert_close(
-                                gradient, right[name], rtol=1e-10, atol=1e-12
-                            )
+                            torch.testing.assert_close(gradient, right[name], rtol=1e-10, atol=1e-12)
 
     hp.launch(rank, 2, timeout_s=200)

@@ -32,9 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _prepare(folder: Path, model: Path, source: Path | None = None, **data: Any) -> PackedData:
     data = {"seq_len": 64, "holdout": 0.0, "packing": False, **data}
-    section = Data(
-        source=str(source or folder / "data.jsonl"), cache_dir=str(folder / "cache"), **data
-    )
+    section = Data(source=str(source or folder / "data.jsonl"), cache_dir=str(folder / "cache"), **data)
     return prepare(section, stage="sft", model_path=str(model), seed=0, progress=False)
 
 
@@ -46,9 +44,7 @@ def _text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def test_every_form_of_a_record_gives_the_same_tokens_and_pixels(
-    tmp_path: Path, model: Path
-) -> None:
+def test_every_form_of_a_record_gives_the_same_tokens_and_pixels(tmp_path: Path, model: Path) -> None:
     (name,) = write_images(tmp_path, ((20, 20),))
     records = [
         {"messages": [_ASKED, _ANSWER], "images": [name]},
@@ -90,9 +86,7 @@ def test_parquet_with_encoded_images_is_read_like_files(tmp_path: Path, model: P
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_image_columns_of_a_saved_dataset_are_read_like_files(
-    tmp_path: Path, model: Path, listed: bool
-) -> None:
+def test_image_columns_of_a_saved_dataset_are_read_like_files(tmp_path: Path, model: Path, listed: bool) -> None:
     datasets = pytest.importorskip("datasets")
     (name,) = write_images(tmp_path, ((20, 20),))
     content = {"bytes": (tmp_path / name).read_bytes(), "path": None}
@@ -198,9 +192,7 @@ def test_a_column_with_another_name_is_named_in_columns(tmp_path: Path, model: P
     assert packed.train.has_media
 
 
-def test_a_long_conversation_with_images_is_counted_and_left_out(
-    tmp_path: Path, model: Path
-) -> None:
+def test_a_long_conversation_with_images_is_counted_and_left_out(tmp_path: Path, model: Path) -> None:
     (name,) = write_images(tmp_path, ((20, 20),))
     record = {"messages": [_ASKED, _ANSWER], "images": [name]}
     long = {"messages": [_ASKED, {"role": "assistant", "content": "seven " * 80}], "images": [name]}
@@ -214,9 +206,7 @@ def test_a_long_conversation_with_images_is_counted_and_left_out(
     _prepare(tmp_path, model, seq_len=int(caught.value.hint.partition("=")[2]))
 
 
-def test_an_image_that_changes_after_preparation_is_refused_and_the_hint_works(
-    tmp_path: Path, model: Path
-) -> None:
+def test_an_image_that_changes_after_preparation_is_refused_and_the_hint_works(tmp_path: Path, model: Path) -> None:
     names = write_images(tmp_path, ((20, 20), (36, 24)))
     write_lines(tmp_path / "data.jsonl", [{"messages": [_ASKED, _ANSWER], "images": names[:1]}])
     _prepare(tmp_path, model)
@@ -242,9 +232,7 @@ def test_an_image_that_changes_after_preparation_is_refused_and_the_hint_works(
     assert again.fingerprint != packed.fingerprint
 
 
-def test_packing_is_not_applied_to_images_and_is_refused_beside_them(
-    tmp_path: Path, model: Path
-) -> None:
+def test_packing_is_not_applied_to_images_and_is_refused_beside_them(tmp_path: Path, model: Path) -> None:
     (name,) = write_images(tmp_path, ((20, 20),))
     record = {"messages": [_ASKED, _ANSWER], "images": [name]}
     write_lines(tmp_path / "data.jsonl", [record] * 3)
@@ -258,9 +246,7 @@ def test_packing_is_not_applied_to_images_and_is_refused_beside_them(
     with pytest.raises(Contradiction, match="packed") as caught:
         prepare(Data(**section), stage="sft", model_path=str(model), seed=0, progress=False)
     assert caught.value.hint == "data.packing=false"
-    joined = prepare(
-        Data(**section, packing=False), stage="sft", model_path=str(model), seed=0, progress=False
-    )
+    joined = prepare(Data(**section, packing=False), stage="sft", model_path=str(model), seed=0, progress=False)
     batches = Batches(joined.train, sequences_per_step=6, order=Order(shuffle=False))
     (batch,) = batches.microbatches(0, 0, 1, 6, 1)
     assert batch.media["pixel_values"].shape[0] == 3
@@ -317,9 +303,7 @@ def test_prepared_data_of_records_with_images_is_found_again(tmp_path: Path, mod
     assert json.loads(lines[0])["media"][0]["name"] == name
 
 
-def test_unreadable_media_are_counted_and_left_out_where_the_recipe_says_so(
-    tmp_path: Path, model: Path
-) -> None:
+def test_unreadable_media_are_counted_and_left_out_where_the_recipe_says_so(tmp_path: Path, model: Path) -> None:
     (name,) = write_images(tmp_path, ((20, 20),))
     (tmp_path / "text.png").write_text("not an image")
     good = {"messages": [_ASKED, _ANSWER], "images": [name]}
@@ -354,9 +338,7 @@ def hearing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("qwen2_audio", tmp_path_factory.mktemp("qwen2_audio"))
 
 
-def test_every_form_of_a_recording_gives_the_same_features(
-    tmp_path: Path, hearing_model: Path
-) -> None:
+def test_every_form_of_a_recording_gives_the_same_features(tmp_path: Path, hearing_model: Path) -> None:
     (name,) = write_recordings(tmp_path, (8000,))
     content = base64.b64encode((tmp_path / name).read_bytes()).decode()
     asked = {"role": "user", "content": "<audio>what is this"}
@@ -389,12 +371,8 @@ def test_recordings_of_other_rates_and_of_two_channels_become_those_of_the_model
         tone = np.sin(2 * np.pi * 440 * seconds) / 2
         soundfile.write(tmp_path / name, np.stack([tone] * channels, 1), rate)
     files = ("a.wav", "b.flac", "c.ogg")
-    write_lines(
-        tmp_path / "data.jsonl", [{"messages": [asked, _ANSWER], "audio": file} for file in files]
-    )
-    batches = Batches(
-        _prepare(tmp_path, hearing_model).train, sequences_per_step=3, order=Order(shuffle=False)
-    )
+    write_lines(tmp_path / "data.jsonl", [{"messages": [asked, _ANSWER], "audio": file} for file in files])
+    batches = Batches(_prepare(tmp_path, hearing_model).train, sequences_per_step=3, order=Order(shuffle=False))
     (batch,) = batches.microbatches(0, 0, 1, 3, 1)
     assert (batch.input_ids == batch.input_ids[0]).all()
     one, *others = batch.media["input_features"]
@@ -451,15 +429,11 @@ def test_a_model_of_images_refuses_recordings_by_name(tmp_path: Path, model: Pat
         _prepare(tmp_path, model)
 
 
-def test_a_processor_that_ignores_recordings_is_refused(
-    tmp_path: Path, hearing_model: Path
-) -> None:
+def test_a_processor_that_ignores_recordings_is_refused(tmp_path: Path, hearing_model: Path) -> None:
     """A processor whose call reads texts alone would train on answers to nothing."""
     shutil.copytree(hearing_model, tmp_path / "model")
     template = tmp_path / "model" / "chat_template.jinja"
-    template.write_text(
-        template.read_text().replace("<|audio_bos|><|AUDIO|><|audio_eos|>", "(sound)")
-    )
+    template.write_text(template.read_text().replace("<|audio_bos|><|AUDIO|><|audio_eos|>", "(sound)"))
     (name,) = write_recordings(tmp_path, (4000,))
     asked = {"role": "user", "content": "<audio>what is this"}
     write_lines(tmp_path / "data.jsonl", [{"messages": [asked, _ANSWER], "audio": name}])

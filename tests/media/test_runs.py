@@ -54,9 +54,7 @@ def test_layouts_repeat_one_rank_and_the_export_reads_images(place: Path) -> Non
     processor = AutoProcessor.from_pretrained(place / "one" / "export")
     image = np.zeros((20, 20, 3), np.uint8)
     turn = {"role": "user", "content": [{"type": "image", "image": image}]}
-    inputs = processor.apply_chat_template(
-        [turn], tokenize=True, return_dict=True, return_tensors="pt"
-    )
+    inputs = processor.apply_chat_template([turn], tokenize=True, return_dict=True, return_tensors="pt")
     with torch.no_grad():
         assert model(**inputs).logits.isfinite().all()
 
@@ -77,9 +75,7 @@ def test_recordings_train_alike_on_two_ranks_and_the_export_reads_them(tmp_path:
     model = Qwen2AudioForConditionalGeneration.from_pretrained(tmp_path / "one" / "export")
     processor = AutoProcessor.from_pretrained(tmp_path / "one" / "export")
     turn = {"role": "user", "content": [{"type": "audio", "audio": np.zeros(4000, np.float32)}]}
-    inputs = processor.apply_chat_template(
-        [turn], tokenize=True, return_dict=True, return_tensors="pt"
-    )
+    inputs = processor.apply_chat_template([turn], tokenize=True, return_dict=True, return_tensors="pt")
     with torch.no_grad():
         assert model(**inputs).logits.isfinite().all()
 

@@ -117,9 +117,7 @@ def _batches(family: str) -> list[list[dict[str, Tensor]]]:
     model, steps = _model(family), []
     media = _media("b", 0)
     with torch.no_grad():
-        recording = model.get_audio_features(
-            media["input_features"], media["feature_attention_mask"], return_dict=True
-        )
+        recording = model.get_audio_features(media["input_features"], media["feature_attention_mask"], return_dict=True)
     counts = {_IMAGE: 4, _AUDIO: len(recording.last_hidden_state), _VIDEO: 8}
     for step, kinds in enumerate(STEPS):
         steps.append([])
@@ -192,9 +190,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "place", "frozen"), CASES)
-def test_several_towers_repeat_one_rank(
-    tmp_path: Path, family: str, place: str, frozen: str
-) -> None:
+def test_several_towers_repeat_one_rank(tmp_path: Path, family: str, place: str, frozen: str) -> None:
     """Steps with images, videos, audio, both or text alone; checkpoint and export contain the whole model."""
     layouts, ranks = PLACES[place]
     batches = _batches(family)
@@ -206,9 +202,7 @@ def test_several_towers_repeat_one_rank(
     def rank(_: int) -> set[str]:
         with hp.World.join("cpu") as world:
             part = hp.parallelize_submodels(_model(family, frozen), layouts, world, ranks=ranks)
-            assert_equal_results(
-                _run(part, batches, 2 if "dp" in layouts["language"] else 1), expected
-            )
+            assert_equal_results(_run(part, batches, 2 if "dp" in layouts["language"] else 1), expected)
             with torch.no_grad():
                 for parameter in part.parameters():
                     parameter.mul_(2)
@@ -224,9 +218,7 @@ def test_several_towers_repeat_one_rank(
     hp.load(single, None, tmp_path / "saved")
     for name, parameter in single.named_parameters():
         torch.testing.assert_close(parameter.detach(), doubled[name], rtol=0, atol=0)
-        torch.testing.assert_close(
-            exported.get_parameter(name).detach(), doubled[name], rtol=0, atol=0
-        )
+        torch.testing.assert_close(exported.get_parameter(name).detach(), doubled[name], rtol=0, atol=0)
     for number, names in enumerate(owned):
         assert any("visual" in name for name in names) == (number in ranks["vision"])
         assert any("audio" in name for name in names) == (number in ranks["audio"])

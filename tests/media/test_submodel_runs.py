@@ -72,10 +72,7 @@ def test_a_tower_on_its_own_rank_repeats_one_rank(place: Path) -> None:
     train(place, place / "split", SPLIT, "training.steps=1", "checkpoint.every=1")
     train(place, place / "split", SPLIT, "checkpoint.export=true", report=True)
     assert_same_curve(curve(place / "split"), curve(place / "one"))
-    norms = [
-        [row["grad_norm"] for row in rows(place / run / "metrics.jsonl")]
-        for run in ("split", "one")
-    ]
+    norms = [[row["grad_norm"] for row in rows(place / run / "metrics.jsonl")] for run in ("split", "one")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-10)
     expected = _weights(place / "one")
     for name, weight in _weights(place / "split").items():
@@ -139,9 +136,7 @@ def test_encoders_of_images_and_of_audio_on_ranks_of_their_own_repeat_one_rank(
     notes = Plan.load(tmp_path / "split" / "plan.json").notes
     assert any("records keep the order of the data" in note for note in notes)
     assert_same_curve(curve(tmp_path / "split"), curve(tmp_path / "one"))
-    weights, expected = (
-        _weights(tmp_path / run, AutoModelForMultimodalLM) for run in ("split", "one")
-    )
+    weights, expected = (_weights(tmp_path / run, AutoModelForMultimodalLM) for run in ("split", "one"))
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-11)
@@ -149,9 +144,7 @@ def test_encoders_of_images_and_of_audio_on_ranks_of_their_own_repeat_one_rank(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", ["both", "language"])
-def test_adapters_on_parts_repeat_and_continue_one_rank(
-    place: Path, tmp_path: Path, parts: str
-) -> None:
+def test_adapters_on_parts_repeat_and_continue_one_rank(place: Path, tmp_path: Path, parts: str) -> None:
     """With adapters of the language part alone, the tower's rank has nothing to save."""
     lora = ["lora.r=2"]
     if parts == "language":
@@ -231,9 +224,7 @@ def test_a_note_names_the_cause_for_an_encoder_without_predicted_times(
 
 
 @pytest.mark.torch
-def test_errors_of_other_kinds_are_not_taken_for_reads_of_values(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_other_kinds_are_not_taken_for_reads_of_values(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> Any:
         raise ImportError("a package of the encoder is missing")
 
@@ -316,9 +307,7 @@ def test_the_planner_places_each_of_several_encoders(tmp_path: Path) -> None:
     chosen, _, proof = resolve_submodels(auto, None)
     spec, times = read_recipe_spec(auto), []
     for parts in layouts(["audio", "vision"], 3):
-        one = load_recipe(
-            tmp_path / "recipe.yaml", [*AUTO, f"parallel.submodels={json.dumps(parts)}"]
-        )
+        one = load_recipe(tmp_path / "recipe.yaml", [*AUTO, f"parallel.submodels={json.dumps(parts)}"])
         with suppress(HyperParallelError):
             plan = plan_recipe(one.recipe, None, one.where, spec)
             plan = plan_with_submodels(one, plan)

@@ -51,17 +51,13 @@ def _batches(folder: Path, family: str) -> Batches:
     (several, single, _, text) = source.read_text().splitlines(keepends=True)
     media = iter([several, single] * 8)
     source.write_text("".join(next(media) if kind == "i" else text for kind in "".join(STEPS)))
-    data = Data(
-        source=str(source), seq_len=320, holdout=0.0, packing=False, cache_dir=str(folder / "cache")
-    )
+    data = Data(source=str(source), seq_len=320, holdout=0.0, packing=False, cache_dir=str(folder / "cache"))
     packed = prepare(data, stage="sft", model_path=str(folder / "model"), seed=0, progress=False)
     return Batches(packed.train, sequences_per_step=4, order=Order(shuffle=False))
 
 
 def _model(folder: Path, frozen: bool) -> Any:
-    model = transformers.AutoModelForMultimodalLM.from_pretrained(
-        folder / "model", dtype=torch.float64
-    ).train()
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(folder / "model", dtype=torch.float64).train()
     for name, parameter in model.named_parameters():
         if frozen and any(part in name for part in ("vision", "visual", "audio", "projector")):
             parameter.requires_grad_(False)
@@ -81,9 +77,7 @@ def _run(model: Any, batches: Batches, shares: int, microbatch: int = 1) -> Resu
         parts = [
             None
             if source is None
-            else _inputs(
-                [*batches.microbatches(step, source[0], shares, microbatch, count)][source[1]]
-            )
+            else _inputs([*batches.microbatches(step, source[0], shares, microbatch, count)][source[1]])
             for source in hp.microbatch_sources(model, count)
         ]
         loss = float(hp.forward_backward(model, parts))
@@ -144,9 +138,7 @@ def _ranks(layouts: Layouts) -> int:
 )
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tower_on_its_own_ranks_repeats_one_rank(
-    tmp_path: Path, family: str, frozen: bool
-) -> None:
+def test_a_tower_on_its_own_ranks_repeats_one_rank(tmp_path: Path, family: str, frozen: bool) -> None:
     batches = _batches(tmp_path, family)
     single = _model(tmp_path, frozen)
     hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
@@ -156,9 +148,7 @@ def test_a_tower_on_its_own_ranks_repeats_one_rank(
     def rank(layouts: Layouts, ranks: Placement | None) -> set[str]:
         with hp.World.join("cpu") as world:
             part = hp.parallelize_submodels(_model(tmp_path, frozen), layouts, world, ranks=ranks)
-            assert_equal_results(
-                _run(part, batches, 2 if "dp" in layouts["language"] else 1), expected
-            )
+            assert_equal_results(_run(part, batches, 2 if "dp" in layouts["language"] else 1), expected)
             return {name for name, _ in part.named_parameters()}
 
     every = {name for name, _ in single.named_parameters()}
@@ -293,9 +283,7 @@ def test_pipeline_stages_share_ranks_with_towers(tmp_path: Path, number: int, fr
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(REPLICATED)))
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_towers_share_ranks_with_data_or_tensor_parallel_stages(
-    tmp_path: Path, frozen: bool, number: int
-) -> None:
+def test_towers_share_ranks_with_data_or_tensor_parallel_stages(tmp_path: Path, frozen: bool, number: int) -> None:
     """Data-parallel ranks have their own microbatches; tensor-parallel ranks take turns to encode the same ones."""
     layouts, ranks = REPLICATED[number]
     shares = 2 if "dp" in layouts["language"] else 1
@@ -338,9 +326,7 @@ def _trained_tower(folder: Path) -> Any:
 
 @slow_cells(*(name for name in FROZEN_LANGUAGE if name != "dp_shard=2"))
 @pytest.mark.parametrize("case", FROZEN_LANGUAGE)
-def test_a_trained_tower_of_a_frozen_language_part_repeats_one_rank(
-    tmp_path: Path, case: str
-) -> None:
+def test_a_trained_tower_of_a_frozen_language_part_repeats_one_rank(tmp_path: Path, case: str) -> None:
     """Microbatches of text train no parameter, also while another data-parallel rank has images."""
     layouts, ranks = FROZEN_LANGUAGE[case]
     language = layouts if isinstance(layouts, str) else layouts["language"]
@@ -394,9 +380,7 @@ LATER_LAYERS: tuple[tuple[Layouts, Placement | None], ...] = (
 @slow_cells(0, 2, 3, "1-frozen")
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("number", range(len(LATER_LAYERS)))
-def test_features_reach_the_pipeline_stages_of_later_layers(
-    tmp_path: Path, number: int, frozen: bool
-) -> None:
+def test_features_reach_the_pipeline_stages_of_later_layers(tmp_path: Path, number: int, frozen: bool) -> None:
     """Features that are added in the second layer go to the second stage, which returns their gradients."""
     layouts, ranks = LATER_LAYERS[number]
     batches = _batches(tmp_path, "qwen3_vl")
@@ -500,10 +484,7 @@ def test_steps_with_and_without_media_alternate(
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), []
         for step in range(steps):
             sources = hp.microbatch_sources(model, 4 // shares)
-            cut = [
-                [*batches.microbatches(step % len(STEPS), share, shares, 1, 4 // shares)]
-                for share in range(shares)
-            ]
+            cut = [[*batches.microbatches(step % len(STEPS), share, shares, 1, 4 // shares)] for share in range(shares)]
             parts = [s and _inputs(cut[s[0]][s[1]]) for s in sources]
             losses.append(float(hp.forward_backward(model, parts)))
             optimizer.step()
@@ -516,9 +497,7 @@ def test_steps_with_and_without_media_alternate(
         with hp.World.join("cpu") as world:
             layouts = {"vision": "dp_shard=2", "language": "dp_shard=2"}
             places = None if ranks is None else dict(zip(layouts, ranks, strict=True))
-            part = hp.parallelize_submodels(
-                _model(tmp_path, frozen=False), layouts, world, ranks=places
-            )
+            part = hp.parallelize_submodels(_model(tmp_path, frozen=False), layouts, world, ranks=places)
             return train(part, 2)
 
     size = 4 if ranks is None else len({r for members in ranks for r in members})
@@ -609,9 +588,7 @@ def test_weights_are_read_saved_and_exported_as_those_of_one_model(tmp_path: Pat
     optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
     hp.load(again, optimizer, tmp_path / "saved")
     assert train(again, optimizer, 2) == pytest.approx(expected[2], rel=1e-10)
-    exported = transformers.AutoModelForMultimodalLM.from_pretrained(
-        tmp_path / "export", dtype=torch.float64
-    )
+    exported = transformers.AutoModelForMultimodalLM.from_pretrained(tmp_path / "export", dtype=torch.float64)
     hp.load(single, None, tmp_path / "saved")
     for name, parameter in single.named_parameters():
         torch.testing.assert_close(exported.get_parameter(name), parameter, rtol=0, atol=0)

@@ -40,9 +40,7 @@ def _qwen3_vl() -> tuple[nn.Module, str, dict[str, Tensor]]:
         "deepstack_visual_indexes": [0],
     }  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
-    config = transformers.Qwen3VLConfig(
-        text_config={**_TEXT, "rope_parameters": rope}, vision_config=vision
-    )
+    config = transformers.Qwen3VLConfig(text_config={**_TEXT, "rope_parameters": rope}, vision_config=vision)
     model = transformers.Qwen3VLForConditionalGeneration(config).bfloat16()
     pixels = torch.randn(1024, 3 * 2 * 8 * 8, dtype=torch.bfloat16)
     return model, "model.visual", {"hidden_states": pixels, "grid_thw": torch.tensor([[1, 32, 32]])}
@@ -139,9 +137,7 @@ def test_plans_leave_room_for_the_tower_or_are_refused() -> None:
     assert plan == Plan.from_json(plan.to_json())
     assert "vision" in plan.summary()
     need = sum(t.bytes for part in plan.submodels.parts for t in part.memory)
-    device = replace(
-        supernode.device, memory_bytes=replace(supernode.device.memory_bytes, value=need // 64)
-    )
+    device = replace(supernode.device, memory_bytes=replace(supernode.device.memory_bytes, value=need // 64))
     with pytest.raises(DoesNotFit, match="does not fit"):
         planner.plan(spec, replace(supernode, device=device), work, **options)
 
@@ -207,9 +203,7 @@ def _qwen3_vl_235b() -> Any:
         "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4,
         "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_experts": 128, "head_dim": 128,
     }  # fmt: skip
-    config = transformers.Qwen3VLMoeConfig(
-        text_config=text, vision_config={"depth": 27, "out_hidden_size": 4096}
-    )
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config={"depth": 27, "out_hidden_size": 4096})
     config.architectures = ["Qwen3VLMoeForConditionalGeneration"]
     return config
 

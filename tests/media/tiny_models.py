@@ -19,9 +19,7 @@ _CLIP = {
     "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "projection_dim": 16,
 }  # fmt: skip
 _PINPOINTS = [[16, 32], [32, 16], [32, 32]]
-_MROPE = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 _TEMPLATE = (
     "{%- for message in messages -%}<|im_start|>{{ message['role'] }}\n"
     "{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}"
@@ -124,9 +122,7 @@ def _qwen2_audio(ids: Mapping[str, int]) -> Any:
         {"model_type": "qwen2", **_TEXT},
         {"model_type": "qwen2_audio_encoder", **_WHISPER},
     )
-    return Qwen2AudioConfig(
-        text_config=text, audio_config=audio, audio_token_index=ids["<|AUDIO|>"]
-    )
+    return Qwen2AudioConfig(text_config=text, audio_config=audio, audio_token_index=ids["<|AUDIO|>"])
 
 
 def _qwen2_audio_processor(tokenizer: Any) -> Any:
@@ -216,9 +212,7 @@ def _internvl_processor(tokenizer: Any) -> Any:
 
     size = {"height": 16, "width": 16}
     images = GotOcr2ImageProcessor(size=size, max_patches=2)
-    return InternVLProcessor(
-        images, tokenizer, InternVLVideoProcessor(size=size), image_seq_length=4
-    )
+    return InternVLProcessor(images, tokenizer, InternVLVideoProcessor(size=size), image_seq_length=4)
 
 
 def _llama4(ids: Mapping[str, int]) -> Any:
@@ -266,22 +260,16 @@ def _llava_next_processor(tokenizer: Any) -> Any:
 def _idefics3(ids: Mapping[str, int]) -> Any:
     from transformers import Idefics3Config
 
-    vision = {
-        key: value for key, value in _CLIP.items() if key not in ("model_type", "projection_dim")
-    }
+    vision = {key: value for key, value in _CLIP.items() if key not in ("model_type", "projection_dim")}
     text = {"model_type": "llama", **_TEXT}
     image = ids["<image>"]
-    return Idefics3Config(
-        text_config=text, vision_config=vision, image_token_id=image, scale_factor=2
-    )
+    return Idefics3Config(text_config=text, vision_config=vision, image_token_id=image, scale_factor=2)
 
 
 def _idefics3_processor(tokenizer: Any) -> Any:
     from transformers import Idefics3ImageProcessorPil, Idefics3Processor
 
-    images = Idefics3ImageProcessorPil(
-        size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
-    )
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
     return Idefics3Processor(images, tokenizer, image_seq_len=4)
 
 

@@ -72,13 +72,9 @@ class _PlanGraph:
             filled_by = self._arrival.get((target, source))
             deps = before if filled_by is None else (*before, filled_by)
             seconds = self._machine.channel(kind).seconds(storage.num_bytes)
-            self._arrival[target, destination] = self._append(
-                kind, storage.name, seconds, "copy", deps
-            )
+            self._arrival[target, destination] = self._append(kind, storage.name, seconds, "copy", deps)
 
-    def _compute(
-        self, name: str, seconds: float, kind: str, action: MemoryAction, deps: tuple[int, ...] = ()
-    ) -> None:
+    def _compute(self, name: str, seconds: float, kind: str, action: MemoryAction, deps: tuple[int, ...] = ()) -> None:
         """Add a task of the compute lane; it carries the change in bytes of the action."""
         task = self._append("compute", name, seconds, kind, deps, self._bytes(action))
         self._issued = (task,)

@@ -62,9 +62,7 @@ def many_live_ranges(seed, count, short, sizes):
     start = rng.integers(0, 4000, count)
     brief = rng.random(count) < short
     stop = start + np.where(brief, rng.integers(1, 8, count), rng.integers(20, 400, count))
-    return [Extent(i, int(a), int(b)) for i, (a, b) in enumerate(zip(start, stop, strict=True))], [
-        int(n) for n in size
-    ]
+    return [Extent(i, int(a), int(b)) for i, (a, b) in enumerate(zip(start, stop, strict=True))], [int(n) for n in size]
 
 
 @pytest.mark.parametrize("seed", [0, 2])

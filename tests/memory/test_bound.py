@@ -56,7 +56,4 @@ def test_no_plan_is_smaller_than_its_bound(bytes_s):
     program, m = training_chain(layers=2), machine(bytes_s)
     order = tuple(range(len(program.operators)))
     plan = plan_memory(program, m, max_slowdown=0.02, recompute=False, reorder=False)
-    assert (
-        reload_bound(program, m, order, program.seconds * 1.02).num_bytes
-        <= plan.peak_bytes["device"]
-    )
+    assert reload_bound(program, m, order, program.seconds * 1.02).num_bytes <= plan.peak_bytes["device"]

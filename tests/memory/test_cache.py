@@ -37,9 +37,7 @@ def test_the_second_call_reads_the_first_ones_plan(filled, tmp_path, monkeypatch
     plan, path = filled
     assert plan == plan_memory(training_chain(), MACHINE, budget_bytes=9000)
     written = path.stat().st_mtime_ns
-    monkeypatch.setattr(
-        "hyper_parallel.memory.memory_planner.plan_memory", None
-    )  # planning would fail
+    monkeypatch.setattr("hyper_parallel.memory.memory_planner.plan_memory", None)  # planning would fail
     assert plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000) == plan
     assert path.stat().st_mtime_ns == written
 
@@ -49,9 +47,7 @@ def test_other_arguments_are_another_plan(filled, tmp_path):
     plan_memory_cached(training_chain(), faster, cache=tmp_path, budget_bytes=9000)
     plan_memory_cached(training_chain(seconds=1.1), MACHINE, cache=tmp_path, budget_bytes=9000)
     plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9001)
-    plan_memory_cached(
-        training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000, recompute=False
-    )
+    plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000, recompute=False)
     plan_memory_cached(training_chain(alignment=4), MACHINE, cache=tmp_path, budget_bytes=9000)
     elsewhere = replace(training_chain(), address_bytes=8)
     plan_memory_cached(elsewhere, MACHINE, cache=tmp_path, budget_bytes=9000)
@@ -187,9 +183,7 @@ def test_a_legal_plan_that_misses_the_goal_is_ignored(tmp_path, caplog, loose, t
 
 def test_a_directory_that_cannot_be_written_costs_only_the_cache(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
-    plan = plan_memory_cached(
-        training_chain(), MACHINE, cache=tmp_path / "file" / "plans", budget_bytes=9000
-    )
+    plan = plan_memory_cached(training_chain(), MACHINE, cache=tmp_path / "file" / "plans", budget_bytes=9000)
     assert plan == plan_memory(training_chain(), MACHINE, budget_bytes=9000)
     assert "could not be cached" in caplog.text
 

@@ -55,9 +55,7 @@ def sharded_chain(layers=4, comm_s=1.0, size=100):
     for i in reversed(range(layers)):
         whole, ahead = ahead, gathered(i - 1) if i else 0  # as FSDP records it: one ahead
         grad, part = new(f"grad{i}", size), new(f"part{i}", size // 4)
-        ops.append(
-            Operator("dw", (saved[i], whole, h), (), (grad,), 2.0, flops=1.0, phase="backward")
-        )
+        ops.append(Operator("dw", (saved[i], whole, h), (), (grad,), 2.0, flops=1.0, phase="backward"))
         ops.append(Operator("empty", (), (), (part,), phase="backward"))
         ops.append(
             Operator(
@@ -73,9 +71,7 @@ def sharded_chain(layers=4, comm_s=1.0, size=100):
         ops.append(Operator("div", (part,), (part,), seconds=0.01, phase="backward"))
         parts.append((i, part))
     for i, part in parts:
-        ops.append(
-            Operator("adamw", (shards[i], part), (shards[i],), seconds=0.1, phase="optimizer")
-        )
+        ops.append(Operator("adamw", (shards[i], part), (shards[i],), seconds=0.1, phase="optimizer"))
     return MemoryProgram("sharded", tuple(storages), tuple(ops), 1)  # fmt: skip
 
 
@@ -307,9 +303,7 @@ def test_an_input_of_a_recomputation_that_is_not_needed_is_freed():
     )  # fmt: skip
 
     def op(name, reads, allocs, seconds=0.0, **more):
-        return Operator(
-            name, tuple(n[s] for s in reads), (), tuple(n[s] for s in allocs), seconds, **more
-        )
+        return Operator(name, tuple(n[s] for s in reads), (), tuple(n[s] for s in allocs), seconds, **more)
 
     ops = (
         op("first", (), ("first",)),

@@ -155,9 +155,7 @@ def test_a_full_dram_leaves_the_rest_to_flash():
     assert plan.dram_bytes <= 9000
     assert plan.peak_bytes["flash"] > 0
     # A wait for a file stops the host of an accelerator, so it comes no earlier than it must.
-    waits = [
-        index for index, a in enumerate(plan.actions) if a.kind == "wait" and a.tier == "device"
-    ]
+    waits = [index for index, a in enumerate(plan.actions) if a.kind == "wait" and a.tier == "device"]
     assert waits
     for index in waits:
         last = next(i for i, a in enumerate(plan.actions) if i > index and a.kind == "run")

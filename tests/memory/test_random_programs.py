@@ -40,10 +40,7 @@ def programs(draw):
             last = draw(st.integers(0, 9)) == 0
             kind = draw(st.sampled_from(["activation", "gradient"]))
             several = 1 + (draw(st.integers(0, 3)) == 0)
-            storages += [
-                Storage(f"s{i}", draw(st.integers(0, 300)), kind, False, last)
-                for _ in range(several)
-            ]
+            storages += [Storage(f"s{i}", draw(st.integers(0, 300)), kind, False, last) for _ in range(several)]
             allocs = tuple(range(len(storages) - several, len(storages)))
         ops.append(
             Operator(

@@ -77,12 +77,8 @@ def read_again(density_s):
     return MemoryProgram("read again", storages, operators, 1)
 
 
-@pytest.mark.parametrize(
-    ("density_s", "recomputed", "added_s"), [(2.0, (1,), 30.4 / 21), (40.0, (), 608 / 59)]
-)
-def test_results_that_are_cheaper_to_copy_than_to_recompute_are_copied(
-    density_s, recomputed, added_s
-):
+@pytest.mark.parametrize(("density_s", "recomputed", "added_s"), [(2.0, (1,), 30.4 / 21), (40.0, (), 608 / 59)])
+def test_results_that_are_cheaper_to_copy_than_to_recompute_are_copied(density_s, recomputed, added_s):
     """80 of its 100 bytes must leave. All of them are stored and reloaded in 20 seconds, one beside the other operator.
 
     A copied fraction waits 19 seconds times the fraction, a recomputed one takes `density_s` times it, both at the same
@@ -129,9 +125,7 @@ def test_small_weights_are_streamed_and_a_large_one_stays():
     sizes = [100] * 20 + [1500] + [100] * 20
     storages = [Storage("x", 1, "input", True, True)]
     storages += [Storage(f"w{i}", size, "weight", True, True) for i, size in enumerate(sizes)]
-    operators = tuple(
-        Operator(f"mm{i}", (0, i + 1), flops=1.0, access_bytes=1, seconds=1.0) for i in range(41)
-    )
+    operators = tuple(Operator(f"mm{i}", (0, i + 1), flops=1.0, access_bytes=1, seconds=1.0) for i in range(41))
     link = Channel(50.0, 0.0)  # a small weight takes two operators, 20 of them a step
     plan = plan_memory(
         MemoryProgram("stream", tuple(storages), operators, 1, 1), MemoryMachine(link, link),

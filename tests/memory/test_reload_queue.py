@@ -5,9 +5,7 @@ from hyper_parallel.memory.copy_issue import Gap, ReloadQueue
 
 def four_reloads() -> ReloadQueue:
     """Four reloads whose time comes at positions 2, 2, 3 and 3; each must be back before position 9."""
-    return ReloadQueue(
-        [(due, Gap(s, 0, 9, "dram"), "prefetch") for s, due in enumerate((2, 2, 3, 3))]
-    )
+    return ReloadQueue([(due, Gap(s, 0, 9, "dram"), "prefetch") for s, due in enumerate((2, 2, 3, 3))])
 
 
 def tried(queue: ReloadQueue, position: int, free_bytes: int = 0) -> list[int]:

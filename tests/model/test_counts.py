@@ -90,9 +90,7 @@ def test_causal_window_is_the_mean_over_positions():
     }  # fmt: skip
     attention = spec_from_config(values, name="m").decoder_blocks[0].attention
     exact = sum(min(i + 1, window) for i in range(seq_len)) / seq_len * 4 * 4 * 16
-    assert attention.forward_flops_per_token(seq_len, causal=True) == pytest.approx(
-        exact, rel=0.005
-    )
+    assert attention.forward_flops_per_token(seq_len, causal=True) == pytest.approx(exact, rel=0.005)
 
 
 def test_kv_cache_width():
@@ -138,17 +136,9 @@ def test_fingerprint_names_the_shapes_not_the_label():
         "intermediate_size": 64, "vocab_size": 64,
     }  # fmt: skip
     one = spec_from_config(values, name="a")
-    assert (
-        one.fingerprint == spec_from_config({**values, "dtype": "bfloat16"}, name="b").fingerprint
-    )
-    assert (
-        one.fingerprint
-        != spec_from_config({**values, "num_hidden_layers": 3}, name="a").fingerprint
-    )
-    assert (
-        one.fingerprint
-        != spec_from_config({**values, "tie_word_embeddings": True}, name="a").fingerprint
-    )
+    assert one.fingerprint == spec_from_config({**values, "dtype": "bfloat16"}, name="b").fingerprint
+    assert one.fingerprint != spec_from_config({**values, "num_hidden_layers": 3}, name="a").fingerprint
+    assert one.fingerprint != spec_from_config({**values, "tie_word_embeddings": True}, name="a").fingerprint
 
 
 @st.composite

@@ -33,9 +33,7 @@ def test_tensors_without_a_place_are_noted(tmp_path):
         "model.rotary_emb.inv_freq": ("F32", (2,)),
     }
     notes = load_model(model_dir(tmp_path, change=change)).notes
-    assert notes == (
-        "tensors of the weights that are not planned: 1, first `model.layers.2.extra.weight`",
-    )
+    assert notes == ("tensors of the weights that are not planned: 1, first `model.layers.2.extra.weight`",)
 
 
 def test_wrong_shape_is_refused_by_name(tmp_path):

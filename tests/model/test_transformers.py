@@ -45,11 +45,7 @@ def test_names_shapes_and_ties_are_those_transformers_builds(case):
     read = list(spec.named_params())
     assert {n: p.shape for n, p in read} == {n: tuple(p.shape) for n, p in real.items()}
     assert len(read) == len(real)
-    shared = {
-        (n, m)
-        for n, m in itertools.permutations(real, 2)
-        if real[n] is real[m] and n.startswith("lm_head")
-    }
+    shared = {(n, m) for n, m in itertools.permutations(real, 2) if real[n] is real[m] and n.startswith("lm_head")}
     assert {(n, p.tied_to) for n, p in read if p.tied_to} == shared
     assert spec.num_params == sum(p.numel() for p in model.parameters())
     assert not [note for note in spec.notes if "were not measured" not in note]

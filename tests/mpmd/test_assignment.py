@@ -37,9 +37,7 @@ def _encoder(rng, name, microbatches, mean_s, **options):
 
 def _language(microbatches, layers=16, seconds=0.16, **options):
     m = microbatches
-    return SubModel(
-        "language", layers, (seconds,) * m, (8 * GIB,) * m, (10**7,) * m, 40 * GIB, 0, **options
-    )
+    return SubModel("language", layers, (seconds,) * m, (8 * GIB,) * m, (10**7,) * m, 40 * GIB, 0, **options)
 
 
 def _simulated(found):
@@ -116,15 +114,11 @@ def test_no_pinned_sub_space_is_better(part):
         rng = random.Random(seed)
         m, speedup = rng.randint(2, 5), {1: 1.0, 2: rng.uniform(1.2, 2.0)}
         encoders = [
-            _encoder(
-                rng, name, m, rng.uniform(0.01, 0.2), frozen=rng.random() < 0.3, speedup=speedup
-            )
+            _encoder(rng, name, m, rng.uniform(0.01, 0.2), frozen=rng.random() < 0.3, speedup=speedup)
             for name in ("vision", "audio")[: rng.randint(1, 2)]
         ]
         language = _language(m, layers=8, seconds=rng.uniform(0.05, 0.3), speedup=speedup)
-        devices = Devices(
-            rng.randint(2, 4), rng.choice((30, 50, 80)) * GIB, 10 ** rng.uniform(9, 11)
-        )
+        devices = Devices(rng.randint(2, 4), rng.choice((30, 50, 80)) * GIB, 10 ** rng.uniform(9, 11))
         values = {
             "width": (1, 2),
             "own": (0, 1, 2),

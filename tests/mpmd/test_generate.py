@@ -150,9 +150,7 @@ def test_parts_of_an_overlap_send_at_once_when_run_one_by_one(p, m):
     lowered = lower(make_schedule("dualpipev", p, m))
     apart = one_by_one(lowered)
     verify(apart, max_in_flight=in_flight_limit("dualpipev", p, m, 2))
-    order = [
-        [str(leaf) for a in rank for leaf in a.leaves] for rank in lowered.compute_only().ranks
-    ]
+    order = [[str(leaf) for a in rank for leaf in a.leaves] for rank in lowered.compute_only().ranks]
     assert [[str(a) for a in rank] for rank in apart.compute_only().ranks] == order
     place = apart.placement()
     for rank in apart.ranks:

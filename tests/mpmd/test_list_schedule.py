@@ -34,20 +34,12 @@ def _random_case(rng):
     copied = {s for s in range(stages) if rng.random() < 0.4}
     graph = StageGraph(tuple(sorted(set(edges))), copied=frozenset(copied))
     place = [rng.randrange(world) for _ in range(stages)]
-    homes = [
-        [rng.randrange(world) if s in copied else place[s] for _ in range(microbatches)]
-        for s in range(stages)
-    ]
+    homes = [[rng.randrange(world) if s in copied else place[s] for _ in range(microbatches)] for s in range(stages)]
     costs = []
     for _ in range(stages):
         sizes = [rng.randint(0, 9) for _ in range(microbatches)]
         costs.append(
-            [
-                StageCost(
-                    n, n, rng.randint(0, 9), activation_bytes=n, weight_grad_input_bytes=n // 2
-                )
-                for n in sizes
-            ]
+            [StageCost(n, n, rng.randint(0, 9), activation_bytes=n, weight_grad_input_bytes=n // 2) for n in sizes]
         )
     transfers = {edge: [rng.randint(0, 3)] * microbatches for edge in graph.edges}
     return graph, homes, costs, transfers

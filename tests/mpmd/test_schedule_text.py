@@ -15,12 +15,10 @@ _with_microbatch = st.builds(
     st.sampled_from(["F", "I", "W", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]),
     st.integers(0, 9999),
 )
-_per_stage = st.builds(
-    Action, st.integers(0, 999), st.sampled_from(["UNSHARD", "RESHARD", "REDUCE_GRAD"])
+_per_stage = st.builds(Action, st.integers(0, 999), st.sampled_from(["UNSHARD", "RESHARD", "REDUCE_GRAD"]))
+_overlap = st.lists(_with_microbatch.filter(lambda a: a.kind in "FIWB"), min_size=1, max_size=3).map(
+    lambda parts: Action(-1, "OVERLAP_F_B", None, tuple(parts))
 )
-_overlap = st.lists(
-    _with_microbatch.filter(lambda a: a.kind in "FIWB"), min_size=1, max_size=3
-).map(lambda parts: Action(-1, "OVERLAP_F_B", None, tuple(parts)))
 _action = _with_microbatch | _per_stage | _overlap
 
 
@@ -47,9 +45,7 @@ def test_known_texts(text, action):
     assert Action.parse(text) == action
 
 
-@pytest.mark.parametrize(
-    "text", ["F0", "2F", "2X1", "0UNSHARD3", "2F0x", "(0SEND_F1;1B0)OVERLAP_F_B"]
-)
+@pytest.mark.parametrize("text", ["F0", "2F", "2X1", "0UNSHARD3", "2F0x", "(0SEND_F1;1B0)OVERLAP_F_B"])
 def test_bad_text_is_refused(text):
     with pytest.raises(ScheduleError, match="is not a schedule action"):
         Action.parse(text)

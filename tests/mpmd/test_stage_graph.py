@@ -173,9 +173,7 @@ class _Ranks:
             return None
         if self.homes[met.peer.stage, met.microbatch] != rank:
             return None
-        if (
-            met != action.peer
-        ):  # no tags: the ranks exchange a message that the receiver does not expect
+        if met != action.peer:  # no tags: the ranks exchange a message that the receiver does not expect
             self.verdict = "wrong"
             self.condition.notify_all()
         return (rank, peer)
@@ -270,9 +268,7 @@ def _shuffled(schedule, rng, moves):
     for _ in range(moves):
         row = rng.choice([row for row in rows if len(row) > 1] or [[0, 1]])
         place = rng.randrange(len(row))
-        row.insert(
-            max(0, min(len(row) - 1, place + rng.choice((-3, -2, -1, 1, 2, 3)))), row.pop(place)
-        )
+        row.insert(max(0, min(len(row) - 1, place + rng.choice((-3, -2, -1, 1, 2, 3)))), row.pop(place))
     return replace(schedule, ranks=tuple(map(tuple, rows)))
 
 

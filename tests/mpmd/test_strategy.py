@@ -60,9 +60,7 @@ def test_stages_lie_where_the_schedule_puts_them(strategy):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_run_is_refused_with_the_nearest_that_can(
-    strategy, layers, microbatches, error, hint
-):
+def test_what_cannot_run_is_refused_with_the_nearest_that_can(strategy, layers, microbatches, error, hint):
     if error is None:
         check_pipeline(strategy, layers, microbatches)
         step_schedule(strategy, microbatches)

@@ -39,15 +39,11 @@ PLACES = (
 
 @pytest.mark.parametrize("lanes", PLACES, ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
-def test_every_microbatch_has_one_owner_and_lanes_keep_their_limits(
-    lanes: TowerLanes, frozen: bool
-) -> None:
+def test_every_microbatch_has_one_owner_and_lanes_keep_their_limits(lanes: TowerLanes, frozen: bool) -> None:
     for count in sorted({lanes.padded(n) for n in (1, 2, 5)}):
         schedule = submodel_schedule(lanes, count, frozen=frozen)
         owners = lanes.owners(schedule)
-        assert [lanes.towers[owner] for owner in owners] == [
-            schedule.homes()[0, i] for i in range(count)
-        ]
+        assert [lanes.towers[owner] for owner in owners] == [schedule.homes()[0, i] for i in range(count)]
         one = StageCost(1.0, 1.0, 1.0, activation_bytes=1, weight_grad_input_bytes=1)
         held = held_bytes(schedule, [one] * schedule.stages)
         assert all(h <= limit for h, limit in zip(held, lanes.limits(), strict=True))
@@ -96,9 +92,7 @@ def test_a_sharded_tower_needs_one_order_of_its_passes_on_all_lanes() -> None:
         verify(replace(schedule(uneven, one), stages=2, microbatches=3, graph=graph))
     alone = schedule(("0F0 1F0 1B0 0F1 1F1 1B1", ""), one)
     with pytest.raises(ScheduleError, match="does not use all lanes"):
-        check_submodel_schedule(
-            replace(alone, stages=2, microbatches=2, graph=graph), one, frozen=True
-        )
+        check_submodel_schedule(replace(alone, stages=2, microbatches=2, graph=graph), one, frozen=True)
     with pytest.raises(ScheduleError, match="is not a multiple of the ranks of a sharded encoder"):
         submodel_schedule(sharded, 3)
     text = schedule(rows, sharded).to_csv(extended=True)
@@ -159,7 +153,5 @@ def test_rounds_take_the_sum_on_shared_ranks_and_overlap_on_others() -> None:
     assert _end(shared, costs) == pytest.approx(4 * 6.0)
     apart = rounds_schedule(TowerLanes(1, (1,)), 4, costs)
     assert 4 * 3.0 < _end(apart, costs) <= 4 * 3.0 + 3.0 + 1.0
-    frozen = rounds_schedule(
-        TowerLanes(1, (1,)), 4, [StageCost(1.0, 0.0, 0.0), costs[1]], frozen=True
-    )
+    frozen = rounds_schedule(TowerLanes(1, (1,)), 4, [StageCost(1.0, 0.0, 0.0), costs[1]], frozen=True)
     assert _end(frozen, costs) == pytest.approx(1.0 + 4 * 3.0)

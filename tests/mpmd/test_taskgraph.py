@@ -215,10 +215,7 @@ def test_tasks_on_shared_cores_slow_each_other_by_hand():
         Task("after", "rank 0", 1, deps=(3,)),
     )  # fmt: skip
     lanes = frozenset({"rank 0", "rank 1", "rank 2"})
-    ends = {
-        s.name: round(s.end_s * 1e9)
-        for s in simulate(TaskGraph(tasks, cores=_even(Fraction(2), lanes))).spans
-    }
+    ends = {s.name: round(s.end_s * 1e9) for s in simulate(TaskGraph(tasks, cores=_even(Fraction(2), lanes))).spans}
     # From 3 on b and c have a core each: b ends at 5. Then `after` and c run, to 6 and 7.
     assert ends == {"a": 3, "b": 5, "copy": 5, "after": 6, "c": 7}
 
@@ -229,18 +226,14 @@ def test_shared_cores_are_never_idle_beside_waiting_work(graph, quarters):
     """Work done equals what the cores give while tasks run; as many cores as executors change nothing."""
     lanes = frozenset(t.executor for t in graph.tasks)
     assert simulate(replace(graph, cores=_even(Fraction(4), lanes))) == simulate(graph)
-    coarse = replace(
-        graph, tasks=tuple(replace(t, duration_ns=t.duration_ns * 1_000_000) for t in graph.tasks)
-    )
+    coarse = replace(graph, tasks=tuple(replace(t, duration_ns=t.duration_ns * 1_000_000) for t in graph.tasks))
     count = Fraction(quarters, 4)
     timeline = simulate(replace(coarse, cores=_even(count, lanes)))
     assert timeline == simulate(replace(coarse, cores=_even(count, lanes)))
     instants = sorted({round(x * 1e9) for s in timeline.spans for x in (s.start_s, s.end_s)})
     given_ns = Fraction(0)
     for start, stop in itertools.pairwise(instants):
-        running = sum(
-            s.start_s * 1e9 < stop - 0.5 and s.end_s * 1e9 > start + 0.5 for s in timeline.spans
-        )
+        running = sum(s.start_s * 1e9 < stop - 0.5 and s.end_s * 1e9 > start + 0.5 for s in timeline.spans)
         given_ns += min(count, running) * (stop - start)
     assert float(given_ns) == pytest.approx(sum(t.duration_ns for t in coarse.tasks), abs=200)
 

@@ -35,9 +35,7 @@ def fake_ranks():
 
 
 def _stages(schedule_stages, mine):
-    return [
-        PipelineStage(torch.nn.Linear(2, 2), s, schedule_stages, torch.device("cpu")) for s in mine
-    ]
+    return [PipelineStage(torch.nn.Linear(2, 2), s, schedule_stages, torch.device("cpu")) for s in mine]
 
 
 def _loss(output, target):
@@ -56,17 +54,11 @@ def test_torch_reads_our_csv_in_both_forms(name, microbatches, fake_ranks, tmp_p
     ):
         path = tmp_path / "schedule.csv"
         path.write_text(ours.to_csv())
-        runtime = torch_schedules._PipelineScheduleRuntime(
-            _stages(schedule.stages, mine), microbatches, loss_fn=_loss
-        )
+        runtime = torch_schedules._PipelineScheduleRuntime(_stages(schedule.stages, mine), microbatches, loss_fn=_loss)
         runtime._load_csv(os.fspath(path), format=form)
         assert runtime.stage_index_to_group_rank == schedule.placement()
-        read = (
-            runtime.pipeline_order if form == "compute_only" else runtime.pipeline_order_with_comms
-        )
-        assert [[str(a) for a in read[r]] for r in range(RANKS)] == [
-            [str(a) for a in row] for row in ours.ranks
-        ]
+        read = runtime.pipeline_order if form == "compute_only" else runtime.pipeline_order_with_comms
+        assert [[str(a) for a in read[r]] for r in range(RANKS)] == [[str(a) for a in row] for row in ours.ranks]
         # What torch writes again is what we wrote, or what torch made of it by its own lowering.
         runtime._dump_csv(os.fspath(path), format=form)
         assert Schedule.from_csv(path.read_text(), name) == ours
@@ -103,14 +95,10 @@ def test_torch_schedules_parse_and_verify(cls, name, mine, microbatches, fake_ra
         else:
             # Equal but for the order of weight gradients at the end, which nobody waits for.
             for mine_row, their_row in zip(ours.ranks, schedule.ranks, strict=True):
-                assert [a for a in mine_row if a.kind != "W"] == [
-                    a for a in their_row if a.kind != "W"
-                ]
+                assert [a for a in mine_row if a.kind != "W"] == [a for a in their_row if a.kind != "W"]
 
 
 def test_torch_gpipe_is_ours(fake_ranks):
-    order = torch_schedules.ScheduleGPipe(
-        _stages(RANKS, [0])[0], 6, loss_fn=_loss
-    )._get_pipeline_order()
+    order = torch_schedules.ScheduleGPipe(_stages(RANKS, [0])[0], 6, loss_fn=_loss)._get_pipeline_order()
     text = "\n".join(",".join("" if a is None else str(a) for a in order[r]) for r in range(RANKS))
     assert Schedule.from_csv(text, "gpipe").compute_only() == make_schedule("gpipe", RANKS, 6)

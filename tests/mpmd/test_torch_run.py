@@ -67,9 +67,7 @@ def _run_rank(rank, cases, folder, dp=1):
     """
     # Shape inference of the stages and deprecated names inside torch warn; not the subject here.
     warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo", init_method=os.environ[INIT_METHOD], rank=rank, world_size=RANKS
-    )
+    dist.init_process_group("gloo", init_method=os.environ[INIT_METHOD], rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS // dp, dp), mesh_dim_names=("pp", "dp"))
     pp_rank, dp_rank = mesh.get_coordinate()
     results = []
@@ -80,10 +78,7 @@ def _run_rank(rank, cases, folder, dp=1):
             for s in mine:
                 fully_shard(model[s], mesh=mesh["dp"], reshard_after_forward=False)
         group = mesh.get_group("pp")
-        stages = [
-            PipelineStage(model[s], s, schedule.stages, torch.device("cpu"), group=group)
-            for s in mine
-        ]
+        stages = [PipelineStage(model[s], s, schedule.stages, torch.device("cpu"), group=group) for s in mine]
         runtime = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn=_loss)
         runtime._load_csv(os.fspath(folder / f"{number}.csv"), format=form)
         # Every dp rank takes its rows of every microbatch.

@@ -79,9 +79,7 @@ def test_a_stage_lies_on_one_rank():
 
 def _swap(schedule, first, second):
     swapped = {first: second, second: first}
-    ranks = tuple(
-        tuple(Action.parse(swapped.get(str(a), str(a))) for a in row) for row in schedule.ranks
-    )
+    ranks = tuple(tuple(Action.parse(swapped.get(str(a), str(a))) for a in row) for row in schedule.ranks)
     return Schedule(schedule.name, schedule.stages, schedule.microbatches, ranks)
 
 
@@ -96,9 +94,7 @@ def test_late_receives_and_early_sends_are_refused():
 def test_messages_between_two_ranks_keep_their_order():
     lowered = lower(make_schedule("gpipe", 2, 3))
     verify(lowered)
-    with pytest.raises(
-        ScheduleError, match=r"rank 1 receives 1RECV_F\d, but rank 0 sends 0SEND_F\d next"
-    ):
+    with pytest.raises(ScheduleError, match=r"rank 1 receives 1RECV_F\d, but rank 0 sends 0SEND_F\d next"):
         verify(
             Schedule.from_csv(
                 "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"

@@ -139,9 +139,7 @@ def test_what_a_killed_writer_left_is_removed_and_a_living_one_is_not_disturbed(
     assert (tmp_path / ".export.tmp").is_dir()
     write(tmp_path / "export")
     assert [p.name for p in tmp_path.iterdir()] == ["export"]
-    with subprocess.Popen(
-        [*words, "waits"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as living:
+    with subprocess.Popen([*words, "waits"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as living:
         assert living.stdout.readline() == b"open\n"
         before = listing(tmp_path)
         with pytest.raises(RunInUse, match="HP720"):

@@ -167,9 +167,7 @@ def _train(
     fused: bool = False,
     steps: int = STEPS,
 ) -> Run:
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=fused
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
     where = strategy.mesh().coordinate(rank)
     share = case.sequences // strategy.dp
     first = (where["dp_replicate"] * strategy.dp_shard + where["dp_shard"]) * share

@@ -40,11 +40,7 @@ class Case:
 
 def _short(value: Any) -> str:
     """A dataclass as Python, values that are the default left out."""
-    shown = (
-        f"{f.name}={getattr(value, f.name)!r}"
-        for f in fields(value)
-        if getattr(value, f.name) != f.default
-    )
+    shown = (f"{f.name}={getattr(value, f.name)!r}" for f in fields(value) if getattr(value, f.name) != f.default)
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
@@ -60,9 +56,7 @@ class Tally:
     def __str__(self) -> str:
         ran = ", ".join(f"{count} on {ranks} ranks" for ranks, count in sorted(self.cases.items()))
         axes = ", ".join(f"{axis} {count}" for axis, count in self.ran.most_common())
-        reasons = "".join(
-            f"\n  {count:4d} {reason}" for reason, count in self.refused.most_common()
-        )
+        reasons = "".join(f"\n  {count:4d} {reason}" for reason, count in self.refused.most_common())
         overlaps = ", ".join(f"{name} {count}" for name, count in self.overlaps.most_common())
         return f"ran: {ran} ({axes}; overlap {overlaps}); refused: {self.refused.total()}{reasons}"
 
@@ -73,9 +67,7 @@ def _overlap(draw: st.DrawFn, size: dict[str, int]) -> Overlap:
     `tp: symmetric` needs CUDA, and `auto` is one of the others.
     """
     values = ("none", "chunks", "half-batch")
-    tp, ep = (
-        draw(st.sampled_from(values)) if size[axis] > 1 else "none" for axis in ("tp_x", "ep")
-    )
+    tp, ep = (draw(st.sampled_from(values)) if size[axis] > 1 else "none" for axis in ("tp_x", "ep"))
     chunks = draw(st.sampled_from((2, 3, 4))) if "chunks" in (tp, ep) else 1
     return Overlap(
         half_batch="half-batch" in (tp, ep),
@@ -135,10 +127,7 @@ def cases(draw: st.DrawFn, twos: int = 3, grid: bool = False) -> Case:
     setup = Setup(
         family,
         tied=draw(st.booleans()),
-        sequences=strategy.dp
-        * accumulation
-        * draw(st.integers(1, 2))
-        * (1 + strategy.overlap.half_batch),
+        sequences=strategy.dp * accumulation * draw(st.integers(1, 2)) * (1 + strategy.overlap.half_batch),
         seq_len=draw(st.sampled_from((16, 13, 24))),
         accumulation=accumulation,
         packed=draw(st.booleans()),

@@ -44,10 +44,7 @@ class Attention(nn.Module):
         self.key = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            p(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
-            for p in (self.query, self.key, self.value)
-        )
+        q, k, v = (p(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -87,9 +84,7 @@ class PlainTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
 
-    def forward(
-        self, input_ids: Tensor, shift_labels: Tensor, num_items_in_batch: int, **_: object
-    ) -> Output:
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, num_items_in_batch: int, **_: object) -> Output:
         x = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
         for block in self.blocks:
             x = block(x)

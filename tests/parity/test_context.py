@@ -35,9 +35,7 @@ CAPPED = Setup("gemma2", sequences=2)
 SINKS = Setup("gpt_oss", sequences=2, config=(("experts_implementation", "eager"),))
 SINKS_PACKED = replace(SINKS, packed=True)
 ONE_KEY_HEAD = Setup("llama", sequences=2, config=(("num_key_value_heads", 1),))
-THREE_HEADS = Setup(
-    "qwen3", sequences=2, config=(("num_attention_heads", 6), ("num_key_value_heads", 3))
-)
+THREE_HEADS = Setup("qwen3", sequences=2, config=(("num_attention_heads", 6), ("num_key_value_heads", 3)))
 LONGROPE = Setup(
     "phi3",
     sequences=2,
@@ -146,9 +144,7 @@ def test_outputs_refusals_and_two_models_in_one_process() -> None:
                 assert found.logits is None
                 total = found.loss.detach().clone()
                 torch.distributed.all_reduce(total)
-                expected = torch.nn.functional.cross_entropy(
-                    wanted[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-                )
+                expected = torch.nn.functional.cross_entropy(wanted[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
                 torch.testing.assert_close(total, 2 * expected, rtol=1e-6, atol=0.0)
                 for wrong in (
                     {"attention_mask": torch.ones_like(ids)},

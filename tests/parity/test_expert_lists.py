@@ -153,10 +153,7 @@ def test_checkpoints_do_not_depend_on_ep(tmp_path: Path) -> None:
 
     def values(model: nn.Module) -> dict[str, Tensor]:
         named = model.named_parameters()
-        return {
-            n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-            for n, p in named
-        }
+        return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in named}
 
     def two(_: int) -> dict[str, Tensor]:
         with World.join("cpu") as world:

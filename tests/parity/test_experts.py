@@ -50,9 +50,7 @@ FOUR = {
 }
 MORE = {
     # In every commit test_overlap.py runs this pipeline, with its experts in chunks.
-    replace(QWEN, sequences=8, accumulation=2, tied=True): (
-        S(pp=2, dp_shard=2, ep=2, schedule="zb-h1"),
-    ),
+    replace(QWEN, sequences=8, accumulation=2, tied=True): (S(pp=2, dp_shard=2, ep=2, schedule="zb-h1"),),
     QWEN: (S(tp_x=4, ep=2), S(tp_x=2, dp_shard=2, ep=1), S(dp_replicate=2, dp_shard=2, ep=2)),
     MIXTRAL: (S(dp_shard=4, ep=4), S(tp_x=2, dp_replicate=2, ep=2)),
     DEEPSEEK: (S(dp_shard=4, ep=2, recompute="full"),),
@@ -78,9 +76,7 @@ EIGHT = {
         pytest.param(8, EIGHT, marks=pytest.mark.slow),
     ],
 )
-def test_every_folding_equals_one_device(
-    ranks: int, cases: dict[Setup, tuple[Strategy, ...]]
-) -> None:
+def test_every_folding_equals_one_device(ranks: int, cases: dict[Setup, tuple[Strategy, ...]]) -> None:
     check_on_ranks(ranks, [(setup, s) for setup in cases for s in cases[setup]])
 
 
@@ -143,9 +139,7 @@ def test_lists_of_expert_modules_work_without_ep() -> None:
                 plan = setup.plan(strategy)
                 layouts = _own_layouts(mine, strategy)
                 parallelize(mine, replace(plan, layouts=layouts), world)
-                parts = (
-                    batch if strategy.dp == 1 else {k: v[rank : rank + 1] for k, v in batch.items()}
-                )
+                parts = batch if strategy.dp == 1 else {k: v[rank : rank + 1] for k, v in batch.items()}
                 forward_backward(mine, [parts], 6)
                 clip_grad_norm_(mine, None)
                 for name, param in mine.named_parameters():

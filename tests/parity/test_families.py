@@ -54,9 +54,7 @@ def _gradients(model: nn.Module, family: str, strategy: Strategy, world: World):
         13, microbatch=2, accumulation_steps=1, compute_dtype="float64", param_dtype="float64",
         reduce_dtype="float64",
     )  # fmt: skip
-    plan = dataclasses.replace(
-        Case().plan(Strategy()), strategy=strategy, layouts=planned.layouts, workload=workload
-    )
+    plan = dataclasses.replace(Case().plan(Strategy()), strategy=strategy, layouts=planned.layouts, workload=workload)
     parallelize(model, plan, world)
     counter = CommCounter(strategy.mesh(), world.rank)
     with counter:

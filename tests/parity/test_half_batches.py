@@ -136,9 +136,7 @@ def test_layers_compute_while_their_collectives_are_in_flight(
         found: list[Any] = []
         with World.join("cpu") as world:
             for layers in (2, 4):
-                setup = Setup(
-                    family, sequences=4 * strategy.dp, config=(("num_hidden_layers", layers),)
-                )
+                setup = Setup(family, sequences=4 * strategy.dp, config=(("num_hidden_layers", layers),))
                 model = parallelize(setup.build(), setup.plan(strategy), world)
                 batch = {k: v[:4] for k, v in setup.batch().items()}
                 for direction in record(model, batch):
@@ -166,9 +164,7 @@ def test_halves_do_not_meet_at_the_end_of_recomputed_layers() -> None:
         with World.join("cpu") as world:
             for family, (halves, *_) in cases.items():
                 strategy = replace(halves, recompute="full")
-                setup = Setup(
-                    family, sequences=4 * strategy.dp, config=(("num_hidden_layers", layers),)
-                )
+                setup = Setup(family, sequences=4 * strategy.dp, config=(("num_hidden_layers", layers),))
                 model = parallelize(setup.build(), setup.plan(strategy), world)
                 batch = {k: v[:4] for k, v in setup.batch().items()}
                 counts[family] = [(len(d.issued), d.exposed()) for d in record(model, batch)]
@@ -323,9 +319,7 @@ class Between(Setup):
             positions = torch.arange(input_ids.shape[1])[None]
             rotary = self.rotary_emb(hidden, position_ids=positions)
             for index, layer in enumerate(self.layers):
-                out = layer(
-                    hidden, attention_mask=None, position_embeddings=rotary, position_ids=positions
-                )
+                out = layer(hidden, attention_mask=None, position_embeddings=rotary, position_ids=positions)
                 hidden = touch(self, index, out[0] if returns_tuples else out)
             return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
@@ -349,9 +343,7 @@ def _layers(layers: int, **values: Any) -> Between:
     return Between("llama", sequences=4, config=(("num_hidden_layers", layers),), **values)
 
 
-SETUPS = [
-    _layers(3, between=name, returns_tuples=name in ("scale", "fail_if_told")) for name in BETWEEN
-]
+SETUPS = [_layers(3, between=name, returns_tuples=name in ("scale", "fail_if_told")) for name in BETWEEN]
 
 
 @pytest.mark.slow
@@ -552,9 +544,7 @@ def test_fsdp_layers_with_whole_and_halved_batches_run_collectives_in_one_order(
 
     def rank(index: int) -> dict[str, int]:
         first, count = (0, 4) if index < 2 else (4, 3)
-        parts = [
-            {k: v[start : start + count] for k, v in batch.items()} for start in (first, first + 7)
-        ]
+        parts = [{k: v[start : start + count] for k, v in batch.items()} for start in (first, first + 7)]
         with World.join("cpu") as world:
             model = parallelize(setup.build(), plan, world)
             most = record_gathered_layers(model)
@@ -586,9 +576,7 @@ def test_layers_of_fsdp_cast_the_inputs_of_each_half() -> None:
                 dtypes = set()
                 for layer in model.model.layers:
                     layer.input_layernorm.register_forward_hook(
-                        lambda _, args, out, dtypes=dtypes: dtypes.update(
-                            {args[0].dtype, out.dtype}
-                        )
+                        lambda _, args, out, dtypes=dtypes: dtypes.update({args[0].dtype, out.dtype})
                     )
                 forward_backward(model, [batch], 100)
                 found.append(whole_gradients(model))

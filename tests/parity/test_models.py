@@ -55,10 +55,7 @@ CASES = {
     "gpt_oss": (_of("gpt_oss", num_key_value_heads=2), (TP, FSDP_AGAIN)),
     "mixtral": (Setup("mixtral"), (TP, FSDP)),
 }
-REPLICATED = {
-    f"{name}-replicated": (CASES[name][0], (FSDP, HSDP))
-    for name in ("glm4", "olmo2", "latent", "gpt_oss")
-}
+REPLICATED = {f"{name}-replicated": (CASES[name][0], (FSDP, HSDP)) for name in ("glm4", "olmo2", "latent", "gpt_oss")}
 CASES |= REPLICATED
 SLOW = (
     *REPLICATED,
@@ -67,9 +64,7 @@ SLOW = (
 )  # fmt: skip
 
 
-@slow_cells(
-    "glm4", "glm", "olmo2", "olmo3", "phi3-exchanged", "phi3-shared-heads", *SLOW, "gpt_oss"
-)
+@slow_cells("glm4", "glm", "olmo2", "olmo3", "phi3-exchanged", "phi3-shared-heads", *SLOW, "gpt_oss")
 @pytest.mark.parametrize("name", CASES)
 def test_family_repeats_one_device(name: str) -> None:
     setup, strategies = CASES[name]
@@ -105,9 +100,7 @@ def test_recompute_makes_the_layers_of_a_plain_module_again() -> None:
             model, calls = setup.build(), []
             for block in model.blocks:
                 block.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-            parallelize(model, setup.plan(strategy), world)(
-                **setup.batch(), num_items_in_batch=1
-            ).loss.backward()
+            parallelize(model, setup.plan(strategy), world)(**setup.batch(), num_items_in_batch=1).loss.backward()
             runs[strategy.recompute] = len(calls) / len(model.blocks)
         assert runs == {"none": 1, "full": 2}
         plan = dataclasses.replace(

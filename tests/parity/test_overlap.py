@@ -17,9 +17,7 @@ CHUNKS = Overlap(ep_chunks=3)
 BOTH = Overlap(half_batch=True, ep_chunks=2)
 QWEN, DEEPSEEK = Setup("qwen3_moe", sequences=4), Setup("deepseek_v3", sequences=4)
 GPT_OSS = Setup("gpt_oss", sequences=4)
-TIED_UNITS = Setup(
-    "qwen3", sequences=16, accumulation=2, tied=True, config=(("num_hidden_layers", 3),)
-)
+TIED_UNITS = Setup("qwen3", sequences=16, accumulation=2, tied=True, config=(("num_hidden_layers", 3),))
 ODD = Setup("llama", sequences=3)
 """Cannot be halved: runs whole."""
 TOKEN_CHUNKS = Overlap(tp_chunks=4)
@@ -48,10 +46,7 @@ TWO: dict[Setup, tuple[Strategy, ...]] = {
     ),
     Setup("llama", sequences=8, accumulation=2): (S(tp_x=2, overlap=HALVES),),
     Setup("llama", sequences=4, seq_len=15): (S(tp_x=2, overlap=HALVES),),
-    **{
-        Setup(family, sequences=4): (S(tp_x=2, overlap=HALVES),)
-        for family in ("gemma3_text", "glm4")
-    },
+    **{Setup(family, sequences=4): (S(tp_x=2, overlap=HALVES),) for family in ("gemma3_text", "glm4")},
 }
 DENSE = {
     Setup(family, sequences=4): (S(tp_x=2, overlap=HALVES),)
@@ -61,9 +56,7 @@ DENSE = {
 """Families whose layers run on halves as those of llama, gemma3_text (four norms, two masks) and glm4 (packed)."""
 TOKENS = {
     **{
-        Setup(family, sequences=4): (S(tp_x=2, overlap=TOKEN_CHUNKS),)
-        for family in FAMILIES
-        if family != "gemma3_text"
+        Setup(family, sequences=4): (S(tp_x=2, overlap=TOKEN_CHUNKS),) for family in FAMILIES if family != "gemma3_text"
     },
     QWEN: (S(tp_x=2, ep=2, overlap=Overlap(tp_chunks=2, ep_chunks=3)),),
     Setup("llama", sequences=3, seq_len=15): (S(tp_x=2, overlap=Overlap(tp_chunks=23)),),
@@ -79,9 +72,7 @@ TOKENS_ON_FOUR = {
 }
 FOUR = {
     Setup("qwen3_moe", sequences=8): (S(tp_x=2, dp_shard=2, ep=4, overlap=BOTH),),
-    Setup("qwen3_moe", sequences=8, accumulation=2): (
-        S(pp=2, dp_shard=2, ep=2, overlap=CHUNKS, schedule="zb-h1"),
-    ),
+    Setup("qwen3_moe", sequences=8, accumulation=2): (S(pp=2, dp_shard=2, ep=2, overlap=CHUNKS, schedule="zb-h1"),),
 }
 MORE = {
     QWEN: (S(dp_shard=4, ep=4, overlap=CHUNKS), S(dp_shard=4, ep=2, overlap=CHUNKS)),
@@ -110,9 +101,7 @@ MORE = {
         pytest.param(4, MORE, marks=pytest.mark.slow),
     ],
 )
-def test_an_overlapped_step_equals_one_device(
-    ranks: int, cases: dict[Setup, tuple[Strategy, ...]]
-) -> None:
+def test_an_overlapped_step_equals_one_device(ranks: int, cases: dict[Setup, tuple[Strategy, ...]]) -> None:
     for setup in cases:
         reference(setup)
 

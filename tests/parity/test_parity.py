@@ -46,11 +46,7 @@ def _matrix() -> list[tuple[str, int, Strategy]]:
     for size in (1, 2, 4):
         for case in CASES:
             every = size < 4 or case in ON_FOUR
-            cells += [
-                (case, size, s)
-                for s in strategies(size)
-                if every or s.tp == 4 or s.dp_shard == s.tp
-            ]
+            cells += [(case, size, s) for s in strategies(size) if every or s.tp == 4 or s.dp_shard == s.tp]
     cells += [
         ("qwen3-tied-accumulated", 4, s)
         for s in strategies(4, recompute="full", reshard_after_forward=False)
@@ -89,10 +85,7 @@ def _results(case: str, size: int) -> dict[Strategy, list[Run]]:
     def rank(_: int) -> list[Run]:
         with World.join("cpu") as world:
             if size > 4:
-                return [
-                    run(reference, s, world, gradients=False, fused=True, steps=STEPS_ON_EIGHT)
-                    for s in wanted
-                ]
+                return [run(reference, s, world, gradients=False, fused=True, steps=STEPS_ON_EIGHT) for s in wanted]
             # The plain optimizer on the layouts of one case; see `run` for its cost.
             fused = (case, size) not in PLAIN_OPTIMIZER
             return [run(reference, s, world, fused=fused) for s in wanted]

@@ -88,9 +88,7 @@ def test_microbatches_share_the_weight_of_the_auxiliary_loss() -> None:
             forward_backward(model, [part], tokens)
             losses.append(end_step(model).aux_loss)
         plain = replace(twice, config=())
-        cross_entropy = forward_backward(
-            parallelize(plain.build(), plain.plan(S()), world), parts, tokens
-        )
+        cross_entropy = forward_backward(parallelize(plain.build(), plain.plan(S()), world), parts, tokens)
         both = forward_backward(model, parts, tokens)
         assert end_step(model).aux_loss == pytest.approx(sum(losses) / 2)
     assert float(both - cross_entropy) == pytest.approx(0.5 * sum(losses) / 2)

@@ -39,9 +39,7 @@ def test_counted_bytes_of_a_wide_grid_equal_the_formula() -> None:
         ]
         for strategy in wide:
             assert benchmark.count(dims, strategy, 1000, 2)  # raises where they differ
-        return [
-            benchmark.measure(case)["change"] for case in benchmark.CASES if len(case.shapes) == 1
-        ]
+        return [benchmark.measure(case)["change"] for case in benchmark.CASES if len(case.shapes) == 1]
 
     found = launch(rank, 1, timeout_s=110)[0]
     # 70B on 8 and 16 ranks; attention of 8x22B without and with its relayout, and with moved weights.

@@ -93,9 +93,7 @@ def serial_block(inputs: tuple[Tensor, ...], reads_tokens: bool) -> Tensor:
     return scatter(out, 1, dist.group.WORLD, Purpose.SEQUENCE_SCATTER)
 
 
-def results(
-    block: Any, rank: int, reads_tokens: bool, passes: tuple[tuple[int, ...], ...]
-) -> list[Tensor]:
+def results(block: Any, rank: int, reads_tokens: bool, passes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
     """Return the output of a block and the gradients of all inputs; each pass of backward computes some of them."""
     inputs = tensors(rank)
     out = block(inputs, reads_tokens)
@@ -146,9 +144,7 @@ MORE = {
         Setup(family, sequences=4): (Strategy(tp_x=2, overlap=SYMMETRIC),)
         for family in ("gemma3_text", "glm4", "phi3", "gpt_oss", "deepseek_v3")
     },
-    Setup("qwen3_moe", sequences=4): (
-        Strategy(tp_x=2, ep=2, overlap=Overlap(ep_chunks=3, tp_symmetric=True)),
-    ),
+    Setup("qwen3_moe", sequences=4): (Strategy(tp_x=2, ep=2, overlap=Overlap(ep_chunks=3, tp_symmetric=True)),),
 }
 ON_FOUR = {
     Setup("llama", sequences=8, accumulation=2): (
@@ -168,9 +164,7 @@ ON_FOUR = {
         pytest.param(4, ON_FOUR, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_over_symmetric_memory_equals_one_device(
-    ranks: int, cases: dict[Setup, tuple[Strategy, ...]]
-) -> None:
+def test_a_step_over_symmetric_memory_equals_one_device(ranks: int, cases: dict[Setup, tuple[Strategy, ...]]) -> None:
     for setup in cases:
         reference(setup)
 

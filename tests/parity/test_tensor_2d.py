@@ -162,9 +162,7 @@ def test_checkpoints_move_between_one_and_two_axes(tmp_path: Path) -> None:
             for number, strategy in enumerate(chain):
                 split = parallelize(copy.deepcopy(model), setup.plan(strategy), world)
                 optimizer = torch.optim.AdamW(split.parameters(), lr=1e-2, fused=True)
-                saver = Checkpointer(
-                    tmp_path / str(number), keep=1, asynchronous=False, fingerprint={"model": "m"}
-                )
+                saver = Checkpointer(tmp_path / str(number), keep=1, asynchronous=False, fingerprint={"model": "m"})
                 if number == 0:
                     batch = setup.batch()
                     forward_backward(split, [batch], int((batch["shift_labels"] != -100).sum()))

@@ -191,9 +191,7 @@ class Reference:
             return run(self.setup, self.model, Strategy(), world)
 
 
-def run(
-    setup: Setup, model: nn.Module, strategy: Strategy, world: World, plan: Plan | None = None
-) -> Result:
+def run(setup: Setup, model: nn.Module, strategy: Strategy, world: World, plan: Plan | None = None) -> Result:
     """One step of a copy of `model` on this rank of a layout."""
     model = copy.deepcopy(model)
     plan = plan or setup.plan(strategy)
@@ -205,8 +203,7 @@ def run(
     first = (where["dp_replicate"] * strategy.dp_shard + where["dp_shard"]) * share
     mine = {name: tensor[first : first + share] for name, tensor in batch.items()}
     parts = [
-        {name: tensor.chunk(setup.accumulation)[i] for name, tensor in mine.items()}
-        for i in range(setup.accumulation)
+        {name: tensor.chunk(setup.accumulation)[i] for name, tensor in mine.items()} for i in range(setup.accumulation)
     ]
     counter = CommCounter(strategy.mesh(), world.rank, strategy.expert_mesh())
     with counter:
@@ -218,9 +215,7 @@ def run(
     return Result(float(loss), float(norm), grads, counted, planned)
 
 
-def _collectives(
-    setup: Setup, plan: Plan, model: nn.Module, pp_rank: int
-) -> tuple[Collective, ...]:
+def _collectives(setup: Setup, plan: Plan, model: nn.Module, pp_rank: int) -> tuple[Collective, ...]:
     """Collectives by formula; where experts were sent rows, with the numbers of rows that really occurred."""
     if not setup.predicted:
         return ()
@@ -233,9 +228,7 @@ def _collectives(
         }
     if rows is None and plan.strategy.pp == 1:
         return plan.collectives
-    return step_collectives(
-        setup.spec, dict(plan.layouts), plan.strategy, plan.workload, rows, pp_rank
-    )
+    return step_collectives(setup.spec, dict(plan.layouts), plan.strategy, plan.workload, rows, pp_rank)
 
 
 def check(
@@ -278,9 +271,7 @@ reference = functools.cache(Reference)
 """Step of a setup on one device, run once in a process."""
 
 
-def check_on_ranks(
-    size: int, cases: Iterable[tuple[Setup, Strategy]], timeout_s: float = 200
-) -> None:
+def check_on_ranks(size: int, cases: Iterable[tuple[Setup, Strategy]], timeout_s: float = 200) -> None:
     """Check that every strategy of `cases`, on `size` ranks, repeats one device."""
     pairs = [(reference(setup), strategy) for setup, strategy in cases]
 

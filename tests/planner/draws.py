@@ -60,9 +60,7 @@ def draw_case(seed: int) -> tuple[ModelSpec, Supernode, Workload, int]:
     draw = random.Random(seed)
     layers = draw.choice([2, 3, 5])
     model = (
-        moe_model(layers, draw.choice([4, 6]))
-        if seed % 3 == 0
-        else small_model(layers, 256, draw.choice([4, 8]), 4)
+        moe_model(layers, draw.choice([4, 6])) if seed % 3 == 0 else small_model(layers, 256, draw.choice([4, 8]), 4)
     )
     supernode = machine(
         memory_gib=draw.choice([1.2, 1.35, 1.6, 64]),

@@ -25,9 +25,7 @@ def every_strategy(request):
     """Rows of COLUMNS, each a legal strategy without a choice of recomputation."""
     space = Space(request)
     tiers = request.machine.tiers
-    sizes = tuple(
-        t.size for t, outer in itertools.pairwise(tiers) if t.size and not outer.shares_links
-    )
+    sizes = tuple(t.size for t, outer in itertools.pairwise(tiers) if t.size and not outer.shares_links)
     meshes = space.meshes()
     for row in zip(*meshes.values(), strict=True):
         pp, x, y, cp, dp, micro, steps = (int(v) for v in row)
@@ -48,12 +46,8 @@ def every_strategy(request):
                 for schedule, vpp in space.schedules(pp, steps):
                     named = dict(zip(AXES, (pp, replicate, shard, cp, x, y), strict=True))
                     degrees = tuple(named[a] for a in AXES)
-                    for order in (
-                        o for inner in (True, False) for o in space.orders(degrees, sizes, inner)
-                    ):
-                        for moved, again in itertools.product(
-                            space.offloads, regathers(request, x * y)
-                        ):
+                    for order in (o for inner in (True, False) for o in space.orders(degrees, sizes, inner)):
+                        for moved, again in itertools.product(space.offloads, regathers(request, x * y)):
                             row = (
                                 pp, replicate, shard, cp, x, y, att, mlp, ep, etp, u, micro, steps, schedule, vpp,
                                 zero, moved, order, tokens, gathered, again,
@@ -118,9 +112,7 @@ def closed_forms(request):
             memory = (1 - share) * scores[0].memory_bytes + share * scores[kind].memory_bytes
             if j > 0:
                 c = Candidates.of_columns(**columns, recompute=float(kind))
-                terms = memory_terms(
-                    PricingCase(request.numbers, request.machine, request.workload, c), j
-                )
+                terms = memory_terms(PricingCase(request.numbers, request.machine, request.workload, c), j)
                 mixed = sum(t.bytes for t in terms)
                 memory = np.where((columns["offload"] == 0) & (j < layers), mixed, memory)
             legal &= memory <= request.machine.memory_bytes * (1 + 1e-9)

@@ -52,9 +52,7 @@ pytestmark = pytest.mark.unit
         ),
     ],
 )
-def test_siblings_that_differ_in_their_schedule_are_simulated(
-    model, topology, devices, workload, pins, inside
-):
+def test_siblings_that_differ_in_their_schedule_are_simulated(model, topology, devices, workload, pins, inside):
     asked = {"topology": topology, "workload": workload, "num_devices": devices}
     whole = plan(model, pins=pins, **asked)
     part = plan(model, pins=pins | inside, **asked)

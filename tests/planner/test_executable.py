@@ -44,9 +44,7 @@ MODELS = {
     "dense": small_model,
     "experts": moe_model,
     "latent": lambda: spec_from_config({**SIZES, **MLA}, name="latent"),
-    "packed": lambda: spec_from_config(
-        {**SIZES, "model_type": "phi3", "pad_token_id": 0}, name="phi3"
-    ),
+    "packed": lambda: spec_from_config({**SIZES, "model_type": "phi3", "pad_token_id": 0}, name="phi3"),
 }
 
 
@@ -125,9 +123,7 @@ def test_choices_of_a_recipe_are_kept(recipe, parallel):
 
 
 def test_virtual_stages_of_a_recipe_are_kept(recipe, tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps({**SIZES, "model_type": "llama", "num_hidden_layers": 8})
-    )
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama", "num_hidden_layers": 8}))
     for parallel in (
         {"pp": 2, "schedule": "zbv"},
         {"pp": 2, "schedule": "interleaved", "virtual_stages": 4},

@@ -107,9 +107,7 @@ def test_replicas_divide_sequences_and_shards_gather_what_they_lack():
         priced(model, "dp_shard=2"),
     )
     assert (replicas.slots, replicas.batch, replicas.weight_bytes) == (4, 8, one.weight_bytes)
-    assert replicas.decode["cache and attention"] == pytest.approx(
-        one.decode["cache and attention"] / 2
-    )
+    assert replicas.decode["cache and attention"] == pytest.approx(one.decode["cache and attention"] / 2)
     assert "agreement" not in replicas.decode
     assert shards.weight_bytes == one.weight_bytes / 2
     assert shards.cache_bytes == replicas.cache_bytes
@@ -186,9 +184,7 @@ def test_the_search_finds_the_best_of_everything_that_can_be_given(model, object
             continue
         strategy = Strategy(pp=pp, tp_x=tp, dp_replicate=replicas, dp_shard=shard, ep=ep)
         try:
-            one = plan_generation(
-                model, node, work, strategy=strategy, objective=objective, memory_headroom=0.1
-            ).best
+            one = plan_generation(model, node, work, strategy=strategy, objective=objective, memory_headroom=0.1).best
         except HyperParallelError:
             refused += 1
             continue
@@ -232,9 +228,7 @@ def test_mla_keeps_its_latent_whole_and_expands_it_for_every_token():
     one, eight = (priced(model, p, memory_gib=4096) for p in ("", "tp=8"))
     assert one.cache_bytes == eight.cache_bytes == 61 * 8 * (1024 + 64) * (512 + 64) * 2
     cached = 8 * (1024 + 32)
-    products = (
-        61 * 2 * cached * 128 * (128 + 128) * 512 / machine().device.peak_flops["bfloat16"].value
-    )
+    products = 61 * 2 * cached * 128 * (128 + 128) * 512 / machine().device.peak_flops["bfloat16"].value
     assert one.decode["cache and attention"] > products
 
 
@@ -244,16 +238,12 @@ def test_stages_are_cut_by_bytes():
     model = replace(
         model,
         blocks=tuple(
-            replace(b, params=tuple(replace(p, shape=(40960, 256)) for p in b.params))
-            if b.name == "embedding"
-            else b
+            replace(b, params=tuple(replace(p, shape=(40960, 256)) for p in b.params)) if b.name == "embedding" else b
             for b in model.blocks
         ),
     )
     cuts = [f"pp=2 stage_layers=[{n},{8 - n}]" for n in range(1, 8)]
-    held = {
-        m.parallel: m.weight_bytes + m.cache_bytes for m in (priced(model, cut) for cut in cuts)
-    }
+    held = {m.parallel: m.weight_bytes + m.cache_bytes for m in (priced(model, cut) for cut in cuts)}
     chosen = priced(model, "pp=2")
     assert held[chosen.parallel] == chosen.weight_bytes + chosen.cache_bytes == min(held.values())
     assert chosen.parallel == "pp=2 stage_layers=[2,6]"
@@ -295,9 +285,7 @@ def test_hints_keep_no_option_that_contradicts_them():
 def test_other_families_and_quantised_weights_are_refused_by_name():
     config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
     config |= {"intermediate_size": 64, "model_type": "llama", "dtype": "bfloat16"}
-    other = spec_from_config(
-        config | {"model_type": "unknown_decoder", "rms_norm_eps": 1e-6}, name="x"
-    )
+    other = spec_from_config(config | {"model_type": "unknown_decoder", "rms_norm_eps": 1e-6}, name="x")
     with pytest.raises(UnsupportedSharding, match="family `unknown_decoder`"):
         plan_generation(other, machine())
     model = spec_from_config(config | {"quantization_config": {"quant_method": "fp8"}}, name="x")

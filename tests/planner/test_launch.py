@@ -66,9 +66,7 @@ def test_megatron_gets_what_it_can_express():
     megatron = launch_settings(chosen, "megatron")
     assert "--pipeline-model-parallel-size 2" in megatron
     assert "--expert-model-parallel-size 8" in megatron
-    two = plan(
-        "llama-3-8b", "dgx-h100", Workload(8192, 8192 * 64), strategy=Strategy(tp_x=4, tp_y=2)
-    )
+    two = plan("llama-3-8b", "dgx-h100", Workload(8192, 8192 * 64), strategy=Strategy(tp_x=4, tp_y=2))
     assert "# not expressed: two tensor-parallel axes" in launch_settings(two, "megatron")
     assert yaml.safe_load(launch_settings(two, "ours"))["parallel"]["tp_y"] == 2
     for stack in ("deepspeed", "torchtitan"):
@@ -94,9 +92,7 @@ def test_uneven_stages_and_sharded_optimizer_states_are_expressed():
         per_rank[rank] = sum(chosen.stages[i].layers for i in chosen.strategy.stages_of(rank))
     assert sum(per_rank) == 126
     assert per_rank[0] != per_rank[1]
-    assert f"--decoder-first-pipeline-num-layers {per_rank[0]}\n" in launch_settings(
-        chosen, "megatron"
-    )
+    assert f"--decoder-first-pipeline-num-layers {per_rank[0]}\n" in launch_settings(chosen, "megatron")
     assert "# not expressed: schedule zbv; 1F1B" in launch_settings(chosen, "megatron")
     assert yaml.safe_load(launch_settings(chosen, "ours"))["parallel"]["zero"] == 1
 

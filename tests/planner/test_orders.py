@@ -28,9 +28,7 @@ def shares(order, degrees, tiers):
     st.tuples(*(st.sampled_from((1, 2, 3, 4, 8, 12)) for _ in AXES)),
     st.lists(st.sampled_from((4, 8, 16, 72, 384)), max_size=3, unique=True).map(sorted),
 )
-def test_one_order_of_every_kind_is_kept_with_tensor_parallelism_innermost_where_possible(
-    degrees, tiers
-):
+def test_one_order_of_every_kind_is_kept_with_tensor_parallelism_innermost_where_possible(degrees, tiers):
     kept = distinct_orders(degrees, tuple(tiers))
     kinds = [shares(ORDERS[index], degrees, tiers) for index in kept]
     assert len({*kinds}) == len(kinds)

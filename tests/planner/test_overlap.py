@@ -41,9 +41,7 @@ def slow_links(model, factor=40.0):
     """A request with 8 devices whose links are slower, so that overlap pays."""
     fast = machine()
     tiers = tuple(
-        dataclasses.replace(
-            t, bytes_s=dataclasses.replace(t.bytes_s, value=t.bytes_s.value / factor)
-        )
+        dataclasses.replace(t, bytes_s=dataclasses.replace(t.bytes_s, value=t.bytes_s.value / factor))
         for t in fast.tiers
     )
     supernode = dataclasses.replace(fast, tiers=tiers)
@@ -90,8 +88,5 @@ def test_overlap_does_not_pay_on_ranks_that_share_cores():
         (experts, [o for o in OVERLAPS if o.tp_chunks == 1]),
         (tensor, [o for o in OVERLAPS if o.ep_chunks == 1]),
     ):
-        plans = [
-            plan(model, "local", workload, strategy=dataclasses.replace(strategy, overlap=o))
-            for o in overlaps
-        ]
+        plans = [plan(model, "local", workload, strategy=dataclasses.replace(strategy, overlap=o)) for o in overlaps]
         assert all(p.step_s >= plans[0].step_s * (1 - 1e-12) for p in plans)

@@ -85,9 +85,7 @@ def test_given_strategy_is_priced_as_it_is():
     workload = Workload(512, 512 * 8)
     one = plan(small_model(), machine(), workload, strategy=Strategy(dp_shard=2, tp_x=4))
     assert one.strategy == Strategy(dp_shard=2, tp_x=4)
-    assert (
-        str(one.layouts["model.layers.*.mlp.up_proj.weight"]) == "[mlp:tp_x.dp_shard, embed] @ hbm"
-    )
+    assert str(one.layouts["model.layers.*.mlp.up_proj.weight"]) == "[mlp:tp_x.dp_shard, embed] @ hbm"
     assert not one.rejected
 
 

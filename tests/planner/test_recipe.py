@@ -39,9 +39,7 @@ def recipe(tmp_path):
 def test_auto_chooses_executable_axes_for_one_sequence_per_rank(recipe):
     chosen = plan_recipe(recipe())
     assert chosen.strategy.world_size == 4
-    assert (chosen.strategy.pp, chosen.strategy.cp, chosen.strategy.tp_y, chosen.strategy.ep) == (
-        1,
-    ) * 4
+    assert (chosen.strategy.pp, chosen.strategy.cp, chosen.strategy.tp_y, chosen.strategy.ep) == (1,) * 4
     assert chosen.layouts
     assert chosen.workload.tokens_per_step == 4 * 512
 
@@ -121,9 +119,7 @@ def test_auto_makes_no_more_layers_again_than_memory_asks_for(recipe, tmp_path):
     chosen = plan_recipe(recipe(parallel={"auto": True, **one}, topology=topology))
     assert chosen.strategy.recompute_layers == 2
     assert chosen.layouts
-    explicit = plan_recipe(
-        recipe(parallel=one, training={**again, "recompute_layers": 2}, topology=topology)
-    )
+    explicit = plan_recipe(recipe(parallel=one, training={**again, "recompute_layers": 2}, topology=topology))
     assert explicit.strategy == chosen.strategy
     assert (explicit.step_s, explicit.memory_bytes) == (chosen.step_s, chosen.memory_bytes)
 
@@ -131,10 +127,7 @@ def test_auto_makes_no_more_layers_again_than_memory_asks_for(recipe, tmp_path):
 def _machine(folder, device, host):
     """Path of a topology of two devices; memory in GiB."""
     values = {"one": 1, "device": device, "host": host}
-    quantities = {
-        name: f"{{value: {value}, source: test, certainty: general}}"
-        for name, value in values.items()
-    }
+    quantities = {name: f"{{value: {value}, source: test, certainty: general}}" for name, value in values.items()}
     path = folder / "machine.yaml"
     path.write_text(SMALL.format(**quantities))
     return str(path)

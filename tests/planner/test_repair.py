@@ -61,9 +61,7 @@ def test_the_hint_of_every_refusal_makes_the_strategy_legal(name):
         strategy = Strategy(**{key: draw.choice(values) for key, values in CHOICES.items()})
         if strategy.pp > 1 and draw.random() < 0.2:
             strategy = replace(strategy, stage_layers=(4,) * strategy.pp)
-        workload = Workload(
-            4096, draw.choice((None, None, 4096 * 48)), 1, draw.choice((None, 1, 6, 8))
-        )
+        workload = Workload(4096, draw.choice((None, None, 4096 * 48)), 1, draw.choice((None, 1, 6, 8)))
         error = refusal(model, machine, workload, strategy)
         if error is None:
             continue

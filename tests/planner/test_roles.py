@@ -83,9 +83,7 @@ def test_in_turn_and_in_step_take_the_sum_and_ahead_the_longer_role(sample_s, le
     assert steady(sample_s, learn_s, None) == pytest.approx(sample_s + learn_s, abs=1e-8)
     assert steady(sample_s, learn_s, 0) == pytest.approx(sample_s + learn_s, abs=1e-8)
     for staleness in (1, 2, 5):
-        assert steady(sample_s, learn_s, staleness) == pytest.approx(
-            max(sample_s, learn_s), abs=1e-8
-        )
+        assert steady(sample_s, learn_s, staleness) == pytest.approx(max(sample_s, learn_s), abs=1e-8)
 
 
 def test_two_roles_on_one_core_gain_nothing_by_running_ahead():
@@ -295,9 +293,7 @@ def test_a_plan_keeps_its_roles_in_a_file_and_one_of_before_has_none(recipe):
     assert Plan.from_json(json.dumps(data)) == replace(found, roles=None)
 
 
-def test_ranks_that_share_this_machine_are_slower_while_both_roles_work(
-    recipe, tmp_path, monkeypatch
-):
+def test_ranks_that_share_this_machine_are_slower_while_both_roles_work(recipe, tmp_path, monkeypatch):
     """On a machine whose ranks share cores, asynchrony gives less than the longer role, and never more than in step."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # without a calibrated card
     given = {"parallel": {"dp_replicate": 1}, "topology": "local"}
@@ -309,9 +305,7 @@ def test_ranks_that_share_this_machine_are_slower_while_both_roles_work(
     assert longer * (1 - 1e-6) <= ahead.step_s <= in_step.step_s * (1 + 1e-6)
     assert in_step.step_s == pytest.approx(ahead.sample_s + ahead.learn_s, rel=1e-3)
     # A rank has the cores and the memory of one of two, whatever the other does.
-    both = plan_recipe(
-        recipe(training={"dtype": "float32"}, topology="local", parallel={"dp_replicate": 2})
-    )
+    both = plan_recipe(recipe(training={"dtype": "float32"}, topology="local", parallel={"dp_replicate": 2}))
     assert plan.peak_flops == both.peak_flops
     assert plan.memory_capacity_bytes == both.memory_capacity_bytes
 

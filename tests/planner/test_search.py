@@ -62,9 +62,7 @@ def test_search_of_all_orders_equals_brute_force(seed):
 def test_search_with_offload_equals_brute_force(seed, few_orders):
     model, supernode, workload, devices = draw_case(seed)
     draw = random.Random(seed + 1000)
-    host = HostMemory(
-        draw.choice([2e8, 1e12]), draw.choice([1e10, 5e10, 4e11]), draw.random() < 0.6
-    )
+    host = HostMemory(draw.choice([2e8, 1e12]), draw.choice([1e10, 5e10, 4e11]), draw.random() < 0.6)
     budget = draw.choice([1.03, 1.04, 1.06, 1.08]) * 2**30
     request = resolve(model, supernode, workload, devices)
     request = dataclasses.replace(request, offload=host, capacity_bytes=budget)
@@ -206,9 +204,7 @@ def test_objectives():
     fast = plan(model, supernode, workload, num_devices=16)
     lean = plan(model, supernode, workload, num_devices=16, objective="memory")
     assert lean.memory_bytes < fast.memory_bytes
-    within = plan(
-        model, supernode, workload, num_devices=16, objective="memory", deadline_s=fast.step_s * 1.2
-    )
+    within = plan(model, supernode, workload, num_devices=16, objective="memory", deadline_s=fast.step_s * 1.2)
     assert within.step_s <= fast.step_s * 1.2
     assert within.memory_bytes <= fast.memory_bytes
     thrifty = plan(model, supernode, workload, num_devices=16, objective="tokens-per-device-second")
@@ -224,14 +220,10 @@ def test_objectives():
         half = plan(model, supernode, workload, num_devices=fewer)
         assert half.step_s > fast.step_s * 3
     with pytest.raises(DeadlineMissed) as caught:
-        plan(
-            model, supernode, workload, num_devices=16, objective="fewest-devices", deadline_s=1e-6
-        )
+        plan(model, supernode, workload, num_devices=16, objective="fewest-devices", deadline_s=1e-6)
     assert caught.value.hint is not None
     reachable = float(caught.value.hint.split()[1])
-    plan(
-        model, supernode, workload, num_devices=16, objective="fewest-devices", deadline_s=reachable
-    )
+    plan(model, supernode, workload, num_devices=16, objective="fewest-devices", deadline_s=reachable)
 
 
 def test_a_pinned_microbatch_that_is_too_large_is_named():
@@ -285,9 +277,7 @@ def test_choices_that_are_pinned_have_their_own_price(pins):
         (6, 2, {"tp_x": 2, "tp_y": 2, "cp": 1, "attention_shape": "2d"}, "token"),
     ],
 )
-def test_inputs_gathered_again_and_scattered_tokens_equal_brute_force(
-    heads, kv_heads, pins, scatter, few_orders
-):
+def test_inputs_gathered_again_and_scattered_tokens_equal_brute_force(heads, kv_heads, pins, scatter, few_orders):
     """Devices from ones on which next to nothing fits to ones on which all inputs can be kept."""
     model, workload = small_model(3, 32 * heads, heads, kv_heads), Workload(4096, 4096 * 8)
     chosen = []
@@ -317,9 +307,7 @@ def test_gathering_again_is_chosen_pinned_excluded_and_told():
     assert free.step_s < kept.step_s
     again = plan("llama-3-8b", pins={**pins, "gathered_inputs": "re-gather"}, **asked)
     assert again.strategy == free.strategy
-    assert not any(
-        "inputs are re-gathered because it is the fastest" in note for note in again.notes
-    )
+    assert not any("inputs are re-gathered because it is the fastest" in note for note in again.notes)
     with pytest.raises(BadValue, match="excluded and pinned"):
         plan(
             "llama-3-8b",

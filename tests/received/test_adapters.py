@@ -42,14 +42,10 @@ def model():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    adapted = peft.get_peft_model(
-        model(), peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj"])
-    )
+    adapted = peft.get_peft_model(model(), peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj"]))
     place = tmp_path_factory.mktemp("adapter")
     adapted.save_pretrained(place)
-    return json.loads((place / "adapter_config.json").read_text()), load_file(
-        place / "adapter_model.safetensors"
-    )
+    return json.loads((place / "adapter_config.json").read_text()), load_file(place / "adapter_model.safetensors")
 
 
 @pytest.fixture
@@ -59,9 +55,7 @@ def adapter(written, tmp_path):
     def write(tensors=None, **changes):
         config, stored = written
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | changes))
-        save_file(
-            stored if tensors is None else tensors(stored), tmp_path / "adapter_model.safetensors"
-        )
+        save_file(stored if tensors is None else tensors(stored), tmp_path / "adapter_model.safetensors")
         return tmp_path
 
     return write

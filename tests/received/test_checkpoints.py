@@ -125,9 +125,7 @@ def test_pieces_of_many_dims_that_fill_a_tensor_in_two_ways_are_told_apart(saved
         ([1, 1], [2, 2]),
     ]
     rewrite(saved, "index.json", with_tensor(saved, [4, 4], spiral))
-    with pytest.raises(
-        files.Damaged, match="are not `model"
-    ):  # the boxes are right, their bytes are not
+    with pytest.raises(files.Damaged, match="are not `model"):  # the boxes are right, their bytes are not
         read_index(newest)
     rewrite(saved, "index.json", with_tensor(saved, [4, 4], [*spiral[:-1], ([0, 1], [2, 2])]))
     with pytest.raises(files.Damaged, match="overlap"):

@@ -79,9 +79,7 @@ def test_a_config_is_refused_with_a_code(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "command", ["plan", "plan --recipe", "train --dry-run", "parity", "generate", "doctor --model"]
 )
-def test_every_command_refuses_alike(
-    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_refuses_alike(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from hyper_parallel.cli import application
 
     monkeypatch.chdir(tmp_path)
@@ -113,9 +111,7 @@ def test_code_beside_a_config_does_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", preset_names())
 def test_every_preset_is_far_within_the_bounds(preset: str) -> None:
     values = read_preset(preset)
-    check_config(
-        values | {"num_hidden_layers": 2 * int(values.get("num_hidden_layers") or 1)}, preset
-    )
+    check_config(values | {"num_hidden_layers": 2 * int(values.get("num_hidden_layers") or 1)}, preset)
 
 
 def test_small_configs_are_read(tmp_path: Path) -> None:

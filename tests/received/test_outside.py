@@ -45,9 +45,7 @@ def test_a_relative_link_to_outside_is_refused(folder: Path, secret: Path) -> No
     refusal(lambda: texts(folder), "HP602", "b.jsonl")
 
 
-def test_links_inside_and_a_source_that_is_a_link_are_read(
-    folder: Path, secret: Path, tmp_path: Path
-) -> None:
+def test_links_inside_and_a_source_that_is_a_link_are_read(folder: Path, secret: Path, tmp_path: Path) -> None:
     (folder / "b.jsonl").symlink_to("a.jsonl")
     (tmp_path / "link").symlink_to(folder)
     (tmp_path / "link.jsonl").symlink_to(secret)
@@ -100,9 +98,7 @@ OUTSIDE = [
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_card_that_names_files_outside_is_refused(folder: Path, secret: Path, name: str) -> None:
     pytest.importorskip("datasets")
-    files = {
-        "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": name}]}]
-    }
+    files = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": name}]}]}
     (folder / "README.md").write_text(f"---\n{json.dumps(files)}\n---\n# Card\n")
     refusal(lambda: texts(folder), "HP602", "README.md")
     (folder / "README.md").unlink()
@@ -154,11 +150,7 @@ def test_a_saved_table_that_names_files_outside_is_refused(tmp_path: Path, value
     assert texts(tmp_path / "saved") == ["saved"]
     state = tmp_path / "saved" / "state.json"
     old = json.loads(state.read_text())
-    new = (
-        values
-        if isinstance(values, str)
-        else json.dumps(old | values if isinstance(values, dict) else values)
-    )
+    new = values if isinstance(values, str) else json.dumps(old | values if isinstance(values, dict) else values)
     state.write_text(new)
     refusal(lambda: texts(tmp_path / "saved"), "HP602")
 
@@ -167,9 +159,7 @@ def test_a_saved_table_that_names_files_outside_is_refused(tmp_path: Path, value
 def test_a_list_of_splits_stays_in_its_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": ["secret"]}).save_to_disk(tmp_path / "secret")
-    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(
-        tmp_path / "d"
-    )
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "d")
     assert texts(tmp_path / "d") == ["a"]
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["../secret"]}')
     refusal(lambda: texts(tmp_path / "d"), "HP602", "../secret")
@@ -184,9 +174,7 @@ def test_columns_that_would_open_files_are_left_out(tmp_path: Path) -> None:
     assert texts(tmp_path / "saved") == ["own"]
 
 
-@pytest.mark.parametrize(
-    "source", ["https://example.com/a.jsonl", "s3://bucket/a", "hf://datasets/a/b"]
-)
+@pytest.mark.parametrize("source", ["https://example.com/a.jsonl", "s3://bucket/a", "hf://datasets/a/b"])
 def test_an_address_is_no_source(source: str) -> None:
     refusal(lambda: texts(Path(source)), "HP602", "does not exist")
 

@@ -16,9 +16,7 @@ def test_control_characters_are_escaped_and_others_stay() -> None:
     text = printable(HOSTILE)
     assert text.isprintable()
     assert text.encode()
-    assert text.startswith(
-        "a\\u001b[2Jb\\u0007c\\u000dd\\u0008e\\u007ff\\u009b31mg\\u202eh\\u2066i"
-    )
+    assert text.startswith("a\\u001b[2Jb\\u0007c\\u000dd\\u0008e\\u007ff\\u009b31mg\\u202eh\\u2066i")
     kept = "line\nline\ttab \u00e9 \u4e2d \U0001f600 \u05d0 \u200d \u0301"
     assert printable(kept) == kept
 

@@ -57,9 +57,7 @@ LINES = {
 def test_a_record_beyond_the_limit_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text(LINES[name])
-    error = refusal(
-        lambda: documents(path, max_record_bytes=MIB), "HP602", "max_record_bytes", f"{path}:"
-    )
+    error = refusal(lambda: documents(path, max_record_bytes=MIB), "HP602", "max_record_bytes", f"{path}:")
     assert error.hint == f"data.max_record_bytes={4 * MIB}"
     assert len(documents(path, max_record_bytes=4 * MIB)) == 2
 
@@ -79,9 +77,7 @@ def test_parquet_that_expands_is_refused(tmp_path: Path, rows: Any, how: dict[st
     path = tmp_path / "a.parquet"
     parquet(path, rows, **how)
     assert path.stat().st_size < MIB / 2
-    refusal(
-        lambda: documents(path, max_record_bytes=MIB), "HP602", "max_record_bytes", "a.parquet: row"
-    )
+    refusal(lambda: documents(path, max_record_bytes=MIB), "HP602", "max_record_bytes", "a.parquet: row")
 
 
 @pytest.mark.torch
@@ -96,9 +92,7 @@ def test_rows_of_parquet_within_the_limit_are_read_in_order(tmp_path: Path) -> N
 @pytest.mark.torch
 def test_a_saved_table_that_expands_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "saved", {"text": ["x" * 384 * MIB]})
-    refusal(
-        lambda: documents(tmp_path / "saved", max_record_bytes=MIB), "HP602", "max_record_bytes"
-    )
+    refusal(lambda: documents(tmp_path / "saved", max_record_bytes=MIB), "HP602", "max_record_bytes")
 
 
 @pytest.mark.parametrize(
@@ -108,9 +102,7 @@ def test_a_saved_table_that_expands_is_refused(tmp_path: Path) -> None:
         ("a.csv", "text\n" + "," * 9 * MIB + "\n", "too many values"),
     ],
 )
-def test_a_record_of_millions_of_values_is_refused(
-    tmp_path: Path, name: str, text: str, word: str
-) -> None:
+def test_a_record_of_millions_of_values_is_refused(tmp_path: Path, name: str, text: str, word: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     refusal(lambda: documents(path), "HP602", word, f"{path}:")

@@ -160,9 +160,7 @@ def test_another_file_of_a_run_is_refused_by_name(place, name, text):
 def test_many_lanes_and_steps_are_drawn_in_little_time(place):
     timeline = encode(make_timeline())
     span = timeline["spans"][0]
-    timeline["spans"] = [
-        span | {"lane": f"rank {i}/compute", "step": i, "name": "rollout"} for i in range(5_000)
-    ]
+    timeline["spans"] = [span | {"lane": f"rank {i}/compute", "step": i, "name": "rollout"} for i in range(5_000)]
     (place / "timeline.json").write_text(json.dumps(timeline))
     (place / "rollouts").mkdir()
     (place / "rollouts" / "timeline.0.json").write_text(json.dumps(timeline))

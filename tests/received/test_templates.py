@@ -98,9 +98,7 @@ _PAUSES = "recursive loop"
 """Takes 0.7 s of its own, and 8 s once at its place in the whole suite; the cause is not known."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == _PAUSES else ()) for n in REFUSED]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == _PAUSES else ()) for n in REFUSED])
 def test_a_template_is_refused_with_a_code(name: str) -> None:
     template, word = REFUSED[name]
     tokenizer = with_template(template)
@@ -111,9 +109,7 @@ def test_a_template_is_refused_with_a_code(name: str) -> None:
 def test_a_template_is_refused_with_a_code_for_a_record_with_variables(name: str) -> None:
     template, word = REFUSED[name]
     record = Conversation(tuple(TURNS), template_values={"style": "short"})
-    refusal(
-        lambda: render(with_template(template), record, where="rows:1"), "HP102", word, "rows:1"
-    )
+    refusal(lambda: render(with_template(template), record, where="rows:1"), "HP102", word, "rows:1")
 
 
 def test_end_markers_of_a_template_without_end_are_refused() -> None:
@@ -122,9 +118,7 @@ def test_end_markers_of_a_template_without_end_are_refused() -> None:
 
 
 def test_marks_of_a_template_are_work_as_well() -> None:
-    template = (
-        "{% for a in range(100000) %}x{{ a }}{% generation %}y{% endgeneration %}{% endfor %}"
-    )
+    template = "{% for a in range(100000) %}x{{ a }}{% generation %}y{% endgeneration %}{% endfor %}"
     refusal(
         lambda: encode_conversation(with_template(template), Conversation(tuple(TURNS))),
         "HP102",

@@ -126,9 +126,7 @@ def test_a_file_of_gigabytes_is_refused_before_it_is_read(tmp_path: Path, name: 
     refusal(lambda: load_tokenizer(directory), "HP602", name, "2,147,483,648 bytes")
 
 
-@pytest.mark.parametrize(
-    "name", ["tokenizer.json", "tokenizer_config.json", "processor_config.json"]
-)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "processor_config.json"])
 def test_a_link_to_another_file_outside_is_refused(tmp_path: Path, name: str) -> None:
     """Words of that file would be copied into caches and exports."""
     directory = write(tmp_path / "model")
@@ -178,9 +176,7 @@ def test_a_whole_tokenizer_is_read_and_paths_in_its_config_are_not(tmp_path: Pat
     directory = write(tmp_path, normalize({"type": "NFKC"}, replace(" ", "\u2581")))
     path = directory / "tokenizer_config.json"
     values = json.loads(path.read_text())
-    path.write_text(
-        json.dumps(values | {"tokenizer_file": "/etc/passwd", "vocab_file": "/etc/passwd"})
-    )
+    path.write_text(json.dumps(values | {"tokenizer_file": "/etc/passwd", "vocab_file": "/etc/passwd"}))
     with within_bounds():
         tokenizer = load_tokenizer(directory)
         ids = next(encode([Document("rows:1", "a b")], tokenizer, "pt"))[0]

@@ -68,21 +68,14 @@ def every_move(layout, mesh):
         taken = tuple(tuple(a for a in d if a != axis) for d in layout.axes)
         if axis in layout.partial:
             moves.append(("all_reduce", axis, None, None, Layout(layout.axes, rest)))
-            moves += [
-                ("reduce_scatter", axis, d, None, Layout(put(layout.axes, d, axis), rest))
-                for d in dims
-            ]
+            moves += [("reduce_scatter", axis, d, None, Layout(put(layout.axes, d, axis), rest)) for d in dims]
         elif axis not in layout.sharding_axes:
             moves += [("slice", axis, d, None, Layout(put(taken, d, axis), rest)) for d in dims]
         else:
             (src,) = (d for d in dims if axis in layout.axes[d])
             if layout.axes[src][-1] == axis:
                 moves.append(("all_gather", axis, src, None, Layout(taken, rest)))
-                moves += [
-                    ("all_to_all", axis, src, d, Layout(put(taken, d, axis), rest))
-                    for d in dims
-                    if d != src
-                ]
+                moves += [("all_to_all", axis, src, d, Layout(put(taken, d, axis), rest)) for d in dims if d != src]
     return moves
 
 

@@ -30,22 +30,14 @@ def make_plan() -> Plan:
         workload=Workload(256, tokens_per_step=4096).resolve(2),
         strategy=strategy,
         layouts={
-            "model.embed_tokens.weight": Layout(
-                (("tp_x", "dp_shard"), ()), dims=("vocab", "embed")
-            ),
-            "model.layers.*.self_attn.q_proj.weight": Layout(
-                (("tp_x", "dp_shard"), ()), dims=("heads", "embed")
-            ),
-            "model.layers.*.mlp.down_proj.weight": Layout(
-                (("dp_shard",), ("tp_x",)), dims=("embed", "mlp")
-            ),
+            "model.embed_tokens.weight": Layout((("tp_x", "dp_shard"), ()), dims=("vocab", "embed")),
+            "model.layers.*.self_attn.q_proj.weight": Layout((("tp_x", "dp_shard"), ()), dims=("heads", "embed")),
+            "model.layers.*.mlp.down_proj.weight": Layout((("dp_shard",), ("tp_x",)), dims=("embed", "mlp")),
             "model.norm.weight": Layout((("dp_shard",),), dims=("embed",)),
         },
         step_s=1.0,
         cost=(
-            CostTerm(
-                "compute", 0.7, "flops / (peak * efficiency)", {"flops": 1.0}, "measured card"
-            ),
+            CostTerm("compute", 0.7, "flops / (peak * efficiency)", {"flops": 1.0}, "measured card"),
             CostTerm("tp communication", 0.2, "bytes / bandwidth", {}, "measured card"),
             CostTerm("optimizer", 0.1, "20 B / parameter / memory bandwidth", {}, "measured card"),
         ),
@@ -56,9 +48,7 @@ def make_plan() -> Plan:
         ),
         memory_capacity_bytes=1 << 30,
         collectives=(Collective("all_gather", ("dp_shard",), "fsdp parameters", 10, 1 << 20),),
-        rejected=(
-            Rejected(Strategy(dp_shard=4), "slower by 9 %: fsdp communication", 1.09, 300 << 20),
-        ),
+        rejected=(Rejected(Strategy(dp_shard=4), "slower by 9 %: fsdp communication", 1.09, 300 << 20),),
         notes=("vocabulary 1001 is not divisible by tp 2: embedding and head are replicated",),
     )
 

@@ -44,9 +44,7 @@ def diagnose(directory: Path, *by_rank, ranks="[0, 1, 2]"):
 def test_the_rank_that_misses_a_collective_is_named_and_what_it_did_last(tmp_path: Path) -> None:
     both = [entry(1), entry(2)]
     late = entry(3, state="started", retired=False)
-    (one,), text = diagnose(
-        tmp_path, [*both, late], [*both, late], [*both, entry(7, group="own", time_created_ns=9)]
-    )
+    (one,), text = diagnose(tmp_path, [*both, late], [*both, late], [*both, entry(7, group="own", time_created_ns=9)])
     assert (one["group"], one["number"], one["kind"]) == ("dp", 3, "missing")
     assert (one["ranks"], one["culprits"]) == ([0, 1, 2], [2])
     assert "rank 2 has not called collective 3 of group dp" in text
@@ -64,9 +62,7 @@ def test_the_rank_that_misses_a_collective_is_named_and_what_it_did_last(tmp_pat
     ],
 )
 def test_the_rank_that_differs_is_named(tmp_path: Path, other, kind) -> None:
-    found, _ = diagnose(
-        tmp_path, [entry(1), entry(2)], [entry(1), entry(2, **other)], [entry(1), entry(2)]
-    )
+    found, _ = diagnose(tmp_path, [entry(1), entry(2)], [entry(1), entry(2, **other)], [entry(1), entry(2)])
     assert [(d["kind"], d["number"], d["culprits"]) for d in found] == [(kind, 2, [1])]
 
 

@@ -66,9 +66,7 @@ def charts_of(page: Path) -> list[dict]:
         if isinstance(item, dict) and item.get("name") == "ColumnDataSource":
             entries = item["attributes"]["data"]["entries"]
             found.append(dict(entries))
-        pending += (
-            item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-        )
+        pending += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
     return found
 
 
@@ -224,9 +222,7 @@ def test_trace_holds_both_lanes_aligned(run_dir: Path) -> None:
     first_measured = min(e["ts"] for e in spans if e["pid"] == 2)
     first_predicted = min(e["ts"] for e in spans if e["pid"] == 1)
     assert first_measured == pytest.approx(first_predicted)
-    assert sum(e["dur"] for e in spans if e["pid"] == 1) == pytest.approx(
-        3 * 1e6
-    )  # three steps of one second
+    assert sum(e["dur"] for e in spans if e["pid"] == 1) == pytest.approx(3 * 1e6)  # three steps of one second
 
 
 def test_trace_without_a_measured_timeline_still_predicts() -> None:
@@ -247,9 +243,7 @@ def test_one_step_starts_at_zero_and_keeps_order() -> None:
 
 def test_a_resumed_step_counts_once_and_an_unfinished_line_is_ignored(run_dir: Path) -> None:
     path = run_dir / "metrics.jsonl"
-    path.write_text(
-        path.read_text() + json.dumps({"step": 60, "loss": 1.25}) + '\n{"step": 61, "lo'
-    )
+    path.write_text(path.read_text() + json.dumps({"step": 60, "loss": 1.25}) + '\n{"step": 61, "lo')
     run = load_run(run_dir)
     assert len(run.metrics) == 60
     assert run.metrics[-1]["loss"] == 1.25
@@ -304,12 +298,8 @@ def test_offloaded_steps_are_shown_and_incomplete_records_refused(run_dir: Path)
 
 
 def test_half_a_surrogate_pair_in_a_run_is_shown_as_its_escape(run_dir: Path) -> None:
-    about = (
-        json.loads((run_dir / "run.json").read_text()) if (run_dir / "run.json").exists() else {}
-    )
-    (run_dir / "run.json").write_text(
-        json.dumps({**about, "recipe": "\ud800.yaml", "device": "\ud800"})
-    )
+    about = json.loads((run_dir / "run.json").read_text()) if (run_dir / "run.json").exists() else {}
+    (run_dir / "run.json").write_text(json.dumps({**about, "recipe": "\ud800.yaml", "device": "\ud800"}))
     page, _ = write_report(run_dir)
     assert "\\ud800" in page.read_text(encoding="utf-8")
 
@@ -341,15 +331,11 @@ def test_simulated_lanes_stand_beside_the_measured_ones(run_dir: Path) -> None:
     assert load_run(run_dir).simulated == simulated
     text = page_of(run_dir).text
     assert {"forward", "backward"} <= {part.strip() for part in text}
-    lanes = next(
-        d for d in charts_of(run_dir / "report.html") if d.get("what", [""])[0][-1:] == "0"
-    )
+    lanes = next(d for d in charts_of(run_dir / "report.html") if d.get("what", [""])[0][-1:] == "0")
     assert "backward, stage 1, microbatch 1" in lanes["what"]
     assert len({*lanes["color"]}) == 2  # one for all forwards, one for all backwards
     events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
-    lanes = {
-        e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1
-    }
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1}
     assert {"pipeline rank 0/compute", "pipeline rank 1/compute", "step"} == {*lanes.values()}
     drawn = [e for e in events if e["ph"] == "X" and e["pid"] == 1 and e["name"] == "0F0"]
     measured = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["name"] == "data"]

@@ -31,10 +31,7 @@ def _step(number: int, scale: float) -> list[Span]:
         ("rank 1/communication", "gradient reduction", 7.0, 9.0),
     ]
     start = number * 100.0
-    return [
-        Span(lane, name, start + scale * at, scale * length, "compute", number)
-        for lane, name, at, length in spans
-    ]
+    return [Span(lane, name, start + scale * at, scale * length, "compute", number) for lane, name, at, length in spans]
 
 
 def test_measured_seconds_belong_to_the_part_that_spent_them() -> None:

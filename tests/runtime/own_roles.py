@@ -55,9 +55,7 @@ def watched(cls, folder, role="", at=0, when="before", who="self", number=signal
     return type(cls.__name__, (cls,), {name: noted(name) for name in names})
 
 
-def run(
-    folder, engine="processes", *, staleness=0, timeout_s=60.0, max_restarts=3, ranks=1, **fate
-):
+def run(folder, engine="processes", *, staleness=0, timeout_s=60.0, max_restarts=3, ranks=1, **fate):
     """The checksum that the program prints, and its controller, which is closed."""
     example = load_example()
     for name in CALLS:
@@ -81,9 +79,7 @@ def answered(folder):
     """Calls that the journal has answers of, by role, in the words of `ran`."""
     records = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     return Counter(
-        f"{r['role']} {r['method']} {json.dumps(r['arguments'])}"
-        for r in records
-        if r["role"] and r["number"]
+        f"{r['role']} {r['method']} {json.dumps(r['arguments'])}" for r in records if r["role"] and r["number"]
     )
 
 

@@ -95,9 +95,7 @@ def test_ranks_of_a_role_are_a_group_of_their_own() -> None:
 def test_a_rank_that_raises_alone_or_is_frozen_holds_up_nobody(tmp_path, caplog) -> None:
     with hp.Controller() as controller:
         pair = controller.start(Group, ranks=2)
-        with pytest.raises(
-            CallFailed, match=r"`fail` of role `Group` has raised ValueError on rank 1"
-        ):
+        with pytest.raises(CallFailed, match=r"`fail` of role `Group` has raised ValueError on rank 1"):
             pair.call("fail", 1).result()
         assert pair.call("total").result() == [3, 2]
         assert pair.restarts == 0
@@ -112,15 +110,11 @@ def test_an_exception_is_given_to_who_asks(engine, tmp_path) -> None:
     with hp.Controller(engine) as controller:
         role = controller.start(Counter, str(tmp_path / "ran"))
         failed, after = role.call("fail", 1), role.call("add", 2)
-        with pytest.raises(
-            CallFailed, match=r"(?s)`fail` of role `Counter`.*KeyError: .missing thing"
-        ) as caught:
+        with pytest.raises(CallFailed, match=r"(?s)`fail` of role `Counter`.*KeyError: .missing thing") as caught:
             failed.result()
         assert 'raise KeyError("missing thing")' in caught.value.what
         assert after.result() == 2
-        with pytest.raises(
-            BadValue, match=r"the result of `Counter.tensor` is not a JSON value.*(?s:.*)hp.save"
-        ):
+        with pytest.raises(BadValue, match=r"the result of `Counter.tensor` is not a JSON value.*(?s:.*)hp.save"):
             role.call("tensor").result()
         unborn = controller.start(Unborn)
         for _ in range(2):
@@ -145,9 +139,7 @@ def test_what_is_refused(tmp_path) -> None:
         for method in ("added", "__init__", "value"):
             with pytest.raises(BadValue, match="no public method of this name"):
                 role.call(method)
-        with pytest.raises(
-            BadValue, match=r"an argument of `Counter.add` is not a JSON value"
-        ) as caught:
+        with pytest.raises(BadValue, match=r"an argument of `Counter.add` is not a JSON value") as caught:
             role.call("add", torch.ones(1))
         assert "hp.save(" in caught.value.hint
         with pytest.raises(Contradiction):
@@ -223,9 +215,7 @@ def test_a_journal_cut_anywhere_has_its_whole_lines(tmp_path_factory, cut) -> No
     assert journal.read_bytes() == whole
 
 
-@pytest.mark.parametrize(
-    "text", ["years of work", "{}", '{"role": "user", "content": "hi"}\n', "[1]\n"]
-)
+@pytest.mark.parametrize("text", ["years of work", "{}", '{"role": "user", "content": "hi"}\n', "[1]\n"])
 def test_a_file_that_is_no_journal_is_left_as_it_is(tmp_path, text) -> None:
     (tmp_path / "thesis.txt").write_text(text)
     with pytest.raises(JournalMismatch, match="HP641"):

@@ -32,10 +32,7 @@ def test_ahead_by_one_is_the_same_program_on_both(tmp_path, oracle):  # noqa: F8
 @slow_cells("Sampler-2-before", "Scorer-1-after")
 @pytest.mark.parametrize(
     ("role", "at", "when"),
-    [
-        (role, DRAWN.randint(1, calls), DRAWN.choice(["before", "after"]))
-        for role, calls in CALLS.items()
-    ],
+    [(role, DRAWN.randint(1, calls), DRAWN.choice(["before", "after"])) for role, calls in CALLS.items()],
 )
 def test_a_killed_role_is_started_again(role, at, when, tmp_path, oracle):  # noqa: F811
     checksum, controller = run(tmp_path, role=role, at=at, when=when)
@@ -53,15 +50,11 @@ def test_a_frozen_role_is_started_again(tmp_path, oracle, caplog):  # noqa: F811
     assert checksum == oracle
     assert controller.roles["Learner"].restarts == 1
     assert by_role(answered(tmp_path)) == CALLS
-    assert (
-        "[HP620] role `Learner`: rank 0 is stopped by a signal (no progress for 4 s)" in caplog.text
-    )
+    assert "[HP620] role `Learner`: rank 0 is stopped by a signal (no progress for 4 s)" in caplog.text
 
 
 @slow_cells('Scorer-2-{"role": "Learner", "numb')
-@pytest.mark.parametrize(
-    ("role", "at", "torn"), [("Learner", 3, b""), ("Scorer", 2, b'{"role": "Learner", "numb')]
-)
+@pytest.mark.parametrize(("role", "at", "torn"), [("Learner", 3, b""), ("Scorer", 2, b'{"role": "Learner", "numb')])
 def test_a_killed_program_goes_on_with_its_journal(role, at, torn, tmp_path, oracle):  # noqa: F811
     fate = {"role": role, "at": at, "who": "controller", "when": "after"}
     program = get_context("fork").Process(target=run, args=(tmp_path,), kwargs=fate)
@@ -78,9 +71,7 @@ def test_a_killed_program_goes_on_with_its_journal(role, at, torn, tmp_path, ora
     assert not [pid for pid in pids if alive(pid)]
     assert checksum == oracle
     assert by_role(answered(tmp_path)) == CALLS
-    assert {call: n for call, n in ran(tmp_path).items() if n > 1} == dict.fromkeys(
-        first - known, 2
-    )
+    assert {call: n for call, n in ran(tmp_path).items() if n > 1} == dict.fromkeys(first - known, 2)
     assert [one.restarts for one in controller.roles.values()] == [0, 0, 0]
 
 

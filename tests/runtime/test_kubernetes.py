@@ -122,9 +122,7 @@ class JobSet(Strict):
 @pytest.fixture
 def recipe(tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text(
-        "model: {path: llama-3-8b}\nparallel: {dp_shard: 32}\ntraining: {max_restarts: 2}\n"
-    )
+    path.write_text("model: {path: llama-3-8b}\nparallel: {dp_shard: 32}\ntraining: {max_restarts: 2}\n")
     return path
 
 

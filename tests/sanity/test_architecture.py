@@ -26,11 +26,7 @@ def section(title: str) -> str:
 
 def picture() -> list[str]:
     """Lines of the block in the section about rooms."""
-    return [
-        line[4:]
-        for line in section("Rooms and who may import whom").splitlines()
-        if line[:4] == "    "
-    ]
+    return [line[4:] for line in section("Rooms and who may import whom").splitlines() if line[:4] == "    "]
 
 
 def drawn_layers() -> list[list[str]]:
@@ -40,12 +36,8 @@ def drawn_layers() -> list[list[str]]:
 
 
 def contract(start: str) -> list[str]:
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
-        "importlinter"
-    ]
-    (rules,) = [
-        c for c in tool["contracts"] if c["type"] == "layers" and c["containers"] == [start]
-    ]
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    (rules,) = [c for c in tool["contracts"] if c["type"] == "layers" and c["containers"] == [start]]
     return rules["layers"]
 
 
@@ -98,9 +90,7 @@ def test_the_picture_has_the_order_of_the_import_rules() -> None:
 def test_the_rooms_of_the_torch_back_end_are_drawn_in_their_order() -> None:
     (line,) = [line for line in picture() if line.startswith("inside backends/torch:")]
     ordered, rest = re.split(r";\s+", line.split(":", 1)[1])
-    assert [room.strip() for room in ordered.split(">")] == contract(
-        "hyper_parallel.backends.torch"
-    )
+    assert [room.strip() for room in ordered.split(">")] == contract("hyper_parallel.backends.torch")
     folders = {path.parent.name for path in (PACKAGE / "backends" / "torch").glob("*/__init__.py")}
     assert {*contract("hyper_parallel.backends.torch"), rest.split()[0]} == folders
 

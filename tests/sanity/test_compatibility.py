@@ -42,9 +42,7 @@ def test_the_page_says_what_the_census_found(tool: ModuleType, data) -> None:
     assert tool.page(data) == written, "run python tools/make_compatibility.py"
 
 
-def test_every_type_that_trains_plainly_trains_sharded_or_is_refused(
-    tool: ModuleType, data
-) -> None:
+def test_every_type_that_trains_plainly_trains_sharded_or_is_refused(tool: ModuleType, data) -> None:
     bad = {
         f"{name}, {axis}": cells[axis]
         for name, cells in data["types"].items()
@@ -74,9 +72,7 @@ def test_no_family_is_refused_where_all_must_train(tool: ModuleType, table) -> N
 
 
 @slow_cells("glm4-cp ring", "phi3-tp 4")
-@pytest.mark.parametrize(
-    ("row", "name"), [("phi3", "tp 4"), ("glm4", "cp ring"), ("deepseek_v3", "tp 2-D")]
-)
+@pytest.mark.parametrize(("row", "name"), [("phi3", "tp 4"), ("glm4", "cp ring"), ("deepseek_v3", "tp 2-D")])
 def test_a_cell_is_repeated(tool: ModuleType, table, row: str, name: str) -> None:
     found = tool.cell(tool.Reference(tool.setup_of(row)), tool.COLUMNS[name])
     if tool.NUMBER.fullmatch(found):

@@ -21,17 +21,14 @@ def test_links_inside_the_project_lead_somewhere(page: Path) -> None:
     broken = [
         target
         for target, _ in LINK.findall(page.read_text(encoding="utf-8"))
-        if not target.startswith(("http://", "https://", "mailto:"))
-        and not (page.parent / target).exists()
+        if not target.startswith(("http://", "https://", "mailto:")) and not (page.parent / target).exists()
     ]
     assert not broken
 
 
 def test_every_page_of_docs_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")} - {
-        "index.md"
-    }
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")} - {"index.md"}
     assert not {page for page in pages if f"({page})" not in index}
 
 
@@ -51,9 +48,7 @@ def paths(section: dict[str, str | list] | str) -> Iterator[str]:
             yield from paths(entry)
 
 
-@pytest.mark.parametrize(
-    "page", sorted((ROOT / "docs" / "how-to").glob("*.md")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "how-to").glob("*.md")), ids=lambda p: p.stem)
 def test_a_how_to_guide_has_at_most_two_screens(page: Path) -> None:
     assert len(page.read_text(encoding="utf-8").split()) <= 450
 
@@ -63,9 +58,7 @@ def test_every_public_name_exists() -> None:
         assert getattr(hyper_parallel, name) is not None
 
 
-@pytest.mark.parametrize(
-    "script", sorted((ROOT / "benchmarks").glob("[!_]*.py")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("[!_]*.py")), ids=lambda p: p.stem)
 def test_every_benchmark_takes_json(script: Path) -> None:
     assert 'add_argument("--json"' in script.read_text(encoding="utf-8"), "`make bench` passes it"
 

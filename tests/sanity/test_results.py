@@ -22,9 +22,7 @@ def tool(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_the_pages_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = tool("make_results", monkeypatch)["pages"]()
     stale = [
-        path.name
-        for path, text in pages.items()
-        if not path.is_file() or path.read_text(encoding="utf-8") != text
+        path.name for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
     ]
     assert not stale, "run python tools/make_results.py"
 

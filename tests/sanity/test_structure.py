@@ -91,11 +91,7 @@ def private_imports(path: Path, room: str) -> list[str]:
     """Private modules of other folders that a file imports, at any depth."""
     names = []
     for node in ast.walk(parsed(path)):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.startswith("hyper_parallel")
-        ):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hyper_parallel"):
             targets = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
             private = [t for t in targets if t in MODULES and t.rpartition(".")[2].startswith("_")]
             names += [t for t in private if t.rpartition(".")[0] != room]

@@ -9,9 +9,7 @@ LLAMA = family_rules("llama")
 AT = "model.layers.*"
 
 
-def decoder(
-    num_heads=8, num_kv_heads=4, mlp=MLP, vocab=VOCAB, layer="*", bias=False, qk_norm=False
-):
+def decoder(num_heads=8, num_kv_heads=4, mlp=MLP, vocab=VOCAB, layer="*", bias=False, qk_norm=False):
     at = f"model.layers.{layer}"
     q, kv = num_heads * HEAD_DIM, num_kv_heads * HEAD_DIM
     sizes = {

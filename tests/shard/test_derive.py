@@ -16,9 +16,7 @@ def attention(layer: int, **more: tuple[int, ...]) -> dict[str, tuple[int, ...]]
     return {f"{at}{name}.weight": shape for name, shape in (projections | more).items()}
 
 
-def pair(
-    layer: int, module: str = "", into: str = "fc1", out: str = "fc2"
-) -> dict[str, tuple[int, ...]]:
+def pair(layer: int, module: str = "", into: str = "fc1", out: str = "fc2") -> dict[str, tuple[int, ...]]:
     at = L.format(layer) + module
     return {f"{at}{into}.weight": (F, D), f"{at}{into}.bias": (F,), f"{at}{out}.weight": (D, F)}
 
@@ -85,6 +83,4 @@ def test_rules_of_a_user_go_before_what_the_structure_says():
         num_heads=HEADS, num_kv_heads=KV, head_dim=HEAD, vocab_size=2,
     )  # fmt: skip
     split = {name for name, layout in made.layouts.items() if "tp_x" in str(layout)}
-    assert split == {
-        f"model.layers.0.mixer.{p}" for p in ("into.weight", "into.bias", "out.weight")
-    }
+    assert split == {f"model.layers.0.mixer.{p}" for p in ("into.weight", "into.bias", "out.weight")}

@@ -94,9 +94,7 @@ def test_a_rule_names_experts_of_any_module() -> None:
         (Strategy(dp_replicate=4, ep=2), 8, "dp_shard=1, cp=1, tp=1, ep=2", "parallel.ep=1"),
     ],
 )
-def test_degrees_that_do_not_divide_are_refused(
-    strategy: Strategy, experts: int, got: str, hint: str
-) -> None:
+def test_degrees_that_do_not_divide_are_refused(strategy: Strategy, experts: int, got: str, hint: str) -> None:
     with pytest.raises(NotDivisible) as caught:
         routed(strategy, experts)
     assert (caught.value.code, caught.value.got, caught.value.hint) == ("HP203", got, hint)
@@ -141,9 +139,7 @@ def test_ranks_of_the_expert_mesh() -> None:
         (Strategy(dp_shard=2, tp_x=2, ep=4), ("dp_shard", "tp_x"), ("edp",)),
     ],
 )
-def test_a_group_of_ranks_has_one_name(
-    strategy: Strategy, ep: tuple[str, ...], edp: tuple[str, ...]
-) -> None:
+def test_a_group_of_ranks_has_one_name(strategy: Strategy, ep: tuple[str, ...], edp: tuple[str, ...]) -> None:
     assert strategy.spanning_axes(("ep",)) == ep
     assert strategy.spanning_axes(("edp",)) == edp
 

@@ -94,22 +94,13 @@ def test_fewer_key_and_value_heads_than_ranks(strategy, kv_heads, axes):
 
 def test_what_does_not_divide_names_the_legal_pairs():
     error = refused(NotDivisible, two(4, 2), num_heads=4)
-    assert (
-        error.what
-        == "tp_x * tp_y = 8 does not divide heads=4 with attention shape 2d, MLP shape 2d"
-    )
+    assert error.what == "tp_x * tp_y = 8 does not divide heads=4 with attention shape 2d, MLP shape 2d"
     assert error.hint == "parallel.attention_shape=weight parallel.mlp_shape=2d"
     plan(two(4, 2, "weight"), num_heads=4)
     error = refused(NotDivisible, two(2, 4, "weight"), num_heads=6, num_kv_heads=3)
-    assert (
-        error.what
-        == "tp_x = 2 does not divide kv_heads=3 with attention shape weight, MLP shape 2d"
-    )
+    assert error.what == "tp_x = 2 does not divide kv_heads=3 with attention shape weight, MLP shape 2d"
     error = refused(NotDivisible, two(2, 3, mlp="1d"), num_heads=6, num_kv_heads=6, mlp=64)
-    assert (
-        error.what
-        == "tp_x * tp_y = 6 does not divide width=64 with attention shape 2d, MLP shape 1d"
-    )
+    assert error.what == "tp_x * tp_y = 6 does not divide width=64 with attention shape 2d, MLP shape 1d"
     error = refused(NotDivisible, two(2, 3), num_heads=6, num_kv_heads=6)
     assert error.what == "tp_y = 3 does not divide hidden=64 with attention shape 2d, MLP shape 2d"
     assert error.hint == "parallel.tp_x=3 parallel.tp_y=2"

@@ -71,10 +71,7 @@ def plane(ranks, stream, gate, up, down):
     """Shape 2d: widths cut over x and y, the stream's features over y."""
     x, y = ranks.x, ranks.y
     tokens = ranks.communicate(ranks.each(lambda i, j: cut(stream, x, i, y, j)))
-    halves = [
-        ranks.communicate(ranks.each(lambda i, j, w=w: tokens[i, j] @ cut(w, x, i, y, j).T))
-        for w in (gate, up)
-    ]
+    halves = [ranks.communicate(ranks.each(lambda i, j, w=w: tokens[i, j] @ cut(w, x, i, y, j).T)) for w in (gate, up)]
     inner = ranks.communicate(ranks.each(lambda i, j: halves[0][i, j] * halves[1][i, j]))
     out = ranks.communicate(ranks.each(lambda i, j: inner[i, j] @ cut(down, y, j, x, i).T))
     return np.block([[out[i, j] for j in range(y)] for i in range(x)])
@@ -85,9 +82,7 @@ def moved(ranks, stream, gate, up, down):
     x, y = ranks.x, ranks.y
     pieces = np.split(stream, x * y)
     tokens = ranks.communicate(ranks.each(lambda i, j: pieces[i * y + j]))
-    whole = [
-        ranks.communicate(ranks.each(lambda i, j, w=w: cut(cut(w, x, i), y, j))) for w in (gate, up)
-    ]
+    whole = [ranks.communicate(ranks.each(lambda i, j, w=w: cut(cut(w, x, i), y, j))) for w in (gate, up)]
     last = ranks.communicate(ranks.each(lambda i, j: cut(down, y, j, x, i)))
 
     def products(i, j):

@@ -47,10 +47,7 @@ def test_other_packed_projections_exchange_columns(params, kv_heads, exchanged, 
     made = plan(FSDP, PHI3, params, num_kv_heads=kv_heads)
     layout = made.layouts[f"{AT}.{exchanged}.weight"]
     assert (layout.axes, layout.parts) == ((("tp_x", "dp_shard"), ()), ())
-    assert any(
-        f"{AT}.{exchanged}` is sharded into equal row slices" in n and reason in n
-        for n in made.notes
-    )
+    assert any(f"{AT}.{exchanged}` is sharded into equal row slices" in n and reason in n for n in made.notes)
 
 
 def test_packed_projections_need_heads_and_widths_that_divide():

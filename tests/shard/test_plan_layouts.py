@@ -185,9 +185,7 @@ TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 @pytest.mark.parametrize("vocab", [240, 241])
 def test_tied_embeddings_have_one_layout(vocab):
-    made = plan_layouts(
-        decoder(vocab=vocab), LLAMA, Strategy(tp_x=2), tied=TIED, **sizes(vocab=vocab)
-    )
+    made = plan_layouts(decoder(vocab=vocab), LLAMA, Strategy(tp_x=2), tied=TIED, **sizes(vocab=vocab))
     assert made.layouts["lm_head.weight"] == made.layouts["model.embed_tokens.weight"]
 
 
@@ -196,9 +194,7 @@ def test_a_rule_that_splits_tied_embeddings_apart_is_refused():
     with pytest.raises(RuleError, match="two layouts") as error:
         plan_layouts(decoder(), LLAMA, strategy, tied=TIED, **sizes())
     assert error.value.code == "HP204"
-    assert error.value.hint == (
-        "'parallel.rules={lm_head: replicate, model.embed_tokens: replicate}'"
-    )
+    assert error.value.hint == ("'parallel.rules={lm_head: replicate, model.embed_tokens: replicate}'")
 
 
 def test_the_first_rule_of_the_strategy_wins():
@@ -261,9 +257,7 @@ def test_parts_that_do_not_fit_together_are_refused(rules, odd):
     assert odd in error.what
     attention = "self_attn" in odd
     assert error.hint == (
-        "parallel.tp=1 parallel.dp_shard=2"
-        if attention
-        else f"'parallel.rules={{{AT}.mlp: replicate}}'"
+        "parallel.tp=1 parallel.dp_shard=2" if attention else f"'parallel.rules={{{AT}.mlp: replicate}}'"
     )
 
 
@@ -273,9 +267,7 @@ def test_a_norm_over_all_heads_is_refused():
     assert "self_attn.q_norm" in error.what
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [("mixer.in_proj.weight", (8, 8)), ("mixer.conv.weight", (8, 1, 4))]
-)
+@pytest.mark.parametrize(("name", "shape"), [("mixer.in_proj.weight", (8, 8)), ("mixer.conv.weight", (8, 1, 4))])
 def test_what_no_rule_covers_stays_whole_and_so_does_the_stream(name, shape):
     params = [*decoder(), (f"model.layers.0.{name}", shape, ())]
     made = plan(Strategy(tp_x=2), params=params)

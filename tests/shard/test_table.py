@@ -103,8 +103,7 @@ def test_elements_of_a_small_layer_forward(x, y, attention, mlp, line):
     column = TokenCut(*(np.array([float(v)]) for v in (x, y, 32, 32 / (x * y), 32)))
     for sizes in (cut, column):
         sent = [
-            sum(b.forward * b.sent_bytes(1) for b in block_boundaries(block, "2d", sizes))
-            for block in small_blocks()
+            sum(b.forward * b.sent_bytes(1) for b in block_boundaries(block, "2d", sizes)) for block in small_blocks()
         ]
         assert sent == [attention, mlp]
         one = block_boundaries(small_blocks()[1], "1d", sizes)
@@ -158,9 +157,7 @@ def test_shared_states_are_gathered_and_reduced_as_zero_says():
 
 
 def test_padding_is_in_the_cut_of_one_strategy():
-    cut = TokenCut.of(
-        Strategy(tp_x=4, tp_y=2, attention_shape="weight"), Workload(13, microbatch=3)
-    )
+    cut = TokenCut.of(Strategy(tp_x=4, tp_y=2, attention_shape="weight"), Workload(13, microbatch=3))
     assert (cut.tokens, cut.spans, cut.piece) == (
         39,
         2 * 3 * 7,

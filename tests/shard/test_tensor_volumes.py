@@ -71,9 +71,7 @@ def test_ratio_of_2d_to_1d_with_regathered_inputs(name, expected):
     for ranks, percent in zip((4, 8, 16, 32, 64), expected, strict=True):
         blocks = widths(name)
         line = sum(volume(b, LINE, 8192, ranks, 1, keep=0.0) for b in blocks)
-        best = min(
-            sum(volume(b, PLANE, 8192, x, y, keep=0.0) for b in blocks) for x, y in splits(ranks)
-        )
+        best = min(sum(volume(b, PLANE, 8192, x, y, keep=0.0) for b in blocks) for x, y in splits(ranks))
         assert 100 * (best / line - 1) == pytest.approx(percent, abs=0.06)
 
 
@@ -108,9 +106,7 @@ def test_bytes_of_a_layer(name, line, plane):
         blocks = widths(name)
         found = sum(volume(b, LINE, 8192, ranks, 1, keep=0.0) for b in blocks)
         assert found * 2 / 1e6 == pytest.approx(one, abs=0.6)
-        best = min(
-            sum(volume(b, PLANE, 8192, x, y, keep=0.0) for b in blocks) for x, y in splits(ranks)
-        )
+        best = min(sum(volume(b, PLANE, 8192, x, y, keep=0.0) for b in blocks) for x, y in splits(ranks))
         assert best * 2 / 1e6 == pytest.approx(two, abs=0.6)
 
 

@@ -31,9 +31,7 @@ def chains(draw):
 @settings(deadline=None)
 @given(chains(), st.sampled_from([Fraction(0), Fraction(1, 5), Fraction(1)]))
 def test_the_forms_of_the_clock_agree(tasks, demand):
-    graph = TaskGraph(
-        tuple(Task(str(n), LANES[lane], ns, deps=deps) for n, (lane, deps, ns) in enumerate(tasks))
-    )
+    graph = TaskGraph(tuple(Task(str(n), LANES[lane], ns, deps=deps) for n, (lane, deps, ns) in enumerate(tasks)))
     program = LaneProgram(
         (*(lane for lane, _, _ in tasks), 0, 1),
         (*(deps for _, deps, _ in tasks), (), ()),

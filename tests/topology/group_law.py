@@ -48,9 +48,7 @@ def crossings(supernode: Supernode, ranks: Sequence[int]) -> Iterator[Crossing]:
         if len(outer) < len(inner):
             ratio = tier.size // inner_size if tier.size else 0
             joined = Counter(domain // ratio if ratio else 0 for domain in inner)
-            met = max(
-                outer[domain // ratio if ratio else 0] - count for domain, count in inner.items()
-            )
+            met = max(outer[domain // ratio if ratio else 0] - count for domain, count in inner.items())
             local = min(domains_of(ranks, below_links).values())
             yield Crossing(tier, link, local, met / peers, max(joined.values()))
         if tier.size == 0:
@@ -58,9 +56,7 @@ def crossings(supernode: Supernode, ranks: Sequence[int]) -> Iterator[Crossing]:
         inner_size = tier.size
 
 
-def group_bandwidth(
-    supernode: Supernode, ranks: Sequence[int], kind: CollectiveKind = "all_gather"
-) -> float:
+def group_bandwidth(supernode: Supernode, ranks: Sequence[int], kind: CollectiveKind = "all_gather") -> float:
     """Bytes/s at which each rank sends in one collective of the flat algorithm; infinite for a group of one."""
     if len(ranks) < 2:
         return math.inf
@@ -73,15 +69,11 @@ def group_bandwidth(
     return 1 / max(busy.values())
 
 
-def group_latency(
-    supernode: Supernode, ranks: Sequence[int], kind: CollectiveKind = "all_gather"
-) -> float:
+def group_latency(supernode: Supernode, ranks: Sequence[int], kind: CollectiveKind = "all_gather") -> float:
     """Seconds of one collective that are left when the message is tiny: steps of each tier times its latency."""
     if len(ranks) < 2:
         return 0.0
-    total = sum(
-        steps(c.tier.kind, c.domains) * c.tier.latency_s.value for c in crossings(supernode, ranks)
-    )
+    total = sum(steps(c.tier.kind, c.domains) * c.tier.latency_s.value for c in crossings(supernode, ranks))
     return 2 * total if kind == "all_reduce" else total
 
 

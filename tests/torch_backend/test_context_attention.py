@@ -92,9 +92,7 @@ def compare(places, chunk, rules, packed, shape, dtype, tolerance, missing=0):
     heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
     v_width=st.sampled_from([4, 6]),
 )
-def test_joined_blocks_are_the_whole_softmax(
-    places, chunk, window, softcap, packed, heads, v_width
-):
+def test_joined_blocks_are_the_whole_softmax(places, chunk, window, softcap, packed, heads, v_width):
     packed = packed and places * chunk >= 5  # the documents are of 5 and 8 tokens
     rules = AttentionRules(0.4, window, softcap)
     compare(places, chunk, rules, packed, (2, *heads, 4, v_width), torch.float64, 1e-12)

@@ -106,9 +106,7 @@ def test_whole_parameters_stay_the_same_on_all_ranks_over_steps_of_a_run(tmp_pat
             for step in (1, 2, 3):
                 engine.step(step, batches, 0.1)
             parameters = engine._model.named_parameters()
-            return {
-                n: p.to_local().detach() for n, p in parameters if p.placements[0].is_replicate()
-            }
+            return {n: p.to_local().detach() for n, p in parameters if p.placements[0].is_replicate()}
 
     first, second = launch(rank, 2, timeout_s=60)
     assert first

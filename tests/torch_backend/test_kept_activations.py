@@ -99,9 +99,7 @@ def test_layers_of_two_kinds_are_measured_apart():
 
 
 def test_a_layer_that_repeats_is_measured_once_and_counted_as_often():
-    few, many = (
-        measure_kept(model_of(LlamaConfig(**{**SIZES, "num_hidden_layers": n}))) for n in (1, 6)
-    )
+    few, many = (measure_kept(model_of(LlamaConfig(**{**SIZES, "num_hidden_layers": n}))) for n in (1, 6))
     assert many.layer == pytest.approx(few.layer, rel=1e-6)
     assert many.outside == pytest.approx(few.outside, rel=1e-6)
 

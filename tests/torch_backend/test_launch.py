@@ -156,9 +156,7 @@ def test_a_pause_of_the_whole_machine_is_no_hang(tmp_path: Path, monkeypatch) ->
     assert looks == 9  # two seconds of the pause count, and more than ten are needed
 
 
-def test_a_stopped_process_is_found_in_any_phase_and_a_pause_is_forgiven(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_stopped_process_is_found_in_any_phase_and_a_pause_is_forgiven(tmp_path: Path, monkeypatch) -> None:
     """Outside of steps, where a busy rank may take a hundred times longer; seconds of two pauses do not add up."""
     board = HeartbeatBoard(tmp_path / "board", 1)
     watch = HangDetector(board, Deadlines(step_s=10, first_step_s=1000))
@@ -176,10 +174,7 @@ def test_a_stopped_process_is_found_in_any_phase_and_a_pause_is_forgiven(
             for poll in range(most):
                 now += 1
                 if (found := watch.poll([0])) is not None:
-                    assert (
-                        found.description
-                        == "rank 0 is stopped by a signal (no progress for 11 s), in export"
-                    )
+                    assert found.description == "rank 0 is stopped by a signal (no progress for 11 s), in export"
                     assert found.stopped == (0,)
                     return poll + 1
             return 0
@@ -290,9 +285,7 @@ def test_ranks_compute_with_threads_after_a_parent_that_did() -> None:
         torch.set_num_threads(3)
         total = values.sum()
         assert len(_threads()) > before[1]
-        found = launch(
-            lambda rank: (float(values.sum()), len(_threads()) > 2), 2, threads=3, timeout_s=180
-        )
+        found = launch(lambda rank: (float(values.sum()), len(_threads()) > 2), 2, threads=3, timeout_s=180)
         assert found == [(float(total), True)] * 2
         assert values.sum() == total
     finally:

@@ -59,12 +59,8 @@ def test_logits_without_labels_are_whole(vocab: int) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
             (found**2).sum().backward()
             for name, param in split.named_parameters():
-                torch.testing.assert_close(
-                    param.grad.full_tensor(), grads[name], rtol=1e-10, atol=1e-10
-                )
-            torch.testing.assert_close(
-                _logits(split, ids, logits_to_keep=1), last, rtol=1e-10, atol=1e-12
-            )
+                torch.testing.assert_close(param.grad.full_tensor(), grads[name], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(_logits(split, ids, logits_to_keep=1), last, rtol=1e-10, atol=1e-12)
             out = split(input_ids=ids, labels=ids)
             assert out.logits is None
             base = split.model(input_ids=ids).last_hidden_state
@@ -82,9 +78,7 @@ def test_one_device_is_the_plain_model() -> None:
     found = parallelize(copy.deepcopy(model), case.plan(Strategy()), World.join("cpu"))
     loss = found(input_ids=ids, labels=labels, shift_labels=labels).loss
     logits = model(input_ids=ids).logits  # the model's own norms round to float32
-    expected = nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=-100
-    )
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     assert type(found) is type(model)
     assert [n for n, _ in found.named_parameters()] == [n for n, _ in model.named_parameters()]
@@ -104,9 +98,7 @@ def test_plain_backward_calls_add_up() -> None:
         model = parallelize(copy.deepcopy(reference.model), CASE.plan(strategy), world)
         kept = []
         for number, (ids, labels) in enumerate(batches[:3]):
-            loss = model(
-                input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=100
-            ).loss
+            loss = model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=100).loss
             if announced and number < 2:
                 with accumulate(model):
                     loss.backward()
@@ -125,14 +117,10 @@ def test_plain_backward_calls_add_up() -> None:
             for strategy, copies in ((Strategy(tp_x=4), 1), (Strategy(dp_shard=2, tp_x=2), 2)):
                 for found, wanted in zip(gradients(world, strategy, False), expected, strict=True):
                     for name, grad in found.items():
-                        torch.testing.assert_close(
-                            grad, wanted[name] * copies, rtol=1e-9, atol=1e-12
-                        )
+                        torch.testing.assert_close(grad, wanted[name] * copies, rtol=1e-9, atol=1e-12)
                 found = gradients(world, strategy, True)[0]
                 for name, grad in found.items():
-                    torch.testing.assert_close(
-                        grad, expected[2][name] * copies, rtol=1e-9, atol=1e-12
-                    )
+                    torch.testing.assert_close(grad, expected[2][name] * copies, rtol=1e-9, atol=1e-12)
 
     launch(rank, 4, timeout_s=180)
 
@@ -144,15 +132,11 @@ def test_two_models_on_two_meshes_in_one_process() -> None:
     expected = [first.run.losses, second.run.losses]
 
     def losses(model: nn.Module, case: Case, steps: int) -> list[float]:
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         out = []
         for ids, labels in case.batches()[:steps]:
             count = int((labels != -100).sum())
-            loss = model(
-                input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count
-            ).loss
+            loss = model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count).loss
             loss.backward()
             clip_grad_norm_(model, 1.0)
             optimizer.step()

@@ -61,9 +61,7 @@ PATHS: dict[str, list[list[tuple[Path_, ...]]]] = {
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    whole = {
-        n: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for n, p in model.named_parameters()
-    }
+    whole = {n: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for n, p in model.named_parameters()}
     model.zero_grad()
     return {name: None if g is None else g.clone() for name, g in whole.items()}
 
@@ -71,9 +69,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
 def _assert_equal(found: Any, expected: Any) -> None:
     for (loss, gradients), (wanted, right) in zip(found, expected, strict=True):
         assert loss == pytest.approx(wanted, rel=1e-10)
-        assert {n for n, g in gradients.items() if g is None} == {
-            n for n, g in right.items() if g is None
-        }
+        assert {n for n, g in gradients.items() if g is None} == {n for n, g in right.items() if g is None}
         for name, gradient in gradients.items():
             if gradient is not None:
                 torch.testing.assert_close(gradient, right[name], rtol=1e-10, atol=1e-12)
@@ -115,9 +111,7 @@ def test_ranks_that_run_different_blocks_repeat_one_rank() -> None:
 
                     found = []
                     for ranks in steps:
-                        loss = torch.tensor(
-                            step(net, ranks[number], number, share), dtype=torch.float64
-                        )
+                        loss = torch.tensor(step(net, ranks[number], number, share), dtype=torch.float64)
                         torch.distributed.all_reduce(loss)
                         found.append((float(loss), _gradients(net)))
                     _assert_equal(found, expected[name])
@@ -251,10 +245,7 @@ def test_one_rank_with_an_image_and_one_without_repeat_one_rank() -> None:
             for layout in LAYOUTS:
                 net = copy.deepcopy(model)
                 hp.parallelize(net, hp.plan_of(net, layout), world)
-                found = [
-                    (float(hp.forward_backward(net, step[number])), _gradients(net))
-                    for step in steps
-                ]
+                found = [(float(hp.forward_backward(net, step[number])), _gradients(net)) for step in steps]
                 _assert_equal(found, expected)
             net = copy.deepcopy(model)
             hp.parallelize(net, hp.plan_of(net, "cp=2"), world)
@@ -393,9 +384,7 @@ def test_codes_of_media_are_inputs_of_an_encoder_and_grids_and_masks_are_not() -
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("audio_ids", torch.long), ("pixels", torch.double)])
-def test_context_parallelism_refuses_media_by_name_and_reads_text(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_context_parallelism_refuses_media_by_name_and_reads_text(name: str, dtype: torch.dtype) -> None:
     ids = torch.ones(1, 4, dtype=torch.long)
     batch = {"input_ids": ids, "position_ids": ids, "shift_labels": ids, "token_mask": ids.bool()}
     model = nn.Identity()

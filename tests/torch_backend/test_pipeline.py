@@ -85,17 +85,13 @@ def test_checkpoints_and_exports_move_between_any_stages_bitwise(tmp_path) -> No
                 mine = (_whole(model.state_dict()), _moments(model, optimizer))
                 everyone = [None] * world.world_size
                 torch.distributed.all_gather_object(everyone, mine)
-                merged = tuple(
-                    {k: v for part in everyone for k, v in part[i].items()} for i in (0, 1)
-                )
+                merged = tuple({k: v for part in everyone for k, v in part[i].items()} for i in (0, 1))
                 if expected is None:
                     expected = merged
                 for found, reference in zip(merged, expected, strict=True):
                     assert found.keys() == reference.keys()
                     assert all(torch.equal(found[k], reference[k]) for k in reference)
-                saver = Checkpointer(
-                    tmp_path / str(number), keep=1, asynchronous=number % 2 == 1, fingerprint={}
-                )
+                saver = Checkpointer(tmp_path / str(number), keep=1, asynchronous=number % 2 == 1, fingerprint={})
                 saver.save(1, model, optimizer, {})
                 saver.finish()
                 export_hf(model, model.config, None, tmp_path / f"export{number}")
@@ -128,11 +124,7 @@ def _load(model, optimizer, directory):
 
 def _moments(model, optimizer):
     return _whole(
-        {
-            f"{name}.{key}": value
-            for name, p in model.named_parameters()
-            for key, value in optimizer.state[p].items()
-        }
+        {f"{name}.{key}": value for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
     )
 
 

@@ -91,9 +91,7 @@ def _loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.dist
 def test_any_module_on_data_and_on_its_own_rules() -> None:
     torch.manual_seed(0)
-    workload = hp.Workload(
-        1, microbatch=4, compute_dtype="float64", param_dtype="float64", reduce_dtype="float64"
-    )
+    workload = hp.Workload(1, microbatch=4, compute_dtype="float64", param_dtype="float64", reduce_dtype="float64")
     model = Blocks().double()
     points, wanted = torch.randn(2, 8, 6, dtype=torch.float64)
     loss = _loss(model(points), {"wanted": wanted})
@@ -116,9 +114,7 @@ def test_any_module_on_data_and_on_its_own_rules() -> None:
             value = hp.forward_backward(model, [mine], objective=_loss)
             torch.testing.assert_close(value, loss.detach(), rtol=1e-12, atol=0)
             for name, param in model.named_parameters():
-                torch.testing.assert_close(
-                    whole(param.grad), expected[name], rtol=1e-10, atol=1e-12
-                )
+                torch.testing.assert_close(whole(param.grad), expected[name], rtol=1e-10, atol=1e-12)
             with pytest.raises(HyperParallelError, match="a causal language model"):
                 hp.forward_backward(model, [mine])
 
@@ -135,9 +131,7 @@ def test_a_head_that_classifies_keeps_its_own_loss() -> None:
     torch.manual_seed(0)
     model = BertForSequenceClassification(config).double()
     ids, labels = torch.randint(1, 48, (8, 12)), torch.arange(8) % 3
-    workload = hp.Workload(
-        12, microbatch=4, compute_dtype="float64", param_dtype="float64", reduce_dtype="float64"
-    )
+    workload = hp.Workload(12, microbatch=4, compute_dtype="float64", param_dtype="float64", reduce_dtype="float64")
 
     class Task(nn.Module):
         def __init__(self, words: str) -> None:
@@ -170,12 +164,8 @@ def test_a_head_that_classifies_keeps_its_own_loss() -> None:
     plain.backward()
     norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
     one = fit("")
-    assert one[0] == pytest.approx(
-        norm.item(), rel=1e-5
-    )  # transformers' own norms round to float32
-    assert hp.launch(lambda _: fit("dp_shard=2"), 2, timeout_s=120)[1] == pytest.approx(
-        one, rel=1e-10
-    )
+    assert one[0] == pytest.approx(norm.item(), rel=1e-5)  # transformers' own norms round to float32
+    assert hp.launch(lambda _: fit("dp_shard=2"), 2, timeout_s=120)[1] == pytest.approx(one, rel=1e-10)
 
 
 @pytest.mark.dist
@@ -184,9 +174,7 @@ def test_a_loop_of_accelerate_repeats_one_rank() -> None:
     torch.manual_seed(0)
     state = Blocks().double().state_dict()
     points, wanted = torch.randn(8, 6).double(), torch.randn(8, 6).double()
-    workload = hp.Workload(
-        1, microbatch=8, compute_dtype="float64", param_dtype="float64", reduce_dtype="float64"
-    )
+    workload = hp.Workload(1, microbatch=8, compute_dtype="float64", param_dtype="float64", reduce_dtype="float64")
 
     def fit(words: str) -> list[float]:
         from accelerate import Accelerator
@@ -210,6 +198,4 @@ def test_a_loop_of_accelerate_repeats_one_rank() -> None:
         return norms
 
     one = hp.launch(lambda _: fit(""), 1, timeout_s=120)[0]
-    assert hp.launch(lambda _: fit("dp_shard=2"), 2, timeout_s=120)[1] == pytest.approx(
-        one, rel=1e-10
-    )
+    assert hp.launch(lambda _: fit("dp_shard=2"), 2, timeout_s=120)[1] == pytest.approx(one, rel=1e-10)

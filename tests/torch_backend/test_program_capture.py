@@ -96,11 +96,7 @@ def _run(program, values):
             numbers[node.results[0]] = moved.get(node.op, value)
             continue
         operator = getattr(getattr(torch.ops.aten, name), overload)
-        kwargs = {
-            k: getattr(torch, v) if k == "dtype" else v
-            for k, v in node.kwargs.items()
-            if v is not None
-        }
+        kwargs = {k: getattr(torch, v) if k == "dtype" else v for k, v in node.kwargs.items() if v is not None}
         results = operator(*map(resolved, node.args), **kwargs)
         results = results if isinstance(results, (list, tuple)) else [results]
         numbers |= dict(zip(node.results, results, strict=True))
@@ -110,9 +106,7 @@ def _run(program, values):
 
 
 def _values(model, batch):
-    state = {
-        f"param.{n}": p.detach() for n, p in (*model.named_parameters(), *model.named_buffers())
-    }
+    state = {f"param.{n}": p.detach() for n, p in (*model.named_parameters(), *model.named_buffers())}
     sums = {f"sum.{n}": torch.ones_like(p) for n, p in model.named_parameters() if p.requires_grad}
     return state | sums | {f"batch.{n}": t for n, t in batch.items()}
 
@@ -165,9 +159,7 @@ def test_frozen_parameters_and_saved_buffers_are_inputs_without_gradients():
     assert "sum.model.embed_tokens.weight" not in program.outputs
     model.scale.fill_(3.0)
     results = _run(program, _values(model, batch))
-    torch.testing.assert_close(
-        results["loss"], 3 * _loss(model, **batch).detach(), rtol=1e-12, atol=0
-    )
+    torch.testing.assert_close(results["loss"], 3 * _loss(model, **batch).detach(), rtol=1e-12, atol=0)
 
 
 def test_a_counter_that_a_model_writes_is_an_unsupported_operator():
@@ -203,9 +195,7 @@ def test_a_program_has_no_tensors_without_elements():
     """Rotary embeddings of a whole head slice an empty rest and append it."""
 
     def function(x):
-        return torch.cat([x[:3].sin(), x[3:], x[3:] * 2, x.cos()[:2]]) * torch.cat(
-            [x, x[3:], x[:2]]
-        )
+        return torch.cat([x[:3].sin(), x[3:], x[3:] * 2, x.cos()[:2]]) * torch.cat([x, x[3:], x[:2]])
 
     model = _Inner(function)
     program = capture_gradients(model, {"x": torch.ones(3)}, lambda model, x: model(x))
@@ -249,9 +239,9 @@ def test_a_parameter_that_forward_changes_is_refused_with_the_module():
 
 
 def test_an_unsupported_operator_is_named_with_its_module():
-    assert unsupported_operators(
-        "mindspore", _capture(lambda x: torch.linalg.eigvalsh(x.outer(x)))
-    ) == {"aten._linalg_eigh.default": "1"}
+    assert unsupported_operators("mindspore", _capture(lambda x: torch.linalg.eigvalsh(x.outer(x)))) == {
+        "aten._linalg_eigh.default": "1"
+    }
     pairs = unsupported_operators("mindspore", _capture(lambda x: torch.complex(x, x).abs()))
     assert pairs["aten.complex.default"] == "1"
     images = _capture(lambda x: nn.functional.conv2d(x.expand(1, 1, 3, 3), x.expand(1, 1, 3, 3)))
@@ -264,11 +254,7 @@ def test_a_sharded_program_gathers_parameters_and_scatters_gradients():
     model, batch = _model("qwen3"), _batch()
     program = capture_gradients(model, batch, _loss, Shards(5))
     kinds = {name: kind.shape for name, (_, kind) in program.inputs.items()}
-    assert (
-        kinds["param.model.embed_tokens.weight"]
-        == kinds["sum.model.embed_tokens.weight"]
-        == (20, 32)
-    )
+    assert kinds["param.model.embed_tokens.weight"] == kinds["sum.model.embed_tokens.weight"] == (20, 32)
     count = len([*model.parameters()])
     counts = program.operators()
     assert counts["_c10d_functional.all_gather_into_tensor.default"] == count
@@ -276,9 +262,7 @@ def test_a_sharded_program_gathers_parameters_and_scatters_gradients():
     assert not unsupported_operators("mindspore", program)
     changed, memory = _with_memory_plan(program, 1e9)
     assert memory.values
-    orders = [
-        [n.results for n in p.nodes if n.op.startswith(COLLECTIVES)] for p in (program, changed)
-    ]
+    orders = [[n.results for n in p.nodes if n.op.startswith(COLLECTIVES)] for p in (program, changed)]
     assert orders[0] == orders[1]  # else ranks would wait for each other
 
 

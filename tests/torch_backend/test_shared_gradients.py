@@ -29,9 +29,7 @@ def _gradients(as_dtensors: bool) -> list[Tensor]:
     parameters = [nn.Parameter(v) for v in values]
     for step in range(2):
         # Autograd takes over gradients of plain parameters even if they share storage; negation gives each its own.
-        first, second, token, wide, flat = (
-            to_local(p, None) if as_dtensors else p.neg().neg() for p in parameters
-        )
+        first, second, token, wide, flat = (to_local(p, None) if as_dtensors else p.neg().neg() for p in parameters)
         weights = torch.arange(12.0).view(3, 4) + step
         rows = torch.cat([token, (first + second)[1:]])
         (rows * weights).sum().backward()
@@ -54,10 +52,7 @@ def _copies(rank: int) -> int:
     """Copies in backward through the weights of two linear layers."""
     with hp.World.join():
         mesh = init_device_mesh("cpu", (1,))
-        weights = [
-            nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()]))
-            for _ in range(2)
-        ]
+        weights = [nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()])) for _ in range(2)]
         x = torch.ones(3, 4)
         for weight in weights:
             x = nn.functional.linear(x, to_local(weight, None))

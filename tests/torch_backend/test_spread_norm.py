@@ -72,9 +72,7 @@ def test_a_norm_on_slices_is_the_norm_of_the_whole() -> None:
                     out = part(local)
                 torch.testing.assert_close(out, expected[..., mine], rtol=1e-12, atol=1e-12)
                 (out * seed[..., mine]).sum().backward()
-                torch.testing.assert_close(
-                    local.grad, whole.grad[..., mine], rtol=1e-11, atol=1e-12
-                )
+                torch.testing.assert_close(local.grad, whole.grad[..., mine], rtol=1e-11, atol=1e-12)
                 for name, param in norm.named_parameters():
                     found = getattr(part, name).grad
                     torch.testing.assert_close(found, param.grad[mine], rtol=1e-11, atol=1e-12)

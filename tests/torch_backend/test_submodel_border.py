@@ -49,8 +49,6 @@ def test_every_microbatch_has_one_owner(readers: int, towers: int) -> None:
             if source is not None
         }
         assert owned == {
-            (share, index): border.owner(share, index)
-            for share in range(readers)
-            for index in range(count)
+            (share, index): border.owner(share, index) for share in range(readers) for index in range(count)
         }
         assert len({len(border.sources(rank, count)) for rank in range(towers)}) == 1

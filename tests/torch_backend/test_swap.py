@@ -75,9 +75,7 @@ def test_what_waits_is_a_copy_of_its_own(monkeypatch):
     monkeypatch.setattr(swap, "_to_host", lambda t: copied.append((t, real(t))) or copied[-1][1])
     gradients("swap")
     assert {tuple(t.shape) for t, _ in copied} >= {(10, 48), (10, 32), (10, 16), (2, 5, 16)}
-    assert all(
-        t.untyped_storage().data_ptr() != c.tensor.untyped_storage().data_ptr() for t, c in copied
-    )
+    assert all(t.untyped_storage().data_ptr() != c.tensor.untyped_storage().data_ptr() for t, c in copied)
 
 
 def test_evaluation_keeps_nothing():

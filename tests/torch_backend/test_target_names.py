@@ -65,9 +65,7 @@ def test_a_hint_for_a_wrong_name_works_when_pasted(family, keys, code, says) -> 
     assert _adapted(_model(family), **keys | {key.removeprefix("lora."): yaml.safe_load(value)})
 
 
-@pytest.mark.filterwarnings(
-    "ignore:fan_in_fan_out:UserWarning", "ignore:.is_gradient:FutureWarning"
-)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning", "ignore:.is_gradient:FutureWarning")
 @pytest.mark.parametrize("family", ["gpt2", "falcon", "falcon_h1"])
 def test_all_linear_adapts_every_class_of_linear_module(family) -> None:
     """GPT-2 has weights [in, out], Falcon a class of its own, Falcon-H1 a module that peft refuses."""
@@ -84,9 +82,7 @@ def test_all_linear_adapts_every_class_of_linear_module(family) -> None:
     base = sum(p.numel() for n, p in model.named_parameters() if ".lora_" not in n)
     assert estimate == pytest.approx((elements + more) / base)
     assert len(names) == 2 * {"gpt2": 4, "falcon": 4, "falcon_h1": 8}[family]
-    theirs = peft.get_peft_model(
-        plain, peft.LoraConfig(target_modules=names, r=4, lora_alpha=16)
-    ).eval()
+    theirs = peft.get_peft_model(plain, peft.LoraConfig(target_modules=names, r=4, lora_alpha=16)).eval()
     values = dict(model.named_parameters())
     with torch.no_grad():
         for name, p in theirs.named_parameters():

@@ -12,10 +12,7 @@ pytestmark = pytest.mark.torch
 
 
 def state(model):
-    return [
-        {k: dict(v) if isinstance(v, dict) else v for k, v in vars(m).items()}
-        for m in model.modules()
-    ]
+    return [{k: dict(v) if isinstance(v, dict) else v for k, v in vars(m).items()} for m in model.modules()]
 
 
 def test_attributes_children_buffers_and_hooks_are_restored_after_an_error():

@@ -24,9 +24,7 @@ SIZES = {
     "vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 32, "pad_token_id": 0, "max_position_embeddings": 32,
 }  # fmt: skip
-WORKLOAD = hp.Workload(
-    16, microbatch=2, compute_dtype="float64", param_dtype="float64", reduce_dtype="float64"
-)
+WORKLOAD = hp.Workload(16, microbatch=2, compute_dtype="float64", param_dtype="float64", reduce_dtype="float64")
 QWEN = {"num_key_value_heads": 2, "head_dim": 8}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CASES = {
@@ -55,9 +53,7 @@ def _model(family: str, own: dict, targets: object, saved: object) -> nn.Module:
             warnings.simplefilter("ignore")  # peft's own, about tied weights
             add_adapters(
                 model,
-                peft.LoraConfig(
-                    r=4, lora_dropout=0.25, target_modules=targets, modules_to_save=saved
-                ),
+                peft.LoraConfig(r=4, lora_dropout=0.25, target_modules=targets, modules_to_save=saved),
             )
         for name, p in model.named_parameters():
             if name.endswith((".lora_A", ".lora_B")):
@@ -132,9 +128,7 @@ def test_a_module_of_style_inner_in_any_model() -> None:
     def rank(_: int) -> None:
         words = "tp=2 rules.up=colwise rules.down=rowwise rules.gain=inner rules.*=replicate"
         hp.parallelize(model, hp.plan_of(model, words, WORKLOAD))
-        hp.forward_backward(
-            model, [{"points": points}], objective=lambda out, _: out.square().sum()
-        )
+        hp.forward_backward(model, [{"points": points}], objective=lambda out, _: out.square().sum())
         for name, grad in _gradients(model).items():
             torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-12)
 

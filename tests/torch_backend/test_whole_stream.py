@@ -75,9 +75,7 @@ def test_pipeline_stages_with_replicated_activations_repeat_one_rank(family, sch
     def run(net):
         loss = float(hp.forward_backward(net, [{"input_ids": i, "labels": i} for i in ids]))
         norm = float(hp.clip_grad_norm_(net, None))
-        grads = {
-            n: getattr(p.grad, "full_tensor", p.grad.clone)() for n, p in net.named_parameters()
-        }
+        grads = {n: getattr(p.grad, "full_tensor", p.grad.clone)() for n, p in net.named_parameters()}
         return loss, norm, grads
 
     single = copy.deepcopy(model)
@@ -102,9 +100,7 @@ def test_a_gradient_lies_in_memory_as_its_parameter():
     def rank(_: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         with World.join("cpu"):
             mesh = init_device_mesh("cpu", (1,))
-            weight = torch.nn.Parameter(
-                DTensor.from_local(torch.ones(1, 2, 3), mesh, [Replicate()])
-            )
+            weight = torch.nn.Parameter(DTensor.from_local(torch.ones(1, 2, 3), mesh, [Replicate()]))
             torch.bmm(torch.ones(1, 4, 3), to_local(weight, None).transpose(1, 2)).sum().backward()
             return weight.grad.to_local().stride(), weight.to_local().stride()
 

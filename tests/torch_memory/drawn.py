@@ -157,18 +157,14 @@ LAYERS = {
     "wide": lambda: nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D, bias=False)),
     "conv1d": lambda: turned(nn.Conv1d(D, D, 3, padding=1)),
     "depthwise": lambda: turned(nn.Conv1d(D, D, 3, padding=2, dilation=2, groups=D)),
-    "conv2d": simple(
-        lambda m, x: m.layer(x[:, None]).mean(1), layer=lambda: nn.Conv2d(1, 3, 3, padding=1)
-    ),
+    "conv2d": simple(lambda m, x: m.layer(x[:, None]).mean(1), layer=lambda: nn.Conv2d(1, 3, 3, padding=1)),
     "layer norm": lambda: nn.LayerNorm(D),
     "rms norm": lambda: nn.RMSNorm(D),
     "group norm": lambda: turned(nn.GroupNorm(4, D)),
     "batch norm": lambda: turned(nn.BatchNorm1d(D)),
     "instance norm": lambda: turned(nn.InstanceNorm1d(D, affine=True, track_running_stats=True)),
     "attention": simple(attention, qkv=lambda: nn.Linear(D, 3 * D), out=linear, causal=True, p=0.0),
-    "attention with dropout": simple(
-        attention, qkv=lambda: nn.Linear(D, 3 * D), out=linear, causal=False, p=0.2
-    ),
+    "attention with dropout": simple(attention, qkv=lambda: nn.Linear(D, 3 * D), out=linear, causal=False, p=0.2),
     "multihead": simple(
         lambda m, x: m.layer(x, x, x)[0],
         layer=lambda: nn.MultiheadAttention(D, 4, 0.1, batch_first=True),
@@ -188,9 +184,7 @@ LAYERS = {
     "prelu": lambda: nn.PReLU(D // 2 and S),
     "autocast": simple(through_autocast, layer=linear),
     "float64": simple(lambda m, x: m.layer(x.double()).float(), layer=lambda: linear().double()),
-    "bfloat16": simple(
-        lambda m, x: m.layer(x.bfloat16()).float(), layer=lambda: linear().bfloat16()
-    ),
+    "bfloat16": simple(lambda m, x: m.layer(x.bfloat16()).float(), layer=lambda: linear().bfloat16()),
     "weight in place": simple(weight_in_place, layer=linear),
     "unused": simple(lambda m, x: x * 2, layer=linear),
     "scale": simple(lambda m, x: x * m.scale, scale=lambda: nn.Parameter(torch.ones(()))),
@@ -261,14 +255,10 @@ ODD = {
 OPTIMIZERS = {
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "adam fused amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, amsgrad=True),
-    "adam fused decay": lambda p: torch.optim.Adam(
-        p, lr=1e-2, fused=True, weight_decay=0.1, maximize=True
-    ),
+    "adam fused decay": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, weight_decay=0.1, maximize=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
     "sgd momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "sgd fused nesterov": lambda p: torch.optim.SGD(
-        p, lr=1e-2, momentum=0.9, nesterov=True, fused=True
-    ),
+    "sgd fused nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, fused=True),
     "sgd foreach": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True),
     "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

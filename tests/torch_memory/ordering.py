@@ -204,11 +204,7 @@ class Watch(TorchDispatchMode):
         written = {t.untyped_storage()._cdata for t in written_leaves(func, args, kwargs)}
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = {t.untyped_storage()._cdata for t in read}
-        fresh = [
-            t
-            for t in tree_leaves(out)
-            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in known
-        ]
+        fresh = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in known]
         if fresh or written or not isinstance(out, torch.Tensor):  # else a view
             for tensor in read:
                 base = tensor.untyped_storage()

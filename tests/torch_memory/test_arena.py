@@ -82,9 +82,7 @@ def test_with_its_kernels_measured_a_step_allocates_what_is_predicted():
     training_step(model, optimizer, batch(0))
     captured = capture_training(model, optimizer, batch(1))
     metered = with_kernel_bytes(captured)
-    packs = (
-        read_cpu().has_bfloat16
-    )  # without these instructions, products allocate no packed operands
+    packs = read_cpu().has_bfloat16  # without these instructions, products allocate no packed operands
     least = 1.5 * captured.program.staging_bytes if packs else 0.0
     assert metered.program.staging_bytes > least
     plan = plan_memory(ROOFLINE.annotate(metered.program), MACHINE, max_slowdown=0.05)
@@ -100,9 +98,7 @@ def test_a_wrong_address_is_refused_and_would_be_seen(monkeypatch):
     _, captured = captured_net()
     plan, machine = planned(False)
     sizes, stays = plan.program.sizes, plan.addresses
-    used = {
-        at: a.target for at, a in enumerate(plan.actions) if a.kind == "run"
-    }  # action -> operator
+    used = {at: a.target for at, a in enumerate(plan.actions) if a.kind == "run"}  # action -> operator
     assert wrong_address(plan) is None
     seen = []
     for i, a in enumerate(stays):
@@ -127,9 +123,7 @@ def test_a_wrong_address_is_refused_and_would_be_seen(monkeypatch):
                 for number in (1, 2):
                     device.step(net_batch(number))
                     reference.step(**net_batch(number))
-        seen.append(
-            not all(torch.equal(x, y) for x, y in zip(net.weights, reference.weights, strict=True))
-        )
+        seen.append(not all(torch.equal(x, y) for x, y in zip(net.weights, reference.weights, strict=True)))
     assert len(seen) > 4
     assert all(seen)
 
@@ -173,9 +167,7 @@ def test_every_operator_gives_the_same_bits_at_an_address(family):
         )
         expected = torch.utils._pytree.tree_flatten(call.func(*args, **kwargs))[0]
         outs = [
-            view.as_tensor(
-                torch.full((_size(view, captured),), 77, dtype=torch.uint8).untyped_storage()
-            )
+            view.as_tensor(torch.full((_size(view, captured),), 77, dtype=torch.uint8).untyped_storage())
             for _, view in call.results
         ]
         before = [(o.data_ptr(), o.shape, o.stride()) for o in outs]

@@ -71,10 +71,7 @@ class Net(nn.Module):
         self.table, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=not drawn.tied)
         if drawn.tied:
             self.head.weight = self.table.weight
-        parts = [
-            EVERY[p]() if isinstance(p, str) else Residual(*(EVERY[q]() for q in p))
-            for p in drawn.parts
-        ]
+        parts = [EVERY[p]() if isinstance(p, str) else Residual(*(EVERY[q]() for q in p)) for p in drawn.parts]
         self.parts = nn.ModuleList([*parts, *parts[: drawn.repeat]])
 
     def forward(self, ids):

@@ -94,10 +94,7 @@ def within(model, prompt_tokens, length, budget):
 def logits_after(passes, *parts):
     """Logits [V] after each of the parts of a text."""
     starts = accumulate(map(len, parts), initial=0)
-    return [
-        passes.read_tokens([0], [part], [start])[0]
-        for part, start in zip(parts, starts, strict=False)
-    ]
+    return [passes.read_tokens([0], [part], [start])[0] for part, start in zip(parts, starts, strict=False)]
 
 
 def planned(model, sampling, device_bytes, **tiers):
@@ -153,9 +150,7 @@ def test_experts_of_widths_that_only_float32_has():
     tokens, use = planned(model, sampling, 60_000)
     assert tokens == list(decode_tokens(model, PROMPT, sampling))
     assert use.measured_bytes == use.predicted_bytes
-    with pytest.raises(
-        CaptureUnsupported, match="rows of 20 in bfloat16 are no multiple of 16 bytes"
-    ):
+    with pytest.raises(CaptureUnsupported, match="rows of 20 in bfloat16 are no multiple of 16 bytes"):
         planned(model.bfloat16(), sampling, 60_000)
 
 
@@ -269,9 +264,7 @@ def test_a_cache_of_fixed_length_changes_logits_by_rounding_only(family):
     grown, fixed = GrowingPasses(model), FixedPasses(model, SlotSteps(1, len(PROMPT), 30))
     parts = (PROMPT, *([token] for token in range(3, 23)))
     bound = 1e-5 if family == "gpt_oss" else 1e-6
-    for found, expected in zip(
-        logits_after(fixed, *parts), logits_after(grown, *parts), strict=True
-    ):
+    for found, expected in zip(logits_after(fixed, *parts), logits_after(grown, *parts), strict=True):
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 

@@ -74,9 +74,7 @@ def rank_body(_):
         plain = w.clone()
         expected = [step(plain, inputs(i)) for i in range(5)]
         assert torch.equal(step(w, inputs(0)), expected[0])
-        captured = record(
-            lambda x: step(w, x), {"x": inputs(1)}, {"w": (w, "weight")}, name="talk", training=True
-        )
+        captured = record(lambda x: step(w, x), {"x": inputs(1)}, {"w": (w, "weight")}, name="talk", training=True)
         talks = [op for op in captured.program.operators if op.group]
         assert len(talks) == 6
         with CommCounter(Strategy(dp_shard=2).mesh(), dist.get_rank()) as counter:
@@ -85,16 +83,12 @@ def rank_body(_):
         assert not any(op.scratch_bytes for op in talks)
         assert not any("wait_tensor" in op.name for op in captured.program.operators)
         program = Roofline(1e9, 1e9, 1e-6).annotate(captured.program)
-        operators = [
-            replace(op, seconds=0.0, comm_s=3e-6) if op.group else op for op in program.operators
-        ]
+        operators = [replace(op, seconds=0.0, comm_s=3e-6) if op.group else op for op in program.operators]
         program = replace(program, operators=tuple(operators))
         plan = plan_memory(program, MACHINE, budget_bytes=10**6)
         kinds = [(a.kind, a.target) for a in plan.actions]
         apart = [
-            kinds.index(("join", i)) - kinds.index(("run", i))
-            for i, op in enumerate(program.operators)
-            if op.group
+            kinds.index(("join", i)) - kinds.index(("run", i)) for i, op in enumerate(program.operators) if op.group
         ]
         assert max(apart) > 1
         with PlannedDevice(captured, plan, MACHINE) as device:

@@ -23,9 +23,7 @@ def seconds(*timed):
     """Of operators with (milliseconds between events, seconds of the host, the device waited)."""
     operators = [Operator(str(n), (), (), (n,), access_bytes=n + 1) for n in range(len(timed))]
     events = [Events(At(5.0), At(5.0 + ms), host, waited) for ms, host, waited in timed]
-    return kernel_seconds(
-        operators, [(range(at, at + 1), event) for at, event in enumerate(events)]
-    )
+    return kernel_seconds(operators, [(range(at, at + 1), event) for at, event in enumerate(events)])
 
 
 def test_the_host_counts_where_the_device_waited_for_it():

@@ -19,8 +19,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(4)
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(4)
         )
         self.register_buffer("seen", torch.zeros(()))
 
@@ -64,9 +63,7 @@ def run(step, sizes):
 def same_state(model, optimizer, other, theirs) -> None:
     assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
     mine = [t for slots in optimizer.state.values() for t in slots.values()]
-    assert all(
-        map(torch.equal, mine, [t for slots in theirs.state.values() for t in slots.values()])
-    )
+    assert all(map(torch.equal, mine, [t for slots in theirs.state.values() for t in slots.values()]))
 
 
 def test_steps_of_several_shapes_are_the_plain_ones_within_the_budget() -> None:

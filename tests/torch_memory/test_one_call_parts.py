@@ -46,9 +46,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.models = {"in": nn.Linear(32, 64), "out": nn.Linear(64, 32)}
-        self.optimizers = [
-            torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in self.models.values()
-        ]
+        self.optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in self.models.values()]
         self.criterion = nn.MSELoss()
 
     def step(self, rows: Tensor) -> Tensor:
@@ -230,9 +228,7 @@ def test_a_loss_whose_kernel_makes_more_than_it_gives(name, reduction, capfd) ->
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
         def step(rows: Tensor) -> Tensor:
-            loss = getattr(functional, name)(
-                model(rows).sigmoid(), rows[:, :8].sigmoid(), reduction=reduction
-            ).mean()
+            loss = getattr(functional, name)(model(rows).sigmoid(), rows[:, :8].sigmoid(), reduction=reduction).mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -101,9 +101,7 @@ def test_bits_do_not_depend_on_when_copies_happen(tmp_path):
     """Copies at the earliest and the latest legal moment and on threads, through three tiers, with recomputation."""
     reference, reference_optimizer, losses = plain_losses("llama")
     model, optimizer, captured = captured_training("llama")
-    program = Roofline(1e12, 1e11, 1e-7).annotate(
-        captured.program
-    )  # recompute is cheap beside a copy
+    program = Roofline(1e12, 1e11, 1e-7).annotate(captured.program)  # recompute is cheap beside a copy
     disk = Channel(5e8, 1e-6)
     machine = MemoryMachine(Channel(1e9), Channel(1e9), disk, disk, dram_bytes=150_000)
     plan = plan_memory(program, machine, budget_bytes=420_000)
@@ -229,9 +227,7 @@ def test_a_cache_that_counts_in_python_is_recorded_from_the_start_only():
     cache.reset()
     captured = capture_inference(model, {"input_ids": prompts[0].clone()}, cache)
     program = ROOFLINE.annotate(captured.program)
-    with PlannedDevice(
-        captured, plan_memory(program, MACHINE, max_slowdown=0.05), MACHINE
-    ) as device:
+    with PlannedDevice(captured, plan_memory(program, MACHINE, max_slowdown=0.05), MACHINE) as device:
         for prompt, logits in zip(prompts, expected, strict=True):
             with device.materialize_state():
                 cache.reset()

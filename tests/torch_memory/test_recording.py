@@ -59,9 +59,7 @@ def test_a_refilled_storage_is_a_fresh_allocation_each_time():
         refilling_step(x, room)
         empty = spill.emptied_storages
     inputs = {"x": x.clone()}
-    recorder = StepCapture(
-        {"x": (inputs["x"], "input")}, training=False, alignment_bytes=1, empty=empty
-    )
+    recorder = StepCapture({"x": (inputs["x"], "input")}, training=False, alignment_bytes=1, empty=empty)
     with recorder:
         result = refilling_step(inputs["x"], room)
     captured = recorder.captured(result, inputs, "refill")
@@ -104,9 +102,7 @@ def test_a_buffer_from_before_the_count_is_counted_while_it_is_filled():
         other.tensor.copy_(torch.ones(1000))  # first met as what an operator writes
         other.tensor.untyped_storage().resize_(0)
         torch.ones(1500)
-    assert (
-        watch.peak_bytes == 4000 + 4000
-    )  # each buffer beside one result; the last result is smaller
+    assert watch.peak_bytes == 4000 + 4000  # each buffer beside one result; the last result is smaller
 
 
 def test_a_refilled_storage_that_nobody_announced_is_no_silent_constant():
@@ -175,8 +171,7 @@ def test_state_is_real_while_it_is_lent_and_changes_stay(tmp_path):
     assert predicted.spans == measured.timeline.spans
     for tier in ("device", "dram", "flash"):
         curves = [
-            [c.value for c in summarise(t, plan).counters if c.lane == tier]
-            for t in (predicted, measured.timeline)
+            [c.value for c in summarise(t, plan).counters if c.lane == tier] for t in (predicted, measured.timeline)
         ]
         assert curves[0] == curves[1]
         assert max(curves[0]) == plan.peak_bytes[tier]

@@ -107,9 +107,7 @@ def test_input_names_and_shapes_are_checked():
 def test_resizing_leaking_and_odd_layouts_are_refused():
     w = torch.ones(4)
     with pytest.raises(CaptureUnsupported, match="resizes"):
-        captured_step(
-            lambda x: w.resize_(100).sum() + x, {"x": torch.ones(1)}, {"w": (w, "weight")}
-        )
+        captured_step(lambda x: w.resize_(100).sum() + x, {"x": torch.ones(1)}, {"w": (w, "weight")})
     model = tiny_model("llama").train()
     with pytest.raises(CaptureUnsupported, match="grad"):
         record(

@@ -34,9 +34,7 @@ with run_folder(Path(sys.argv[1]), "run") as folder:
 @contextmanager
 def holding(parent, how="alone"):
     """Another process with a folder: the process, the folder, the process of its rank."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(parent), how], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", _HOLD, str(parent), how], stdout=subprocess.PIPE, text=True)
     try:
         folder, child = process.stdout.readline().split()
         yield process, parent / folder, int(child)
@@ -85,21 +83,14 @@ def test_a_folder_lives_as_long_as_a_rank_of_its_run(tmp_path):
 def test_the_folder_of_another_host_stays(tmp_path):
     """Whether its processes live cannot be told from here."""
     (tmp_path / "run-there").mkdir()
-    (tmp_path / "run-there.lock").write_text(
-        "hyper-parallel 00000000-0000-0000-0000-000000000000\n"
-    )
+    (tmp_path / "run-there.lock").write_text("hyper-parallel 00000000-0000-0000-0000-000000000000\n")
     with run_folder(tmp_path, "run"):
         assert (tmp_path / "run-there").exists()
 
 
 def lock_of(folder: str) -> bytes:
     """A lock file as a run on this machine writes it."""
-    return (
-        b"hyper-parallel "
-        + Path("/proc/sys/kernel/random/boot_id").read_bytes()
-        + folder.encode()
-        + b"\n"
-    )
+    return b"hyper-parallel " + Path("/proc/sys/kernel/random/boot_id").read_bytes() + folder.encode() + b"\n"
 
 
 def plant_lock(parent, content=None, name="work"):
@@ -154,9 +145,7 @@ def test_a_planted_lock_removes_nothing(tmp_path, name):
         pytest.skip("only root gives files away")
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.txt").write_text("years of work")
-    (
-        tmp_path / "work" / "3.txt" if name != "a lock of another user" else tmp_path / "3.txt"
-    ).touch()
+    (tmp_path / "work" / "3.txt" if name != "a lock of another user" else tmp_path / "3.txt").touch()
     PLANTED[name](tmp_path)
     before = listing(tmp_path)
     with run_folder(tmp_path, "run"):

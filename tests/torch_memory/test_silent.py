@@ -260,9 +260,7 @@ def test_what_a_device_holds_is_refused_or_read_and_never_a_crash():
 
 
 @pytest.mark.parametrize(("operator", "differs"), [("_fused_adamw_", "a.weight"), ("tanh", "loss")])
-def test_a_plan_that_computes_something_else_is_refused_by_its_first_step(
-    operator, differs, monkeypatch
-):
+def test_a_plan_that_computes_something_else_is_refused_by_its_first_step(operator, differs, monkeypatch):
     """An update that runs twice, a result of zeros: the step goes on, and its numbers are others."""
     made = ActionBinder._operator
 
@@ -282,9 +280,7 @@ def test_a_plan_that_computes_something_else_is_refused_by_its_first_step(
     net, optimizer = trainer(lambda net, h: h, {})
     monkeypatch.setattr(ActionBinder, "_operator", wrong)
     with (
-        pytest.raises(
-            StepChanged, match=f"(?s)computes other results than without it.*--> {differs}"
-        ),
+        pytest.raises(StepChanged, match=f"(?s)computes other results than without it.*--> {differs}"),
         opened(net, optimizer) as device,
     ):
         device.step(batch(2))

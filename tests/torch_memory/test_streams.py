@@ -102,9 +102,7 @@ def test_streams_give_the_bits_and_the_predicted_peaks(tmp_path, flash):
                 assert {"compute", "store", "prefetch"} <= lanes
                 made_at_first = dict(device.hardware.pool.buffers)
         assert dict(device.hardware.pool.buffers) == made_at_first  # no step allocates DRAM
-    for a, b in zip(
-        (*net.weights, *net.momenta), (*reference.weights, *reference.momenta), strict=True
-    ):
+    for a, b in zip((*net.weights, *net.momenta), (*reference.weights, *reference.momenta), strict=True):
         assert torch.equal(a, b)
 
 
@@ -147,9 +145,7 @@ def ordered(folder, monkeypatch, flash, drop=None, anywhere=True, plan=None):
         patch.setattr(FileTier, "read", reading)
         patch.setattr(FileTier, "write", writing)
         # The order is watched, not the values: a wrong order must not end in another refusal first.
-        device = PlannedDevice(
-            captured, plan or known, machine, flash=folder, copies=order.api(), check=False
-        )
+        device = PlannedDevice(captured, plan or known, machine, flash=folder, copies=order.api(), check=False)
         with device:
             with Watch(order):
                 device.step(batch(1))
@@ -214,9 +210,7 @@ def test_two_stays_at_one_address_are_found(tmp_path, monkeypatch):
 def test_a_file_thread_that_does_not_wait_is_found(tmp_path, monkeypatch, agent):
     _, first, waits = ordered(tmp_path, monkeypatch, True)
     numbers = range(first[agent] + 1, waits[agent] + 1)
-    assert any(
-        ordered(tmp_path, monkeypatch, True, (agent, n))[0] for n in itertools.islice(numbers, 8)
-    )
+    assert any(ordered(tmp_path, monkeypatch, True, (agent, n))[0] for n in itertools.islice(numbers, 8))
 
 
 def test_a_file_that_is_cut_short_stops_the_step_with_streams(tmp_path):

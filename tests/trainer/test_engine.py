@@ -128,9 +128,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     (tmp_path / "small.json").write_text(json.dumps(CONFIG | {"vocab_size": 270}))
     recipe = tmp_path / "recipe.yaml"
     data = f"{{source: {tmp_path}/text.txt, seq_len: 32, vocab_size: 300, cache_dir: {tmp_path}/cache}}"
-    recipe.write_text(
-        f"model: {{path: {tmp_path}/small.json}}\ndata: {data}\noutput_dir: {tmp_path}/out\n"
-    )
+    recipe.write_text(f"model: {{path: {tmp_path}/small.json}}\ndata: {data}\noutput_dir: {tmp_path}/out\n")
     with pytest.raises(BadValue, match="model=270") as caught:
         prepare_job(load_recipe(recipe, ["parallel.dp_shard=1"]), progress=False)
     assert caught.value.hint == "data.vocab_size=270"

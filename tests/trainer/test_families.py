@@ -65,9 +65,7 @@ def test_a_family_without_a_reader_is_planned_as_its_module_is(recipe_of, family
     assert job.plan.layouts[layer].axes[0] == ("dp_shard",)
     check_parameters(model, job.plan, "here")
     assert any("read from the module" in note for note in job.plan.notes)
-    assert any("2 layers have no known attention" in n for n in job.plan.notes) == (
-        family == "mamba"
-    )
+    assert any("2 layers have no known attention" in n for n in job.plan.notes) == (family == "mamba")
 
 
 def test_a_type_that_transformers_does_not_know_is_refused_by_name(recipe_of, tmp_path):

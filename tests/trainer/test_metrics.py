@@ -95,16 +95,12 @@ def test_all_lines_of_a_run_begin_alike(steps):
     for record in (first, last):
         line = log_line(record, steps)
         assert line.split()[0] == "step"
-        assert line.split(" loss ")[0].endswith(
-            f"{record.step}/{steps}" if steps < 100 else str(record.step)
-        )
+        assert line.split(" loss ")[0].endswith(f"{record.step}/{steps}" if steps < 100 else str(record.step))
         assert len(line) <= 80
 
 
 def test_a_line_too_long_for_the_total_still_says_that_it_is_of_a_step():
-    record = replace(
-        _record(1), grad_norm=5.42e-5, lr=5e-4, tps=341.0, memory_bytes=2_500_000, step_s=1.516
-    )
+    record = replace(_record(1), grad_norm=5.42e-5, lr=5e-4, tps=341.0, memory_bytes=2_500_000, step_s=1.516)
     line = log_line(record, 10)
     assert line.startswith("step 1 loss 0.3000 grad_norm 5.42e-05 ")
     assert line.endswith("pred +279%")
@@ -147,9 +143,7 @@ def test_trackers_get_the_same_numbers_and_go_on_in_their_runs(tmp_path, monkeyp
     assert first.name == second.name  # one run, for `wandb sync`
     for done, file in enumerate((first, second)):
         held, deadline = b"", time.monotonic() + 20
-        while (
-            b"eval/loss" not in held and time.monotonic() < deadline
-        ):  # its service writes a moment later
+        while b"eval/loss" not in held and time.monotonic() < deadline:  # its service writes a moment later
             held = file.read_bytes()
         assert b"train/loss" in held
         assert all(repr(value + done).encode() in held for value in (1 / 3, 1 / 7))
@@ -159,9 +153,7 @@ def test_a_tracker_without_its_package_is_refused_with_the_line_for_pip(monkeypa
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency) as caught:
         trackers.check_trackers(["mlflow"], "training.report_to")
-    assert (
-        caught.value.hint == "pip install mlflow-skinny, or leave it out: 'training.report_to=[]'"
-    )
+    assert caught.value.hint == "pip install mlflow-skinny, or leave it out: 'training.report_to=[]'"
 
 
 def _broken(step, values):

@@ -12,9 +12,7 @@ pytestmark = pytest.mark.torch
 
 def full(**enough):
     """As it comes from another rank."""
-    return pickle.loads(
-        pickle.dumps(with_capacity_hint(TierFull("full", got="dram 1 bytes"), enough))
-    )
+    return pickle.loads(pickle.dumps(with_capacity_hint(TierFull("full", got="dram 1 bytes"), enough)))
 
 
 def test_what_one_rank_asks_for_is_enough_for_all():

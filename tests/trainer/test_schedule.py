@@ -59,9 +59,7 @@ def test_the_decay_ends_one_step_after_the_last_and_every_step_trains(section):
         ("wsd", "warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "linear"}),
     ],
 )
-def test_rates_are_those_of_transformers_one_step_earlier_in_warm_up(
-    kind, theirs, options, steps, warmup
-):
+def test_rates_are_those_of_transformers_one_step_earlier_in_warm_up(kind, theirs, options, steps, warmup):
     decay = min(options.get("num_decay_steps", 0), steps - warmup)
     options = options | ({"num_decay_steps": decay} if "num_decay_steps" in options else {})
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -125,9 +123,7 @@ def test_a_schedule_of_transformers_has_its_values_at_every_step(name, options, 
         if options.get("num_decay_steps", 0) > steps - warmup:
             continue
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-        scheduler = get_scheduler(
-            name, optimizer, warmup, steps, scheduler_specific_kwargs=dict(options)
-        )
+        scheduler = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=dict(options))
         section = Training(
             **{"lr": 2.0, "steps": steps, "warmup_steps": warmup, "lr_schedule": name}
             | ({"min_lr_ratio": 0.0} if name == "warmup_stable_decay" else {})

@@ -191,12 +191,8 @@ def truncate(path):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("damage", [flip, truncate, os.remove])
-@pytest.mark.parametrize(
-    "name", ["rank_00000.safetensors", "index.json", "extra.json", "manifest.json"]
-)
-def test_a_damaged_newest_checkpoint_is_named_and_the_older_one_used(
-    tmp_path, caplog, damage, name
-):
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", "index.json", "extra.json", "manifest.json"])
+def test_a_damaged_newest_checkpoint_is_named_and_the_older_one_used(tmp_path, caplog, damage, name):
     states = saved_run(tmp_path, (1, 2))
     damage(tmp_path / "step_00000002" / name)
     model, optimizer = build(9)

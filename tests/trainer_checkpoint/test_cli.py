@@ -51,9 +51,7 @@ def test_export_of_a_sharded_checkpoint(tmp_path):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        saver = Checkpointer(
-            tmp_path / "run" / "checkpoints", keep=1, asynchronous=True, fingerprint=PRINT
-        )
+        saver = Checkpointer(tmp_path / "run" / "checkpoints", keep=1, asynchronous=True, fingerprint=PRINT)
         saver.save(5, model, optimizer, {})
         saver.finish()
 
@@ -65,9 +63,7 @@ def test_export_of_a_sharded_checkpoint(tmp_path):
         run("export", tmp_path / "run")
     (tmp_path / "run" / "config.yaml").write_text(f"model: {{path: {tmp_path / 'hf'}}}")
     assert "step 5" in run("export", tmp_path / "run").stdout
-    Checkpointer(
-        tmp_path / "run" / "checkpoints", keep=1, asynchronous=False, fingerprint=PRINT
-    ).load(model, optimizer)
+    Checkpointer(tmp_path / "run" / "checkpoints", keep=1, asynchronous=False, fingerprint=PRINT).load(model, optimizer)
     loaded = reload(tmp_path / "run" / "export")
     assert loaded.dtype == torch.float64
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)

@@ -37,9 +37,7 @@ def logits(model):
 def reload(directory):
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
-        directory, trust_remote_code=False, output_loading_info=True
-    )
+    model, info = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False, output_loading_info=True)
     assert not any(info.get(k) for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
 
@@ -57,9 +55,7 @@ CASES = pytest.mark.parametrize(
 def test_transformers_loads_the_export_bitwise(tmp_path, build, kwargs, max_file_bytes):
     model = initial(build, **kwargs)
     out = export_hf(model, model.config, None, tmp_path / "x", max_file_bytes=max_file_bytes)
-    assert len(list(out.glob("*.safetensors"))) == (
-        1 if max_file_bytes > 20_000 else len(set(index(out).values()))
-    )
+    assert len(list(out.glob("*.safetensors"))) == (1 if max_file_bytes > 20_000 else len(set(index(out).values())))
     assert torch.equal(logits(reload(out)), logits(model))
     again = on_meta(build, **kwargs)
     load_pretrained(again, out)

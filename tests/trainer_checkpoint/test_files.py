@@ -176,9 +176,7 @@ def test_json_nested_too_deep_is_damage(tmp_path):
 
 
 def test_replicas_are_written_once_and_spread_over_ranks():
-    held = [
-        {("a", (0,)): 40, ("b", (0,)): 30, ("c", (0,)): 30, (f"own{r}", (0,)): r} for r in (0, 9)
-    ]
+    held = [{("a", (0,)): 40, ("b", (0,)): 30, ("c", (0,)): 30, (f"own{r}", (0,)): r} for r in (0, 9)]
     assert choose_senders(held) == {
         ("own0", (0,)): 0, ("own9", (0,)): 1, ("a", (0,)): 0, ("b", (0,)): 1, ("c", (0,)): 1,
     }  # fmt: skip
@@ -365,9 +363,7 @@ def test_weights_and_states_that_are_not_finite_replace_no_checkpoint(tmp_path, 
     poison(model, optimizer)
     with pytest.raises(LossNotFinite, match=r"HP604.*nothing is saved") as refused:
         saver.save(2, model, optimizer, {})
-    assert re.search(
-        r"`(model\.0\.weight|optimizer\.state\.0\.bias\.momentum_buffer)`", refused.value.what
-    )
+    assert re.search(r"`(model\.0\.weight|optimizer\.state\.0\.bias\.momentum_buffer)`", refused.value.what)
     assert "newest checkpoint: step 1" in refused.value.got
     assert listing(tmp_path) == before
 

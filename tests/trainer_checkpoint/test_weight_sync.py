@@ -68,9 +68,7 @@ def publish(version, root):
                 grpo=Grpo(rollout_ranks=1, max_staleness=len(LAYOUTS)),
                 training=SimpleNamespace(deterministic=True),
             )
-            job = SimpleNamespace(
-                output_dir=root, checkpoint_dir=root / "checkpoints", recipe=recipe
-            )
+            job = SimpleNamespace(output_dir=root, checkpoint_dir=root / "checkpoints", recipe=recipe)
             publisher = Publisher(job, world, model, done=0, origin_s=0.0)
             publisher.publish(version, {})
             publisher.end()

@@ -144,9 +144,7 @@ def test_every_layout_and_a_resumed_run_get_the_same_sequences_in_a_step() -> No
             assert 1 <= balance.balanced < balance.in_order
 
 
-@pytest.mark.parametrize(
-    ("item", "token"), [(0.0, 3e6), (5e9, 0.0), (2e8, 1e6)], ids=["tokens", "windows", "both"]
-)
+@pytest.mark.parametrize(("item", "token"), [(0.0, 3e6), (5e9, 0.0), (2e8, 1e6)], ids=["tokens", "windows", "both"])
 def test_costs_follow_from_the_operations_of_the_encoder(item: float, token: float) -> None:
     counts = np.array([[1, 40], [1, 400], [3, 300], [2, 900], [4, 100]])
     costs = fitted_costs(counts, (counts @ [item, token]).tolist())

@@ -113,9 +113,7 @@ def test_another_number_of_tokens_per_step_continues_after_what_was_seen(train, 
     assert "6 to 4" in caplog.text
     third = Batches(train, sequences_per_step=6, order=Order(seed=5))
     third.load_state_dict(again.state_dict(5))
-    assert np.array_equal(
-        third.step_batch(5), batches.step_batch(4)[4:].tolist() + order[30:34].tolist()
-    )
+    assert np.array_equal(third.step_batch(5), batches.step_batch(4)[4:].tolist() + order[30:34].tolist())
 
 
 @pytest.mark.parametrize(

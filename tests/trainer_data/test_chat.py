@@ -122,13 +122,9 @@ def test_templates_with_and_without_marks_have_the_same_targets(tokenizer, form)
     messages = FORMS[form]
     for context in range(len(messages) + 1):
         tokenizer.chat_template = CHATML
-        ids, mask = encode_conversation(
-            tokenizer, Conversation(tuple(messages)), num_context=context
-        )
+        ids, mask = encode_conversation(tokenizer, Conversation(tuple(messages)), num_context=context)
         tokenizer.chat_template = marked(CHATML)
-        assert encode_conversation(
-            tokenizer, Conversation(tuple(messages)), num_context=context
-        ) == (ids, mask)
+        assert encode_conversation(tokenizer, Conversation(tuple(messages)), num_context=context) == (ids, mask)
         answers = [m["content"] for m in messages[context:] if m["role"] == "assistant"]
         learnt = [i for i, one in zip(ids, mask, strict=True) if one]
         assert tokenizer.decode(learnt) == "".join(f"{words}<|im_end|>" for words in answers)
@@ -153,9 +149,7 @@ def test_the_first_turn_is_found_where_the_template_adds_to_the_last_one_or_drop
 
 
 def test_a_generation_prompt_may_begin_a_reasoning_block_that_earlier_turns_lack(tokenizer):
-    tokenizer.chat_template = REASONING.replace(
-        "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
-    )
+    tokenizer.chat_template = REASONING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     for form in ("several", "empty"):
         text, spans = assistant_spans(tokenizer, FORMS[form])
         *earlier, last = [m["content"] for m in FORMS[form] if m["role"] == "assistant"]
@@ -164,9 +158,7 @@ def test_a_generation_prompt_may_begin_a_reasoning_block_that_earlier_turns_lack
 
 
 def test_what_closes_the_whole_conversation_is_no_end_marker(tokenizer):
-    tokenizer.chat_template = (
-        CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
-    )
+    tokenizer.chat_template = CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
     for form in ("opening", "empty", "several", "white space"):
         text, spans = assistant_spans(tokenizer, FORMS[form])
         answers = [m["content"] for m in FORMS[form] if m["role"] == "assistant"]
@@ -181,9 +173,7 @@ def test_a_marked_template_that_changes_the_prompt_afterwards_is_refused(tokeniz
         "{% generation %}{% if loop.index < 3 and messages|length > 4 %}gone{% endif %}",
     )
     with pytest.raises(BadValue, match="differently when more turns follow"):
-        encode_conversation(
-            tokenizer, Conversation(tuple(MESSAGES[1:] + MESSAGES[3:])), "chat.jsonl:7", 3
-        )
+        encode_conversation(tokenizer, Conversation(tuple(MESSAGES[1:] + MESSAGES[3:])), "chat.jsonl:7", 3)
 
 
 def test_answers_end_at_the_marker_of_the_template(tokenizer):
@@ -193,9 +183,7 @@ def test_answers_end_at_the_marker_of_the_template(tokenizer):
     assert stop_ids(tokenizer) == {tokenizer.eos_token_id}
 
 
-def test_a_foreign_tokenizer_without_a_template_gets_the_plain_one(
-    tokenizer, conversations, make, tmp_path
-):
+def test_a_foreign_tokenizer_without_a_template_gets_the_plain_one(tokenizer, conversations, make, tmp_path):
     tokenizer.chat_template = None
     foreign = tmp_path / "foreign"
     tokenizer.save_pretrained(str(foreign))

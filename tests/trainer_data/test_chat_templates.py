@@ -26,16 +26,12 @@ SPECIAL = (
     "<|open|>", "<|shut|>",
 )  # fmt: skip
 ADDED = ("<think>", "</think>", "<call>", "</call>")
-TEXTS = [
-    "def f(x):\n    return x\n\n return words: query about Reply one two USER: ASSISTANT: "
-] * 4
+TEXTS = ["def f(x):\n    return x\n\n return words: query about Reply one two USER: ASSISTANT: "] * 4
 
 
 def finished(backend, *, strip=False):
     """A tokenizer of transformers with the markers that the templates write."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False, rstrip=strip) for t in SPECIAL])  # fmt: skip
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in ADDED])
     return tokenizer
@@ -142,9 +138,7 @@ PARTS = loop(
 RESPONSE = loop("<|assistant|><|open|>{{ m.content }}<|shut|><|end|>", header="<|assistant|>")
 CLOSED = CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 STRADDLING = loop("ASSISTANT: {{ m.content }}{{ eos_token }}", "USER: {{ m.content }} ", "ASSISTANT: ")  # fmt: skip
-THREE = turns(
-    "query one", "Reply one", "query two", "Reply two", "query three", "return Reply three"
-)
+THREE = turns("query one", "Reply one", "query two", "Reply two", "query three", "return Reply three")
 PLAIN_CASES = {
     "headed turns": (CHATML, ["Reply one<|im_end|>", "Reply two<|im_end|>", "return Reply three<|im_end|>"]),
     "reasoning block in the last turn": (
@@ -193,9 +187,7 @@ def test_targets_are_the_words_and_the_end_marker_of_every_turn(tokenizer, kind)
     assert any(expected[2].endswith(stop) for stop in stops)
 
 
-@pytest.mark.parametrize(
-    "words", ["return Reply", "\n\nReply", " 5 apples", "<|end|>", "</think>", ""]
-)
+@pytest.mark.parametrize("words", ["return Reply", "\n\nReply", " 5 apples", "<|end|>", "</think>", ""])
 @pytest.mark.parametrize("kind", [*PLAIN_CASES])
 def test_the_tokens_before_an_answer_are_those_of_generation(tokenizer, kind, words):
     tokenizer.chat_template = PLAIN_CASES[kind][0]
@@ -286,9 +278,7 @@ def test_reasoning_is_trained_where_the_template_writes_it(tokenizer):
 
 
 def test_a_block_that_the_generation_prompt_opens_is_no_target_within_the_words(tokenizer):
-    tokenizer.chat_template = loop(
-        "<|assistant|>\n{{ m.content }}<|end|>", header="<|assistant|>\n<think>\n"
-    )
+    tokenizer.chat_template = loop("<|assistant|>\n{{ m.content }}<|end|>", header="<|assistant|>\n<think>\n")
     inline = {"role": "assistant", "content": "<think>\nLet me see.\n</think>\n\nReply one"}
     one = Conversation((*turns("a"), inline))
     assert targets(tokenizer, one) == ["Let me see.\n</think>\n\nReply one<|end|>"]
@@ -474,9 +464,7 @@ def test_the_recipe_names_the_template_that_is_trained_and_exported(conversation
         ("x" * 200_000, "131,072", ""),
     ],
 )
-def test_a_template_file_that_is_no_template_is_refused(
-    conversations, make, tmp_path, content, got, line
-):
+def test_a_template_file_that_is_no_template_is_refused(conversations, make, tmp_path, content, got, line):
     path = tmp_path / "own.jinja"
     if content is not None:
         path.write_text(content)

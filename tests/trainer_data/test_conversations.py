@@ -16,9 +16,7 @@ pytestmark = pytest.mark.unit
 def turns(text):
     """Turns of `u:hi a:ho`; s, u and a are system, user and assistant."""
     roles = {"s": "system", "u": "user", "a": "assistant"}
-    return [
-        {"role": roles[word[0]], "content": word[2:].replace("_", " ")} for word in text.split()
-    ]
+    return [{"role": roles[word[0]], "content": word[2:].replace("_", " ")} for word in text.split()]
 
 
 def words(conversation):
@@ -74,9 +72,7 @@ def test_an_answer_continues_the_prompt_unless_it_begins_with_it(name):
     assert [num_context(one, "dpo") for one in found] == [count, count]
     # The record's own system text comes before, unless it is there already.
     named = conversations_of({**record, "system": "b"}, "preference", "here", "dpo")
-    assert [words(one) for one in named] == [
-        text if text.startswith("s:b") else f"s:b {text}" for text in wanted
-    ]
+    assert [words(one) for one in named] == [text if text.startswith("s:b") else f"s:b {text}" for text in wanted]
 
 
 @pytest.mark.parametrize(
@@ -191,9 +187,7 @@ def test_a_label_compares_a_prompt_with_the_whole_answer_of_another_record(tmp_p
 
 @pytest.mark.torch
 def test_margins_are_kept_beside_both_rows_of_a_pair_through_the_hold_out(tmp_path, make):
-    records = [
-        {"prompt": f"q{i}", "chosen": f"a{i}", "rejected": "b", "margin": i / 4} for i in range(12)
-    ]
+    records = [{"prompt": f"q{i}", "chosen": f"a{i}", "rejected": "b", "margin": i / 4} for i in range(12)]
     values = {"seq_len": 64, "packing": False, "holdout": 0.25}
     packed = make(write(tmp_path / "pairs.jsonl", records), stage="rm", **values)
     tokenizer, seen = load_tokenizer(packed.tokenizer_dir), []

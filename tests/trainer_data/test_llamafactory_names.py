@@ -36,9 +36,7 @@ ASKED_COLUMNS = {
 
 def conversation(tmp_path, record, info, stage="sft"):
     (tmp_path / "a.json").write_text(json.dumps([record]))
-    (tmp_path / "dataset_info.json").write_text(
-        json.dumps({"own": {"file_name": "a.json", **info}})
-    )
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"own": {"file_name": "a.json", **info}}))
     values, count = source_of("own", str(tmp_path), stage)
     assert count == 1
     (document,) = resolve(Data(**values), stage).documents()

@@ -270,9 +270,7 @@ def test_conversations_in_parquet_are_those_in_json(conversations, make, tmp_pat
     pandas = pytest.importorskip("pandas")
     records = [json.loads(line) for line in conversations.read_text().splitlines()]
     pandas.DataFrame(records).to_parquet(tmp_path / "chat.parquet")
-    packed = [
-        make(path, stage="sft", seq_len=128) for path in (conversations, tmp_path / "chat.parquet")
-    ]
+    packed = [make(path, stage="sft", seq_len=128) for path in (conversations, tmp_path / "chat.parquet")]
     assert packed[0].fingerprint == packed[1].fingerprint
 
 

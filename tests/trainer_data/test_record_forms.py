@@ -192,9 +192,7 @@ REFUSED_PAIRS = {
 
 
 @pytest.mark.parametrize("name", REFUSED_PAIRS)
-def test_a_pair_under_other_names_is_refused_with_the_names_that_say_which_is_better(
-    tmp_path, name
-):
+def test_a_pair_under_other_names_is_refused_with_the_names_that_say_which_is_better(tmp_path, name):
     record, match, hint = REFUSED_PAIRS[name]
     with pytest.raises(NoData, match=match) as caught:
         read(tmp_path, record, stage="dpo")
@@ -219,9 +217,7 @@ def test_the_hint_names_every_key_and_keeps_those_that_are_ignored_already(tmp_p
 
 
 def test_keys_without_influence_are_counted_and_placeholders_are_never_letters(tmp_path):
-    _, source = read(
-        tmp_path, {"messages": [U, A], "id": 1}, {"messages": [U, A], "id": 2, "score": 1}
-    )
+    _, source = read(tmp_path, {"messages": [U, A], "id": 1}, {"messages": [U, A], "id": 2, "score": 1})
     assert source.counts.notes == ["ignored keys: id (2), score (1)"]
     assert source.counts.losses == []
     record = {"messages": [{"role": "user", "content": "<image>q"}, A], "images": ["x.png"]}

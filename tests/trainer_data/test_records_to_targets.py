@@ -77,7 +77,5 @@ def test_calls_and_reasoning_are_targets_and_tools_are_context(targets):
 
 def test_columns_of_other_names_are_trained_like_their_own(targets):
     record = {"question": "a", "reply": "second", "row": 7}
-    found = targets(
-        record, columns={"prompt": "question", "completion": "reply"}, ignore_keys=["row"]
-    )
+    found = targets(record, columns={"prompt": "question", "completion": "reply"}, ignore_keys=["row"])
     assert found == ["second<|im_end|>"]

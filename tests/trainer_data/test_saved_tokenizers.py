@@ -24,10 +24,7 @@ TEXTS = [
     "\u4f60\u597d\u4e16\u754c", "\U0001f600 ok", " lead", "a<|end|>b <s> c", "x" * 40, "snake_case camelCase", "\t\t",
 ]  # fmt: skip
 """Texts that are other ones than the probes of the package."""
-CORPUS = (
-    "In 2024 the quick brown fox, aged 12, didn't jump over 345 lazy dogs. \u00fcber ol\u00e9\n"
-    * 60
-)
+CORPUS = "In 2024 the quick brown fox, aged 12, didn't jump over 345 lazy dogs. \u00fcber ol\u00e9\n" * 60
 KINDS = ("bytes", "spaces", "first token")
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|end|>", "<|endoftext|>", "<mask>", "[UNK]", "[PAD]"]
 
@@ -62,9 +59,7 @@ def folder(tmp_path, backends):
     """Write a tokenizer with a class of that name, and a config.json of a model type."""
 
     def write(kind="bytes", name="PreTrainedTokenizerFast", model_type=None, **values):
-        hf = PreTrainedTokenizerFast(
-            tokenizer_object=backends[kind], eos_token="<|end|>", pad_token="<pad>"
-        )
+        hf = PreTrainedTokenizerFast(tokenizer_object=backends[kind], eos_token="<|end|>", pad_token="<pad>")
         target = tmp_path / "tokenizer"
         shutil.rmtree(target, ignore_errors=True)
         hf.save_pretrained(target)
@@ -142,9 +137,7 @@ def assert_same_everywhere(directory, model_type, tmp_path):
         assert written(target, again, beside) == trained
 
 
-@pytest.mark.parametrize(
-    "model_type", ["qwen2", "qwen3", "llama", "gemma", "gpt2", "stablelm", "qwen3_5", "mistral"]
-)
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "gemma", "gpt2", "stablelm", "qwen3_5", "mistral"])
 def test_a_tokenizer_that_is_trained_here_is_read_alike(run, tmp_path, model_type):
     assert_same_everywhere(run(model_type), model_type, tmp_path)
 
@@ -152,9 +145,7 @@ def test_a_tokenizer_that_is_trained_here_is_read_alike(run, tmp_path, model_typ
 def test_the_class_that_a_config_chooses_is_named_for_readers_without_one(folder, run, tmp_path):
     base = folder(model_type="qwen2")
     read = load_tokenizer(base)
-    assert type(read).__name__ == "Qwen2Tokenizer", (
-        "transformers reads it as the class of the model type"
-    )
+    assert type(read).__name__ == "Qwen2Tokenizer", "transformers reads it as the class of the model type"
     directory = run("qwen2", base)
     assert ids(load_tokenizer(directory)) == ids(read)
     stored = json.loads((tmp_path / directory / "tokenizer_config.json").read_text())
@@ -171,9 +162,7 @@ def test_a_tokenizer_that_an_export_would_read_otherwise_is_refused_with_what_to
     assert "TokenizersBackend reads the tokenizer of training, Qwen2Tokenizer" in caught.value.got
     key, name, path = '"tokenizer_class"', '"Qwen2Tokenizer"', other / "tokenizer_config.json"
     assert caught.value.hint == f"set {key}: {name} in {path}"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"})
-    )
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}))
     assert type(load_tokenizer(run("qwen2", other))).__name__ == "Qwen2Tokenizer"
     assert run("qwen3", folder()) == str(other), "files that are read alike stay where they are"
 
@@ -189,9 +178,7 @@ def test_a_copy_that_its_config_reads_otherwise_is_refused(folder, tmp_path):
 def test_code_of_a_tokenizer_is_not_named_by_its_copies(folder, run, tmp_path):
     own = folder(name="GPT2Tokenizer", auto_map={"AutoTokenizer": ["own.Tokenizer", None]})
     directory = run("llama", own)
-    assert "auto_map" not in json.loads(
-        (tmp_path / directory / "tokenizer_config.json").read_text()
-    )
+    assert "auto_map" not in json.loads((tmp_path / directory / "tokenizer_config.json").read_text())
     assert_same_everywhere(directory, "llama", tmp_path)
 
 
@@ -200,9 +187,7 @@ def test_parts_of_a_file_that_a_class_ignores_are_named(folder, run_data, tmp_pa
     assert run_data("llama", folder()).tokenizer_notes == ()
     other = folder(name="Qwen2Tokenizer")
     load_tokenizer(other).save_pretrained(tmp_path / "own")
-    assert run_data("qwen2", tmp_path / "own").tokenizer_notes == (), (
-        "all parts are those of the class"
-    )
+    assert run_data("qwen2", tmp_path / "own").tokenizer_notes == (), "all parts are those of the class"
     (note,) = run_data("qwen2", other).tokenizer_notes
     assert re.search("in '.*[0-9].*', token", note), "the class splits digits"
     path = other / "tokenizer.json"
@@ -211,9 +196,7 @@ def test_parts_of_a_file_that_a_class_ignores_are_named(folder, run_data, tmp_pa
     path.write_text(json.dumps(values))
     for _ in ("prepared", "from the cache"):
         (note,) = run_data("qwen2", other).tokenizer_notes
-        assert note.startswith(
-            f"the class Qwen2Tokenizer ignores parts of {path}: in 'Hello world', token 1 is "
-        )
+        assert note.startswith(f"the class Qwen2Tokenizer ignores parts of {path}: in 'Hello world', token 1 is ")
         assert note.endswith('and "he" in programs that read this file without transformers')
 
 
@@ -251,9 +234,7 @@ QUICK = ("qwen2", "gpt_neox")
 @slow_cells(*KINDS[1:])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", _types())
-def test_no_class_of_any_model_type_changes_tokens_silently(
-    folder, run, tmp_path, model_type, kind
-):
+def test_no_class_of_any_model_type_changes_tokens_silently(folder, run, tmp_path, model_type, kind):
     registered = TOKENIZER_MAPPING_NAMES[model_type]
     accepted = 0
     for name in (None, "PreTrainedTokenizerFast", "LlamaTokenizer", registered):

@@ -209,9 +209,7 @@ def test_pairs_of_texts_are_joined_without_a_template(tmp_path, make):
     values = {"stage": "sft", "seq_len": 64, "holdout": 0, "packing": False}
     templated = make(path, **values)
     tokenizer = load_tokenizer(templated.tokenizer_dir)
-    assert "<|im_start|>user\nThe sky is" in tokenizer.decode(
-        templated.train.read(np.arange(1))[0][0]
-    )
+    assert "<|im_start|>user\nThe sky is" in tokenizer.decode(templated.train.read(np.arange(1))[0][0])
     assert any("through the chat template" in note for note in templated.notes)
     plain = make(path, chat_template="none", **values)
     ids, labels = plain.train.read(np.arange(1))

@@ -123,9 +123,7 @@ def test_a_validation_file_is_what_is_evaluated(corpus, make, tmp_path):
     assert make(corpus, streaming=True).holdout is None
 
 
-def test_a_stream_refuses_to_go_on_in_data_that_changed_before_its_place(
-    conversations, make, monkeypatch
-):
+def test_a_stream_refuses_to_go_on_in_data_that_changed_before_its_place(conversations, make, monkeypatch):
     monkeypatch.setattr(streaming, "_BLOCK", 4)
     tokenizer = make(conversations, stage="sft", seq_len=128).tokenizer_dir
 

@@ -25,9 +25,7 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("saved")
     splits = {"train": TEXTS, "test": ["held out"]}
     datasets.disable_progress_bars()
-    both = datasets.DatasetDict(
-        {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in splits.items()}
-    )
+    both = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows}) for name, rows in splits.items()})
     both.save_to_disk(str(root / "dict"))
     both["train"].save_to_disk(str(root / "table"))
     folder = root / "folder"
@@ -59,9 +57,7 @@ def test_a_name_is_read_from_the_cache_and_one_that_is_not_there_says_what_was_t
     from datasets.packaged_modules.json.json import Json
 
     files = {"train": [str(saved / "folder" / "train.jsonl")]}
-    built = Json(
-        cache_dir=str(cache), dataset_name="name", config_name="main", data_files=files, hash="a"
-    )
+    built = Json(cache_dir=str(cache), dataset_name="name", config_name="main", data_files=files, hash="a")
     built.download_and_prepare()
     (made,) = (cache / "name").iterdir()
     (cache / "user___name").mkdir()

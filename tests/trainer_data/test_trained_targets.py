@@ -85,9 +85,7 @@ def test_a_stream_counts_its_epochs_and_what_follows_a_place(tmp_path, make, sta
         total += batches.num_valid(step)
         step += 1
         if batches._place.epoch == 1:
-            assert stream.counts.target_tokens == whole.counts[0].target_tokens, (
-                "of the first epoch"
-            )
+            assert stream.counts.target_tokens == whole.counts[0].target_tokens, "of the first epoch"
     assert stream.counts.target_tokens == (labels_of(whole) >= 0).sum()
     assert abs(total - 2 * stream.counts.target_tokens) <= 2 * 64
     # A run that continues counts what it reads, not what it passes over.
@@ -130,13 +128,9 @@ def test_a_flag_behind_the_prompt_is_as_without(tmp_path):
 def words(tmp_path):
     """A tokenizer of whole words, which knows a few."""
     names = ["<unk>", "</s>", "<pad>", "###", "user", "assistant", ":", "q", "an", "answer", "hm"]
-    backend = Tokenizer(
-        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>")
-    )
+    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
-    )
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
     hf.save_pretrained(tmp_path / "words")
     return str(tmp_path / "words")
 
@@ -148,9 +142,7 @@ def test_answers_with_unknown_words_are_counted(tmp_path, make, words, stage, st
     said = ["an answer", "an \u00fcber answer", "hm"]
     records = [{"text": text} for text in said]
     if stage == "sft":
-        records = [
-            {"messages": [{**U, "content": "q what"}, {**A, "content": text}]} for text in said
-        ]
+        records = [{"messages": [{**U, "content": "q what"}, {**A, "content": text}]} for text in said]
     path = write(tmp_path / "a.jsonl", records)
     packed = make(
         path,
@@ -189,9 +181,7 @@ def test_a_record_whose_answers_are_empty_is_left_out_with_a_count(tmp_path, mak
 @pytest.mark.torch
 def test_an_empty_answer_among_others_is_no_target(tmp_path, make):
     turns = [U, {**A, "content": ""}, U, A]
-    both = make(
-        write(tmp_path / "a.jsonl", [{"messages": turns}]), stage="sft", holdout=0, seq_len=128
-    )
+    both = make(write(tmp_path / "a.jsonl", [{"messages": turns}]), stage="sft", holdout=0, seq_len=128)
     one = {"messages": [U, {**A, "content": "", "weight": 0}, U, A]}
     excluded = make(write(tmp_path / "b.jsonl", [one]), stage="sft", holdout=0, seq_len=128)
     assert (labels_of(both) >= 0).sum() == (labels_of(excluded) >= 0).sum()
@@ -202,9 +192,7 @@ SPLITS = {"train": [{"messages": [U, A]}], "test": [{"messages": [U, A]}]}
 ROWS = {"prompt": {"0": "q", "1": "z"}, "completion": {"0": "r", "1": "y"}}
 COLUMNS = {"prompt": ["q", "z"], "completion": ["r", "y"]}
 TO_LINES = 'python -c \'import pandas; pandas.read_json("{}").to_json("lines.jsonl", orient="records", lines=True)\''
-TO_PARQUET = (
-    'python -c \'import datasets; datasets.Dataset.from_file("{}").to_parquet("data.parquet")\''
-)
+TO_PARQUET = 'python -c \'import datasets; datasets.Dataset.from_file("{}").to_parquet("data.parquet")\''
 OVER_LINES = json.dumps({"prompt": "q", "completion": "r"}, indent=1)
 
 
@@ -260,9 +248,7 @@ def test_turns_that_are_a_text_of_json_are_read(tmp_path):
         ("train", json.dumps({"text": "q"}), "JSON record", "data.format=jsonl"),
     ],
 )
-def test_a_file_of_another_form_is_refused_with_the_command_that_mends_it(
-    tmp_path, name, text, says, hint
-):
+def test_a_file_of_another_form_is_refused_with_the_command_that_mends_it(tmp_path, name, text, says, hint):
     path = write(tmp_path / name, text)
     with pytest.raises(NoData, match=says) as caught:
         list(resolve(Data(source=str(path)), "sft").documents())
@@ -318,9 +304,7 @@ def test_hints_lead_to_columns_that_are_read(tmp_path, stage, record):
     path = write(tmp_path / "a.jsonl", [record])
     with pytest.raises(NoData) as caught:
         resolve(Data(source=str(path)), stage)
-    words = dict(
-        word.removeprefix("data.columns.").split("=") for word in caught.value.hint.split()
-    )
+    words = dict(word.removeprefix("data.columns.").split("=") for word in caught.value.hint.split())
     source = resolve(Data(source=str(path), columns=words, ignore_keys=["quelle"]), stage)
     assert list(source.documents())
 
@@ -355,9 +339,7 @@ def test_a_template_that_writes_the_ids_of_calls_names_its_need(tmp_path, make):
         return [text[a:b] for a, b in found]
 
     for call in ({}, {"id": "call_1"}):
-        with pytest.raises(
-            BadValue, match="writes the `id` of a tool call instead of its name"
-        ) as caught:
+        with pytest.raises(BadValue, match="writes the `id` of a tool call instead of its name") as caught:
             spans(**call)
         assert "functions.look_up:0" in caught.value.allowed
     assert spans(id="functions.look_up:0") == ['[[functions.look_up:0|{"x": "ab"}]]<|im_end|>']
@@ -394,9 +376,7 @@ def test_the_tokens_of_a_prompt_are_those_of_generation(words, split, end):
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     prompt = "it is a word\n" * (words // 3) + "word" + end
-    ids, targets = tokens_of_spans(
-        tokenizer, prompt + "yes", [(len(prompt), len(prompt) + 3)], "here"
-    )
+    ids, targets = tokens_of_spans(tokenizer, prompt + "yes", [(len(prompt), len(prompt) + 3)], "here")
     alone = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert ids[: len(alone)] == alone
     assert targets == [False] * len(alone) + [True] * (len(ids) - len(alone))

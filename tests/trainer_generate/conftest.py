@@ -26,9 +26,7 @@ def run_dir(tmp_path_factory):
     """A run directory with the export of a tiny random Llama and a tokenizer trained on little text."""
     root = tmp_path_factory.mktemp("run")
     text = root / "text.txt"
-    text.write_text(
-        "".join(f"def f{n}(\u00fcber): return {n}\n" for n in range(300)), encoding="utf-8"
-    )
+    text.write_text("".join(f"def f{n}(\u00fcber): return {n}\n" for n in range(300)), encoding="utf-8")
     data = Data(source=str(text), seq_len=32, vocab_size=320, cache_dir=str(root / "cache"))
     packed = prepare(data, stage="pt", model_path=None, seed=0, progress=False)
     torch.manual_seed(0)

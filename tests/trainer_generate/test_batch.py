@@ -127,9 +127,7 @@ def test_greedy_tokens_are_those_of_transformers(family):
         assert sequence.text == expected[0].tolist()
         assert sequence.finish == "length"
         with torch.no_grad():
-            logp = (
-                model(expected, use_cache=False).logits[0, sequence.start - 1 : -1].log_softmax(-1)
-            )
+            logp = model(expected, use_cache=False).logits[0, sequence.start - 1 : -1].log_softmax(-1)
         chosen = logp.gather(1, expected[0, sequence.start :, None])[:, 0]
         assert sequence.logprobs == pytest.approx(chosen.tolist(), rel=1e-10, abs=1e-10)
 

@@ -28,9 +28,7 @@ def test_a_conversation_keeps_its_turns(run_dir, monkeypatch, capsys):
     first, second = answers(generator, ["return 1", "and"], sampling)
     alone = answers(generator, ["and"], sampling)[0]
     assert second != alone
-    monkeypatch.setattr(
-        "sys.stdin", io.StringIO("return 1\n\nand\n/clear\nand\n/exit\nnever read\n")
-    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("return 1\n\nand\n/clear\nand\n/exit\nnever read\n"))
     converse(generator, sampling)
     assert capsys.readouterr().out == printable(f"{first}\n{second}\n{alone}\n")
 

@@ -209,9 +209,7 @@ def test_text_beyond_the_context_is_refused_with_the_room_left(generator):
     assert caught.value.hint == "a shorter prompt"
 
 
-@pytest.mark.parametrize(
-    "values", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"max_new_tokens": 0}]
-)
+@pytest.mark.parametrize("values", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"max_new_tokens": 0}])
 def test_values_out_of_range_are_refused(values):
     with pytest.raises(BadValue, match=f"{next(iter(values))} is out of range"):
         Sampling(**values)
@@ -325,9 +323,7 @@ def test_the_command_with_a_device_smaller_than_the_model(run_dir, tmp_path, mon
     assert sum(line.endswith(", +0") for line in told.stderr.splitlines()) == 2
     (tmp_path / "file").touch()
     with pytest.raises(OutputNotWritable, match="--flash-dir"):
-        CliRunner().invoke(
-            app, [*small, "--flash-dir", str(tmp_path / "file")], catch_exceptions=False
-        )
+        CliRunner().invoke(app, [*small, "--flash-dir", str(tmp_path / "file")], catch_exceptions=False)
 
 
 @pytest.mark.sanity

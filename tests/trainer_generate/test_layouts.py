@@ -52,9 +52,7 @@ def tokens_on(world, family, layout):
 
 
 @slow_cells("cases0")
-@pytest.mark.parametrize(
-    "cases", [FEW, pytest.param([*product(FAMILIES, LAYOUTS)], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("cases", [FEW, pytest.param([*product(FAMILIES, LAYOUTS)], marks=pytest.mark.slow)])
 def test_layouts_choose_the_tokens_of_one_rank_and_divide_the_cache(cases):
     expected, whole = {}, {}
     for family in {family for family, _ in cases}:
@@ -111,9 +109,7 @@ def test_the_command_starts_ranks_and_writes_what_one_rank_does(run_dir, prompts
         ("dq=2", "HP101"),
     ],
 )
-def test_what_decoding_does_not_do_is_refused_before_ranks_start(
-    run_dir, prompts, words, match, monkeypatch
-):
+def test_what_decoding_does_not_do_is_refused_before_ranks_start(run_dir, prompts, words, match, monkeypatch):
     monkeypatch.setattr("hyper_parallel.trainer.generation_ranks.launch", None)
     with pytest.raises(HyperParallelError, match=match) as caught:
         generated(run_dir, prompts, "--parallel", words)

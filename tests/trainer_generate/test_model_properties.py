@@ -133,9 +133,7 @@ def test_a_class_that_ends_the_process_is_not_measured_and_tried_again(tmp_path,
     classes = {"AutoConfig": "code.StrangeConfig", "AutoModelForCausalLM": "code.StrangeModel"}
     config = {"model_type": "strange", **SIZES, "head_dim": 8, "auto_map": classes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "code.py").write_text(
-        CODE.replace("return super()", "import os; os._exit(3)\n        return super()")
-    )
+    (tmp_path / "code.py").write_text(CODE.replace("return super()", "import os; os._exit(3)\n        return super()"))
     measured = properties_of(read_config(str(tmp_path)), trusted=True)
     assert measured.causal.holds is None
     assert measured.causal.reason
@@ -224,9 +222,7 @@ def greedy(model, ids, count):
     ids = list(ids)
     with torch.no_grad():
         for _ in range(count):
-            ids.append(
-                int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
-            )
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[-count:]
 
 

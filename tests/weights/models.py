@@ -50,9 +50,7 @@ def qwen3_moe(**changes):
 
 
 def mixtral(**changes):
-    config = MixtralConfig(
-        head_dim=8, num_local_experts=4, num_experts_per_tok=2, **(SIZES | changes)
-    )
+    config = MixtralConfig(head_dim=8, num_local_experts=4, num_experts_per_tok=2, **(SIZES | changes))
     return MixtralForCausalLM(config)
 
 

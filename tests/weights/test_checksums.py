@@ -36,8 +36,7 @@ def never(name):
 
 def checksum_of(tensor, parts, read_whole=never):
     found = [
-        PartChecksum.of("w", tensor[tuple(slice(a, b) for a, b in box)], tuple(tensor.shape), box)
-        for box in parts
+        PartChecksum.of("w", tensor[tuple(slice(a, b) for a, b in box)], tuple(tensor.shape), box) for box in parts
     ]
     return joint_checksum([*found, *found[::-1]], read_whole)  # replicas read the same
 

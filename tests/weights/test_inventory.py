@@ -148,9 +148,7 @@ def test_a_missing_expert_is_named(tmp_path, build, part, missing):
 
 
 def test_buffers_of_older_files_and_heads_of_other_classes(tmp_path):
-    gpt2 = GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)
-    )
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2))
     tensors = written(gpt2, tmp_path / "gpt2")
     want = logits(plain(tmp_path / "gpt2"))
     tensors["h.1.attn.masked_bias"] = torch.tensor(-1e9)

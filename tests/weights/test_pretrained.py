@@ -98,9 +98,7 @@ def truncate(directory):
 
 
 def put(name, tensor):
-    return lambda directory: rewrite(
-        directory / "model.safetensors", lambda t: t.update({name: tensor})
-    )
+    return lambda directory: rewrite(directory / "model.safetensors", lambda t: t.update({name: tensor}))
 
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -142,9 +140,7 @@ def test_damaged_shards_and_a_missing_expert(tmp_path):
     content = json.loads(index.read_text())
     del content["weight_map"][key]
     index.write_text(json.dumps(content))
-    with pytest.raises(
-        WeightsUnreadable, match=r"no file contains `model\.layers\.0\.mlp\.experts"
-    ):
+    with pytest.raises(WeightsUnreadable, match=r"no file contains `model\.layers\.0\.mlp\.experts"):
         load_pretrained(on_meta(qwen3_moe), tmp_path)
     shard_file.write_bytes(whole[:-1])
     with pytest.raises(WeightsUnreadable, match=shard_file.name):
@@ -162,10 +158,7 @@ def test_each_rank_reads_only_its_part(tmp_path):
         for degrees in ({"fsdp": 4}, {"tp": 4}, {"fsdp": 2, "tp": 2}):
             loaded = shard(on_meta(qwen3), **degrees)
             report = load_pretrained(loaded, tmp_path)
-            held = sum(
-                p.to_local().numel() if hasattr(p, "to_local") else p.numel()
-                for p in loaded.parameters()
-            )
+            held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in loaded.parameters())
             assert report.bytes_read == 4 * held
             assert_same(full_state(loaded), full_state(model))
             read.append(report.bytes_read)

@@ -35,11 +35,7 @@ def with_rates(values: dict[str, Any], rate: float = 0.5) -> dict[str, Any]:
         found[key] = value
         if isinstance(value, dict):
             found[key] = with_rates(value, rate)
-        elif (
-            any(word in str(key) for word in RATES)
-            and key not in KEPT
-            and type(value) in (int, float)
-        ):
+        elif any(word in str(key) for word in RATES) and key not in KEPT and type(value) in (int, float):
             found[key] = rate
     return found
 

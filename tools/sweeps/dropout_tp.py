@@ -109,15 +109,11 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
     except Exception as error:
         return {"tp": f"skipped: {one_line(error)}"}
     try:
-        (mine, kept), (theirs, _) = launch(
-            lambda number: record_calls(model_type, number, False), 2, timeout_s=120
-        )
+        (mine, kept), (theirs, _) = launch(lambda number: record_calls(model_type, number, False), 2, timeout_s=120)
         cell = compare(mine, theirs)
         if cell != "ok":
             return {"tp": cell}
-        (_, again), _ = launch(
-            lambda number: record_calls(model_type, number, True), 2, timeout_s=120
-        )
+        (_, again), _ = launch(lambda number: record_calls(model_type, number, True), 2, timeout_s=120)
     except Exception as error:
         return {"tp": refusal_or_failure(error)}
     for name, grad in kept.items():

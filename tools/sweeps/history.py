@@ -38,9 +38,7 @@ def with_dynamic_rope(values: dict[str, Any]) -> dict[str, Any] | None:
         if "rope_type" in rope:
             part["rope_parameters"] = rope | new
         else:  # by kind of layer
-            part["rope_parameters"] = {
-                k: v | new if isinstance(v, dict) else v for k, v in rope.items()
-            }
+            part["rope_parameters"] = {k: v | new if isinstance(v, dict) else v for k, v in rope.items()}
         part["max_position_embeddings"], changed = 8, True
     return found if changed else None
 

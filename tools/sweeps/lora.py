@@ -198,9 +198,7 @@ def _planned_share(adapted: Any, folder: Path) -> str:
     from hyper_parallel.trainer.engine.recipe_model import read_spec
 
     adapted.config.save_pretrained(folder)
-    recipe = Recipe.model_validate(
-        {"model": {"path": str(folder)}, "data": {"source": "x"}, "lora": {"r": 4}}
-    )
+    recipe = Recipe.model_validate({"model": {"path": str(folder)}, "data": {"source": "x"}, "lora": {"r": 4}})
     predicted = trained_share(read_spec(str(folder)), recipe)
     base = sum(p.numel() for n, p in adapted.named_parameters() if ".lora_" not in n)
     real = sum(p.numel() for p in adapted.parameters() if p.requires_grad) / base

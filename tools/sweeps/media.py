@@ -183,9 +183,7 @@ def _one_rank(model: Any, steps: list[Any], wanted: list[Any]) -> str:
         return refusal_or_failure(error)
 
 
-def _two_ranks(
-    model: Any, steps: list[Any], wanted: list[Any], layouts: dict[str, str]
-) -> dict[str, str]:
+def _two_ranks(model: Any, steps: list[Any], wanted: list[Any], layouts: dict[str, str]) -> dict[str, str]:
     """Return the result texts of layouts on two ranks, from one launch, or from one launch per layout if that fails."""
     import hyper_parallel as hp
     from hyper_parallel.errors import HyperParallelError
@@ -217,9 +215,7 @@ def _two_ranks(
     return {column: _joined(*(found[column] for found in ranks), wanted) for column in layouts}
 
 
-def _joined(
-    first: tuple[str, list[set[str]]], second: tuple[str, list[set[str]]], wanted: list[Any]
-) -> str:
+def _joined(first: tuple[str, list[set[str]]], second: tuple[str, list[set[str]]], wanted: list[Any]) -> str:
     """Return the result text of a layout from those of its two ranks, which together must have all gradients."""
     if (cell := first[0] if first[0] != "ok" else second[0]) != "ok":
         return cell

@@ -47,9 +47,7 @@ def _compiled(runner: Any, program: Any, source: Path) -> Any:
     from hyper_parallel.backends.mindspore.translate import to_source
 
     kinds = [(kind.shape, kind.dtype) for _, kind in program.inputs.values()]
-    constants = [
-        (array.dtype, array.shape, array.tobytes()) for array in program.constants.values()
-    ]
+    constants = [(array.dtype, array.shape, array.tobytes()) for array in program.constants.values()]
     key = to_source(program, {}), str(kinds), str(constants)
     if key not in _COMPILED:
         _COMPILED[key] = program, runner.compile(program, source)

@@ -96,9 +96,7 @@ def operand_shapes(model: Any, ids: Any) -> dict[str, set[tuple[int, ...]]]:
         owners[p.untyped_storage()._cdata] = {name}
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
             packet = func.overloadpacket
@@ -144,9 +142,7 @@ def muon_cell(model: Any) -> str:
         return f"skipped: {one_line(error)}"
     roles = parameter_roles(model)
     optimizer = build_optimizer(model, Training(optimizer="muon"))
-    typed = {
-        f"{path}.weight" for path, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))
-    }
+    typed = {f"{path}.weight" for path, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     not_run, left = 0, set()
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -169,10 +165,7 @@ def runs_elsewhere(model: Any, name: str, used: dict[str, Any]) -> bool:
     """Return whether another module of the same class uses its parameter with this name in matmuls."""
     owner, _, own = name.rpartition(".")
     kind = type(model.get_submodule(owner))
-    return any(
-        n.rpartition(".")[2] == own and type(model.get_submodule(n.rpartition(".")[0])) is kind
-        for n in used
-    )
+    return any(n.rpartition(".")[2] == own and type(model.get_submodule(n.rpartition(".")[0])) is kind for n in used)
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:

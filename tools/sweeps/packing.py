@@ -64,11 +64,7 @@ def compared(model_type: str, folder: Path) -> dict[str, str]:
     apart, got = run_cell(file, folder, ["data.packing=false", tokens(4)])
     if apart != "ok":
         refused = apart.startswith("HP") or plain_fails(model)
-        return {
-            "step": apart
-            if apart.startswith("HP")
-            else f"{'skipped' if refused else 'fails'}: {apart}"
-        }
+        return {"step": apart if apart.startswith("HP") else f"{'skipped' if refused else 'fails'}: {apart}"}
     packed, rows = run_cell(file, folder, [tokens(packed_rows(folder))])
     if packed != "ok":
         untrue = packed.startswith("HP104") and plain_is_independent(model)
@@ -166,12 +162,9 @@ def plain_is_independent(model: Any) -> bool:
     places = [torch.arange(text.shape[1])[None] for text in texts]
     try:
         with torch.no_grad():
-            packed = model(
-                input_ids=torch.cat(texts, 1), position_ids=torch.cat(places, 1), use_cache=False
-            ).logits
+            packed = model(input_ids=torch.cat(texts, 1), position_ids=torch.cat(places, 1), use_cache=False).logits
             apart = [
-                model(input_ids=t, position_ids=p, use_cache=False).logits
-                for t, p in zip(texts, places, strict=True)
+                model(input_ids=t, position_ids=p, use_cache=False).logits for t, p in zip(texts, places, strict=True)
             ]
     except Exception:
         return False

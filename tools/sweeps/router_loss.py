@@ -132,9 +132,7 @@ def plain(model: Any, ids: Any, labels: Any = None, **given: Any) -> tuple[float
     """Return loss and gradients in plain transformers, computed in float64 throughout."""
     model = copy.deepcopy(model)
     with float64():
-        loss = model(
-            input_ids=ids, labels=ids if labels is None else labels, use_cache=False, **given
-        ).loss
+        loss = model(input_ids=ids, labels=ids if labels is None else labels, use_cache=False, **given).loss
         loss.backward()
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters()}
 
@@ -146,9 +144,7 @@ def float64() -> Any:
     from hyper_parallel.backends.torch.forward_variants import KeepFloat64
 
     class Float64(KeepFloat64):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func is torch.zeros and kwargs.get("dtype") is torch.float32:
                 kwargs = {**kwargs, "dtype": torch.float64}
@@ -178,9 +174,7 @@ class Columns:
         rows = [row[:n] for row, n in zip(self.ids, REAL, strict=True)]
         padded = self.rows_alone(rows)
         both = [self.rows_alone(rows[:2]), self.rows_alone(rows[2:])]
-        in_two = self.mean(
-            both, [sum(len(row) - 1 for row in part) for part in (rows[:2], rows[2:])]
-        )
+        in_two = self.mean(both, [sum(len(row) - 1 for row in part) for part in (rows[:2], rows[2:])])
         packed = self.rows_alone([self.ids[0], self.ids[1, :11], self.ids[1, 11:]])
         one = {
             "one rank": (self.step("", [self.batch(slice(0, 4))]), whole),
@@ -208,17 +202,13 @@ class Columns:
             return self.cell(work, whole)
 
         self.launched("dp 4", 4, four)
-        cut = [
-            n for n in COLUMNS if n.startswith(("dp", "ep", "padded")) and "wrong" in self.cells[n]
-        ]
+        cut = [n for n in COLUMNS if n.startswith(("dp", "ep", "padded")) and "wrong" in self.cells[n]]
         if cut and not self.rows_apart():
             why = "skipped: in plain transformers, rows of a batch change each other"
             self.cells.update(dict.fromkeys(cut, why))
         return {name: self.cells[name] for name in COLUMNS}
 
-    def on_two(
-        self, name: str, strategy: str, count: int, batch: Callable[[slice], Any], want: Any
-    ) -> None:
+    def on_two(self, name: str, strategy: str, count: int, batch: Callable[[slice], Any], want: Any) -> None:
         """Compute the result text of a step on two ranks."""
 
         def work(rank: int) -> str:
@@ -248,9 +238,7 @@ class Columns:
         grads = {}
         for name in parts[0][1]:
             each = [
-                share * part[1][name]
-                for share, part in zip(shares, parts, strict=True)
-                if part[1][name] is not None
+                share * part[1][name] for share, part in zip(shares, parts, strict=True) if part[1][name] is not None
             ]
             grads[name] = sum(each) if each else None
         return loss, grads
@@ -381,10 +369,7 @@ class Columns:
         with World.join("cpu") as world:
             parallelize(model, plan_of(model, strategy, workload), world)
             loss = work(model)
-            return loss, {
-                n: whole(p.grad) if p.grad is not None else None
-                for n, p in model.named_parameters()
-            }
+            return loss, {n: whole(p.grad) if p.grad is not None else None for n, p in model.named_parameters()}
 
     def cell(self, work: Callable[[], Any], want: Any) -> str:
         """Return the result text of a run, whose result must be equal to `want`."""
@@ -399,9 +384,7 @@ class Columns:
         for name, grad in grads.items():
             theirs = want[1][name]
             if grad is None or theirs is None:
-                if (grad is None) == (theirs is None) or not (
-                    theirs if grad is None else grad
-                ).any():
+                if (grad is None) == (theirs is None) or not (theirs if grad is None else grad).any():
                     continue
                 return f"wrong: only one side has a gradient of {name}"
             off = float((grad - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-6 * norm)

@@ -92,9 +92,7 @@ class _Case:
 
     def ghost(self) -> str:
         """Compare an index that lists foreign tensors, and tied parameters that no file contains."""
-        directory = self._write(
-            self._tensors, shards=3, ghosts=["surplus.weight", "lm_head.weight"]
-        )
+        directory = self._write(self._tensors, shards=3, ghosts=["surplus.weight", "lm_head.weight"])
         return self._same(directory, self._state)
 
     def tied(self) -> str:
@@ -297,9 +295,7 @@ class _Case:
             weight_map.setdefault(name, f"model-{1:05d}-of-{shards:05d}.safetensors")
         if index:
             order = sorted(weight_map, key=lambda _: self._random.random())
-            text = json.dumps(
-                {"metadata": {}, "weight_map": {name: weight_map[name] for name in order}}
-            )
+            text = json.dumps({"metadata": {}, "weight_map": {name: weight_map[name] for name in order}})
             (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
         return directory
 

@@ -88,15 +88,11 @@ def recompute_layers(program: StepProgram, layers: Sequence[str]) -> ExecutionPl
         if repeated:
             before.setdefault(reader, []).extend(repeated)
             residency |= dict.fromkeys(repeated, "recompute")
-    order: list[int | Move] = [
-        n for i in range(len(program.nodes)) for n in (*before.get(i, ()), i)
-    ]
+    order: list[int | Move] = [n for i in range(len(program.nodes)) for n in (*before.get(i, ()), i)]
     return ExecutionPlan(tuple(order), residency)
 
 
-def _nodes_to_recompute(
-    program: StepProgram, own: Sequence[int], last: int
-) -> tuple[int, list[int]]:
+def _nodes_to_recompute(program: StepProgram, own: Sequence[int], last: int) -> tuple[int, list[int]]:
     """Return the index of the first backward node that reads dropped results, and the indices of nodes to recompute.
 
     `own` are the indices of a layer's forward nodes; `last` is the index of the model's last forward node.
@@ -151,9 +147,7 @@ class _Rewriter:
         self._own: dict[int, int] = {}  # values that the running recomputation has read or computed
         self._on_host: dict[int, int] = {}  # number of the host copy, by value
         self._kinds = dict(program.inputs.values())
-        self._kinds |= {
-            r: kind for n in program.nodes for r, kind in zip(n.results, n.types, strict=True)
-        }
+        self._kinds |= {r: kind for n in program.nodes for r, kind in zip(n.results, n.types, strict=True)}
 
     def run(self, index: int) -> None:
         """Emit the node with this index; if it has been emitted before, emit a node that recomputes its results."""
@@ -291,6 +285,4 @@ def live_bytes(program: StepProgram) -> tuple[int, ...]:
     actions = identity_actions(memory, range(len(memory.operators)))
     profile = replay(memory, memory.on_device, actions).profile
     stored = sum(storage.num_bytes for storage in memory.storages if storage.at_start)
-    return tuple(
-        n - stored for n, action in zip(profile, actions, strict=True) if action.kind == "run"
-    )
+    return tuple(n - stored for n, action in zip(profile, actions, strict=True) if action.kind == "run")

@@ -95,9 +95,7 @@ def fastest_rates(turns: Sequence[LocalRates]) -> LocalRates:
     return _combined(turns, lambda seconds: float(np.fmin.reduce(seconds)))
 
 
-def _combined(
-    all_rates: Sequence[LocalRates], reduce: Callable[[list[float]], float]
-) -> LocalRates:
+def _combined(all_rates: Sequence[LocalRates], reduce: Callable[[list[float]], float]) -> LocalRates:
     def combine(values: Sequence[Any]) -> Any:
         first = values[0]
         if isinstance(first, Mapping):
@@ -185,8 +183,7 @@ def _fit_shares(
 
     def log_shares(log_constant: float) -> dict[str, Array]:
         return {
-            d: np.log(flops(math.exp(log_constant), c) / supernode.peak_flops(d) / c[-1])
-            for d, c in columns.items()
+            d: np.log(flops(math.exp(log_constant), c) / supernode.peak_flops(d) / c[-1]) for d, c in columns.items()
         }
 
     def spread(log_constant: float) -> float:
@@ -236,20 +233,14 @@ def _compute_dtype(supernode: Supernode) -> str:
     return "float32" if supernode.device.kind == "cpu" else "bfloat16"
 
 
-def _pricer(
-    steps: Sequence[MeasuredStep], supernode: Supernode
-) -> Callable[[DeviceCard, StackCard], Array]:
+def _pricer(steps: Sequence[MeasuredStep], supernode: Supernode) -> Callable[[DeviceCard, StackCard], Array]:
     """Return a function from (device card, stack card) to the predicted seconds of every step."""
-    prepared = [
-        (s.workload, ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps
-    ]
+    prepared = [(s.workload, ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps]
 
     def seconds(card: DeviceCard, stack: StackCard) -> Array:
         formats = {workload.compute_dtype for workload, *_ in prepared}
         machines = {d: Machine.of(supernode, d, card=card, stack=stack) for d in formats}
-        settings = (
-            PricingCase(numbers, machines[w.compute_dtype], w, c) for w, numbers, c in prepared
-        )
+        settings = (PricingCase(numbers, machines[w.compute_dtype], w, c) for w, numbers, c in prepared)
         return np.array([float(step_seconds(s)[0]) for s in settings])
 
     return seconds
@@ -332,9 +323,7 @@ def fit_probes(
     )
 
 
-def _with(
-    values: Mapping[str, float], card: DeviceCard, base: StackCard
-) -> tuple[DeviceCard, StackCard]:
+def _with(values: Mapping[str, float], card: DeviceCard, base: StackCard) -> tuple[DeviceCard, StackCard]:
     """Return `card` and `base` with the constants in `values` replaced.
 
     The step time is linear in `values`, so `link` is the inverse of a bandwidth, and `moe` a product with `compute`.

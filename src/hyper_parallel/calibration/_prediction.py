@@ -128,9 +128,7 @@ def machine_of(run: PublishedRun, cards: Cards) -> Machine:
     return Machine.of(run.supernode, compute, matmul_dtype=run.matmul_dtype, card=card, stack=stack)
 
 
-def setting_of(
-    run: PublishedRun, numbers: ModelNumbers, machine: Machine, recompute: str
-) -> PricingCase:
+def setting_of(run: PublishedRun, numbers: ModelNumbers, machine: Machine, recompute: str) -> PricingCase:
     """Return the inputs of the cost formulas for one run; optimizer states and gradients are in float32."""
     d = run.degrees
     workload = Workload(
@@ -174,9 +172,7 @@ def _is_prediction(text: str) -> bool:
     return "assumptions" in text.partition("\n")[0].strip().split(",")
 
 
-def predict_file(
-    source: str | Path, output: str | Path, cards: Cards | None = None
-) -> tuple[int, int]:
+def predict_file(source: str | Path, output: str | Path, cards: Cards | None = None) -> tuple[int, int]:
     """Predict the run in every row of a CSV file, and write a CSV file with the predictions added.
 
     Columns added: predicted_step_s, predicted_tok_s_dev, predicted_mem_gib, interval_low_s, interval_high_s, a column

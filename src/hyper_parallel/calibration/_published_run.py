@@ -249,9 +249,7 @@ def _supernode(row: RunRow, notes: list[str]) -> Supernode:
         name = "h100-96gb"
     if name is None:
         if peak is None:
-            raise RowError(
-                f"device `{row.device}` is not known and `peak_tflops` is blank; known are {_NAMED}"
-            )
+            raise RowError(f"device `{row.device}` is not known and `peak_tflops` is blank; known are {_NAMED}")
         presets = [load_topology(name) for name in preset_names() if name != "local-cpu"]
         near = [abs(math.log(s.peak_flops("bfloat16") / (peak * TFLOP))) for s in presets]
         name = presets[near.index(min(near))].name
@@ -396,7 +394,5 @@ def _named_as_tied(row: RunRow, values: dict[str, int]) -> bool:
     layers, hidden, heads = row.layers or 0, row.hidden or 0, row.heads or 0
     attention = 2 * (heads + values["kv_heads"]) * values["head_dim"]
     layer, named = attention + 3 * values["ffn"], 1e9 * float(billions[1])
-    with_one, with_two = (
-        abs((layers * layer + n * values["vocab"]) * hidden / named - 1.0) for n in (1, 2)
-    )
+    with_one, with_two = (abs((layers * layer + n * values["vocab"]) * hidden / named - 1.0) for n in (1, 2))
     return with_one < 0.01 and with_two > 0.03

@@ -260,9 +260,7 @@ class _Problem:
                 break
         return _Solution(factors, residuals, slopes)
 
-    def residuals_left_out(
-        self, solution: _Solution, folds: Names, unknown_stack: bool = False
-    ) -> Array:
+    def residuals_left_out(self, solution: _Solution, folds: Names, unknown_stack: bool = False) -> Array:
         """Return the residual of each run with cards fitted without its fold.
 
         The fit without a fold uses the derivatives of the fit with all runs.
@@ -356,15 +354,12 @@ def coverage(residual: Array, weights: Array, folds: Names) -> float:
     return inside / float(weights.sum())
 
 
-def _described(
-    start: Cards, fitted: Cards, constants: Sequence[Constant], interval: Mapping[str, float]
-) -> Cards:
+def _described(start: Cards, fitted: Cards, constants: Sequence[Constant], interval: Mapping[str, float]) -> Cards:
     """Return the fitted cards with prior value and source recorded for every changed number, and with intervals."""
     changed = {name for c in constants for name in c.cards}
     fold_text = {True: "stack was left out and priced as another", False: "model was left out"}
     of_interval = {
-        f"interval.{kind}": f"80 % of runs whose {fold_text['_' in kind]}, one vote per group"
-        for kind in interval
+        f"interval.{kind}": f"80 % of runs whose {fold_text['_' in kind]}, one vote per group" for kind in interval
     }
 
     def describe(old: C, new: C) -> C:

@@ -92,9 +92,7 @@ def _measured(cell: str) -> float | None:
 
 Whole = Annotated[int | None, BeforeValidator(_whole)]
 Layers = Annotated[int | None, BeforeValidator(lambda cell: _whole(cell, 10**4))]
-YesNo = Annotated[
-    int | None, BeforeValidator(lambda cell: _whole(_YES_NO.get(cell.strip().lower(), cell)))
-]
+YesNo = Annotated[int | None, BeforeValidator(lambda cell: _whole(_YES_NO.get(cell.strip().lower(), cell)))]
 Measured = Annotated[float | None, BeforeValidator(_measured)]
 
 

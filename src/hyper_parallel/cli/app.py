@@ -40,20 +40,14 @@ _FILE_ERRORS: Final = (
 
 NoCode = Annotated[
     bool,
-    typer.Option(
-        "--no-code", help="Reject a recipe that names Python code, without importing that code."
-    ),
+    typer.Option("--no-code", help="Reject a recipe that names Python code, without importing that code."),
 ]
 """Option of every command that reads a recipe and may run code named in it."""
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code in the model directory.")
-]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code in the model directory.")]
 """Option of every command that builds a model from a directory."""
 
 
-def build_app(
-    commands: Sequence[Callable[..., None]], groups: Sequence[typer.Typer] = ()
-) -> typer.Typer:
+def build_app(commands: Sequence[Callable[..., None]], groups: Sequence[typer.Typer] = ()) -> typer.Typer:
     """Return a typer application with these commands, and with a command with subcommands for each of `groups`."""
     app = typer.Typer(
         name="hyper-parallel",

@@ -33,9 +33,7 @@ def calibrate(
     ] = None,
     check: Annotated[
         Path | None,
-        typer.Option(
-            help="Train a few steps of this recipe; print the prediction error before and after."
-        ),
+        typer.Option(help="Train a few steps of this recipe; print the prediction error before and after."),
     ] = None,
     steps: Annotated[int, typer.Option(min=4, help="Steps of --check.")] = 12,
 ) -> None:

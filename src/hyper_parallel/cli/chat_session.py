@@ -46,9 +46,7 @@ def converse(model: Generator, sampling: Sampling) -> None:
             turns = _answer(model, sampling, [*turns, {"role": "user", "content": text}])
 
 
-def _answer(
-    model: Generator, sampling: Sampling, turns: list[dict[str, str]]
-) -> list[dict[str, str]]:
+def _answer(model: Generator, sampling: Sampling, turns: list[dict[str, str]]) -> list[dict[str, str]]:
     """Print the answer to the last turn, and return the turns with the answer, or without a rejected last turn."""
     pieces: list[str] = []
     try:

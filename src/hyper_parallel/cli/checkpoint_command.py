@@ -50,9 +50,7 @@ def verify(run_dir: RunDir) -> None:
 @app.command()
 def inspect(
     run_dir: RunDir,
-    step: Annotated[
-        int | None, typer.Option(help="Step of the checkpoint. Default: the newest one.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Print the contents of a checkpoint: tensors with shape, dtype and shards; step; position in the data."""
@@ -99,9 +97,7 @@ def inspect(
 def import_(
     model_dir: Annotated[
         Path,
-        typer.Argument(
-            help="Hugging Face directory with model weights or an adapter.", show_default=False
-        ),
+        typer.Argument(help="Hugging Face directory with model weights or an adapter.", show_default=False),
     ],
     run_dir: Annotated[
         Path,
@@ -109,9 +105,7 @@ def import_(
     ],
     dtype: Annotated[
         str,
-        typer.Option(
-            help="Parameter dtype: float32, or float64 for runs with training.dtype=float64."
-        ),
+        typer.Option(help="Parameter dtype: float32, or float64 for runs with training.dtype=float64."),
     ] = "float32",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -132,26 +126,18 @@ def export(
     run_dir: RunDir,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Directory to write. Default: RUN_DIR/export, or RUN_DIR/merged with --merge."
-        ),
+        typer.Option(help="Directory to write. Default: RUN_DIR/export, or RUN_DIR/merged with --merge."),
     ] = None,
-    step: Annotated[
-        int | None, typer.Option(help="Step of the checkpoint. Default: the newest intact one.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest intact one.")] = None,
     model: Annotated[
         Path | None,
-        typer.Option(
-            help="config.json or its directory. Default: the model stored in the run directory."
-        ),
+        typer.Option(help="config.json or its directory. Default: the model stored in the run directory."),
     ] = None,
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="Tokenizer directory. Default: the run's or the model's tokenizer."),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16. Default: as trained.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as trained.")] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="For a LoRA run: export the model with adapters merged.")
     ] = False,
@@ -239,9 +225,7 @@ def _adapters_of(run_dir: Path) -> tuple[Lora, Path] | None:
     path = run_dir / "config.yaml"
     if not path.is_file() or (settings := _recipe(path).get("lora")) is None:
         return None
-    lora = validated(
-        Lora, settings, lambda key: f"{path}: lora.{key}", lambda key, value, _: f"{key}: {value}"
-    )
+    lora = validated(Lora, settings, lambda key: f"{path}: lora.{key}", lambda key, value, _: f"{key}: {value}")
     return lora, _model_path(path)
 
 

@@ -23,12 +23,8 @@ app = typer.Typer(
 def show(
     recipe: Annotated[Path, typer.Argument(help="Recipe, YAML or JSON.")],
     overrides: Overrides = None,
-    as_yaml: Annotated[
-        bool, typer.Option("--yaml", help="Print the resolved recipe as a valid recipe.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print values and origins as JSON.")
-    ] = False,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the resolved recipe as a valid recipe.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print values and origins as JSON.")] = False,
 ) -> None:
     """Print every value of a recipe with its origin.
 

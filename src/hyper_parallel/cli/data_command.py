@@ -29,9 +29,7 @@ _BAR = 40  # characters of the longest bar of the histogram
 def data(
     recipe: RecipePath,
     overrides: Overrides = None,
-    examples: Annotated[
-        int, typer.Option("--examples", "-n", min=0, help="Examples to print per source.")
-    ] = 3,
+    examples: Annotated[int, typer.Option("--examples", "-n", min=0, help="Examples to print per source.")] = 3,
     max_records: Annotated[
         int, typer.Option("--max-records", min=1, help="Maximum number of records to read.")
     ] = 10_000,

@@ -52,9 +52,7 @@ def doctor(
         typer.Argument(help="Dump files of torch's flight recorder, or a directory of them."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the CPU again, ignoring cached results.")
-    ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the CPU again, ignoring cached results.")] = False,
     model: Annotated[
         str | None,
         typer.Option("--model", help="Model directory or config.json whose properties to measure."),
@@ -170,9 +168,7 @@ def _optional(name: str, detail: str, gives: str, fix: str | None = None) -> Fin
 
 
 def _python() -> Finding:
-    detail = (
-        f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
-    )
+    detail = f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
     return Finding("python", "ok", detail, "core", "everything")
 
 

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer import DryRun, TracedRank
 
 
-def print_dry_run(
-    loaded: LoadedRecipe, num_ranks: int | None, rank: int | None, as_json: bool
-) -> None:
+def print_dry_run(loaded: LoadedRecipe, num_ranks: int | None, rank: int | None, as_json: bool) -> None:
     """Trace a recipe and print the result as tables or as JSON."""
     from hyper_parallel.trainer import dry_run
 
@@ -67,9 +65,7 @@ def _print(result: DryRun, console: Console) -> None:
     )
     verdict = "fits" if result.fits else "does NOT fit"
     reserved = (
-        f" + {format_bytes(plan.reserved_bytes)} planned for context and fragmentation"
-        if plan.reserved_bytes
-        else ""
+        f" + {format_bytes(plan.reserved_bytes)} planned for context and fragmentation" if plan.reserved_bytes else ""
     )
     console.print(
         f"{verdict}: {format_bytes(result.peak_bytes)}{reserved} of {format_bytes(result.capacity_bytes)} "
@@ -85,9 +81,7 @@ def _print_rank(rank: TracedRank, result: DryRun, console: Console) -> None:
 
     plan = result.plan
     place = " ".join(f"{a}={i}" for a, i in rank.coordinate.items() if dict(plan.mesh.axes)[a] > 1)
-    console.print(
-        f"\nrank {rank.rank}{f' ({place})' if place else ''}: {rank.operators:,} operators a step"
-    )
+    console.print(f"\nrank {rank.rank}{f' ({place})' if place else ''}: {rank.operators:,} operators a step")
     for tier, peak in rank.peaks.items():
         console.print(
             f"peak of a step in {tier}: {format_bytes(peak.num_bytes)} ({peak.num_bytes:,} bytes), in "

@@ -126,9 +126,7 @@ def _prompts_conflict(source: _ModelSource, prompts: Path, parallel: str) -> Con
     return Contradiction(problem, got=got, hint=shlex.join([*words, "-o", "OUT.jsonl"]))
 
 
-def _memory(
-    device: str | None, dram: str | None, flash_dir: Path | None, topology: str
-) -> DeviceMemory | None:
+def _memory(device: str | None, dram: str | None, flash_dir: Path | None, topology: str) -> DeviceMemory | None:
     from hyper_parallel.trainer.generation_memory import DeviceMemory
 
     if device is not None:

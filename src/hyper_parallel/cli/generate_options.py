@@ -9,9 +9,7 @@ from typer import Argument, Option
 
 RunDir = Annotated[
     Path,
-    Argument(
-        help="Directory of a run, Hugging Face model directory, or a name on the Hugging Face hub."
-    ),
+    Argument(help="Directory of a run, Hugging Face model directory, or a name on the Hugging Face hub."),
 ]
 Prompt = Annotated[str | None, Option(help="Text to continue.")]
 Image = Annotated[
@@ -38,14 +36,10 @@ NoCode = Annotated[
     ),
 ]
 Slots = Annotated[int, Option(help="With --prompts: sequences decoded at a time.", min=1)]
-Parallel = Annotated[
-    str, Option(help='With --prompts: layout, with keys of the section `parallel`: "tp=2", "pp=2".')
-]
+Parallel = Annotated[str, Option(help='With --prompts: layout, with keys of the section `parallel`: "tp=2", "pp=2".')]
 MaxNewTokens = Annotated[int, Option(help="Maximum tokens of the continuation.", min=1)]
 Temperature = Annotated[float, Option(help="Sampling temperature. 0: most likely token.", min=0.0)]
-TopP = Annotated[
-    float, Option(help="Sample from the most likely tokens up to this total probability.")
-]
+TopP = Annotated[float, Option(help="Sample from the most likely tokens up to this total probability.")]
 TopK = Annotated[int, Option(help="Sample from this many most likely tokens; 0: all.", min=0)]
 Stop = Annotated[list[str] | None, Option(help="Text that ends the continuation; may be repeated.")]
 Seed = Annotated[int, Option(help="Same seed, same text.")]
@@ -57,15 +51,9 @@ Device = Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str | None, Option(help="float32, bfloat16, ... Default: as stored.")]
 DeviceMemory = Annotated[
     str | None,
-    Option(
-        help="Device memory to use, such as 4GiB; other data is streamed from DRAM. On a CPU: simulated."
-    ),
+    Option(help="Device memory to use, such as 4GiB; other data is streamed from DRAM. On a CPU: simulated."),
 ]
 Dram = Annotated[str | None, Option(help="With --device-memory: DRAM to use. Default: unlimited.")]
-FlashDir = Annotated[
-    Path | None, Option(help="With --device-memory: folder for data that exceeds DRAM.")
-]
-Topology = Annotated[
-    str, Option(help="With --device-memory: preset name, YAML file, or local: machine to plan for.")
-]
+FlashDir = Annotated[Path | None, Option(help="With --device-memory: folder for data that exceeds DRAM.")]
+Topology = Annotated[str, Option(help="With --device-memory: preset name, YAML file, or local: machine to plan for.")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object with text, tokens and time.")]

@@ -27,9 +27,7 @@ _NAMED = re.compile(
 
 
 def init(
-    name: Annotated[
-        str | None, typer.Argument(help="Recipe to write. Default: list all.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Recipe to write. Default: list all.", show_default=False)] = None,
 ) -> None:
     """Write a recipe and the files it needs into ./recipes; without a name, list the recipes."""
     folder = _folder()
@@ -76,9 +74,7 @@ def _next_lines(folder: Path, name: str, names: Sequence[str]) -> Iterator[str]:
         is_named = key == "grpo.reward_funcs" and "/" not in value
         if Path(value).exists() or is_named or (key == "model.path" and known):
             continue
-        writer = next(
-            (one for out, one in writers.items() if Path(out) in Path(value).parents), None
-        )
+        writer = next((one for out, one in writers.items() if Path(out) in Path(value).parents), None)
         if writer is not None:
             first += [
                 f"  hyper-parallel init {writer}",

@@ -22,9 +22,7 @@ _OPTIONS: Final = {
     "--show-completion": "Show completion for the current shell, to copy it or customize the installation.",
     "-h, --help": "Show this message and exit.",
 }
-_SUMMARY: Final = re.compile(
-    r'^(?:def \w+\(.*?"""|app = typer.Typer\(.*?help=")(.*?)(?:\n\n|")', re.M | re.S
-)
+_SUMMARY: Final = re.compile(r'^(?:def \w+\(.*?"""|app = typer.Typer\(.*?help=")(.*?)(?:\n\n|")', re.M | re.S)
 """First paragraph of the first docstring of a command's module, or the help of its group."""
 
 

@@ -108,9 +108,7 @@ def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
         check_schedule_file(schedule_csv)
 
 
-def _write_files(
-    chosen: Plan, output: Path | None, schedule_csv: Path | None, recipe: Path | None
-) -> None:
+def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None, recipe: Path | None) -> None:
     if schedule_csv is not None:
         hint = "--pin pp=2" if recipe is None else f"set `parallel.pp=2` in {recipe}"
         write_schedule(chosen, schedule_csv, hint)
@@ -121,9 +119,7 @@ def _write_files(
         say(f"plan written to {output}", err=True)
 
 
-def _choose_plan(
-    ctx: typer.Context, recipe: Path | None, headroom: float | None
-) -> tuple[Plan, tuple[str, str]]:
+def _choose_plan(ctx: typer.Context, recipe: Path | None, headroom: float | None) -> tuple[Plan, tuple[str, str]]:
     """Return the plan of a recipe or of a model, and the names of model and topology that the user gave."""
     params = ctx.params
     if recipe is not None:
@@ -163,9 +159,7 @@ def _read(model: str, where: str | None = None) -> ModelSpec:
     return read_spec(model, where, tried=True)
 
 
-def _plan_model(
-    model: str, topology: str, params: Mapping[str, Any], headroom: float | None
-) -> Plan:
+def _plan_model(model: str, topology: str, params: Mapping[str, Any], headroom: float | None) -> Plan:
     from hyper_parallel import planner
     from hyper_parallel.topology import load_topology
 
@@ -174,9 +168,7 @@ def _plan_model(
     workload, media = None, params["media"]
     seq_len, tokens_per_step = params["seq_len"], params["tokens_per_step"]
     if seq_len is not None or tokens_per_step is not None:
-        workload = planner.default_workload(
-            spec, supernode, devices, seq_len=seq_len, tokens_per_step=tokens_per_step
-        )
+        workload = planner.default_workload(spec, supernode, devices, seq_len=seq_len, tokens_per_step=tokens_per_step)
     excluded = ",".join(params["exclude"] or ()).split(",")
     towers = _towers(spec, model, media, params["image_size"])
     plan = planner.plan(
@@ -213,9 +205,7 @@ def _tower_notes(spec: ModelSpec, towers: Sequence[Tower], media: int | None) ->
             )
 
 
-def _towers(
-    spec: ModelSpec, model: str, media: int | None, image_size: int | None
-) -> tuple[Tower, ...]:
+def _towers(spec: ModelSpec, model: str, media: int | None, image_size: int | None) -> tuple[Tower, ...]:
     """Return the encoders (towers) whose cost a plan includes; raise HP102 for media options without effect."""
     from hyper_parallel.model import fixed_image_size, read_config, towers_of
 
@@ -228,9 +218,7 @@ def _towers(
     if image_size is not None:
         size = fixed_image_size(values)
         if "vision" not in kinds:
-            problems["--image-size"] = (
-                "the model has no image encoder whose config states heads and patch size"
-            )
+            problems["--image-size"] = "the model has no image encoder whose config states heads and patch size"
         elif size is not None and size != image_size:
             problems["--image-size"] = f"the encoder of the model reads images of {size} pixels"
         elif media == 0:
@@ -277,9 +265,7 @@ def _next_commands(
 
     train = ["hyper-parallel", "train", str(recipe or "recipe.yaml")]
     if recipe is None:
-        yield from _wrapped_lines(
-            [*map(shlex.quote, _current_command(ctx)), "--launch", "ours", "> recipe.yaml"]
-        )
+        yield from _wrapped_lines([*map(shlex.quote, _current_command(ctx)), "--launch", "ours", "> recipe.yaml"])
         yield "  # edit recipe.yaml: set model.path, data.source and stage"
     elif topology is not None:
         train.append(f"topology={topology}")

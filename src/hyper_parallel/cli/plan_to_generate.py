@@ -26,9 +26,7 @@ _OWN: Final = (*_WORK, "parallel")
 _SHARED: Final = ("model", "topology", "devices", "objective", "top", "memory_headroom", "as_json")
 
 
-def plan_to_generate(
-    ctx: typer.Context, read: Callable[[str], ModelSpec], headroom: float | None, width: int
-) -> None:
+def plan_to_generate(ctx: typer.Context, read: Callable[[str], ModelSpec], headroom: float | None, width: int) -> None:
     """Print the layout with the fastest generation, for the options of the `plan` command.
 
     Texts are wrapped to `width` columns.
@@ -40,9 +38,7 @@ def plan_to_generate(
     chosen = ctx.params
     typed = _checked_options(ctx)
     if chosen["model"] is None:
-        raise BadValue(
-            "no model is given", hint="hyper-parallel plan llama-3-8b -t dgx-h100 --for generate"
-        )
+        raise BadValue("no model is given", hint="hyper-parallel plan llama-3-8b -t dgx-h100 --for generate")
     plan = plan_generation(
         read(chosen["model"]),
         chosen["topology"] or "local",
@@ -85,9 +81,7 @@ def _checked_options(ctx: typer.Context) -> set[str]:
 
 
 def _one_line(p: GenerationLayout) -> str:
-    times = (
-        f"first token after {format_seconds(p.prefill_s)}, then {format_seconds(p.token_s)} each"
-    )
+    times = f"first token after {format_seconds(p.prefill_s)}, then {format_seconds(p.token_s)} each"
     return f"{p.parallel or 'one device'}, {p.tokens_s:,.0f} tokens/s, {times}"
 
 
@@ -99,9 +93,7 @@ def _mostly(seconds: float, terms: dict[str, float]) -> str:
 def _rows(plan: GenerationPlan) -> list[tuple[str, str]]:
     """Return pairs of label and text, the rows of the printed panel."""
     p, w = plan.best, plan.workload
-    memory = (
-        f"weights {format_bytes(p.weight_bytes)} + cache {format_bytes(p.cache_bytes)} per device"
-    )
+    memory = f"weights {format_bytes(p.weight_bytes)} + cache {format_bytes(p.cache_bytes)} per device"
     total = f"{format_bytes(p.memory_bytes)} of {format_bytes(plan.device_bytes)}"
     fits = "" if p.memory_bytes <= plan.device_bytes else ": does not fit"
     layouts = plan.priced + sum(plan.ruled_out.values())

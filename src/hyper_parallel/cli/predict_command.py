@@ -12,9 +12,7 @@ from hyper_parallel.cli.app import say
 
 def predict(
     runs: Annotated[Path, typer.Argument(help="CSV file of runs, one per row.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Write rows with predictions to this file.")
-    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write rows with predictions to this file.")],
     cards: Annotated[
         Path | None,
         typer.Option(

@@ -30,9 +30,7 @@ def pipeline_text(plan: Plan) -> str:
     width = max(map(len, lines))
     shown = [line[:MOST_COLUMNS].rstrip() for line in lines[: MOST_RANKS + 1]]
     slots = max(
-        s + a.slots
-        for row, acts in zip(starts, compute.ranks, strict=True)
-        for s, a in zip(row, acts, strict=True)
+        s + a.slots for row, acts in zip(starts, compute.ranks, strict=True) for s, a in zip(row, acts, strict=True)
     )
     limits = []
     if width > MOST_COLUMNS:

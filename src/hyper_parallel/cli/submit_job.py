@@ -41,8 +41,7 @@ def describe_submit(launcher: str, job: Job, words: Sequence[str]) -> str:
         machines = launch_words(ranks, launch.nproc_per_node)
         command = shlex.join(["hyper-parallel", *_with_quiet(words)])
         return (
-            f"this machine can run {most} of the {ranks} ranks; on a cluster:\n"
-            f"  {command} --launcher slurm {machines}"
+            f"this machine can run {most} of the {ranks} ranks; on a cluster:\n  {command} --launcher slurm {machines}"
         )
     return f"would write {job.output_dir}/ and {how}; the same by hand:\n  {by_hand}"
 

@@ -56,9 +56,7 @@ def train(
         "--rank": rank,
         "--json": as_json,
     }
-    tracing = [
-        name for name, value in trace_options.items() if value is not None and value is not False
-    ]
+    tracing = [name for name, value in trace_options.items() if value is not None and value is not False]
     if tracing:
         if not dry_run:
             raise Contradiction(
@@ -120,9 +118,7 @@ def _train_recipe(
     _train(loaded, [*flags, str(recipe), *values], dry_run, no_calibrate, check_plan)
 
 
-def load_any_recipe(
-    path: Path, overrides: Sequence[str], no_code: bool, command: str = "train"
-) -> LoadedRecipe:
+def load_any_recipe(path: Path, overrides: Sequence[str], no_code: bool, command: str = "train") -> LoadedRecipe:
     """Load a recipe file or a LlamaFactory file; with `no_code`, refuse one that names code.
 
     `command` is the name of the calling command, for hints.

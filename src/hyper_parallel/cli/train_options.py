@@ -8,31 +8,19 @@ from typing import Annotated
 from typer import Argument, Option
 
 RecipePath = Annotated[Path, Argument(help="Recipe YAML.", dir_okay=False)]
-Overrides = Annotated[
-    list[str] | None, Argument(help="Values that replace the recipe's, as a.b=c.")
-]
-DryRun = Annotated[
-    bool, Option("--dry-run", help="Check, plan and print; start no ranks, write no run.")
-]
-Trace = Annotated[
-    bool, Option("--trace", help="With --dry-run: trace a step; print exact memory and traffic.")
-]
+Overrides = Annotated[list[str] | None, Argument(help="Values that replace the recipe's, as a.b=c.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Check, plan and print; start no ranks, write no run.")]
+Trace = Annotated[bool, Option("--trace", help="With --dry-run: trace a step; print exact memory and traffic.")]
 Topology = Annotated[
     str | None,
-    Option(
-        "--topology", "-t", help="With --dry-run: trace for this topology (see `plan -t`) instead."
-    ),
+    Option("--topology", "-t", help="With --dry-run: trace for this topology (see `plan -t`) instead."),
 ]
-Ranks = Annotated[
-    int | None, Option(min=1, help="With --trace: ranks of the run. Default: the recipe's.")
-]
+Ranks = Annotated[int | None, Option(min=1, help="With --trace: ranks of the run. Default: the recipe's.")]
 Rank = Annotated[
     int | None,
     Option(min=0, help="With --trace: rank to trace. Default: one rank per distinct program."),
 ]
-NoCalibrate = Annotated[
-    bool, Option("--no-calibrate", help="Do not measure this machine before its first run.")
-]
+NoCalibrate = Annotated[bool, Option("--no-calibrate", help="Do not measure this machine before its first run.")]
 AsJson = Annotated[bool, Option("--json", help="With --trace: print the result as JSON.")]
 Launcher = Annotated[
     str | None,

@@ -96,7 +96,5 @@ def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
         return recipe
     degrees = parallel.submodels.language.model_dump(exclude={"ranks"})
     update = {name: d for name, d in degrees.items() if name not in parallel.model_fields_set}
-    origins |= dict.fromkeys(
-        (f"parallel.{name}" for name in update), "derived: parallel.submodels.language"
-    )
+    origins |= dict.fromkeys((f"parallel.{name}" for name in update), "derived: parallel.submodels.language")
     return with_values(recipe, "parallel", update)

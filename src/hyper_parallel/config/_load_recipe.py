@@ -258,9 +258,7 @@ def _as_yaml(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple, dict)):
         written = list(value) if isinstance(value, tuple) else value
-        return yaml.safe_dump(
-            written, default_flow_style=True, sort_keys=False, width=10**9
-        ).strip()
+        return yaml.safe_dump(written, default_flow_style=True, sort_keys=False, width=10**9).strip()
     return str(value)
 
 
@@ -276,9 +274,7 @@ def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
     return _checked(LoadedRecipe(derive_warmup(recipe, origins), origins, loaded.path))
 
 
-def with_submodels(
-    loaded: LoadedRecipe, parts: Mapping[str, Mapping[str, Any]], origin: str
-) -> LoadedRecipe:
+def with_submodels(loaded: LoadedRecipe, parts: Mapping[str, Mapping[str, Any]], origin: str) -> LoadedRecipe:
     """Return the recipe with `parallel.submodels` set to the planner's choice.
 
     Args:
@@ -349,9 +345,7 @@ def _resolve_paths(file: Path, layer: dict[_Key, Any]) -> dict[_Key, Any]:
     return layer
 
 
-def _flatten(
-    data: Mapping[str, Any], model: type[BaseModel] | None, prefix: _Key = ()
-) -> Iterator[tuple[_Key, Any]]:
+def _flatten(data: Mapping[str, Any], model: type[BaseModel] | None, prefix: _Key = ()) -> Iterator[tuple[_Key, Any]]:
     """Yield key path and value of every leaf of a mapping.
 
     `model` is the section class that describes the mapping; None: keys are free and every value is a leaf.
@@ -472,9 +466,7 @@ def _merge_layers(
     if layers is None:
         sources = list(_layers(path, overrides))
     else:
-        sources = [
-            (origin, {_split(key): v for key, v in layer.items()}) for origin, layer in layers
-        ]
+        sources = [(origin, {_split(key): v for key, v in layer.items()}) for origin, layer in layers]
         sources.append((_COMMAND_LINE, _override_layer(path, overrides)))
     for origin, layer in sources:
         _merge_parallel(path, merged, layer, origin)
@@ -515,9 +507,7 @@ def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any
                 _drop(merged, key)
 
 
-def _merge_parallel(
-    path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], origin: str
-) -> None:
+def _merge_parallel(path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], origin: str) -> None:
     """Apply the rules of the `parallel` section to a layer before merging it."""
     auto = ("parallel", "auto")
     if layer.get(("parallel",)) == "auto":
@@ -536,9 +526,7 @@ def _merge_parallel(
                 got=f"{alias}={value}, {name}={named}",
                 hint=f"remove `parallel.{alias}`",
             )
-    submodels = any(
-        key[:2] == ("parallel", "submodels") and layer[key] is not None for key in layer
-    )
+    submodels = any(key[:2] == ("parallel", "submodels") and layer[key] is not None for key in layer)
     if submodels or any(("parallel", degree) in layer for degree in DEGREES):
         layer.setdefault(auto, False)
 

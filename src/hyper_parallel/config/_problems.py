@@ -280,9 +280,7 @@ def _names_of(field: FieldInfo) -> list[str]:
     return []
 
 
-def _assignments(
-    model: type[BaseModel], section: type[BaseModel], key: str, text: str
-) -> list[tuple[str, int]]:
+def _assignments(model: type[BaseModel], section: type[BaseModel], key: str, text: str) -> list[tuple[str, int]]:
     """Return pairs of section key and number from a text such as `tp2,pp=2`; empty if a word has another form."""
     assignments = []
     names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
@@ -310,9 +308,7 @@ def _has_keys(field: FieldInfo) -> bool:
 
 def _is_foreign(model: type[BaseModel], path: Sequence[str | int]) -> bool:
     """Return whether a path is a top-level section of another training program, not a misspelled recipe section."""
-    return len(path) == 1 and not difflib.get_close_matches(
-        str(path[0])[:80], keys_of(model), n=1, cutoff=0.9
-    )
+    return len(path) == 1 and not difflib.get_close_matches(str(path[0])[:80], keys_of(model), n=1, cutoff=0.9)
 
 
 def _parts(key: str) -> list[str | int]:
@@ -382,9 +378,7 @@ class _InvalidValues:
         elif item["type"] == "value_error":
             message = item["msg"].removeprefix("Value error, ")
             hint = None if field is None else self._default_hint(field, key)
-            problem = BadValue(
-                f"`{key}`: {message}" if key else message, got=_short(value), hint=hint
-            )
+            problem = BadValue(f"`{key}`: {message}" if key else message, got=_short(value), hint=hint)
         else:
             problem = BadValue(
                 f"`{key}` has a value that is not allowed",

@@ -67,9 +67,7 @@ class _StrictLoader(_Loader):
                     num_keys += len(part.value)
                 if num_keys > LIMITS.num_elements:
                     problem = f"merges of more than {LIMITS.num_elements:,} keys"
-                    raise yaml.constructor.ConstructorError(
-                        None, None, problem, key_node.start_mark
-                    )
+                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         super().flatten_mapping(node)
 
 

@@ -96,8 +96,7 @@ class Lora(Section):
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability on the inputs of an adapter."""
     target_modules: Annotated[
-        Annotated[str, Tag("[text]")]
-        | Annotated[tuple[str, ...], Field(min_length=1), Tag("[list]")],
+        Annotated[str, Tag("[text]")] | Annotated[tuple[str, ...], Field(min_length=1), Tag("[list]")],
         Discriminator(source_tag),
     ] = "all-linear"
     """Linear modules with an adapter: name suffixes (`[q_proj, v_proj]`), a regular expression, or all-linear."""
@@ -105,9 +104,7 @@ class Lora(Section):
     """Scale by `lora_alpha / sqrt(r)` instead (rank-stabilized LoRA)."""
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=MOST_RANK)]] = Field(default_factory=dict)
     """Exceptions to `r`: module-name suffix or regular expression to rank."""
-    alpha_pattern: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
-        default_factory=dict
-    )
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     """Exceptions to `lora_alpha`, by the same patterns."""
     modules_to_save: tuple[str, ...] = ()
     """Name suffixes of modules that are trained in full and saved with the adapter, such as norms."""
@@ -201,9 +198,7 @@ class Launch(Section):
     def _time(cls, value: object) -> object:
         """Reject numbers: YAML 1.1 reads an unquoted 12:00:00 as a base-60 integer."""
         if isinstance(value, int) and not isinstance(value, bool):
-            raise ValueError(
-                "YAML reads an unquoted time as a number; quote it, as in time: '12:00:00'"
-            )
+            raise ValueError("YAML reads an unquoted time as a number; quote it, as in time: '12:00:00'")
         if isinstance(value, str):
             time_limit_s(value)
         return value

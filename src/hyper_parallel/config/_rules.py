@@ -43,14 +43,9 @@ class Rule:
         """Return an error for each contradiction; `where` returns the origin of a dotted key."""
         broken = self.when(recipe)
         each: list[Any] = broken if isinstance(broken, list) else [broken] if broken else []
-        return [
-            self._error(recipe, where, names if isinstance(names, Mapping) else {})
-            for names in each
-        ]
+        return [self._error(recipe, where, names if isinstance(names, Mapping) else {}) for names in each]
 
-    def _error(
-        self, recipe: Recipe, where: Callable[[str], str], names: Mapping[str, Any]
-    ) -> HyperParallelError:
+    def _error(self, recipe: Recipe, where: Callable[[str], str], names: Mapping[str, Any]) -> HyperParallelError:
         key, problem, got, hint, allowed = (
             None if text is None else _TEXTS.vformat(text, (recipe,), names)
             for text in (self.key, self.problem, self.got, self.hint, self.allowed)
@@ -65,9 +60,7 @@ Rules = Sequence[Rule | tuple[Rule, ...]]
 """Rules in the order of their errors. Of a tuple of rules, only the first broken one is reported."""
 
 
-def broken_rules(
-    rules: Rules, recipe: Recipe, where: Callable[[str], str]
-) -> Iterator[HyperParallelError]:
+def broken_rules(rules: Rules, recipe: Recipe, where: Callable[[str], str]) -> Iterator[HyperParallelError]:
     """Yield the errors of a recipe; `where` returns the origin of a dotted key."""
     for row in rules:
         for rule in row if isinstance(row, tuple) else (row,):

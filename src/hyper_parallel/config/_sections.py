@@ -357,9 +357,7 @@ class TowerDegrees(Section):
     """Like `parallel.dp_replicate`."""
     dp_shard: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.dp_shard`."""
-    ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] | None = Field(
-        default=None, max_length=MOST_RANKS
-    )
+    ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] | None = Field(default=None, max_length=MOST_RANKS)
     """Ranks of this part, in ascending order in its mesh. Parts may share ranks. None: as many ranks as the product of
     the degrees; `language` starts at rank 0, and an encoder uses the next ranks without a part."""
 
@@ -416,11 +414,7 @@ class Submodels(Section):
     def members(self) -> dict[str, tuple[int, ...]]:
         """Ranks of each part by name, in ascending order, the language part first."""
         parts = {"language": self.language, **self.towers}
-        members = {
-            name: tuple(sorted(part.ranks))
-            for name, part in parts.items()
-            if part.ranks is not None
-        }
+        members = {name: tuple(sorted(part.ranks)) for name, part in parts.items() if part.ranks is not None}
         for name, part in parts.items():
             used = {rank for ranks in members.values() for rank in ranks}
             free = count() if name == "language" else (r for r in count() if r not in used)
@@ -472,9 +466,7 @@ class Parallel(Section):
     generated."""
     virtual_stages: int = Field(default=1, ge=1, le=MOST_STAGES)
     """Pipeline stages per rank: 2 or more for interleaved, 2 for zbv and dualpipev."""
-    stage_layers: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...] = Field(
-        default=(), max_length=MOST_STAGES
-    )
+    stage_layers: tuple[Annotated[int, Field(ge=0, le=MOST_LAYERS)], ...] = Field(default=(), max_length=MOST_STAGES)
     """Decoder layers of each (virtual) stage. Empty: balanced by estimated cost."""
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward (ZeRO-3). false: keep them (ZeRO-2), for less traffic and
@@ -516,9 +508,7 @@ class Parallel(Section):
         if isinstance(data, dict) and "tp" in data:
             data = dict(data)
             if "tp_x" in data and data["tp_x"] != data["tp"]:
-                raise ValueError(
-                    f"tp={data['tp']} and tp_x={data['tp_x']} are two names of one degree"
-                )
+                raise ValueError(f"tp={data['tp']} and tp_x={data['tp_x']} are two names of one degree")
             data["tp_x"] = data.pop("tp")
         return data
 

@@ -16,10 +16,7 @@ def arguments(value: object) -> object:
     """Convert texts such as `1e-8` in a mapping of arguments to numbers; YAML 1.1 does not read them as numbers."""
     if not isinstance(value, dict):
         return value
-    return {
-        k: float(v) if isinstance(v, str) and _EXPONENT.fullmatch(v) else v
-        for k, v in value.items()
-    }
+    return {k: float(v) if isinstance(v, str) and _EXPONENT.fullmatch(v) else v for k, v in value.items()}
 
 
 _ADAMW = (

@@ -14,9 +14,7 @@ SCHEDULE_ARGS: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = MappingProxy
         "constant_with_warmup": {},
         "cosine_with_min_lr": {"num_cycles": _NUMBER, "min_lr": _NUMBER, "min_lr_rate": _NUMBER},
         "cosine_with_restarts": {"num_cycles": _NUMBER},
-        "cosine_warmup_with_min_lr": dict.fromkeys(
-            ("num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"), _NUMBER
-        ),
+        "cosine_warmup_with_min_lr": dict.fromkeys(("num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"), _NUMBER),
         "inverse_sqrt": {"timescale": _NUMBER},
         "polynomial": {"lr_end": _NUMBER, "power": _NUMBER},
         "warmup_stable_decay": {

@@ -298,9 +298,7 @@ class _CardFile(_Part):
         base = _parsed(_shipped_path(self.extends)).numbers() if self.extends else ({}, {})
         return self.over(base)
 
-    def cards(
-        self, numbers: tuple[_Numbers, _Numbers], path: Path
-    ) -> tuple[DeviceCard | None, StackCard | None]:
+    def cards(self, numbers: tuple[_Numbers, _Numbers], path: Path) -> tuple[DeviceCard | None, StackCard | None]:
         """Return the device card and the stack card of the given numbers; None in place of a card without numbers."""
         device, stack = numbers
         return (
@@ -358,9 +356,7 @@ def device_card(device_name: str, kind: str) -> DeviceCard:
 def matching_card(cards: Iterable[DeviceCard], device_name: str) -> DeviceCard | None:
     """Return the first card with a glob that matches a device name, in any case; None if no card matches."""
     name = device_name.lower()
-    return next(
-        (c for c in cards if any(fnmatch.fnmatchcase(name, g.lower()) for g in c.devices)), None
-    )
+    return next((c for c in cards if any(fnmatch.fnmatchcase(name, g.lower()) for g in c.devices)), None)
 
 
 def stack_card(name: str) -> StackCard:
@@ -395,9 +391,7 @@ def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -
     values = by_field({key: number.value for key, number in numbers.items()})
     needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
     if missing := sorted(needed - set(values)):
-        kind, base = (
-            ("device", "accelerator") if card is DeviceCard else ("stack", "hyper-parallel")
-        )
+        kind, base = ("device", "accelerator") if card is DeviceCard else ("stack", "hyper-parallel")
         raise CardUnreadable(
             f"the {kind} card lacks the keys {', '.join(missing)}",
             where=str(path),

@@ -173,18 +173,14 @@ def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int)
     return replace(model, blocks=tuple(blocks), tied_embeddings=tied)
 
 
-def recomputed_layers(
-    model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int
-) -> frozenset[int]:
+def recomputed_layers(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> frozenset[int]:
     """Return the decoder layers that a pipeline rank recomputes in backward; same arguments as `rank_model`."""
     if strategy.pp == 1:
         return strategy.recomputed([range(model.num_layers)])
     return strategy.recomputed(_stages(model, strategy, seq_len, pp_rank))
 
 
-def split_recomputed(
-    blocks: Iterable[Block], recomputed: frozenset[int]
-) -> Iterator[tuple[Block, bool]]:
+def split_recomputed(blocks: Iterable[Block], recomputed: frozenset[int]) -> Iterator[tuple[Block, bool]]:
     """Yield (block, whether backward recomputes its layers); a block with layers of both kinds is split in two."""
     for block in blocks:
         redone_layers = tuple(i for i in block.layers if i in recomputed)
@@ -206,9 +202,7 @@ def _untied(block: Block, model: ModelSpec) -> Block:
     params = {p.name: p for b in model.blocks for p in b.params}
     return replace(
         block,
-        params=tuple(
-            replace(params[p.tied_to], dims=p.dims) if p.tied_to else p for p in block.params
-        ),
+        params=tuple(replace(params[p.tied_to], dims=p.dims) if p.tied_to else p for p in block.params),
     )
 
 
@@ -284,9 +278,7 @@ class _Step:
         regathers = self.strategy.gathered_inputs == "re-gather"
         total: dict[tuple[str, tuple[str, ...], Purpose], list[int]] = {}
         entries = itertools.chain.from_iterable(parts)
-        for layers, recomputed, b in (
-            (n, is_recomputed, b) for n, is_recomputed, rows in entries for b in rows
-        ):
+        for layers, recomputed, b in ((n, is_recomputed, b) for n, is_recomputed, rows in entries for b in rows):
             extra = b.recomputed if recomputed else b.regathered if regathers else 0
             count = layers * (self.microbatches * (b.forward + b.backward + extra) + b.once)
             sent = int(count * b.sent_bytes(widths[b.format]))
@@ -354,9 +346,7 @@ class _Step:
             if {*s.fsdp_axes} & {*axes[0]}:
                 rows = -(-rows // shards) * shards
             total += rows * math.prod(columns)
-        return sharing_boundaries(
-            total, s.fsdp_axes, shards, s.dp_replicate, s.zero_stage, self.reduces_once, freed
-        )
+        return sharing_boundaries(total, s.fsdp_axes, shards, s.dp_replicate, s.zero_stage, self.reduces_once, freed)
 
     @property
     def reduces_once(self) -> bool:
@@ -485,9 +475,7 @@ class _Step:
             return
         edp = mesh.degree("edp")
         for block in self.model.blocks:
-            params = [
-                p for p in block.params if p.name in self.layouts and "ep" in self.sharding_axes(p)
-            ]
+            params = [p for p in block.params if p.name in self.layouts and "ep" in self.sharding_axes(p)]
             shapes = (self.layouts[p.name].max_local_shape(p.shape, mesh) for p in params)
             elements = edp * sum(math.prod(shape) for shape in shapes)
             yield block.count, False, sharing_boundaries(
@@ -520,9 +508,7 @@ class _Step:
             return
         rank_of = {stage: r for r in range(s.pp) for stage in s.stages_of(r)}
         own = s.stages_of(pp_rank)
-        onward, back = (
-            sum(rank_of.get(stage + step, pp_rank) != pp_rank for stage in own) for step in (1, -1)
-        )
+        onward, back = (sum(rank_of.get(stage + step, pp_rank) != pp_rank for stage in own) for step in (1, -1))
         yield 1, False, pipeline_boundaries(self.cut, self.model.hidden_size, onward, back)
         ends = {rank_of[0], rank_of[s.stages - 1]}
         if len(ends) == 2 and pp_rank in ends:

@@ -99,9 +99,7 @@ def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
     return (2.0 if kind == "all_reduce" else 1.0) * ring.seconds(size)
 
 
-def _pass_seconds(
-    s: PricingCase, rows: Iterable[Boundary], name: str, purposes: Collection[Purpose]
-) -> Array:
+def _pass_seconds(s: PricingCase, rows: Iterable[Boundary], name: str, purposes: Collection[Purpose]) -> Array:
     """Return the seconds of the collectives for `purposes`; `name` is the field of `Boundary` with their calls."""
     calls = ((b, getattr(b, name)) for b in rows if b.purpose in purposes)
     return sum((number * call_seconds(s, b) for b, number in calls if np.any(number)), np.zeros(1))
@@ -137,8 +135,7 @@ def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
         gather. For embedding and head together: parameter gather.
     """
     layer, ends = (
-        _pass_seconds(s, rows, "forward", _PARAMETERS)
-        for rows in (_layer_boundaries(s, 1.0), _end_boundaries(s, True))
+        _pass_seconds(s, rows, "forward", _PARAMETERS) for rows in (_layer_boundaries(s, 1.0), _end_boundaries(s, True))
     )
     return tensor_seconds(s, 0.0), expert_seconds(s, 0.0), layer, ends
 
@@ -301,9 +298,7 @@ def step_tail(s: PricingCase) -> dict[str, Array]:
     """
     layers = [*_layer_boundaries(s, s.layers)]
     ends = [*_sharing_boundaries(s, s.ends(s.outside), freed=False)]
-    gathered, gathered_ends = (
-        _pass_seconds(s, rows, "once", _PARAMETERS) for rows in (layers, ends)
-    )
+    gathered, gathered_ends = (_pass_seconds(s, rows, "once", _PARAMETERS) for rows in (layers, ends))
     reduced = _pass_seconds(s, layers + ends, "once", _GRADIENTS)
     replicas = _pass_seconds(s, layers + ends, "once", (Purpose.REPLICA_GRADIENTS,))
     low = s.c.zero < 2  # for ZeRO 2 and 3 only pipelines have such traffic

@@ -63,9 +63,7 @@ class Compute:
         return self.backward + self.recompute + self.launch / 1.5
 
 
-def matmul_seconds(
-    machine: Machine, rows: Array, outputs: Array | float, inputs: Array | float
-) -> Array:
+def matmul_seconds(machine: Machine, rows: Array, outputs: Array | float, inputs: Array | float) -> Array:
     """Return the seconds of a matmul of [rows, inputs] with [inputs, outputs].
 
     For sizes M x K x N, the achieved fraction of the peak FLOP/s is e0 M/(M+s) N/(N+s) K/(K+s). Here e0 is the fraction
@@ -75,9 +73,7 @@ def matmul_seconds(
     s, few = machine.saturation, machine.card.few_rows
     stretch = (1.0 + s / rows) * (1.0 + s / outputs) * (1.0 + s / inputs)
     if few:
-        stretch = stretch * (
-            1.0 + 4.0 * few["cost"] * rows * few["rows"] / (rows + few["rows"]) ** 2
-        )
+        stretch = stretch * (1.0 + 4.0 * few["cost"] * rows * few["rows"] / (rows + few["rows"]) ** 2)
     return 2.0 * rows * outputs * inputs / machine.matmul_flops * stretch
 
 
@@ -93,8 +89,7 @@ def layer_compute(s: PricingCase) -> Compute:
     biases = stack.bias_passes * n.bias_width / c.tp
     seconds = tokens * machine.width / machine.passing_bytes_s
     elementwise, elementwise_backward = (
-        seconds * (sum(moved) + share * biases)
-        for moved, share in zip(moved_elements(s), PASSES, strict=True)
+        seconds * (sum(moved) + share * biases) for moved, share in zip(moved_elements(s), PASSES, strict=True)
     )
 
     cast = stack.quantize_bytes.get(machine.matmul_dtype, 0.0) / machine.passing_bytes_s
@@ -107,9 +102,7 @@ def layer_compute(s: PricingCase) -> Compute:
     # Operator-level selective recomputation also recomputes the cheap operators around its matmuls.
     redone_elementwise = elementwise if stack.selective_matmul else 0.0
     forward = matmul + attention + elementwise + quantize
-    part = (
-        stack.selective_matmul * matmul + stack.selective_attention * attention + redone_elementwise
-    )
+    part = stack.selective_matmul * matmul + stack.selective_attention * attention + redone_elementwise
     recompute = np.where(full, forward, np.where(selective, part, 0.0))
 
     backward = 2.0 * matmul + attention_backward + elementwise_backward + quantize_backward
@@ -151,9 +144,7 @@ def moved_elements(s: PricingCase) -> tuple[tuple[Array, ...], tuple[Array, ...]
     combined = n.experts_per_token * n.hidden * s.over_tp(s.uncut.stream)
 
     def passes(share: float, direction: str) -> tuple[Array, ...]:
-        norms, combines = (
-            table.get(direction, 0.0) for table in (stack.norm_passes, stack.combine_passes)
-        )
+        norms, combines = (table.get(direction, 0.0) for table in (stack.norm_passes, stack.combine_passes))
         attention, mlp, *others = (stack.passes * share * elements for elements in moved)
         return attention + norms * (norm + heads), mlp + norms * norm + combines * combined, *others
 
@@ -237,9 +228,7 @@ def _attention(s: PricingCase) -> tuple[Array, Array]:
         for count, a in n.attentions:
             num_keys = min(seq_len, a.window or seq_len)
             head = (a.qk_head_dim + a.v_head_dim) / 2.0
-            efficiency = (
-                head / (head + card.attention_head) * num_keys / (num_keys + card.attention_len)
-            )
+            efficiency = head / (head + card.attention_head) * num_keys / (num_keys + card.attention_len)
             flops = a.forward_flops_per_token(seq_len, causal=True)
             per_token += count / n.layers * flops / (machine.attention_flops * efficiency)
         forward = tokens * per_token

@@ -226,9 +226,7 @@ def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
     return [*(c[name] for name in named if name in c), *counts, padded]
 
 
-def fullest_phase(
-    totals: Sequence[Array], shape: tuple[int, ...]
-) -> tuple[Array, NDArray[np.intp]]:
+def fullest_phase(totals: Sequence[Array], shape: tuple[int, ...]) -> tuple[Array, NDArray[np.intp]]:
     """Return, per candidate, the maximum of `totals` over the phases, and the index of the first phase with it."""
     shape = np.broadcast_shapes(totals[0].shape, shape)
     best, phase = np.broadcast_to(totals[0], shape), np.zeros(shape, dtype=np.intp)
@@ -249,10 +247,7 @@ def select_phase(values: Sequence[Array], phase: NDArray[np.intp]) -> Array:
 def total_bytes(parts: Sequence[Parts], s: PricingCase) -> list[Array]:
     """Return the total bytes of each entry of `memory_parts`; -inf for candidates to which the entry does not apply."""
     card = s.machine.card
-    totals = [
-        transient_bytes(p) * (1.0 + card.fragmentation) + persistent_bytes(p) + card.context_bytes
-        for p in parts
-    ]
+    totals = [transient_bytes(p) * (1.0 + card.fragmentation) + persistent_bytes(p) + card.context_bytes for p in parts]
     if len(parts) > 1:
         sharded = (s.c.zero > 1) & s.machine.stack.is_own_runtime
         if not sharded.all():
@@ -357,9 +352,7 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
     second_copy = trained * stack.gradient_copy_bytes * np.where(c.zero < 2, elements[0], 0.0)
     return states | {
         "gradients": states["gradients"] + second_copy,
-        "gathered parameters": np.where(
-            s.copies, (gathered_layers * mean_layer + vocabulary) * width, 0.0
-        ),
+        "gathered parameters": np.where(s.copies, (gathered_layers * mean_layer + vocabulary) * width, 0.0),
         "gradient buffers": np.where(s.copies, np.maximum(mean_layer, vocabulary) * reduced, 0.0),
         "activations": saved + layer.recomputed,
         # The backward of one layer has the gradient of a gathered input.
@@ -426,8 +419,7 @@ def offload_demand(s: PricingCase, parts: Sequence[Parts] | None = None) -> Offl
     movable_share = np.broadcast_to(1.0 - 1.0 / np.maximum(layers, 1.0), shape)
     # Only states that exist in both phases count, because evicting others does not help in both.
     optimizer, parameters, gradients = (
-        movable_share
-        * np.minimum(*(select_phase([p[name] for p in parts], phase) for phase in (full, empty)))
+        movable_share * np.minimum(*(select_phase([p[name] for p in parts], phase) for phase in (full, empty)))
         for name in ("optimizer states", "parameters", "gradients")
     )
     peaks = select_phase(transient, full)
@@ -486,9 +478,7 @@ def _excess(
     Only phases with activations count; with `ending`, only phases without.
     """
     excess = [
-        np.where(
-            (phase_parts["activations"] > 0.0) != ending, total - s.machine.memory_bytes, -np.inf
-        )
+        np.where((phase_parts["activations"] > 0.0) != ending, total - s.machine.memory_bytes, -np.inf)
         for phase_parts, total in zip(parts, totals, strict=True)
     ]
     largest, phase = fullest_phase(excess, shape_of(s.c))

@@ -72,9 +72,7 @@ class Uncut:
     outside: float = 0.0
 
     @classmethod
-    def of(
-        cls, model: ModelSpec, decoders: _Decoders, names: frozenset[str], stream: bool
-    ) -> Uncut:
+    def of(cls, model: ModelSpec, decoders: _Decoders, names: frozenset[str], stream: bool) -> Uncut:
         """Return the replicated parts of a model.
 
         Args:
@@ -176,9 +174,7 @@ class ModelNumbers:
     matmuls: tuple[Matmul, ...]  # the matmuls of an average layer
     normed_width: float  # width of the normalized query and key heads of a layer; 0 for most models
     head_norms: float  # number of norms of query and key heads in an average layer
-    unfused_norms: (
-        float  # norms of hidden states in an average layer, without torch's fused LayerNorm
-    )
+    unfused_norms: float  # norms of hidden states in an average layer, without torch's fused LayerNorm
     # bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
     norm_bytes: float
     # bytes that norms of query and key heads save per element of their input
@@ -305,11 +301,7 @@ class ModelNumbers:
         routing.
         """
         if self.every_expert_bytes:
-            return (
-                self.every_expert_bytes / 2.0
-                + self.experts_per_token * self.hidden
-                - self.expert_saved_width
-            )
+            return self.every_expert_bytes / 2.0 + self.experts_per_token * self.hidden - self.expert_saved_width
         wide = (1.0 + self.clamped_widths) * self.expert_width
         return self.experts_per_token * (wide + self.hidden)
 
@@ -337,9 +329,7 @@ class ModelNumbers:
         other elements are saved too.
         """
         norms = self.norm_bytes * self.hidden + self.head_norm_bytes * self.normed_width
-        return norms + width * (
-            self.v_width + self._gate_width + self.expert_copies + self.latent_rest
-        )
+        return norms + width * (self.v_width + self._gate_width + self.expert_copies + self.latent_rest)
 
     @property
     def routed_experts_per_token(self) -> float:
@@ -414,20 +404,15 @@ class ModelNumbers:
         `seq_len` tokens. In other layers, the kernel broadcasts keys and values.
         """
         masked = (
-            (count, a)
-            for count, a in self.attentions
-            if self.sinks or (a.window is not None and seq_len >= a.window)
+            (count, a) for count, a in self.attentions if self.sinks or (a.window is not None and seq_len >= a.window)
         )
-        repeated = (
-            n * (a.num_heads - a.num_kv_heads) * (a.qk_head_dim + a.v_head_dim) for n, a in masked
-        )
+        repeated = (n * (a.num_heads - a.num_kv_heads) * (a.qk_head_dim + a.v_head_dim) for n, a in masked)
         return math.fsum(repeated) / self.layers
 
     def attention_flops(self, seq_len: int) -> float:
         """Return the FLOPs per token of the two attention matmuls of an average layer, forward, causal pairs only."""
         total = math.fsum(
-            count * attention.forward_flops_per_token(seq_len, causal=True)
-            for count, attention in self.attentions
+            count * attention.forward_flops_per_token(seq_len, causal=True) for count, attention in self.attentions
         )
         return total / self.layers
 
@@ -532,11 +517,7 @@ def _last_layers(decoders: Iterable[Block], whole: frozenset[str]) -> tuple[Laye
 def _bias_width(block: Block) -> int:
     """Return the number of bias elements added per token in a layer; only chosen experts count."""
     visited = block.mlp.experts_per_token if block.mlp else 0
-    return sum(
-        p.shape[-1] * (visited if p.is_expert else 1)
-        for p in block.params
-        if p.name.endswith("bias")
-    )
+    return sum(p.shape[-1] * (visited if p.is_expert else 1) for p in block.params if p.name.endswith("bias"))
 
 
 def _dense_width(block: Block) -> int:

@@ -103,10 +103,7 @@ class OffloadDemand:
 
     def interpolate(self, target: OffloadDemand, share: float) -> OffloadDemand:
         """Return the demand if the fraction `share` of the layers is as in `target`, and the rest as in this demand."""
-        values = {
-            f.name: (1.0 - share) * getattr(self, f.name) + share * getattr(target, f.name)
-            for f in fields(self)
-        }
+        values = {f.name: (1.0 - share) * getattr(self, f.name) + share * getattr(target, f.name) for f in fields(self)}
         return OffloadDemand(**values)
 
     def inputs(self) -> dict[str, Array | float]:
@@ -202,9 +199,7 @@ class OffloadDemand:
             """
             over = need - states - self.in_flight * (link * self.backward_s - overlapped)
             some = over / (1.0 + rate * passing_s_per_byte)
-            more = (over - passing * (1.0 + rate * passing_s_per_byte)) / (
-                1.0 + rate * products_s_per_byte
-            )
+            more = (over - passing * (1.0 + rate * passing_s_per_byte)) / (1.0 + rate * products_s_per_byte)
             return np.where(some <= passing, some, passing + more)
 
         zero, optimizer = 0.0 * need, self.optimizer_bytes
@@ -221,13 +216,9 @@ class OffloadDemand:
             ACTIVATIONS_FIRST: (passing, need - end),
         }  # fmt: skip
         first = np.repeat(list(corner_sets), [len(corners) for corners in corner_sets.values()])
-        recomputed = np.stack(
-            np.broadcast_arrays(*itertools.chain.from_iterable(corner_sets.values()))
-        )
+        recomputed = np.stack(np.broadcast_arrays(*itertools.chain.from_iterable(corner_sets.values())))
         # Bytes that exceed host memory must be recomputed.
-        recomputed = np.maximum(
-            np.minimum(np.maximum(recomputed, need - self.host_bytes), limit), 0.0
-        )
+        recomputed = np.maximum(np.minimum(np.maximum(recomputed, need - self.host_bytes), limit), 0.0)
         return (
             first.reshape(-1, *(1,) * (recomputed.ndim - 1)), np.minimum(recomputed, passing),
             np.maximum(recomputed - passing, 0.0),
@@ -272,9 +263,7 @@ class _GreedyOffload:
         host_room: Bytes of host memory that are still free.
     """
 
-    def __init__(
-        self, load: OffloadDemand, passing: Array, products: Array, forward_s: Array
-    ) -> None:
+    def __init__(self, load: OffloadDemand, passing: Array, products: Array, forward_s: Array) -> None:
         self._load = load
         # Bytes that can be evicted during the forward of a microbatch, and during the update.
         self._forward_bytes = load.link_bytes_s * forward_s
@@ -283,9 +272,7 @@ class _GreedyOffload:
         copied = {name: getattr(load, name + "_bytes") for name in TERM_OF_KIND}
         self.bytes = {name: np.zeros(shape) for name in TERM_OF_KIND}
         self.bytes |= {"passing": passing, "products": products}
-        self.available = {
-            name: np.broadcast_to(size, shape).copy() for name, size in copied.items()
-        }
+        self.available = {name: np.broadcast_to(size, shape).copy() for name, size in copied.items()}
         self.available["activations"] -= passing
         self.available["activations"] -= products
         self.host_room = np.broadcast_to(load.host_bytes, shape).copy()
@@ -335,9 +322,7 @@ def interpolate_copies(plain: CostTerm, target: CostTerm, share: float) -> CostT
     return replace(plain, seconds=float(load.cheapest()[1][0]), inputs=inputs)
 
 
-def move_to_host(
-    memory: tuple[MemoryTerm, ...], cost: tuple[CostTerm, ...]
-) -> tuple[MemoryTerm, ...]:
+def move_to_host(memory: tuple[MemoryTerm, ...], cost: tuple[CostTerm, ...]) -> tuple[MemoryTerm, ...]:
     """Return the memory terms with offloaded bytes moved to host memory and recomputed bytes removed.
 
     Args:
@@ -350,9 +335,7 @@ def move_to_host(
     offloaded, _ = OffloadDemand.of_term(term).cheapest()
     total = {TERM_OF_KIND[name]: float(getattr(offloaded, name)[0]) for name in TERM_OF_KIND}
     host_terms = tuple(
-        MemoryTerm(
-            name, "dram", math.ceil(size), "offloaded at the peak: bytes beyond the device's budget"
-        )
+        MemoryTerm(name, "dram", math.ceil(size), "offloaded at the peak: bytes beyond the device's budget")
         for name, size in total.items()
         if size >= 1.0
     )

@@ -54,9 +54,7 @@ def transient_bytes(parts: Parts) -> Array:
     return np.asarray(sum(parts[name] for name in FORMULAS if name not in _STATES))
 
 
-def stage_elements(
-    s: PricingCase, layers: Array | None = None, outside: Array | None = None
-) -> tuple[Array, Array]:
+def stage_elements(s: PricingCase, layers: Array | None = None, outside: Array | None = None) -> tuple[Array, Array]:
     """Return the numbers of parameters per rank: (before, after) FSDP shards them over data-parallel ranks.
 
     Args:
@@ -107,9 +105,7 @@ class LayerMemory:
     combine: Array  # outputs of experts, weighted and summed in float32
 
 
-def _saved_activations(
-    s: PricingCase, layer: LayerMemory, layers: Array, flight: Array, sums: Array
-) -> Array:
+def _saved_activations(s: PricingCase, layer: LayerMemory, layers: Array, flight: Array, sums: Array) -> Array:
     """Return the bytes of saved activations and pipeline messages of all microbatches in flight.
 
     `flight` is the number of microbatches in flight, and `sums` are the bytes of unsharded gradient sums.
@@ -145,9 +141,7 @@ def _work_space(s: PricingCase) -> tuple[Array, Array]:
     stream = stream + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
     working = np.where(scores > 0.0, np.maximum(working, scores + stream - freed), working)
     # Gradients of output, queries, keys and values of unsharded attention, also in the next layer.
-    attending = np.where(
-        c.tp > 1, tokens * width * s.uncut.attention * s.keeps_whole * n.attention_width, 0.0
-    )
+    attending = np.where(c.tp > 1, tokens * width * s.uncut.attention * s.keeps_whole * n.attention_width, 0.0)
     working = np.maximum(working, attending)
     return working, attending + np.maximum(scores - freed, 0.0)
 
@@ -222,10 +216,7 @@ def phases(
         "exchange buffers": (forward, layer.exchange, layer.exchange, layer.exchange, zeros, zeros),
         "logits": (logits, zeros, zeros, zeros, zeros, zeros),
     }
-    return tuple(
-        stage.states | {name: column[phase] for name, column in columns.items()}
-        for phase in range(6)
-    )
+    return tuple(stage.states | {name: column[phase] for name, column in columns.items()} for phase in range(6))
 
 
 def _gathered_parameters(stage: _Stage) -> _Columns:
@@ -239,14 +230,11 @@ def _gathered_parameters(stage: _Stage) -> _Columns:
     num_gathered = np.where(stage.piped, stage.layers + 1.0, stage.layers)
     resident = stage.layers * stage.mean_layer
     one, two = (
-        copies * np.where(c.zero > 2, np.minimum(n, num_gathered) * stage.layer_elements, resident)
-        for n in (1.0, 2.0)
+        copies * np.where(c.zero > 2, np.minimum(n, num_gathered) * stage.layer_elements, resident) for n in (1.0, 2.0)
     )
     # Experts with ep > 1 are a separate FSDP group. No other group of experts is gathered during its reduction.
     separate_experts = (c.ep > 1) & (c.zero > 2)
-    following = np.where(
-        separate_experts, copies * np.minimum(2.0, num_gathered) * stage.dense, two
-    )
+    following = np.where(separate_experts, copies * np.minimum(2.0, num_gathered) * stage.dense, two)
     spans_layers = (c.zero > 2) & (c.halves > 1)
     third = np.clip(stage.layers - 2.0, 0.0, 1.0) * stage.layer_elements
     following = following + np.where(spans_layers, copies * third, 0.0)
@@ -269,9 +257,7 @@ def _gradients(stage: _Stage) -> _Columns:
     copied = np.where(lone, stage.wide * experts, 0.0)
     # If a layer's gradients exceed its activations, the peak is in the last layers of backward: later layers have
     # gradients by then, and the first layer is gathered.
-    accumulated = np.maximum(
-        earlier, inner * np.maximum(stage.layers - 2.0, 0.0) / np.maximum(stage.layers, 1.0)
-    )
+    accumulated = np.maximum(earlier, inner * np.maximum(stage.layers - 2.0, 0.0) / np.maximum(stage.layers, 1.0))
     embedding = np.where(piped, earlier, np.maximum(earlier, inner))
     end = np.where(several, gradients, inner + np.where(s.copies, 0.0, stage.outer_gradients))
     next_layer = np.maximum(earlier, first) + copied
@@ -291,15 +277,11 @@ def _gradient_buffers(stage: _Stage) -> _Columns:
     tied = 1.0 if n.head_params == 0 else 0.0
     wide_part = reduced * (wide / np.maximum(width, 1.0))
     # The gradient of the head, tied or not, is kept until that of the embedding.
-    head = np.where(
-        piped, 0.0, stage.copies * (n.head_weights / s.vocabulary_ranks) * s.workload.trained
-    )
+    head = np.where(piped, 0.0, stage.copies * (n.head_weights / s.vocabulary_ranks) * s.workload.trained)
     accumulating = wide * stage.copies / s.machine.width * stage.layer_elements
     next_layer = np.where(piped, sums + accumulating, head + reduced)
     embedding = np.where(piped, sums, 2.0 * head + np.maximum(reduced, wide_part + tied * head))
-    end = np.where(
-        piped, sums + np.where(s.copies, wide, 0.0) * stage.vocabulary, _end_buffers(stage)
-    )
+    end = np.where(piped, sums + np.where(s.copies, wide, 0.0) * stage.vocabulary, _end_buffers(stage))
     return sums, sums + head, next_layer, next_layer, embedding, end
 
 

@@ -316,9 +316,7 @@ _LOSS_BLOCK: Final = float(1 << 24)
 """Logits per block that our loss converts to float32; `logsumexp` needs a second buffer of that size."""
 _FOLDED = ("dp_shard", "cp", "tp_x", "tp_y")
 _IS_INSIDE: Final = {
-    (a, b): np.array([order.index(a) > order.index(b) for order in ORDERS])
-    for a in AXES
-    for b in AXES
+    (a, b): np.array([order.index(a) > order.index(b) for order in ORDERS]) for a in AXES for b in AXES
 }
 """Per pair of axes (a, b), a mask over `ORDERS`: whether axis a is inside axis b."""
 
@@ -368,9 +366,7 @@ class Places:
             inner = self._inside(name, _FOLDED)
             etp = np.clip(c.etp / inner, 1.0, degree)
             etp_ep = np.clip(c.etp * c.ep / inner, 1.0, degree)
-            parts.append(
-                ((etp, stride), (etp_ep / etp, stride * etp), (degree / etp_ep, stride * etp_ep))
-            )
+            parts.append(((etp, stride), (etp_ep / etp, stride * etp), (degree / etp_ep, stride * etp_ep)))
         return dict(zip(("etp", "ep", "edp"), zip(*parts, strict=True), strict=True))
 
     def _inside(self, name: str, axes: Sequence[str]) -> Array:

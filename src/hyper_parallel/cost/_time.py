@@ -212,9 +212,7 @@ def time_terms(s: PricingCase, blocks: BlockPrices | None = None) -> tuple[TimeT
     return tuple(replace(t, seconds=np.broadcast_to(t.seconds, shape)) for t in ordered)
 
 
-def step_seconds(
-    s: PricingCase, parts: Literal["all", "pace"] = "all", blocks: BlockPrices | None = None
-) -> Array:
+def step_seconds(s: PricingCase, parts: Literal["all", "pace"] = "all", blocks: BlockPrices | None = None) -> Array:
     """Return the seconds of a step, or the part of them that `parts` selects.
 
     Args:
@@ -411,9 +409,7 @@ class Scores:
 
     def cost_at(self, index: int) -> tuple[CostTerm, ...]:
         """Return the nonzero time terms of one candidate."""
-        return tuple(
-            t.term_of(index) for t in self.time if t.seconds[index] > 0.0 or _is_copies(t, index)
-        )
+        return tuple(t.term_of(index) for t in self.time if t.seconds[index] > 0.0 or _is_copies(t, index))
 
     def memory_at(self, index: int) -> tuple[MemoryTerm, ...]:
         """Return the nonzero memory terms of one candidate."""

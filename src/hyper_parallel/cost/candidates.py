@@ -65,9 +65,7 @@ _NUMBERS: Final = (*AXES, "ep", "virtual_stages")
 """Fields of `Strategy` that are numbers with a column of their own; other columns depend on several fields."""
 
 _DEFAULTS: Final = {
-    **dict.fromkeys(
-        ("recompute", "order", "offload", "regather", "attention_tokens", "cp_gather"), 0.0
-    ),
+    **dict.fromkeys(("recompute", "order", "offload", "regather", "attention_tokens", "cp_gather"), 0.0),
     **dict.fromkeys(("attention_shape", "mlp_shape"), float(SHAPES.index("2d"))),
     "zero": 3.0,
 }
@@ -192,9 +190,7 @@ class Candidates:
         """Return the candidates at the given indices, or those for which a mask is True."""
         return Candidates(*(getattr(self, name)[indices] for name in Candidates.__slots__))
 
-    def strategy_at(
-        self, index: int, base: Strategy, workload: Workload
-    ) -> tuple[Strategy, Workload]:
+    def strategy_at(self, index: int, base: Strategy, workload: Workload) -> tuple[Strategy, Workload]:
         """Return one candidate as a strategy and its resolved workload.
 
         Args:
@@ -223,9 +219,9 @@ class Candidates:
         if strategy.pp == 1:  # without a pipeline, choices of pipelining have their defaults
             names = ("schedule", "schedule_file", "virtual_stages", "stage_layers")
             strategy = replace(strategy, **{name: getattr(Strategy(), name) for name in names})
-        resolved = replace(
-            workload, microbatch=row["microbatch"], accumulation_steps=row["accumulation"]
-        ).resolve(strategy.dp)
+        resolved = replace(workload, microbatch=row["microbatch"], accumulation_steps=row["accumulation"]).resolve(
+            strategy.dp
+        )
         return strategy, resolved
 
 

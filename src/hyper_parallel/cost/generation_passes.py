@@ -76,9 +76,7 @@ def _attention_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
     return _cached_elements(a, ranks) * a.num_heads / a.num_kv_heads
 
 
-def pass_seconds(
-    s: PricingCase, kinds: Sequence[LayerKind], work: GenerateWorkload
-) -> tuple[PassSeconds, PassSeconds]:
+def pass_seconds(s: PricingCase, kinds: Sequence[LayerKind], work: GenerateWorkload) -> tuple[PassSeconds, PassSeconds]:
     """Return (seconds of a prefill, seconds of a decode pass) by cause, for all sequences that a rank has at a time.
 
     The prefill covers whole prompts. The decode pass has one token per sequence, at the mean length of a sequence.
@@ -98,10 +96,7 @@ def pass_seconds(
         attention_s = layer_compute(replace(whole, n=n)).attention / passes
         terms = _layer(replace(chunk, n=n), mean_prefill_length, attention_s, latent)
         _add(prefill, layers * passes, terms)
-        flops = sum(
-            count / n.layers * a.forward_flops_per_token(int(mean_decode_length))
-            for count, a in n.attentions
-        )
+        flops = sum(count / n.layers * a.forward_flops_per_token(int(mean_decode_length)) for count, a in n.attentions)
         attention_s = token.tokens / s.c.tp * flops / s.machine.attention_flops
         _add(decode, layers, _layer(replace(token, n=n), mean_decode_length, attention_s, latent))
     _add(prefill, passes, _ends(chunk))
@@ -119,9 +114,7 @@ def _add(total: PassSeconds, times: int, terms: PassSeconds) -> None:
         total[name] = total.get(name, np.zeros(1)) + times * seconds
 
 
-def _layer(
-    s: PricingCase, length: float, attention_s: Array, latent: tuple[int, ...] | None
-) -> PassSeconds:
+def _layer(s: PricingCase, length: float, attention_s: Array, latent: tuple[int, ...] | None) -> PassSeconds:
     """Return the seconds by cause of one layer in a pass over the tokens of `s`.
 
     `length` is the number of cached tokens per sequence, `attention_s` the time of the attention matmuls, and `latent`
@@ -136,8 +129,7 @@ def _layer(
         read = read + s.experts() * visited * c.ep / n.experts
     matmul = np.maximum(matmuls(s, visited), read * machine.width / rate)
     moved = sum(
-        count / n.layers * (_cached_elements(a, c.tp) + 2.0 * _attention_elements(a, c.tp))
-        for count, a in n.attentions
+        count / n.layers * (_cached_elements(a, c.tp) + 2.0 * _attention_elements(a, c.tp)) for count, a in n.attentions
     )
     cached_tokens = c.microbatch * length
     attention = np.maximum(attention_s, cached_tokens * moved * machine.width / rate)
@@ -198,9 +190,7 @@ def pass_bytes(s: PricingCase, work: GenerateWorkload) -> tuple[Array, Array]:
     chunk = -(-work.prompt_len // work.prompt_passes)
     single = _of_length(s.with_columns(microbatch=np.ones(1)), chunk)
     expanded = sum(count / n.layers * _attention_elements(a, c.tp) for count, a in n.attentions)
-    per_sequence = (
-        activation_bytes(single) + work.columns * expanded * width + n.vocab * (width + 16.0)
-    )
+    per_sequence = activation_bytes(single) + work.columns * expanded * width + n.vocab * (width + 16.0)
     gathered = (2.0 * (s.dense() + s.experts()) + s.ends(s.outside)) * width
     overhead = 1.0 + card.fragmentation
     gathered = np.where(c.dp_shard > 1, gathered, 0.0)

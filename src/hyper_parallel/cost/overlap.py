@@ -74,12 +74,8 @@ class PassSeconds:
     attention_collective: Array  # one of the two collectives around the attention block
     mlp_collective: Array  # one of the two collectives around the feed-forward part
     exchange: Array  # dispatch or combine of one chunk
-    attention_column: Array = field(
-        default_factory=_no_work
-    )  # column-parallel matmuls of the attention block
-    mlp_column: Array = field(
-        default_factory=_no_work
-    )  # column-parallel matmuls of the feed-forward part
+    attention_column: Array = field(default_factory=_no_work)  # column-parallel matmuls of the attention block
+    mlp_column: Array = field(default_factory=_no_work)  # column-parallel matmuls of the feed-forward part
     # weight gradients of the first chunk, a part of `experts`, that are computed while its rows are in flight
     expert_weights: Array = field(default_factory=_no_work)
     # copy of one chunk's rows to its send buffer, or of its results from there
@@ -162,9 +158,7 @@ def layer_program(
     order = _order([row for row, _ in chain], halves)
     number = {key: n for n, key in enumerate(order)}
     return LaneProgram(
-        tuple(
-            _LINK if chain[step][0] in (*_COLLECTIVES, _COUNTS) else _COMPUTE for _, step in order
-        ),
+        tuple(_LINK if chain[step][0] in (*_COLLECTIVES, _COUNTS) else _COMPUTE for _, step in order),
         tuple(tuple(number[half, dep] for dep in chain[step][1]) for half, step in order),
         tuple(chain[step][0] for _, step in order),
     )
@@ -277,12 +271,10 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
         return comm
     shape = shape_of(c)
     tp, ep, halves, chunks, tokens = (
-        np.broadcast_to(x, shape).copy()
-        for x in (comm.tp, comm.ep, c.halves, c.ep_chunks, c.tp_chunks)
+        np.broadcast_to(x, shape).copy() for x in (comm.tp, comm.ep, c.halves, c.ep_chunks, c.tp_chunks)
     )
     compute_s, tp_whole = (
-        np.broadcast_to(x, shape)
-        for x in (work.forward + work.backward + work.recompute + work.launch, comm.tp_whole)
+        np.broadcast_to(x, shape) for x in (work.forward + work.backward + work.recompute + work.launch, comm.tp_whole)
     )
     demand = min(1.0, s.machine.card.collective_share)
     # Candidates with equal parts and equal kinds of tasks share a program.
@@ -337,9 +329,7 @@ def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
     """Return the exposed seconds of expert all-to-alls if only experts split their tokens into chunks."""
     redone = 1.0 + s.full
     total: Array = np.zeros(1)
-    for seconds, whole, times in zip(
-        _passes(s, 1, chunks), _passes(s, 1, 1), (redone, np.ones(1)), strict=True
-    ):
+    for seconds, whole, times in zip(_passes(s, 1, chunks), _passes(s, 1, 1), (redone, np.ones(1)), strict=True):
         experts = np.maximum(seconds.experts, whole.experts / chunks)
         # Ranks reach the first dispatch at different times, after the other blocks.
         before = seconds.attention + seconds.attention_column + seconds.mlp + seconds.mlp_column
@@ -347,9 +337,7 @@ def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
             PassSeconds(*[np.zeros(1)] * 6), attention=before, experts=experts, exchange=seconds.exchange,
             expert_weights=seconds.expert_weights, copy=seconds.copy,
         )  # fmt: skip
-        span = pass_span(
-            alone, 1, chunks, np.ones(1), s.machine.card.collective_share, ranks=_ranks(s)
-        )
+        span = pass_span(alone, 1, chunks, np.ones(1), s.machine.card.collective_share, ranks=_ranks(s))
         total = total + times * (span - before - whole.experts - 2.0 * whole.copy)
     return np.maximum(total, 0.0)
 
@@ -362,10 +350,7 @@ def _exposed_stream(s: PricingCase, chunks: int) -> Array:
     names = ("attention", "mlp")
     whole = {name: [matmuls(s, part=name, row=row) for row in (False, True)] for name in names}
     chunk = {
-        name: [
-            np.maximum(matmuls(parts, part=name, row=row), whole[name][row] / chunks)
-            for row in (False, True)
-        ]
+        name: [np.maximum(matmuls(parts, part=name, row=row), whole[name][row] / chunks) for row in (False, True)]
         for name in names
     }
     # Column weights of the MLP are used while results of attention are scattered.
@@ -390,9 +375,7 @@ def _exposed_stream(s: PricingCase, chunks: int) -> Array:
     return total
 
 
-def _exposed_halves(
-    s: PricingCase, compute_s: Array, halves: int, chunks: int
-) -> tuple[Array, Array]:
+def _exposed_halves(s: PricingCase, compute_s: Array, halves: int, chunks: int) -> tuple[Array, Array]:
     """Return the exposed seconds of (tensor-parallel, expert) collectives with half-batches."""
     demand, layers = s.machine.card.collective_share, float(s.n.layers)
     flows, repeats = np.zeros(1), s.full
@@ -432,10 +415,7 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
     exchange = expert_seconds(chunk, 0.0) / 2.0
     # Half of backward's products are weight gradients.
     deferred = 0.5 * (chunks > 1) * s.machine.stack.overlap_expert_weights
-    columns = [
-        np.where(s.c.tp > 1, matmuls(half, part=part, row=False), 0.0)
-        for part in ("attention", "mlp")
-    ]
+    columns = [np.where(s.c.tp > 1, matmuls(half, part=part, row=False), 0.0) for part in ("attention", "mlp")]
     added = _addition_seconds(s, halves, chunks)
     forward, backward = (
         PassSeconds(

@@ -34,9 +34,7 @@ def not_writable(error: OSError, place: str | Path) -> OutputNotWritable:
     hint = f"ls -ld {shlex.quote(name)}; df -h {shlex.quote(_existing(name))}"
     if error.errno == errno.ENAMETOOLONG:
         hint, name = "choose a shorter path", f"{name:.120}..."
-    return OutputNotWritable(
-        "a file cannot be written", where=name, got=error.strerror or str(error), hint=hint
-    )
+    return OutputNotWritable("a file cannot be written", where=name, got=error.strerror or str(error), hint=hint)
 
 
 @contextmanager

@@ -33,9 +33,7 @@ _ALLOWED: Final = "HYPER_PARALLEL_DOWNLOADS"
 _OFFLINE: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE: Final = ("1", "ON", "YES", "TRUE")
 _NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*(?:@[\w.][\w./-]*)?")
-_FILE: Final = re.compile(
-    r".*\.(json|jsonl|ya?ml|txt|csv|parquet|gz|zst|bin|pt|pth|safetensors|gguf|py)"
-)
+_FILE: Final = re.compile(r".*\.(json|jsonl|ya?ml|txt|csv|parquet|gz|zst|bin|pt|pth|safetensors|gguf|py)")
 _FOLDERS: Final = (
     "model", "models", "data", "dataset", "datasets", "runs", "run", "output", "outputs", "checkpoint", "checkpoints",
     "export", "exports", "weights", "recipes", "tmp",
@@ -263,9 +261,7 @@ def _is_shown() -> bool:
     return logging.getLogger("hyper_parallel").level <= logging.INFO
 
 
-def _refusal(
-    name: HubName, part: Part, answer: dict[str, Any], where: str | None, key: str
-) -> UnknownModel:
+def _refusal(name: HubName, part: Part, answer: dict[str, Any], where: str | None, key: str) -> UnknownModel:
     """Return the error for a failed download, whose printed JSON object is `answer`."""
     kind, text = answer.get("kind"), str(answer.get("text", ""))
     local, full_command = name.folder, download_command(name, local=True)
@@ -289,9 +285,7 @@ def _refusal(
         ),
         "network": ("the hub does not answer", download_command(name, part)),
     }  # fmt: skip
-    description, hint = known.get(
-        kind, (f"`{name}` cannot be downloaded", download_command(name, part))
-    )
+    description, hint = known.get(kind, (f"`{name}` cannot be downloaded", download_command(name, part)))
     return UnknownModel(description, where=where, got=text or str(name), hint=hint)
 
 

@@ -58,9 +58,7 @@ def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str
         if not chosen:
             return {"kind": "no files", "text": _formats(sizes)}
         place = {"repo_id": repository, "revision": str(info.sha)}
-        missing = [
-            n for n in chosen if not isinstance(try_to_load_from_cache(filename=n, **place), str)
-        ]
+        missing = [n for n in chosen if not isinstance(try_to_load_from_cache(filename=n, **place), str)]
         if missing and not quiet:
             size = format_bytes(sum(sizes[name] for name in missing))
             line = f"fetching {repository}@{str(info.sha)[:12]}: {len(missing)} files, {size}"

@@ -74,21 +74,12 @@ def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]
             f"{w.tokens_per_step or 0:,} tokens per step, sequences of {w.seq_len:,}, {w.microbatch} at a time, "
             f"{w.accumulation_steps} times, {w.compute_dtype}"
         ],
-        "step time": [
-            f"{format_seconds(plan.whole_step_s)} predicted" + _interval(plan, half_width)
-        ],
+        "step time": [f"{format_seconds(plan.whole_step_s)} predicted" + _interval(plan, half_width)],
         "roles": [_roles_line(plan.roles)] if plan.roles else [],
         "sub-models": [*_submodel_lines(plan.submodels)] if plan.submodels else [],
-        "throughput": [
-            f"{_tokens_per_second(plan):,.0f} tokens/s/device, MFU {plan.predicted_mfu:.1%}"
-        ],
+        "throughput": [f"{_tokens_per_second(plan):,.0f} tokens/s/device, MFU {plan.predicted_mfu:.1%}"],
         "memory": [_tier(plan, tier) for tier in dict.fromkeys(t.tier for t in plan.memory)],
-        "mostly": [
-            ", ".join(
-                f"{t.name} {format_seconds(t.seconds)} ({t.seconds / plan.step_s:.0%})"
-                for t in terms
-            )
-        ],
+        "mostly": [", ".join(f"{t.name} {format_seconds(t.seconds)} ({t.seconds / plan.step_s:.0%})" for t in terms)],
         "why not": [
             *(f"{_split(r)}: {r.reason}" for r in (plan.roles.rejected if plan.roles else ())[:2]),
             *(f"{r.strategy}: {r.reason}" for r in _losers(plan)),
@@ -261,9 +252,7 @@ def _submodel_lines(s: SubmodelsPlan, *, lanes: bool = True) -> Iterator[str]:
         adjacent = len(others) > 2 and part.ranks == (*range(first, first + len(part.ranks)),)
         numbers = f"{first}-{others[-1]}" if adjacent else ", ".join(map(str, part.ranks))
         ranks = f"rank{'s' if others else ''} {numbers}"
-        times = (
-            f"forward {format_seconds(part.forward_s)}, backward {format_seconds(part.backward_s)}"
-        )
+        times = f"forward {format_seconds(part.forward_s)}, backward {format_seconds(part.backward_s)}"
         memory = sum(t.bytes for t in part.memory)
         per_rank = f"; {format_bytes(memory)} per rank" if memory else ""
         yield f"{part.name}: {part.degrees} on {ranks}; {times} per step{per_rank}"

@@ -192,10 +192,7 @@ def boxes(name: str, runs: Sequence[Runs]) -> list[LocalBox]:
     dims = []
     for ranges in runs:
         stops = itertools.accumulate(stop - start for start, stop in ranges)
-        local = [
-            slice(end - (stop - start), end)
-            for end, (start, stop) in zip(stops, ranges, strict=True)
-        ]
+        local = [slice(end - (stop - start), end) for end, (start, stop) in zip(stops, ranges, strict=True)]
         dims.append([pair for pair in zip(ranges, local, strict=True) if pair[0][0] < pair[0][1]])
     return [
         LocalBox(Box(name, tuple(r for r, _ in part)), tuple(index for _, index in part))
@@ -203,9 +200,7 @@ def boxes(name: str, runs: Sequence[Runs]) -> list[LocalBox]:
     ]
 
 
-def transfers(
-    have: Iterable[tuple[_S, Box]], want: Iterable[tuple[_R, Box]]
-) -> Iterator[tuple[_S, _R, Box]]:
+def transfers(have: Iterable[tuple[_S, Box]], want: Iterable[tuple[_R, Box]]) -> Iterator[tuple[_S, _R, Box]]:
     """Yield (sender, receiver, box) for every nonempty intersection of a box in `have` with a box in `want`.
 
     Args:
@@ -234,9 +229,7 @@ def choose_senders(have: Sequence[Mapping[Box, int]]) -> dict[Box, int]:
             candidates.setdefault(box, []).append(rank)
     sent, result = [0] * len(have), {}
     # Boxes of a single rank first, then replicated boxes by decreasing size.
-    order = sorted(
-        candidates, key=lambda b: (len(candidates[b]) > 1, -have[candidates[b][0]][b], b)
-    )
+    order = sorted(candidates, key=lambda b: (len(candidates[b]) > 1, -have[candidates[b][0]][b], b))
     for box in order:
         rank = min(candidates[box], key=lambda r: sent[r])
         result[box] = rank
@@ -309,9 +302,7 @@ def working_rows(parts: tuple[Part, ...], degree: int, rank: int) -> tuple[tuple
     return tuple(result)
 
 
-def exchanged(
-    parts: tuple[Part, ...], degree: int, source: int, target: int
-) -> tuple[tuple[int, int], ...]:
+def exchanged(parts: tuple[Part, ...], degree: int, source: int, target: int) -> tuple[tuple[int, int], ...]:
     """Return the nonempty row ranges, ascending, that rank `source` computes and rank `target` uses.
 
     Rank `source` computes slice `source` of `degree` equal slices of all rows; for the other rank see `working_rows`.

@@ -65,9 +65,7 @@ class Mesh:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):
-            raise MeshError(
-                "a mesh names an axis twice", got=names, hint="give every axis its own name"
-            )
+            raise MeshError("a mesh names an axis twice", got=names, hint="give every axis its own name")
         for name, degree in self.axes:
             if degree < 1:
                 raise MeshError(f"the degree of axis `{name}` is {degree}, below 1", got=degree)
@@ -78,9 +76,7 @@ class Mesh:
                 hint="change a degree, or pass as many devices as the degrees multiply to",
             )
         if len(set(self.devices)) != len(self.devices):
-            raise MeshError(
-                "a mesh holds a device twice", got=self.devices, hint="list every device id once"
-            )
+            raise MeshError("a mesh holds a device twice", got=self.devices, hint="list every device id once")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -149,9 +145,7 @@ class Mesh:
             group = [{**c, axis: i} for c in group for i in range(self.degree(axis))]
         return tuple(self.at(c) for c in group)
 
-    def groups(
-        self, axes: str | Sequence[str], most: int | None = None
-    ) -> tuple[tuple[int, ...], ...]:
+    def groups(self, axes: str | Sequence[str], most: int | None = None) -> tuple[tuple[int, ...], ...]:
         """Return the first `most` groups over `axes` (None: all), in the order of their first devices.
 
         Every device is in exactly one group.
@@ -200,9 +194,7 @@ class Layout:
         used = [a for dim in self.axes for a in dim] + [*self.partial, *self.one_of]
         if len(set(used)) != len(used):
             twice = sorted({a for a in used if used.count(a) > 1})
-            raise LayoutError(
-                "a layout uses an axis twice", got=twice, hint="use every axis in one dim only"
-            )
+            raise LayoutError("a layout uses an axis twice", got=twice, hint="use every axis in one dim only")
         if self.dims and len(self.dims) != len(self.axes):
             raise LayoutError(
                 f"the layout has {len(self.dims)} names for {len(self.axes)} dims",
@@ -239,9 +231,7 @@ class Layout:
         """Raise LayoutError if the layout uses an axis that the mesh does not have."""
         missing = [a for a in (*self.sharding_axes, *self.partial) if a not in mesh.names]
         if missing:
-            raise LayoutError(
-                "a layout uses an axis that the mesh does not have", got=missing, allowed=mesh.names
-            )
+            raise LayoutError("a layout uses an axis that the mesh does not have", got=missing, allowed=mesh.names)
 
     def split(self, dim: int, *axes: str) -> Layout:
         """Return the layout with `axes` appended to the axes that shard a dim, as the innermost axes."""
@@ -288,9 +278,7 @@ class Layout:
             result.append(tuple(runs))
         return tuple(result)
 
-    def local_shape(
-        self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
-    ) -> tuple[int, ...]:
+    def local_shape(self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the shard of the rank at `coordinate`."""
         result = self.ranges(shape, mesh, coordinate)
         return tuple(sum(stop - start for start, stop in runs) for runs in result)

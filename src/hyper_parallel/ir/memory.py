@@ -20,9 +20,7 @@ from typing import Literal, get_args
 from hyper_parallel.units import round_up
 
 MemoryTier = Literal["device", "dram", "flash"]
-StorageKind = Literal[
-    "weight", "expert", "gradient", "optimizer", "activation", "kv", "input", "output", "scratch"
-]
+StorageKind = Literal["weight", "expert", "gradient", "optimizer", "activation", "kv", "input", "output", "scratch"]
 Phase = Literal["forward", "backward", "optimizer", "inference"]
 MemoryActionKind = Literal[
     "run", "recompute", "prefetch", "store", "copy_in", "copy_out", "wait", "detach", "free", "join",
@@ -145,10 +143,7 @@ class MemoryProgram:
     @cached_property
     def staging_bytes(self) -> int:
         """Bytes of the staging allocations outside the arena: the maximum over all operators."""
-        sizes = (
-            sum(round_up(n, self.alignment_bytes) for n in op.scratch_bytes)
-            for op in self.operators
-        )
+        sizes = (sum(round_up(n, self.alignment_bytes) for n in op.scratch_bytes) for op in self.operators)
         return max(sizes, default=0)
 
     @cached_property

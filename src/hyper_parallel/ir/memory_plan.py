@@ -110,12 +110,8 @@ class _Walk(Residency):
                     raise self.illegal(at, action, f"its result {self.name(s)} already exists")
             elif not self.valid[s].get("device") or "device" in self.in_flight[s]:
                 raise self.illegal(at, action, f"{self.name(s)} is not on the device")
-            if self.communicating and (
-                self.is_in_use(s) if s in op.writes else self.is_being_filled(s)
-            ):
-                raise self.illegal(
-                    at, action, f"{self.name(s)} is in use by a collective in flight"
-                )
+            if self.communicating and (self.is_in_use(s) if s in op.writes else self.is_being_filled(s)):
+                raise self.illegal(at, action, f"{self.name(s)} is in use by a collective in flight")
         inputs = tuple(self.version[s] for s in op.reads if s not in op.allocs)
         if is_recompute and (not op.repeatable or op.writes or inputs != self.seen[action.target]):
             raise self.illegal(at, action, "running it again would not give the same result")
@@ -184,9 +180,7 @@ class _Walk(Residency):
                 )
 
 
-def replay(
-    program: MemoryProgram, homes: tuple[MemoryTier, ...], actions: Iterable[MemoryAction]
-) -> Replay:
+def replay(program: MemoryProgram, homes: tuple[MemoryTier, ...], actions: Iterable[MemoryAction]) -> Replay:
     """Apply all actions of a memory plan, check each of them, and return peaks and live ranges.
 
     Bytes are allocated in program order (see `Residency`), so the result does not depend on copy speed.

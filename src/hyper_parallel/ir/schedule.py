@@ -29,9 +29,7 @@ ActionKind: TypeAlias = Literal[
 
 COMPUTE: Final = frozenset({"F", "I", "W", "B", "OVERLAP_F_B"})
 _PER_STAGE: Final = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD"})
-_TEXT: Final = re.compile(
-    rf"(\d+)({'|'.join(k for k in get_args(ActionKind) if k != 'OVERLAP_F_B')})(\d*)(?::(\d+))?"
-)
+_TEXT: Final = re.compile(rf"(\d+)({'|'.join(k for k in get_args(ActionKind) if k != 'OVERLAP_F_B')})(\d*)(?::(\d+))?")
 _SLOTS: Final = {"F": 1, "I": 1, "W": 1, "B": 2}
 _SENDS: Final[dict[str, ActionKind]] = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}
 _GRAPH: Final = re.compile(r"(\d+)>(\d+)|(\d+) (frozen|copied|sharded)")
@@ -158,9 +156,7 @@ class StageGraph:
     def __str__(self) -> str:
         marks = (("frozen", self.frozen), ("copied", self.copied), ("sharded", self.sharded))
         cells = [f"{source}>{target}" for source, target in self.edges]
-        return ",".join(
-            [*cells, *(f"{s} {word}" for word, stages in marks for s in sorted(stages))]
-        )
+        return ",".join([*cells, *(f"{s} {word}" for word, stages in marks for s in sorted(stages))])
 
     @staticmethod
     def parse(cells: Sequence[str]) -> StageGraph:
@@ -409,9 +405,7 @@ def grid(
     if rows == "ranks":
         # Time runs to the right, and every slot has equal width.
         widths[1:] = [max(widths[1:], default=0)] * len(widths[1:])
-    return "\n".join(
-        " ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in table
-    )
+    return "\n".join(" ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in table)
 
 
 def at(schedule: Schedule, rank: int, position: int) -> str:

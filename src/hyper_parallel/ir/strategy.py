@@ -359,8 +359,7 @@ class SequenceCut:
             return (((0, self.padded),),)
         chunk, last = self.padded // (2 * self.ring), 2 * self.ring - 1
         return tuple(
-            ((j * chunk, (j + 1) * chunk), ((last - j) * chunk, (last - j + 1) * chunk))
-            for j in range(self.ring)
+            ((j * chunk, (j + 1) * chunk), ((last - j) * chunk, (last - j + 1) * chunk)) for j in range(self.ring)
         )
 
     def positions(self, rank: int) -> list[int]:

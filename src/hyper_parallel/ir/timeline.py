@@ -91,9 +91,7 @@ class TaskGraph:
     def __post_init__(self) -> None:
         for number, task in enumerate(self.tasks):
             if task.duration_ns < 0:
-                raise TaskGraphError(
-                    f"task {number} `{task.name}` has a negative duration", got=task.duration_ns
-                )
+                raise TaskGraphError(f"task {number} `{task.name}` has a negative duration", got=task.duration_ns)
             for dep in task.deps:
                 if not 0 <= dep < number:
                     raise TaskGraphError(

@@ -28,9 +28,7 @@ Item = tuple[Extent, ...]
 """Live ranges at one address: a single range, or the last and first range of a storage (see the module docstring)."""
 
 
-def assign_addresses(
-    ranges: Sequence[Extent], sizes: Sequence[int]
-) -> tuple[tuple[Extent, ...], int]:
+def assign_addresses(ranges: Sequence[Extent], sizes: Sequence[int]) -> tuple[tuple[Extent, ...], int]:
     """Return offsets such that no two live ranges overlap in both time and space.
 
     Args:
@@ -157,9 +155,7 @@ def _pack_in_stacks(
 ) -> tuple[np.ndarray, int]:
     """Return the best result of `_stack` over three orders of the items: offsets, and bytes of the arena."""
     floor = int(live.max())
-    most = [
-        max(int(live[e.start : max(e.stop, e.start + 1)].max()) for e in item) for item in items
-    ]
+    most = [max(int(live[e.start : max(e.stop, e.start + 1)].max()) for e in item) for item in items]
     hot = np.array(most, np.int64) * _HEAT_CLASSES // max(floor, 1)
     orders = (  # each with its preference as a fraction of the live peak
         (np.lexsort((-times * size, -hot)), 0.005),
@@ -170,9 +166,7 @@ def _pack_in_stacks(
     return _tightest(attempts, size, floor)
 
 
-def _tightest(
-    attempts: Iterator[np.ndarray], size: np.ndarray, floor: int
-) -> tuple[np.ndarray, int]:
+def _tightest(attempts: Iterator[np.ndarray], size: np.ndarray, floor: int) -> tuple[np.ndarray, int]:
     """Return the first offsets that are close to the live peak `floor`, or the best ones, and the arena's bytes."""
     best = np.zeros(len(size), np.int64), int(size.sum()) + 1
     for low in attempts:
@@ -182,9 +176,7 @@ def _tightest(
     return best
 
 
-def _stack(
-    clashes: Sequence[np.ndarray], size: np.ndarray, order: np.ndarray, preference: float
-) -> np.ndarray:
+def _stack(clashes: Sequence[np.ndarray], size: np.ndarray, order: np.ndarray, preference: float) -> np.ndarray:
     """Return offsets by stacking: each item lies above all items placed before that it overlaps in time.
 
     `clashes` has, for each item, the items that it overlaps in time. The item with the lowest possible address is

@@ -36,9 +36,7 @@ _Finish = Callable[[EmittedProgram], MemoryPlan]
 _PlanFor = Callable[[MemoryMachine], EmittedProgram | None]
 
 
-def least_time(
-    search: Search, budget: int, finish: _Finish, limit_s: float = float("inf")
-) -> _PlannedProgram:
+def least_time(search: Search, budget: int, finish: _Finish, limit_s: float = float("inf")) -> _PlannedProgram:
     """Return the fastest program whose arena and staging buffers fit the budget, with its plan.
 
     `finish` assigns addresses to a program and returns its plan. Programs that take longer than `limit_s` are excluded.
@@ -62,9 +60,7 @@ def least_time(
         raise _capacity_error(search, budget, finish, error) or error from None
 
 
-def _fastest_within(
-    search: Search, budget: int, finish: _Finish, limit_s: float
-) -> _PlannedProgram | None:
+def _fastest_within(search: Search, budget: int, finish: _Finish, limit_s: float) -> _PlannedProgram | None:
     """Return the fastest program whose arena fits the budget, with its plan; None if there is none.
 
     Gaps between addresses also take bytes of the budget, so the target peak is lowered in steps.
@@ -77,9 +73,7 @@ def _fastest_within(
     fits = working_set_bytes(search.program) <= arena_budget
     for count in range(1, _MAX_TARGETS + 1 if fits else 1):
         within_s = best[0].seconds if best else limit_s
-        programs = [
-            e for e in search.programs(aim, within_s, lowers=True) if e.peak <= arena_budget
-        ]
+        programs = [e for e in search.programs(aim, within_s, lowers=True) if e.peak <= arena_budget]
         arenas: list[int] = []
         distinct = list({e.actions: e for e in programs}.values())
         for e in sorted(distinct, key=lambda e: (e.seconds, e.peak))[:tries]:
@@ -168,9 +162,7 @@ def least_peak(search: Search, limit_s: float, finish: _Finish) -> _PlannedProgr
     return min(plans, key=lambda result: (result[1].device_bytes, result[0].peak))
 
 
-def _descending_peaks(
-    search: Search, limit_s: float, *, refused: bool = False
-) -> list[EmittedProgram]:
+def _descending_peaks(search: Search, limit_s: float, *, refused: bool = False) -> list[EmittedProgram]:
     """Return programs with descending peaks that take at most `limit_s` seconds, `search.identity` first.
 
     The target is bisected twice: first with the linear program alone, which is quick and almost exact, then with
@@ -200,11 +192,7 @@ def _descending_peaks(
         if close():
             break
         target = min(low + step, (low + high) // 2)
-        lower = [
-            e
-            for e in search.programs(target, limit_s)
-            if e.seconds <= limit_s and e.peak < best.peak
-        ]
+        lower = [e for e in search.programs(target, limit_s) if e.seconds <= limit_s and e.peak < best.peak]
         if lower:
             best = min(lower, key=lambda e: (e.peak, e.seconds))
             result.append(best)
@@ -220,9 +208,7 @@ def _descending_peaks(
 # -- capacities of the other tiers -------------------------------------------------------------
 
 
-def _capacity_error(
-    search: Search, budget: int, finish: _Finish, error: BudgetImpossible
-) -> TierFull | None:
+def _capacity_error(search: Search, budget: int, finish: _Finish, error: BudgetImpossible) -> TierFull | None:
     """Return the error HP403 if the budget would suffice with more DRAM or flash; else None."""
     program, machine = search.program, search.machine
     if working_set_bytes(program) > budget - program.staging_bytes:
@@ -280,9 +266,7 @@ def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFu
     `sufficient` maps tiers (`dram`, `flash`, `device`) to sufficient bytes.
     """
     keys = {"dram": "dram", "flash": "flash", "device": "budget"}
-    options = [
-        f"`offload.{key}={sufficient[tier]}`" for tier, key in keys.items() if tier in sufficient
-    ]
+    options = [f"`offload.{key}={sufficient[tier]}`" for tier, key in keys.items() if tier in sufficient]
     error.enough_bytes = dict(sufficient)
     error.hint = f"set {', or '.join(options)}"
     return error

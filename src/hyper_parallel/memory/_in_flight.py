@@ -185,20 +185,12 @@ class InFlightCopies:
         """Wait for copies until DRAM has a free buffer for storage `s`, or no copy in flight can free such a buffer."""
         sizes = self._program.sizes
         while not self._ledger.fits_dram(s):
-            running_copies = (
-                p
-                for p in self.outgoing
-                if p.detaches and p.destination == "flash" and p.storage != s
-            )
+            running_copies = (p for p in self.outgoing if p.detaches and p.destination == "flash" and p.storage != s)
             item = next((p for p in running_copies if sizes[p.storage] == sizes[s]), None)
             if item is not None:
                 self.finish(item)
                 continue
-            incoming = (
-                x
-                for x, destination in self.incoming
-                if destination == "device" and sizes[x] == sizes[s]
-            )
+            incoming = (x for x, destination in self.incoming if destination == "device" and sizes[x] == sizes[s])
             transit = next((x for x in incoming if self.homes[x] != "dram" and x != s), None)
             if transit is None:
                 return

@@ -75,9 +75,7 @@ def order_seconds(program: MemoryProgram, order: Sequence[int]) -> float:
     return clocked(program, None, identity_actions(program, order)).now_s
 
 
-def _updates_early(
-    program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
-) -> tuple[int, ...]:
+def _updates_early(program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]) -> tuple[int, ...]:
     """Return the order with every optimizer operator that is not `ordered` right after its last dependency."""
     del order  # the keys below are positions of the original order
     key: list[int] = []
@@ -87,9 +85,7 @@ def _updates_early(
     return tuple(sorted(range(len(key)), key=lambda i: (key[i], i)))
 
 
-def _gradients_late(
-    program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
-) -> tuple[int, ...]:
+def _gradients_late(program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]) -> tuple[int, ...]:
     return _sink(
         program,
         before,
@@ -102,9 +98,7 @@ def _gradients_late(
     )
 
 
-def _results_late(
-    program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
-) -> tuple[int, ...]:
+def _results_late(program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]) -> tuple[int, ...]:
     """Return the order with operators that free no operand moved right before their first consumer."""
     last: dict[int, int] = {}
     for index in order:
@@ -112,9 +106,7 @@ def _results_late(
             last[s] = index
 
     def frees_nothing(op: Operator) -> bool:
-        keeps_operands = all(
-            program.storages[s].at_end or program.operators[last[s]] is not op for s in op.reads
-        )
+        keeps_operands = all(program.storages[s].at_end or program.operators[last[s]] is not op for s in op.reads)
         return bool(op.allocs) and not op.writes and keeps_operands
 
     return _sink(program, before, order, frees_nothing)
@@ -221,9 +213,7 @@ def _hoist_collectives(
     return tuple(sorted(order, key=lambda i: key.get(i, (place[i], len(order), 0))))
 
 
-def _first_uses(
-    program: MemoryProgram, order: Sequence[int], collectives: Sequence[int]
-) -> dict[int, int]:
+def _first_uses(program: MemoryProgram, order: Sequence[int], collectives: Sequence[int]) -> dict[int, int]:
     """Return, per collective, the first position that needs its results or changes its operands, or `len(order)`."""
     chains = use_definitions(program, order)
     place = {index: position for position, index in enumerate(order)}
@@ -275,9 +265,7 @@ def _hoist_limit(
     return reached, moved
 
 
-def _sink_bookkeeping(
-    program: MemoryProgram, before: list[set[int]], order: Sequence[int]
-) -> tuple[int, ...]:
+def _sink_bookkeeping(program: MemoryProgram, before: list[set[int]], order: Sequence[int]) -> tuple[int, ...]:
     """Return the order with operators without FLOPs delayed while the collective that they read from is in flight.
 
     A delayed operator runs when the collective is done, or when another operator needs its result.

@@ -77,9 +77,7 @@ class OffloadCandidates:
     @cached_property
     def all(self) -> list[OffloadCandidate]:
         """Candidates of all movable storages."""
-        return [
-            c for s in sorted(self.movable) if self.program.sizes[s] for c in self._for_storage(s)
-        ]
+        return [c for s in sorted(self.movable) if self.program.sizes[s] for c in self._for_storage(s)]
 
     def is_unmodified(self, gap: Gap) -> bool:
         """Return whether the storage exists at the start of the step and is unmodified until the start of the gap."""
@@ -118,9 +116,7 @@ class OffloadCandidates:
         size, storage = self.program.sizes[s], self.program.storages[s]
         uses = self.recomputes.uses[s]
         result = [
-            OffloadCandidate(
-                (Gap(s, a, b, "dram"),), size, float(self._starts_s[b] - self._ends_s[a])
-            )
+            OffloadCandidate((Gap(s, a, b, "dram"),), size, float(self._starts_s[b] - self._ends_s[a]))
             for a, b in pairwise(uses)
             if b - a > 1 and (a, b) != self.recomputes.gaps.get(s)
         ]

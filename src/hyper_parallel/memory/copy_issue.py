@@ -125,9 +125,7 @@ class ReloadQueue:
                 heappush(ready, number)
         for size in self._lines:
             self._next_in_line(size)
-        while (
-            self._num_issued < len(self._events) and self._events[self._num_issued][0] <= position
-        ):
+        while self._num_issued < len(self._events) and self._events[self._num_issued][0] <= position:
             heappush(ready, self._num_issued)
             self._num_issued += 1
         while ready:

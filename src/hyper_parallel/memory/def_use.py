@@ -207,9 +207,7 @@ def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[Memo
     uses = use_definitions(program, order).uses
     freed = [s for s, storage in enumerate(program.storages) if not storage.at_end]
     last_use = {s: uses[s][-1] for s in freed if uses[s]}
-    actions = [
-        MemoryAction("free", s) for s in freed if program.storages[s].at_start and not uses[s]
-    ]
+    actions = [MemoryAction("free", s) for s in freed if program.storages[s].at_start and not uses[s]]
     comms, clock = CommsInFlight(program), ProgramClock(program)
 
     def emit(action: MemoryAction) -> None:

@@ -100,9 +100,7 @@ class Emitter:
             if self.ledger.clock.now_s + self.remaining_s[position] > limit_s:
                 return None
             self._retire_copies(position)
-            for number, gap, kind in self.reloads.due(
-                position, self._free_bytes, self.ledger.has_dram_buffer
-            ):
+            for number, gap, kind in self.reloads.due(position, self._free_bytes, self.ledger.has_dram_buffer):
                 self._reload(number, gap, kind, position)
             self._operator(position, index)
             for gap in self.early[position]:
@@ -136,9 +134,7 @@ class Emitter:
         operators, valid, sizes = self.program.operators, ledger.valid, self.program.sizes
         op = operators[index]
         planned_reruns = self.recomputes.rerun.get(position, ())
-        rerun = [
-            i for i in planned_reruns if any("device" not in valid[s] for s in operators[i].allocs)
-        ]
+        rerun = [i for i in planned_reruns if any("device" not in valid[s] for s in operators[i].allocs)]
         touched, wanted = self.program.touched[index], self.program.operands[index]
         recomputed = [s for i in rerun for s in operators[i].allocs]
         if rerun:

@@ -78,9 +78,7 @@ def identity_program(program: MemoryProgram, order: tuple[int, ...]) -> EmittedP
     peaks = {tier: peak_bytes[tier] for tier in MEMORY_TIERS}
     seconds = clocked(program, None, actions).now_s
     waited_s = np.zeros(len(order) + 1)
-    return EmittedProgram(
-        actions, program.on_device, seconds, peaks, 0, (), None, "identity", waited_s
-    )
+    return EmittedProgram(actions, program.on_device, seconds, peaks, 0, (), None, "identity", waited_s)
 
 
 def assign_tiers(
@@ -109,11 +107,7 @@ def assign_tiers(
                 used += program.sizes[s]
             else:
                 tiers[s] = "flash"
-    return [
-        Gap(g.storage, g.first, g.last, tiers.get(g.storage, "dram"))
-        for c in chosen
-        for g in c.gaps
-    ]
+    return [Gap(g.storage, g.first, g.last, tiers.get(g.storage, "dram")) for c in chosen for g in c.gaps]
 
 
 @dataclass
@@ -132,9 +126,7 @@ class Search:
     rounding: Rounding
     identity: EmittedProgram
     # (choice, device bytes, waits) -> (time limit, program).
-    _emissions: dict[tuple[object, ...], tuple[float, EmittedProgram | None]] = field(
-        default_factory=dict
-    )
+    _emissions: dict[tuple[object, ...], tuple[float, EmittedProgram | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.best_seen = self.identity
@@ -145,13 +137,9 @@ class Search:
 
     def for_machine(self, machine: MemoryMachine) -> Search:
         """Return the search on a machine, with an empty cache."""
-        return replace(
-            self, machine=machine, rounding=self.rounding.for_machine(machine), _emissions={}
-        )
+        return replace(self, machine=machine, rounding=self.rounding.for_machine(machine), _emissions={})
 
-    def programs(
-        self, target: int, limit_s: float = float("inf"), lowers: bool = False
-    ) -> list[EmittedProgram]:
+    def programs(self, target: int, limit_s: float = float("inf"), lowers: bool = False) -> list[EmittedProgram]:
         """Return emitted programs for a target in device bytes that respect the capacities of DRAM and flash.
 
         The programs may miss the target or the time limit; the caller checks. With `lowers`, only the fastest program
@@ -210,14 +198,10 @@ class Search:
                         return best
             if best is before:
                 break
-        self.best_seen = min(
-            self.best_seen, best, key=lambda e: (e.excess_bytes(self.machine), e.peak)
-        )
+        self.best_seen = min(self.best_seen, best, key=lambda e: (e.excess_bytes(self.machine), e.peak))
         return best
 
-    def _refine(
-        self, aim: int, target: int, limit_s: float
-    ) -> Iterator[tuple[ResidencyChoice, EmittedProgram]]:
+    def _refine(self, aim: int, target: int, limit_s: float) -> Iterator[tuple[ResidencyChoice, EmittedProgram]]:
         """Yield (choice, program) pairs for one target `aim` of the linear program.
 
         Each round reserves more bytes where the previous choice exceeded `target` or its program waited unexpectedly.
@@ -259,9 +243,7 @@ class Search:
         self._emissions[key] = limit_s, emitted
         return emitted
 
-    def _emit_anew(
-        self, choice: ResidencyChoice, target: int, limit_s: float
-    ) -> EmittedProgram | None:
+    def _emit_anew(self, choice: ResidencyChoice, target: int, limit_s: float) -> EmittedProgram | None:
         """Emit the program of a choice with the largest of `_DRAM_SHARES` that fits the capacities of DRAM and flash.
 
         If none fits, use the smallest share. Return None if a program takes longer than `limit_s`.

@@ -35,14 +35,10 @@ class LPBuilder:
         recomputed: Dict from storage to the variable for the fraction that is dropped and recomputed.
     """
 
-    def __init__(
-        self, candidates: OffloadCandidates, finder: ChainFinder | None, positions: np.ndarray
-    ) -> None:
+    def __init__(self, candidates: OffloadCandidates, finder: ChainFinder | None, positions: np.ndarray) -> None:
         self.candidates = candidates
         self.sizes = candidates.program.sizes
-        self.model = ResidencyLP(
-            candidates.profile, candidates.seconds, candidates.machine, positions
-        )
+        self.model = ResidencyLP(candidates.profile, candidates.seconds, candidates.machine, positions)
         self.offloaded_at_start: dict[int, int] = {}
         self.offloads: dict[int, list[tuple[int, int, int]]] = {}
         self.recomputed: dict[int, int] = {}
@@ -71,9 +67,7 @@ class LPBuilder:
         along = ends_s / max(ends_s[-1], 1e-30) + np.linspace(0.0, 1.0, len(profile))
         edges = np.searchsorted(along, np.linspace(0.0, 2.0, _SAMPLES + 1)[1:-1])
         intervals = np.split(np.arange(len(profile)), np.unique(edges))
-        fullest = [
-            interval[np.argmax(profile[interval])] for interval in intervals if len(interval)
-        ]
+        fullest = [interval[np.argmax(profile[interval])] for interval in intervals if len(interval)]
         return cls(candidates, finder, np.array(fullest))
 
     def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
@@ -110,9 +104,7 @@ class LPBuilder:
         self.offloads.setdefault(s, []).append((low, high, fraction))
         return fraction
 
-    def add_early_return(
-        self, s: int, gap: tuple[int, int, int], wanted: dict[int, list[int]]
-    ) -> None:
+    def add_early_return(self, s: int, gap: tuple[int, int, int], wanted: dict[int, list[int]]) -> None:
         """Add the variable for an early end of a gap, because recomputations inside the gap read the storage.
 
         `gap` is (first position, end, variable of the offloaded fraction). `wanted` maps positions to the variables of
@@ -136,9 +128,7 @@ class LPBuilder:
             tail = c.gaps[1]
             model.add_offload(fraction, *inside[0], c.num_bytes)
             if self.candidates.writes[c.storage]:
-                stored = self.add_store(
-                    c.storage, self.candidates.content_since(tail), tail.first + 1
-                )
+                stored = self.add_store(c.storage, self.candidates.content_since(tail), tail.first + 1)
                 model.add_sum_le([fraction], stored)
         return fraction
 
@@ -222,9 +212,7 @@ def _add_chain_inputs(
             _add_chain_inputs(builder, chains, x, early, position, requested, depth - 1)
 
 
-def _add_retained(
-    builder: LPBuilder, finder: ChainFinder, x: int, needed: dict[int, list[int]]
-) -> None:
+def _add_retained(builder: LPBuilder, finder: ChainFinder, x: int, needed: dict[int, list[int]]) -> None:
     """Add variables that keep a dead storage alive until the last recomputation that reads it.
 
     The storage may be offloaded meanwhile. `needed` maps positions to the variables of recomputations there.

@@ -106,9 +106,7 @@ def plan_memory(
             hint="give budget_bytes=... for the least time, or max_slowdown=0.02 for the least peak",
         )
     if bandwidth_margin is not None and bandwidth_margin < 0:
-        raise BadValue(
-            "`bandwidth_margin` must not be negative", got=bandwidth_margin, allowed="0 or more"
-        )
+        raise BadValue("`bandwidth_margin` must not be negative", got=bandwidth_margin, allowed="0 or more")
     goal = _Goal(budget_bytes, max_slowdown, recompute, reorder, move, bandwidth_margin)
     # Collections of cycles take a quarter of the planning time.
     with paused_garbage_collection():
@@ -148,9 +146,7 @@ def _orders(program: MemoryProgram, reorder: bool) -> tuple[list[tuple[int, ...]
     order, statement = refine_order(program)
     if not program.communicates:
         return [order], statement
-    return list(
-        dict.fromkeys(overlapped(program, order, depth) for depth in (*DEPTHS, 0))
-    ), statement
+    return list(dict.fromkeys(overlapped(program, order, depth) for depth in (*DEPTHS, 0))), statement
 
 
 def _plan_best_order(
@@ -178,11 +174,7 @@ def _plan_best_order(
             continue
         try:
             best_s = min((plan.seconds for plan in plans), default=float("inf"))
-            plans.append(
-                _plan_in_order(
-                    program, machine, goal, order, (*statement, comm_statement), limit_s, best_s
-                )
-            )
+            plans.append(_plan_in_order(program, machine, goal, order, (*statement, comm_statement), limit_s, best_s))
         except (BudgetImpossible, TierFull) as error:
             errors.append(error)
     if not plans:
@@ -210,9 +202,7 @@ def _plan_in_order(
     budget_bytes, max_slowdown = goal.budget_bytes, goal.max_slowdown
     identity = identity_program(program, order)
     if budget_bytes is not None and identity.peak + program.staging_bytes <= budget_bytes:
-        reason = (
-            f"identity: the step takes {identity.peak} bytes and fits the budget; nothing moves"
-        )
+        reason = f"identity: the step takes {identity.peak} bytes and fits the budget; nothing moves"
         whole = _to_plan(program, true_machine, identity, (*statement, reason))
         if whole.device_bytes <= budget_bytes:
             return whole
@@ -253,9 +243,7 @@ def _to_plan(
     """Return the plan of an emitted program, checked by replay, with addresses and a reason for each choice."""
     replayed = replay(program, emitted.homes, emitted.actions)
     counted = replayed.peak_bytes, slab_bytes(replayed.host_buffers)
-    assert counted == (emitted.peaks, emitted.dram_bytes), (
-        "the emitter and the replay count differently"
-    )
+    assert counted == (emitted.peaks, emitted.dram_bytes), "the emitter and the replay count differently"
     addresses, arena = assign_addresses(replayed.residency, program.spans)
     choices = [
         Choice(
@@ -375,9 +363,7 @@ def _write(path: Path, key: str, plan: MemoryPlan, timed: bool) -> None:
     write_text(path, json.dumps(encode(cached), separators=(",", ":")))
 
 
-def _read(
-    path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _Goal
-) -> MemoryPlan:
+def _read(path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _Goal) -> MemoryPlan:
     """Return the plan in a cache file, replayed, timed, and checked against the goal and the machine.
 
     Raises:
@@ -404,10 +390,7 @@ def _read(
         clocked(program, machine, cached.actions).now_s,
         cached.choices,
         cached.statement,
-        tuple(
-            replace(e, offset_bytes=offset)
-            for e, offset in zip(ranges, cached.offsets, strict=True)
-        ),
+        tuple(replace(e, offset_bytes=offset) for e, offset in zip(ranges, cached.offsets, strict=True)),
         cached.arena_bytes,
     )
     _check(plan, machine, goal)

@@ -99,18 +99,12 @@ class ChainFinder:
             if chain is not None and not any(program.operators[o].flops for o in chain.operators):
                 for x in chain.retained:
                     dependent_bytes[x] += size
-        self.retained = {
-            x for x, freed in enumerate(dependent_bytes) if 2 * freed >= 3 * program.sizes[x] > 0
-        }
+        self.retained = {x for x, freed in enumerate(dependent_bytes) if 2 * freed >= 3 * program.sizes[x] > 0}
 
     def for_longest_gap(self, storage: int) -> Chain | None:
         """Return the chain that recomputes a storage at the end of its longest gap between uses; None if impossible."""
         gap = longest_gap(self.chains.uses[storage])
-        if (
-            gap is None
-            or not self.program.sizes[storage]
-            or self.program.storages[storage].at_start
-        ):
+        if gap is None or not self.program.sizes[storage] or self.program.storages[storage].at_start:
             return None
         return self.find(storage, gap[1])
 
@@ -163,9 +157,7 @@ class ChainFinder:
         if chain is None:
             return True
         expensive = any(self.program.operators[o].flops for o in chain.operators)
-        return (
-            expensive or sum(self.program.sizes[x] for x in chain.retained) > self.program.sizes[s]
-        )
+        return expensive or sum(self.program.sizes[x] for x in chain.retained) > self.program.sizes[s]
 
 
 def choose_recomputes(finder: ChainFinder, chosen: Collection[int]) -> Recomputes:

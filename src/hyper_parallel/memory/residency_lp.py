@@ -119,9 +119,7 @@ class LinearProgram:
         for name, value in {"output_flag": False, "threads": 1, **_TOLERANCES, **options}.items():
             solver.setOptionValue(name, value)
         if solver.passModel(lp) == highspy.HighsStatus.kError:
-            raise SolverFailed(
-                "HiGHS rejects the program, because it contains a number that is not finite"
-            )
+            raise SolverFailed("HiGHS rejects the program, because it contains a number that is not finite")
         return solver
 
 
@@ -267,12 +265,8 @@ class ResidencyLP:
 
         The bytes leave the device at position `leaves`, or when the store ends if that is later.
         """
-        self._add(
-            self._final[self._sample[final]], fraction, self._channel_units(self._store, num_bytes)
-        )
-        self._add(
-            self._leave[self._sample[leaves]], fraction, self._channel_units(self._store, num_bytes)
-        )
+        self._add(self._final[self._sample[final]], fraction, self._channel_units(self._store, num_bytes))
+        self._add(self._leave[self._sample[leaves]], fraction, self._channel_units(self._store, num_bytes))
         self.lp.costs[fraction] += self._traffic_cost(self._store.seconds(num_bytes))
 
     def add_prefetch(self, fraction: int, position: int, num_bytes: int, begins: int) -> None:
@@ -285,9 +279,7 @@ class ResidencyLP:
         self._add(self._started[self._sample[begins]], fraction, copied)
         self.lp.costs[fraction] += self._traffic_cost(self._prefetch.seconds(num_bytes))
 
-    def add_gap_stall(
-        self, fraction: int, low: int, high: int, num_bytes: int, stored: bool
-    ) -> None:
+    def add_gap_stall(self, fraction: int, low: int, high: int, num_bytes: int, stored: bool) -> None:
         """Add a wait if prefetch (and store, if `stored`) of a fraction take longer than the positions [low, high)."""
         copies_s = self._prefetch.seconds(num_bytes)
         if stored:
@@ -319,9 +311,7 @@ class ResidencyLP:
             need = (resident + reserve.get(position, 0.0) - target_bytes) / self._unit
             self.lp.change_bound(row, need if need > 0 else -np.inf)
         late_s = reserve.get(len(self._full_profile), 0.0) / self._store.bytes_s
-        for row, between_s in zip(
-            self._store_rows[::-1], self._between_s[::-1].tolist(), strict=True
-        ):
+        for row, between_s in zip(self._store_rows[::-1], self._between_s[::-1].tolist(), strict=True):
             self.lp.change_bound(row, min(late_s - between_s, 0.0) / self._unit_s)
             late_s = max(late_s - between_s, 0.0)
         result = self.lp.solve()
@@ -342,9 +332,7 @@ class ResidencyLP:
         np.add.at(change, lows, -absent)
         np.add.at(change, highs, absent)
         resident = self._full_profile + np.cumsum(change[:-1])
-        most = target_bytes + _TARGET_TOLERANCE * max(
-            float(self._full_profile.max()) - target_bytes, 0.0
-        )
+        most = target_bytes + _TARGET_TOLERANCE * max(float(self._full_profile.max()) - target_bytes, 0.0)
         intervals = np.split(resident, self.positions)
         starts = np.concatenate(([0], self.positions))
         return np.array(
@@ -387,9 +375,7 @@ class ResidencyLP:
                 grows = {copied[lane]: 1.0, **dict.fromkeys(before[6 + lane : 7 + lane], -1.0)}
                 lp.at_least(grows, 0.0)
                 carried = {v: -seconds * x for v, x in grows.items()}
-                row = lp.at_least(
-                    {**carried, self._waits[j]: 1.0}, -self._between_s[j] / self._unit_s
-                )
+                row = lp.at_least({**carried, self._waits[j]: 1.0}, -self._between_s[j] / self._unit_s)
                 if lane == 0:
                     self._store_rows.append(row)
             if self._longer[j]:
@@ -425,9 +411,7 @@ class ResidencyLP:
                 busy = {fraction: -seconds for fraction, seconds in via_flash.items()}
                 lp.at_least({**dict.fromkeys(self._waits, 1.0), **busy}, -1.0)
 
-    def _add_span(
-        self, changes: list[dict[int, float]], fraction: int, low: int, high: int, num_bytes: int
-    ) -> None:
+    def _add_span(self, changes: list[dict[int, float]], fraction: int, low: int, high: int, num_bytes: int) -> None:
         a, b = self._sample[low], self._sample[high]
         if a < b:
             self._add(changes[a], fraction, num_bytes / self._unit)
@@ -443,9 +427,7 @@ class ResidencyLP:
     def _traffic_cost(self, seconds: float) -> float:
         return _TRAFFIC_COST * seconds / self._unit_s
 
-    def _running_total(
-        self, changes: dict[int, float], before: tuple[int, ...], lower: float = 0.0
-    ) -> int:
+    def _running_total(self, changes: dict[int, float], before: tuple[int, ...], lower: float = 0.0) -> int:
         """Add a variable equal to the previous sample's total plus the changes at this sample, and return its index."""
         total = self.lp.variable(lower=lower)
         row = {fraction: -value for fraction, value in changes.items()}

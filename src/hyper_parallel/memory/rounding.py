@@ -80,11 +80,7 @@ class Rounding:
         self._movable = [
             s
             for s, storage in enumerate(program.storages)
-            if (
-                storage.kind in movable_kinds
-                if movable_kinds is not None
-                else storage.kind not in ("input", "output")
-            )
+            if (storage.kind in movable_kinds if movable_kinds is not None else storage.kind not in ("input", "output"))
             and (storage.persistent or not storage.at_start)
         ]
         self._candidates: dict[tuple[int, ...], OffloadCandidates] = {}
@@ -93,9 +89,7 @@ class Rounding:
     def _builder(self) -> LPBuilder:
         return LPBuilder.sampled(self._candidates_for(()), self._lp_finder)
 
-    def _solve(
-        self, target_bytes: int, reserve: Mapping[int, float], limit_s: float
-    ) -> LPOptimum | None:
+    def _solve(self, target_bytes: int, reserve: Mapping[int, float], limit_s: float) -> LPOptimum | None:
         """Return the optimum for a target in device bytes; None if it is infeasible or the step exceeds `limit_s`.
 
         The program is solved for sampled positions, then again with the positions where the optimum exceeds the target.
@@ -139,10 +133,7 @@ class Rounding:
         missing = 0.0
         for s, fraction in self._builder.recomputed.items():
             missing += optimum.fractions[fraction] * self._program.sizes[s]
-            if (
-                optimum.fractions[fraction] > 1 - _NEARLY_WHOLE
-                and missing >= self._program.sizes[s] / 2
-            ):
+            if optimum.fractions[fraction] > 1 - _NEARLY_WHOLE and missing >= self._program.sizes[s] / 2:
                 missing -= self._program.sizes[s]
                 result.append(s)
         return tuple(result)
@@ -161,11 +152,7 @@ class Rounding:
         """Return, per sample that exceeds the target, the largest excess in bytes since the previous sample."""
         model = choice.builder.model
         excess = model.max_by_sample(choice.profile - target_bytes)
-        return {
-            position: x
-            for position, x in zip(model.positions.tolist(), excess.tolist(), strict=True)
-            if x > 0
-        }
+        return {position: x for position, x in zip(model.positions.tolist(), excess.tolist(), strict=True) if x > 0}
 
     def unexpected_waits(self, choice: ResidencyChoice, waited_s: np.ndarray) -> dict[int, float]:
         """Return a dict from position to bytes to keep free, because an emitted program waits there unexpectedly.
@@ -193,19 +180,14 @@ class Rounding:
 
     def most_fractional(self, choice: ResidencyChoice) -> list[int | OffloadCandidate]:
         """Return the `_NUM_FRACTIONAL` storages to recompute, and candidates, whose fractions are closest to 0.5."""
-        recomputed = {
-            s: float(choice.optimum.fractions[fraction])
-            for s, fraction in choice.builder.recomputed.items()
-        }
+        recomputed = {s: float(choice.optimum.fractions[fraction]) for s, fraction in choice.builder.recomputed.items()}
         offloaded = _fractions(choice.builder, choice.optimum, choice.candidates)
         return [
             *sorted(recomputed, key=lambda s: abs(recomputed[s] - 0.5))[:_NUM_FRACTIONAL],
             *sorted(offloaded, key=lambda c: abs(offloaded[c] - 0.5))[:_NUM_FRACTIONAL],
         ]
 
-    def flip(
-        self, choice: ResidencyChoice, decision: int | OffloadCandidate, target_bytes: int
-    ) -> ResidencyChoice:
+    def flip(self, choice: ResidencyChoice, decision: int | OffloadCandidate, target_bytes: int) -> ResidencyChoice:
         """Return the choice with one decision of `most_fractional` reversed, and more offloads if needed."""
         if isinstance(decision, int):
             flipped = set(choice.recomputed) ^ {decision}
@@ -218,9 +200,7 @@ class Rounding:
         chosen = tuple(c for c in choice.offloaded if c != decision)
         if len(chosen) == len(choice.offloaded):
             chosen = (*chosen, decision)
-        return self._fill_to_target(
-            replace(choice, offloaded=chosen), fractions, target_bytes, decision
-        )
+        return self._fill_to_target(replace(choice, offloaded=chosen), fractions, target_bytes, decision)
 
     def _residency_choice(
         self, builder: LPBuilder, optimum: LPOptimum, target_bytes: int, recomputed: tuple[int, ...]
@@ -229,9 +209,7 @@ class Rounding:
         candidates = self._candidates_for(recomputed)
         fractions = _fractions(builder, optimum, candidates)
         chosen = tuple(_error_diffusion_round(fractions))
-        choice = ResidencyChoice(
-            candidates, chosen, candidates.profile, recomputed, optimum, builder
-        )
+        choice = ResidencyChoice(candidates, chosen, candidates.profile, recomputed, optimum, builder)
         return self._fill_to_target(choice, fractions, target_bytes)
 
     def _fill_to_target(
@@ -272,9 +250,7 @@ class Rounding:
         return self._candidates[recomputed]
 
 
-def _fractions(
-    builder: LPBuilder, optimum: LPOptimum, candidates: OffloadCandidates
-) -> dict[OffloadCandidate, float]:
+def _fractions(builder: LPBuilder, optimum: LPOptimum, candidates: OffloadCandidates) -> dict[OffloadCandidate, float]:
     values = optimum.fractions.tolist()
     return {c: _fraction(builder, values, c) for c in candidates.all}
 

@@ -40,11 +40,7 @@ def predicted_timeline(plan: MemoryPlan, machine: MemoryMachine) -> Timeline:
     for action in plan.actions:
         begin_s, before = clock.now_s, dict(residency.live)
         residency.apply(action)
-        counters += [
-            Counter(tier, begin_s, live)
-            for tier, live in residency.live.items()
-            if live != before[tier]
-        ]
+        counters += [Counter(tier, begin_s, live) for tier, live in residency.live.items() if live != before[tier]]
         clock.apply(action)
         span = _span(program, machine, clock, action, begin_s)
         if span is not None:
@@ -95,9 +91,7 @@ def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
     """Return the timeline of a plan for a chart: one span per phase, copies named by kind, changes of counters only."""
     operators = plan.program.operators
     runs = iter(
-        operators[a.target]
-        for a in plan.actions
-        if a.kind in ("run", "recompute") and not operators[a.target].group
+        operators[a.target] for a in plan.actions if a.kind in ("run", "recompute") and not operators[a.target].group
     )
     copies = {kind: iter([a for a in plan.actions if a.kind == kind]) for kind in COPIES}
     spans: list[Span] = []
@@ -214,9 +208,7 @@ class ProgramClock:
         self.copied[kind] = self.copied[kind].plus(num_bytes, seconds)
 
 
-def clocked(
-    program: MemoryProgram, machine: MemoryMachine | None, actions: tuple[MemoryAction, ...]
-) -> ProgramClock:
+def clocked(program: MemoryProgram, machine: MemoryMachine | None, actions: tuple[MemoryAction, ...]) -> ProgramClock:
     """Return a clock advanced by all of `actions`."""
     clock = ProgramClock(program, machine)
     for action in actions:

@@ -79,15 +79,11 @@ class ConfigView:
         value = self.get(key)
         if value is None:
             return ()
-        if not isinstance(value, list) or not all(
-            type(v) is int and abs(v) <= _MOST for v in value
-        ):
+        if not isinstance(value, list) or not all(type(v) is int and abs(v) <= _MOST for v in value):
             self._refuse_value(key, value, "a list of whole numbers")
         return tuple(value)
 
-    def refuse(
-        self, problem: str, *, got: object, hint: str = PUBLISHED, allowed: object = None
-    ) -> NoReturn:
+    def refuse(self, problem: str, *, got: object, hint: str = PUBLISHED, allowed: object = None) -> NoReturn:
         """Raise HP305 for the file."""
         raise ModelUnreadable(problem, where=self.where, got=got, allowed=allowed, hint=hint)
 

@@ -55,9 +55,7 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
         *_conv1d(f"{layer}.mlp.c_fc", embed, mlp),
         *_conv1d(f"{layer}.mlp.c_proj", mlp, embed),
     )
-    attention = AttentionSpec(
-        "full", heads, heads, hidden // heads, hidden // heads, None, 2 * hidden
-    )
+    attention = AttentionSpec("full", heads, heads, hidden // heads, hidden // heads, None, 2 * hidden)
     embedding = (
         ParamSpec(EMBEDDING, (vocab, hidden), ("vocab", "embed")),
         ParamSpec("transformer.wpe.weight", (positions, hidden), ("position", "embed")),

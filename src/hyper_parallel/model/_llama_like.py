@@ -80,9 +80,7 @@ def _decoder_block(
     return Block(name, layers, params + mlp_params, attention, mlp)
 
 
-def _attention(
-    config: ConfigView, family: Family, window: int | None
-) -> tuple[AttentionSpec, Params]:
+def _attention(config: ConfigView, family: Family, window: int | None) -> tuple[AttentionSpec, Params]:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     if family.attention == "mla":
         return _latent_attention(config, family, hidden, heads)
@@ -106,9 +104,7 @@ def _attention(
     spec = AttentionSpec(kind, heads, kv_heads, width, width, window, 2 * kv_heads * width)
     embed, query, key = ("embed", hidden), ("heads", heads * width), ("kv_heads", kv_heads * width)
     bias = _decided(config, family.qkv_bias)
-    params: Params = (
-        (ParamSpec(f"{_ATTENTION}.sinks", (heads,), ("heads",)),) if family.sinks else ()
-    )
+    params: Params = (ParamSpec(f"{_ATTENTION}.sinks", (heads,), ("heads",)),) if family.sinks else ()
     if family.fused_qkv:
         params += linear(f"{_ATTENTION}.qkv_proj", ("qkv", query[1] + 2 * key[1]), embed, bias)
     else:
@@ -123,9 +119,7 @@ def _attention(
     return spec, params
 
 
-def _latent_attention(
-    config: ConfigView, family: Family, hidden: int, heads: int
-) -> tuple[AttentionSpec, Params]:
+def _latent_attention(config: ConfigView, family: Family, hidden: int, heads: int) -> tuple[AttentionSpec, Params]:
     """Return spec and parameters of DeepSeek's latent attention.
 
     Query and key-value projections are low-rank, with norms between the factors. All heads share the rotary key.
@@ -197,9 +191,7 @@ def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
     return spec, params + (_mlp(hidden, shared * width, "mlp.shared_experts") if shared else ())
 
 
-def _expert_layers(
-    config: ConfigView, experts: Experts | None, num_layers: int
-) -> tuple[bool, ...]:
+def _expert_layers(config: ConfigView, experts: Experts | None, num_layers: int) -> tuple[bool, ...]:
     if experts is None:
         return (False,) * num_layers
     if experts.layers == "step":

@@ -299,9 +299,7 @@ class ModelSpec:
         Source: Narayanan et al. 2021, section 3.3, without recompute; PaLM (Chowdhery et al. 2022), appendix B.
         """
         attention = sum(
-            b.attention.forward_flops_per_token(seq_len, causal) * b.count
-            for b in self.blocks
-            if b.attention
+            b.attention.forward_flops_per_token(seq_len, causal) * b.count for b in self.blocks if b.attention
         )
         return 6 * self.num_matmul_params + 3 * attention
 

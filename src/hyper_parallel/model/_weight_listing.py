@@ -151,14 +151,10 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
             continue
         # A head inside a submodule is tied to an embedding of that submodule.
         part = head[: match.start(2)]
-        alike = [
-            t for t in tables if t[0] != head and t[0].startswith(part) and t[2].shape == info.shape
-        ]
+        alike = [t for t in tables if t[0] != head and t[0].startswith(part) and t[2].shape == info.shape]
         if not alike or any(
             info.dtype != embedding.dtype
-            or _same_bytes(
-                _place(directory / file, info), _place(directory / embedding_file, embedding)
-            )
+            or _same_bytes(_place(directory / file, info), _place(directory / embedding_file, embedding))
             for _, embedding_file, embedding in alike
         ):
             continue

@@ -89,9 +89,7 @@ def check_weights(spec: ModelSpec, tensors: Mapping[str, TensorInfo], directory:
             f"elements, the model is read with {spec.num_params:,}"
         )
     if extra:
-        notes.append(
-            f"tensors of the weights that are not planned: {len(extra)}, first `{extra[0]}`"
-        )
+        notes.append(f"tensors of the weights that are not planned: {len(extra)}, first `{extra[0]}`")
     dtype = _main_dtype([file_tensors[n] for n in used]) or spec.dtype
     if dtype != spec.dtype:
         notes.append(f"the weights are stored in {dtype}, config.json says {spec.dtype}")
@@ -122,9 +120,7 @@ def _causal_lm_names(tensors: Mapping[str, TensorInfo], spec: ModelSpec) -> dict
     return {n if n.startswith("lm_head.") else f"{base}.{n}": t for n, t in renamed.items()}
 
 
-def _stored_as(
-    name: str, param: ParamSpec, experts: Experts | None
-) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+def _stored_as(name: str, param: ParamSpec, experts: Experts | None) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     """Yield every way in which files may store a parameter, as a list of tensor names with shapes.
 
     Published files contain one matrix per expert, although transformers stacks experts in memory. Files of GPT-OSS

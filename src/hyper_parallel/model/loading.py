@@ -182,9 +182,7 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
     return check_weights(spec, tensors, config.directory)
 
 
-def spec_from_config(
-    values: Mapping[str, Any], *, name: str, where: str | None = None
-) -> ModelSpec:
+def spec_from_config(values: Mapping[str, Any], *, name: str, where: str | None = None) -> ModelSpec:
     """Return the ModelSpec of a config in memory, for instance `model.config.to_dict()`.
 
     Args:
@@ -246,9 +244,7 @@ def read_config_values(path: Path) -> dict[str, Any]:
         hint = "fetch config.json again from where the model was published"
         if isinstance(error, OSError):
             hint = f"ls -l {shlex.quote(str(path))}"
-        raise ModelUnreadable(
-            "the config is not readable JSON", where=str(path), got=str(error), hint=hint
-        ) from error
+        raise ModelUnreadable("the config is not readable JSON", where=str(path), got=str(error), hint=hint) from error
     config = ConfigView(values, str(path))
     if not isinstance(values, dict):
         hint = 'a config starts with `{"model_type": ...`'

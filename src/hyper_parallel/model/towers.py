@@ -69,8 +69,7 @@ def language_of(spec: ModelSpec, towers: Collection[str] | None = None) -> Model
     if towers is None or not names.isdisjoint(kinds[:1]):
         names.add("projector")
     blocks = [
-        replace(b, params=tuple(p for p in b.params if b.layers or _kind(p.name) not in names))
-        for b in spec.blocks
+        replace(b, params=tuple(p for p in b.params if b.layers or _kind(p.name) not in names)) for b in spec.blocks
     ]
     return replace(spec, blocks=tuple(b for b in blocks if b.params))
 
@@ -87,9 +86,7 @@ def fixed_image_size(config: Mapping[str, Any]) -> int | None:
     return (_side(section.get("image_size")) or None) if isinstance(section, Mapping) else None
 
 
-def towers_of(
-    spec: ModelSpec, config: Mapping[str, Any], image_size: int | None = None
-) -> tuple[Tower, ...]:
+def towers_of(spec: ModelSpec, config: Mapping[str, Any], image_size: int | None = None) -> tuple[Tower, ...]:
     """Return the towers of a model; omits a tower whose config lacks the number of heads or the patch size.
 
     Args:
@@ -103,9 +100,7 @@ def towers_of(
         names = {kind, "projector"} if kind == kinds[0] else {kind}
         params = [p for p in outside if _kind(p.name) in names]
         section = config.get(f"{kind}_config")
-        if isinstance(section, Mapping) and (
-            tower := _tower(spec, kind, params, section, image_size)
-        ):
+        if isinstance(section, Mapping) and (tower := _tower(spec, kind, params, section, image_size)):
             towers.append(tower)
     return tuple(towers)
 
@@ -177,9 +172,7 @@ def _with_dims(p: ParamSpec, hidden: int) -> ParamSpec:
     """Return the parameter with logical dims for input and output; the dim of size `hidden` is `embed`."""
     if not p.is_matrix:
         return p
-    return replace(
-        p, dims=("features", "embed") if p.shape[-1] == hidden else ("embed", "features")
-    )
+    return replace(p, dims=("features", "embed") if p.shape[-1] == hidden else ("embed", "features"))
 
 
 def _merged(config: Mapping[str, Any]) -> float:

@@ -296,18 +296,14 @@ def assign_submodels(
         )
     lower = min(plan.work_bound for plan in plans)
     _, number, position = queue[best.position]
-    return plans[number].assignment(
-        variants[position], best.value, lower, (len(queue), best.priced)
-    )
+    return plans[number].assignment(variants[position], best.value, lower, (len(queue), best.priced))
 
 
 def _check(parts: Sequence[SubModel]) -> None:
     """Raise ScheduleError for equal names, a missing speed on one device, or missing costs of microbatches."""
     names, count = [part.name for part in parts], len(parts[-1].forward_s)
     if len(set(names)) < len(names):
-        raise ScheduleError(
-            "two sub-models have the same name", got=names, hint="give every sub-model its own name"
-        )
+        raise ScheduleError("two sub-models have the same name", got=names, hint="give every sub-model its own name")
     for part in parts:
         lengths = [len(x) for x in (part.forward_s, part.activation_bytes, part.output_bytes)]
         if lengths != [count] * 3 or not count:
@@ -362,10 +358,7 @@ class _Plan:
         self._language_s = sum(language.forward_s) * language.passes / language.speedup[width]
         # An encoder stage is somewhat shorter than a language stage, so that it delays none for long.
         stage_s = sum(language.forward_s) / language.speedup[width] / len(self._places)
-        self._pieces = [
-            max(1, min(_MOST_PIECES, e.layers, round(1.5 * sum(e.forward_s) / stage_s)))
-            for e in encoders
-        ]
+        self._pieces = [max(1, min(_MOST_PIECES, e.layers, round(1.5 * sum(e.forward_s) / stage_s))) for e in encoders]
         # Ranks with copies have fewer layers if other ranks have none.
         encoder_s = sum(sum(e.forward_s) * e.passes for e in encoders)
         level = (encoder_s + self._language_s) / (own + ranks)
@@ -389,9 +382,7 @@ class _Plan:
             loads = [s + n * layer_s for s, n in zip(shares, counts, strict=True)]
             counts[loads.index(min(loads))] += 1
         loads = [n * layer_s for n in counts] + [0.0] * (len(self.widths) - p)
-        pieces = [
-            (e, k) for e, k in zip(self._encoders, self._pieces, strict=True) for _ in range(k)
-        ]
+        pieces = [(e, k) for e, k in zip(self._encoders, self._pieces, strict=True) for _ in range(k)]
         homes = [[0] * len(e.forward_s) for e, _ in pieces]
         work = sorted(
             (-e.forward_s[i] * e.passes / k, i, number)
@@ -483,10 +474,7 @@ class _Plan:
                 homes.append(ranks := self._homes[s])
                 copies = len(set(ranks))
                 ring = 2 * (copies - 1) / copies * e.gradient_bytes / self._devices.bytes_per_s
-                by_width = {
-                    w: e.stage_costs(1 / pieces, w, ring / pieces)
-                    for w in {self.widths[r] for r in ranks}
-                }
+                by_width = {w: e.stage_costs(1 / pieces, w, ring / pieces) for w in {self.widths[r] for r in ranks}}
                 costs.append([by_width[self.widths[r]][i] for i, r in enumerate(ranks)])
                 copied.add(s)
                 frozen.update([s] if e.frozen else ())
@@ -494,11 +482,7 @@ class _Plan:
             names += [e.name] * pieces
         first, layer = len(homes), 0
         for k, (rank, layers) in enumerate(zip(self._places, self._layers, strict=True)):
-            edges += [
-                (end, first + k)
-                for end, e in zip(ends, self._encoders, strict=True)
-                if layer < e.readers
-            ]
+            edges += [(end, first + k) for end, e in zip(ends, self._encoders, strict=True) if layer < e.readers]
             edges += [(first + k - 1, first + k)] if k else []
             homes.append([rank] * len(language.forward_s))
             costs.append(language.stage_costs(layers / language.layers, width))
@@ -510,10 +494,7 @@ class _Plan:
     def _transfer_s(self) -> dict[tuple[int, int], list[float]]:
         graph, _, _, names = self._graph
         parts = {part.name: part for part in (*self._encoders, self._language)}
-        return {
-            (s, t): [n / self._devices.bytes_per_s for n in parts[names[s]].output_bytes]
-            for s, t in graph.edges
-        }
+        return {(s, t): [n / self._devices.bytes_per_s for n in parts[names[s]].output_bytes] for s, t in graph.edges}
 
     def _order(self, order: str) -> list[int]:
         microbatches = list(range(len(self._language.forward_s)))
@@ -526,9 +507,7 @@ class _Plan:
         split, order, reduce_first = variant
         graph, homes, costs, _ = self._graph
         scheduler = ListScheduler(graph, homes, costs, self._transfer_s, split)
-        return scheduler.run(
-            self._order(order), self._max_bytes, reduce_first=reduce_first, stop=stop
-        )
+        return scheduler.run(self._order(order), self._max_bytes, reduce_first=reduce_first, stop=stop)
 
     def end(self, variant: _Variant, stop: int | None) -> int | None:
         """Return the nanoseconds of a step; None for `stop` nanoseconds or more, or if a microbatch exceeds memory."""
@@ -538,9 +517,7 @@ class _Plan:
             return None
         return None if result is None else result[1]
 
-    def assignment(
-        self, variant: _Variant, end: int, lower: int, tried: tuple[int, int]
-    ) -> Assignment:
+    def assignment(self, variant: _Variant, end: int, lower: int, tried: tuple[int, int]) -> Assignment:
         result = self._run(variant)
         assert result is not None, "the variant has been scheduled before"
         return Assignment(

@@ -105,9 +105,7 @@ class ListScheduler:
         self._producers = [[q for q in self._before[s] if self._trained[q]] for s in stages]
         rows = cost_rows(costs, m)
         # Nanoseconds, indexed by [kind][stage][microbatch]; 0 for actions that do not exist.
-        self._duration = [
-            [[self._duration_of(kind, s, c) for c in rows[s]] for s in stages] for kind in range(3)
-        ]
+        self._duration = [[[self._duration_of(kind, s, c) for c in rows[s]] for s in stages] for kind in range(3)]
         # Nanoseconds per pair of stages and microbatch.
         self._transfer: dict[tuple[int, int], list[int]] = {}
         for s, t in graph.edges:
@@ -115,10 +113,7 @@ class ListScheduler:
             both = (transfer_s[s, t],) * 2 if (s, t) in transfer_s else ways
             self._transfer[s, t], self._transfer[t, s] = (list(map(nanoseconds, w)) for w in both)
         # (bytes held from F to the end of B or I, bytes of these held until W ends)
-        self._held = [
-            [(c.activation_bytes, c.weight_grad_input_bytes if split else 0) for c in row]
-            for row in rows
-        ]
+        self._held = [[(c.activation_bytes, c.weight_grad_input_bytes if split else 0) for c in row] for row in rows]
         # Nanoseconds to reduce the gradients of each stage.
         self._reduce = [nanoseconds(rows[s][0].reduce_grad_s) * self._trained[s] for s in stages]
 
@@ -170,9 +165,7 @@ class ListScheduler:
         end = self._end()
         return None if end >= stop else (self._schedule(), end)
 
-    def _begin(
-        self, order: Sequence[int], max_bytes: Sequence[int] | None, reduce_first: bool
-    ) -> None:
+    def _begin(self, order: Sequence[int], max_bytes: Sequence[int] | None, reduce_first: bool) -> None:
         """Reset the state of all ranks, and queue the forwards that need no input."""
         count, m, stages = 1 + max(map(max, self._homes)), self._m, self._stages
         self._order, self._position = order, [0] * m
@@ -200,9 +193,7 @@ class ListScheduler:
 
     def _end(self) -> int:
         lanes = [0] * len(self._ranks)
-        for ready, s in sorted(
-            (self._last_backward[s], s) for s in self._stages if self._reduce[s]
-        ):
+        for ready, s in sorted((self._last_backward[s], s) for s in self._stages if self._reduce[s]):
             for r in set(self._homes[s]):
                 lanes[r] = max(lanes[r], ready) + self._reduce[s]
         return max(*(rank.free for rank in self._ranks), *lanes)

@@ -116,10 +116,7 @@ def one_by_one(schedule: Schedule) -> Schedule:
     """
     if not any(action.parts for rank in schedule.ranks for action in rank):
         return schedule
-    rows = tuple(
-        tuple(leaf for action in rank for leaf in action.leaves)
-        for rank in schedule.compute_only().ranks
-    )
+    rows = tuple(tuple(leaf for action in rank for leaf in action.leaves) for rank in schedule.compute_only().ranks)
     return lower(replace(schedule, ranks=rows))
 
 

@@ -201,9 +201,7 @@ _FORMS: Final = {
 SCHEDULES: Final = tuple(_FORMS)
 
 
-def make_schedule(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
-) -> Schedule:
+def make_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """Return a compute-only schedule.
 
     Rank r holds stages r, r + p, r + 2p, ...; for `zbv` and `dualpipev` it holds r and 2p - 1 - r.
@@ -268,9 +266,7 @@ def legal_microbatches(name: str, ranks: int, near: int) -> tuple[int, ...]:
     return tuple(sorted({m for m in (below, above) if m is not None}))
 
 
-def in_flight_limit(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
-) -> Sequence[int]:
+def in_flight_limit(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sequence[int]:
     """Return the maximum number of (stage, microbatch) activations in flight on each rank, by closed form.
 
     Exact, except for V-shaped schedules with fewer than two microbatches per rank, where it is an upper bound.

@@ -26,9 +26,7 @@ _LIMITS: Final = Limits(num_bytes=64 * 1024**2)
 _NAMES: Final = {"interleaved": "interleaved_1f1b", "zb-h1": "zb_h1"}
 
 
-def check_pipeline(
-    strategy: Strategy, layers: int, microbatches: int, where: str | None = None
-) -> None:
+def check_pipeline(strategy: Strategy, layers: int, microbatches: int, where: str | None = None) -> None:
     """Raise an error if the pipeline of a strategy cannot run.
 
     Args:

@@ -75,10 +75,7 @@ class TowerLanes:
         p = self.stages
         if self.sharded:
             ahead = max(ahead, -(-(p - 1) // self.width) + 2)
-        return [
-            (p - lane if lane < p else p) + ahead * (lane in self.towers)
-            for lane in range(self.count)
-        ]
+        return [(p - lane if lane < p else p) + ahead * (lane in self.towers) for lane in range(self.count)]
 
     @property
     def width(self) -> int:
@@ -258,9 +255,7 @@ def _in_rounds(
             if action.stage:
                 order.append(((start, 1, 0, 0), lane, action))
             if action.stage == 1 and action.microbatch is not None and action.kind != "W":
-                (begins if action.kind == "F" else ends)[action.microbatch] = (
-                    start if action.kind == "F" else end
-                )
+                (begins if action.kind == "F" else ends)[action.microbatch] = start if action.kind == "F" else end
     first_use = sorted(begins, key=begins.__getitem__)
     rounds = [first_use[k : k + lanes.width] for k in range(0, len(first_use), lanes.width)]
     split = any(action.kind == "I" for row in base.ranks for action in row)
@@ -274,9 +269,7 @@ def _in_rounds(
             for lane, i in zip(sorted({*lanes.towers}), members, strict=True):
                 order.append(((time, 0, position, n), lane, Action(0, kind, i)))
     order.sort(key=lambda entry: entry[0])
-    ranks = tuple(
-        tuple(action for _, home, action in order if home == lane) for lane in range(lanes.count)
-    )
+    ranks = tuple(tuple(action for _, home, action in order if home == lane) for lane in range(lanes.count))
     return replace(base, ranks=ranks, graph=lanes.graph(not base.is_trained(0)))
 
 
@@ -334,25 +327,18 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
 def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
     """Return the forward-only part of a schedule, with sends and receives; microbatches keep their lanes."""
     # Order by microbatch, because 1F1B may start later microbatches before earlier ones arrive.
-    forwards = [
-        sorted((a for a in row if a.kind == "F"), key=lambda a: a.microbatch or 0)
-        for row in schedule.ranks
-    ]
+    forwards = [sorted((a for a in row if a.kind == "F"), key=lambda a: a.microbatch or 0) for row in schedule.ranks]
     begins = {a: a.stage + (a.microbatch or 0) for row in forwards for a in row}
     together = replace(schedule, ranks=tuple(map(tuple, forwards))).rounds()
     begins |= {a: min(begins[b] for b, _ in others) for a, others in together.items()}
-    rows = tuple(
-        tuple(sorted(row, key=lambda a: (begins[a], a.stage, a.microbatch))) for row in forwards
-    )
+    rows = tuple(tuple(sorted(row, key=lambda a: (begins[a], a.stage, a.microbatch))) for row in forwards)
     graph = replace(lanes.graph(), frozen=frozenset(range(lanes.stages + 1)))
     lowered = lower(replace(schedule, ranks=rows, graph=graph), reduce_grad=False)
     verify(lowered)
     return lowered
 
 
-def rounds_schedule(
-    lanes: TowerLanes, microbatches: int, costs: StageCosts, *, frozen: bool = False
-) -> Schedule:
+def rounds_schedule(lanes: TowerLanes, microbatches: int, costs: StageCosts, *, frozen: bool = False) -> Schedule:
     """Return a schedule, for simulation only: a tower encodes in rounds, and the language part runs 1F1B.
 
     In a round, every rank of the tower encodes one microbatch.
@@ -367,9 +353,7 @@ def rounds_schedule(
     rows = cost_rows(costs, microbatches)
     counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=0) for c in r] for r in rows]
     limits = lanes.limits(1)
-    return list_schedule(
-        lanes.graph(frozen), homes, counted, max_bytes=[max(2, n) for n in limits], split=False
-    )
+    return list_schedule(lanes.graph(frozen), homes, counted, max_bytes=[max(2, n) for n in limits], split=False)
 
 
 def inline_schedule(lanes: TowerLanes, microbatches: int, *, frozen: bool = False) -> Schedule:
@@ -410,12 +394,6 @@ def submodel_bound_s(lanes: TowerLanes, microbatches: int, costs: StageCosts) ->
     free = sorted(loads[lane] for lane in {*lanes.towers})
     work = sum(map(_seconds, rows[0]))
     levels = [(sum(free[:k]) + work) / k for k in range(1, len(free) + 1)]
-    level = next(
-        level
-        for level, above in zip(levels, [*free[1:], float("inf")], strict=True)
-        if level <= above
-    )
-    chains = (
-        sum(row[i].forward_s + row[i].input_grad_s for row in rows) for i in range(microbatches)
-    )
+    level = next(level for level, above in zip(levels, [*free[1:], float("inf")], strict=True) if level <= above)
+    chains = (sum(row[i].forward_s + row[i].input_grad_s for row in rows) for i in range(microbatches))
     return max(level, *loads.values(), *chains)

@@ -123,8 +123,7 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
     stuck = [rank for rank, actions in enumerate(schedule.ranks) if head[rank] < len(actions)]
     if stuck:
         lines = [
-            f"rank {r}, action {head[r]}: {schedule.ranks[r][head[r]]} waits for {_text(missing[r])}"
-            for r in stuck
+            f"rank {r}, action {head[r]}: {schedule.ranks[r][head[r]]} waits for {_text(missing[r])}" for r in stuck
         ]
         sends = " when sends wait for their receives" if rendezvous else ""
         raise ScheduleError(
@@ -408,8 +407,7 @@ def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:
     exact = [Fraction(p).limit_denominator(1 << 20) for p in pace]
     lanes = frozenset(t.executor for t in graph.tasks if t.executor.startswith("rank "))
     tasks = tuple(
-        replace(t, duration_ns=round(t.duration_ns / exact[0])) if t.executor in lanes else t
-        for t in graph.tasks
+        replace(t, duration_ns=round(t.duration_ns / exact[0])) if t.executor in lanes else t for t in graph.tasks
     )
     return replace(graph, tasks=tasks, cores=Cores(tuple(p / exact[0] for p in exact), lanes))
 
@@ -519,9 +517,7 @@ class _Program:
         return cls(schedule.stages, table[:2], moved[table[2:]], (0, *stops))
 
     def end(self, costs: Sequence[StageCost]) -> int:
-        duration, send = np.array([_times(c) for c in costs], dtype=np.int64).reshape(-1)[
-            self.times
-        ]
+        duration, send = np.array([_times(c) for c in costs], dtype=np.int64).reshape(-1)[self.times]
         source, before, link_before = self.waits
         # With transfers, a result arrives after its computation ends; without, both times are equal.
         ends = np.zeros(len(duration) + 1, dtype=np.int64)

@@ -85,9 +85,7 @@ _Changes: TypeAlias = Callable[[Action], tuple[int, int]]
 
 def _counted(schedule: Schedule) -> _Changes:
     change = {"F": (1, 0), "B": (0, -1), "W": (0, -1)}
-    return lambda a: (
-        change.get(a.kind, (0, 0)) if a.kind != "F" or schedule.is_trained(a.stage) else (1, -1)
-    )
+    return lambda a: change.get(a.kind, (0, 0)) if a.kind != "F" or schedule.is_trained(a.stage) else (1, -1)
 
 
 def _byte_changes(schedule: Schedule, costs: StageCosts) -> _Changes:
@@ -109,9 +107,7 @@ def _live(row: Sequence[Action], changes: _Changes) -> Iterator[tuple[int, int]]
             live += at_start + at_end
 
 
-def _check_live(
-    schedule: Schedule, changes: _Changes, limit: int | Sequence[int], unit: str
-) -> None:
+def _check_live(schedule: Schedule, changes: _Changes, limit: int | Sequence[int], unit: str) -> None:
     for rank, row in enumerate(schedule.ranks):
         allowed = limit if isinstance(limit, int) else limit[rank]
         for live, position in _live(row, changes):
@@ -194,9 +190,7 @@ def _wrong_messages(
 ) -> Iterator[_Wrong]:
     """Yield sends and receives that are missing, misplaced or out of order."""
     expected: set[Action] = set()
-    pairs = (
-        (spot, send) for computed, spot in spots.items() for send in schedule.messages(computed)
-    )
+    pairs = ((spot, send) for computed, spot in spots.items() for send in schedule.messages(computed))
     for maker, send in pairs:
         receive = send.peer
         if homes[receive.stage, send.microbatch] == maker[0]:

@@ -99,9 +99,7 @@ def _counted(reasons: Mapping[str, int]) -> str:
     return ", ".join(f"{reason} ({n:,})" for reason, n in ordered)
 
 
-def sensitivity(
-    cheapest: PricedStrategy, runners_up: Sequence[PricedStrategy]
-) -> tuple[Sensitivity, ...]:
+def sensitivity(cheapest: PricedStrategy, runners_up: Sequence[PricedStrategy]) -> tuple[Sensitivity, ...]:
     """Return, per hardware constant, the smallest change that makes a runner-up the fastest; smallest changes first.
 
     A cost term is inversely proportional to its hardware constant. Let a step take T seconds, of which term i takes

@@ -164,10 +164,7 @@ class GenerationPricer:
         priced = []
         for row, x in enumerate(layouts):
             count = int(counts[row])
-            by_cause = (
-                {k: float(np.broadcast_to(v, num_layouts)[row]) for k, v in t.items()}
-                for t in terms
-            )
+            by_cause = ({k: float(np.broadcast_to(v, num_layouts)[row]) for k, v in t.items()} for t in terms)
             prefill, decode = ({k: v for k, v in t.items() if v} for t in by_cause)
             batch, token_s = min(work.prompts, count * x.strategy.dp), sum(decode.values())
             rank_bytes = x.weights + count * x.cache

@@ -105,9 +105,7 @@ def plan(
     return _find_executable(request, find, or_priced=bool(pins) and not local and not all_layouts)
 
 
-def _find_executable(
-    request: PlanRequest, find: Callable[[PlanRequest], Plan], or_priced: bool
-) -> Plan:
+def _find_executable(request: PlanRequest, find: Callable[[PlanRequest], Plan], or_priced: bool) -> Plan:
     """Return the best plan that this version can run.
 
     If there is none and `or_priced` is set, return the best plan among strategies that this version cannot run.
@@ -151,15 +149,11 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
             return to_plan(smaller, outcome, objective, top)
     if best is None:
         devices = request.num_devices
-        raise _deadline_missed(
-            request, f"number of devices up to {devices}", deadline_s, f" on {devices} devices"
-        )
+        raise _deadline_missed(request, f"number of devices up to {devices}", deadline_s, f" on {devices} devices")
     return to_plan(best[1], best[2], objective, top)
 
 
-def _least_memory(
-    request: PlanRequest, deadline_s: float | None, limit: float | None, top: int
-) -> Plan:
+def _least_memory(request: PlanRequest, deadline_s: float | None, limit: float | None, top: int) -> Plan:
     """Return the Plan with the least peak memory, by bisection over the memory that a device may use."""
     best = find_best(request, top + 1, limit)
     if not best.fits and deadline_s is not None:
@@ -180,9 +174,7 @@ def _least_memory(
     return replace(result, certificate=proved)
 
 
-def _deadline_missed(
-    request: PlanRequest, subject: str, deadline_s: float | None, where: str = ""
-) -> DeadlineMissed:
+def _deadline_missed(request: PlanRequest, subject: str, deadline_s: float | None, where: str = "") -> DeadlineMissed:
     """Return the error for a deadline that no plan meets; its hint is a deadline that the fastest plan meets.
 
     Raises the errors of `require_fit` if no strategy is legal or fits.

@@ -27,9 +27,7 @@ from hyper_parallel.planner.trained_share import trained_share
 from hyper_parallel.received import LimitExceeded
 from hyper_parallel.shard import check_overlap
 
-_STRATEGY_KEYS: Final = tuple(
-    f.name for f in fields(Strategy) if f.name in Parallel.model_fields and f.name != "rules"
-)
+_STRATEGY_KEYS: Final = tuple(f.name for f in fields(Strategy) if f.name in Parallel.model_fields and f.name != "rules")
 """Keys of a recipe's `parallel:` section that are fields of `Strategy` with the same name."""
 _PINNED_SEPARATELY: Final = ("zero", "cp_ulysses")
 """Keys of `parallel:` with a value that means "not set"; `_pins` handles them separately."""
@@ -103,9 +101,7 @@ def _plan_explicit(
     return plan
 
 
-def _evaluate_overlaps(
-    request: PlanRequest, strategy: Strategy, where: str | None, num_devices: int | None
-) -> Plan:
+def _evaluate_overlaps(request: PlanRequest, strategy: Strategy, where: str | None, num_devices: int | None) -> Plan:
     """Return the Plan of one strategy with the fastest legal overlap; arguments as for `evaluate`."""
     best = evaluate(request, strategy, where, num_devices)
     for overlap in filter(request.may_overlap, OVERLAPS):
@@ -117,9 +113,7 @@ def _evaluate_overlaps(
     return best
 
 
-def _plan_auto(
-    recipe: Recipe, request: PlanRequest, strategy: Strategy, where: Callable[[str], str]
-) -> Plan:
+def _plan_auto(recipe: Recipe, request: PlanRequest, strategy: Strategy, where: Callable[[str], str]) -> Plan:
     # The search has no columns for these choices.
     names = ("rules", "schedule_file", "stage_layers", "overlap")
     base = Strategy(**{name: getattr(strategy, name) for name in names})
@@ -135,9 +129,7 @@ def _plan_auto(
     return search(request.with_headroom())
 
 
-def _request(
-    recipe: Recipe, model: ModelSpec | None, num_devices: int | None, trained: float | None
-) -> PlanRequest:
+def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None, trained: float | None) -> PlanRequest:
     """Return the inputs of the planner for a recipe; batch numbers that it lacks are those of `plan_recipe`.
 
     With `offload`, `offload.budget` limits the bytes on a device, and other bytes are in host memory.
@@ -168,9 +160,7 @@ def _request(
         unit = "one sequence" if group == 1 else "one group of completions"
         notes.append(f"tokens per step assumed: {unit} per rank, {tokens}")
     if t.optimizer not in ("adamw", "adam"):
-        notes.append(
-            f"optimizer states and time of {t.optimizer} are predicted as for adamw: two states per parameter"
-        )
+        notes.append(f"optimizer states and time of {t.optimizer} are predicted as for adamw: two states per parameter")
     drops_inputs = recipe.lora and recipe.lora.lora_dropout > 0 and not t.disable_dropout
     request = replace(
         request,

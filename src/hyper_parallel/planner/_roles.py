@@ -30,9 +30,7 @@ MAX_LAYOUTS: Final = 1024
 """Maximum number of learner layouts per search if all ranks both sample and learn: more than there are layouts."""
 
 
-def with_roles(
-    recipe: Recipe, request: PlanRequest, plan: Plan, where: Callable[[str], str]
-) -> Plan:
+def with_roles(recipe: Recipe, request: PlanRequest, plan: Plan, where: Callable[[str], str]) -> Plan:
     """Return the plan of a recipe with explicit degrees, with `Plan.roles` added: predicted sampling and learning.
 
     Args:
@@ -210,9 +208,7 @@ def _memory_error(roles: Roles, split: Split, where: Callable[[str], str]) -> Do
     work = learner.workload
     rows = (work.tokens_per_step or 0) // work.seq_len or 1
     batches = [b for b in divisors(rows) if b < (work.microbatch or 1)]
-    changes = [
-        (f"grpo.rollout_tp={tp}", tp, learner) for tp in range(split.tp + 1, split.ranks + 1)
-    ]
+    changes = [(f"grpo.rollout_tp={tp}", tp, learner) for tp in range(split.tp + 1, split.ranks + 1)]
     for b in reversed(batches):
         smaller = replace(learner, workload=replace(work, microbatch=b))
         changes.append((f"training.microbatch={b}", split.tp, smaller))

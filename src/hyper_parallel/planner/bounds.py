@@ -87,9 +87,7 @@ def ranked(rows: Columns) -> NDArray[np.intp]:
     return np.lexsort((*keys, rows["tp_x"] * rows["tp_y"], rounded))
 
 
-def strategy_at(
-    rows: Columns, position: int, base: Strategy, workload: Workload
-) -> tuple[Strategy, Workload]:
+def strategy_at(rows: Columns, position: int, base: Strategy, workload: Workload) -> tuple[Strategy, Workload]:
     """Return the complete strategy in one row, and its resolved workload; arguments as for `Candidates.strategy_at`."""
     row = {n: rows[n][[position]] for n in rows if n in Candidates.__slots__}
     strategy, resolved = Candidates.of_columns(**row).strategy_at(0, base, workload)
@@ -128,8 +126,7 @@ class RelaxedMachine(Machine):
         relaxed_tier = Tier("relaxed", 0, rate, least_latency, "full_mesh")
         domains = link_domains(machine)
         return cls(
-            **{name: getattr(machine, name) for name in Machine.__slots__}
-            | {"tiers": (relaxed_tier,)},
+            **{name: getattr(machine, name) for name in Machine.__slots__} | {"tiers": (relaxed_tier,)},
             exchange_gain=sum(sets) / max(sets),
             first_size=first.size or 1,
             domain_size=float(domains[0]) if domains else np.inf,
@@ -157,11 +154,7 @@ class RelaxedMachine(Machine):
 
 def link_domains(machine: Machine) -> tuple[int, ...]:
     """Return the number of devices per domain of every tier with links of its own, inner to outer."""
-    return tuple(
-        tier.size
-        for tier, outer in itertools.pairwise(machine.tiers)
-        if tier.size and not outer.shares_links
-    )
+    return tuple(tier.size for tier, outer in itertools.pairwise(machine.tiers) if tier.size and not outer.shares_links)
 
 
 class Pricer:

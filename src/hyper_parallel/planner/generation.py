@@ -181,9 +181,7 @@ def _request(
             "prompt and continuation are longer than the context of the model",
             got=f"{work.prompt_len} + {work.new_tokens} tokens",
             allowed=f"up to {context}",
-            hint=f"--prompt-len {room}"
-            if room > 0
-            else f"--prompt-len 1 --new-tokens {context - 1}",
+            hint=f"--prompt-len {room}" if room > 0 else f"--prompt-len 1 --new-tokens {context - 1}",
             where="--prompt-len",
         )
     formats = replace(formats, compute_dtype=dtype, param_dtype=dtype, reduce_dtype=dtype)
@@ -234,9 +232,7 @@ def _no_legal_layout_error(
     """
     r = pricer.request
     near = next(
-        n
-        for n in range(r.num_devices - (chosen is None), 0, -1)
-        if any(_layouts(_with_devices(pricer, n), Counter()))
+        n for n in range(r.num_devices - (chosen is None), 0, -1) if any(_layouts(_with_devices(pricer, n), Counter()))
     )
     leave_out = "" if chosen is None else f", without {_WHERE}"
     reasons = ", ".join(f"{reason} ({n})" for reason, n in ruled_out.items())
@@ -247,9 +243,7 @@ def _no_legal_layout_error(
     )
 
 
-def _memory_error(
-    pricer: GenerationPricer, layouts: Sequence[StagedLayout], all_at_once: bool
-) -> DoesNotFit:
+def _memory_error(pricer: GenerationPricer, layouts: Sequence[StagedLayout], all_at_once: bool) -> DoesNotFit:
     """Return the error for layouts that all exceed memory; its hint is fewer prompts, more devices or another model."""
 
     def max_prompts(pricer: GenerationPricer, layouts: Sequence[StagedLayout]) -> int:

@@ -62,9 +62,7 @@ def faster_oversized_strategies(
     return tuple(rejected)
 
 
-def barred_note(
-    request: PlanRequest, result: BranchAndBound, best: PricedStrategy
-) -> tuple[str, ...]:
+def barred_note(request: PlanRequest, result: BranchAndBound, best: PricedStrategy) -> tuple[str, ...]:
     """Return the note about the fastest strategy that fits but that this version cannot run; () if none is faster."""
     fastest: PricedStrategy | None = None
     for position in _fastest(result.barred, best.per_token_s, set()):
@@ -94,9 +92,7 @@ def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) 
             yield position
 
 
-def _without_limit(
-    request: PlanRequest, result: BranchAndBound, rows: Columns, position: int
-) -> PricedStrategy:
+def _without_limit(request: PlanRequest, result: BranchAndBound, rows: Columns, position: int) -> PricedStrategy:
     """Return the strategy of one row, priced with its fastest choices, as if memory were unlimited."""
     pricer, row = result.pricer, select(rows, np.array([position]))
     chosen = dict(zip(FREED, pricer.choices[int(np.argmax(pricer.selectable))], strict=True))
@@ -167,8 +163,7 @@ def evaluate(
 
 def _exceeds(priced: PricedStrategy, capacity_bytes: int) -> str:
     return (
-        f"the predicted peak of {format_bytes(priced.memory_bytes)} exceeds the device's "
-        f"{format_bytes(capacity_bytes)}"
+        f"the predicted peak of {format_bytes(priced.memory_bytes)} exceeds the device's {format_bytes(capacity_bytes)}"
     )
 
 
@@ -204,10 +199,7 @@ def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5
         top: Maximum number of runners-up.
     """
     best, *runners_up = outcome.ranked
-    rejected = [
-        Rejected(p.strategy, slower_reason(best, p), p.step_s, p.memory_bytes)
-        for p in runners_up[:top]
-    ]
+    rejected = [Rejected(p.strategy, slower_reason(best, p), p.step_s, p.memory_bytes) for p in runners_up[:top]]
     result = outcome.search
     faster = faster_oversized_strategies(result.space.request, result, best)
     tokens = best.workload.tokens_per_step or 1
@@ -238,9 +230,7 @@ def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5
     )
 
 
-def _pareto(
-    request: PlanRequest, result: BranchAndBound, best: PricedStrategy
-) -> tuple[Alternative, ...]:
+def _pareto(request: PlanRequest, result: BranchAndBound, best: PricedStrategy) -> tuple[Alternative, ...]:
     """Return the Pareto front of time and memory of all completed strategies except the chosen one, fastest first."""
     front, least, rows = [], float(best.memory_bytes), join([result.rows, result.slower])
     for position in ranked(rows).tolist():
@@ -253,9 +243,7 @@ def _pareto(
     return tuple(front)
 
 
-def _layouts(
-    request: PlanRequest, strategy: Strategy, where: str | None
-) -> tuple[dict[str, Layout], tuple[str, ...]]:
+def _layouts(request: PlanRequest, strategy: Strategy, where: str | None) -> tuple[dict[str, Layout], tuple[str, ...]]:
     """Return (dict from parameter name to layout, notes); no layouts if this version cannot run the strategy.
 
     If `where` is set, or the topology is `local`, the strategy must run: an unsupported strategy raises its error.
@@ -271,9 +259,7 @@ def _layouts(
     except UnsupportedSharding as error:
         if must_run:
             raise
-        return {}, (
-            f"this version cannot run this plan yet ({error.what}): the layouts are omitted",
-        )
+        return {}, (f"this version cannot run this plan yet ({error.what}): the layouts are omitted",)
     return sharded.layouts, sharded.notes
 
 

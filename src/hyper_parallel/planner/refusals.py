@@ -67,15 +67,11 @@ def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None
         got=shown,
         allowed=f"a product of {num_devices}",
         changes=None if num_devices % rest else {"parallel.dp_shard": num_devices // rest},
-        hint=f"start {size} ranks, or lower the degrees to divisors of {num_devices}"
-        if num_devices % rest
-        else None,
+        hint=f"start {size} ranks, or lower the degrees to divisors of {num_devices}" if num_devices % rest else None,
     )
 
 
-def check_legal(
-    numbers: ModelNumbers, workload: Workload, strategy: Strategy, where: str | None = None
-) -> None:
+def check_legal(numbers: ModelNumbers, workload: Workload, strategy: Strategy, where: str | None = None) -> None:
     """Raise an error if a strategy is illegal for a model and a resolved workload.
 
     Divisibility of heads and widths is not checked here, but by `shard.plan_layouts`.
@@ -129,9 +125,7 @@ def follow_changes(
     return {}
 
 
-def _changed(
-    strategy: Strategy, workload: Workload, changes: Mapping[str, Any]
-) -> tuple[Strategy, Workload]:
+def _changed(strategy: Strategy, workload: Workload, changes: Mapping[str, Any]) -> tuple[Strategy, Workload]:
     """Return a strategy and a workload after `changes`, a dict from recipe key to value."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
@@ -235,8 +229,7 @@ def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
         f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
         got=f"{format_bytes(least_bytes)} on the fullest device at best",
         allowed=f"up to {format_bytes(request.machine.memory_bytes)}",
-        hint=next((hint for hint, r in _single_changes(request) if fits(r)), None)
-        or _changes_together(request),
+        hint=next((hint for hint, r in _single_changes(request) if fits(r)), None) or _changes_together(request),
     )
 
 

@@ -121,10 +121,7 @@ class PlanRequest:
             share = 0.0 if self.supernode.device.kind == "cpu" else HEADROOM
         if not share or self.capacity_bytes is not None:
             return replace(self, headroom=0.0)
-        note = (
-            f"{share:.3%}".replace(".000", "")
-            + f" of {format_bytes(self.device_bytes)} per device are left free"
-        )
+        note = f"{share:.3%}".replace(".000", "") + f" of {format_bytes(self.device_bytes)} per device are left free"
         return replace(self, headroom=share, notes=(*self.notes, note))
 
     def sharing_cores_with(self, ranks: int) -> PlanRequest:
@@ -147,9 +144,7 @@ class PlanRequest:
             fingerprint=self.model.fingerprint,
         )
 
-    def shard(
-        self, strategy: Strategy, where: str | None = None, staged: bool = False
-    ) -> ShardPlan:
+    def shard(self, strategy: Strategy, where: str | None = None, staged: bool = False) -> ShardPlan:
         """Return layouts of the model under a strategy; arguments and errors as of `shard.plan_layouts`."""
         params = {p.name: p for b in self.model.blocks for p in b.params}
         attention = next((b.attention for b in self.model.blocks if b.attention), None)
@@ -206,9 +201,7 @@ def resolve(
         notes.append(
             f"workload assumed: sequences of {workload.seq_len} tokens, {workload.tokens_per_step} tokens per step"
         )
-    elif (workload.tokens_per_step, workload.microbatch, workload.accumulation_steps) == (
-        None,
-    ) * 3:
+    elif (workload.tokens_per_step, workload.microbatch, workload.accumulation_steps) == (None,) * 3:
         tokens = default_tokens(supernode, devices, workload.seq_len)
         workload = replace(workload, tokens_per_step=tokens)
         notes.append(f"workload assumed: {tokens} tokens per step")
@@ -234,9 +227,7 @@ def default_workload(
     """
     longest = 512 if supernode.device.kind == "cpu" else 8192
     seq_len = seq_len or min(longest, model.max_position_embeddings or longest)
-    tokens = tokens_per_step or default_tokens(
-        supernode, num_devices or supernode.num_devices, seq_len
-    )
+    tokens = tokens_per_step or default_tokens(supernode, num_devices or supernode.num_devices, seq_len)
     return Workload(seq_len, tokens_per_step=tokens)
 
 

@@ -61,9 +61,9 @@ def recipe_values(plan: Plan) -> dict[str, Any]:
     A plan has no data set, so `data.source` is `python-stdlib`.
     """
     s, w = plan.strategy, plan.workload
-    parallel: dict[str, object] = {
-        name: degree for name, degree in s.degrees().items() if degree > 1
-    } or {"dp_shard": 1}
+    parallel: dict[str, object] = {name: degree for name, degree in s.degrees().items() if degree > 1} or {
+        "dp_shard": 1
+    }
     if s.tp_y > 1:
         parallel.update(attention_shape=s.attention_shape, mlp_shape=s.mlp_shape)
         if s.attention_shape == "2d" and s.attention_scatter == "token":

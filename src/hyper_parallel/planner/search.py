@@ -91,9 +91,7 @@ class PeakBytes:
         """Return lower bounds of the peak bytes, [choices, rows], for a result of the method `kinds`."""
         return self._bytes[:, kinds]
 
-    def min_recompute_layers(
-        self, columns: Columns, kinds: NDArray[np.intp], choice: Choice
-    ) -> tuple[Array, Array]:
+    def min_recompute_layers(self, columns: Columns, kinds: NDArray[np.intp], choice: Choice) -> tuple[Array, Array]:
         """Return, per row, the smallest number of recomputed layers per rank that fits, and the resulting peak."""
         known = _with_capacity(self._min_layers.get(choice, np.empty((2, 0))), len(self._numbers))
         self._min_layers[choice] = known
@@ -310,9 +308,7 @@ class BranchAndBound:
         self.legal = count(self.meshes) > 0
         # Every legal split of tp into tp_x and tp_y is legal in every pipeline.
         self._pipelines_of_mesh: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
-        for x, y, *key, pp, dp, steps in tuples(
-            self.meshes, (*_MESH_COLUMNS, *_PIPELINE_COLUMNS[:3])
-        ):
+        for x, y, *key, pp, dp, steps in tuples(self.meshes, (*_MESH_COLUMNS, *_PIPELINE_COLUMNS[:3])):
             self._pipelines_of_mesh.setdefault((x * y, *key), {})[pp, dp, steps] = None
         self.bound = self._run()
 
@@ -438,9 +434,7 @@ class BranchAndBound:
     def _schedules(self, *key: int) -> list[tuple[int, ...]]:
         """Return the legal rows of `_PIPELINE_COLUMNS` for one (tp, cp, sequences per microbatch)."""
         rows = self._pipelines_of_mesh[key]
-        return [
-            (*row, *schedule) for row in rows for schedule in self.space.schedules(row[0], row[2])
-        ]
+        return [(*row, *schedule) for row in rows for schedule in self.space.schedules(row[0], row[2])]
 
     def _states(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
         """Return the rows expanded to the level `states`, and their bounds."""

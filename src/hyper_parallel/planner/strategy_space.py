@@ -34,9 +34,7 @@ from hyper_parallel.planner.request import PlanRequest, unimplemented
 from hyper_parallel.shard import check_overlap, legal_tp
 from hyper_parallel.units import divisors
 
-TENSOR_INNERMOST: Final = frozenset(
-    i for i, order in enumerate(ORDERS) if {*order[-2:]} == {"tp_x", "tp_y"}
-)
+TENSOR_INNERMOST: Final = frozenset(i for i, order in enumerate(ORDERS) if {*order[-2:]} == {"tp_x", "tp_y"})
 """Indices into `cost.ORDERS` of orders with tensor parallelism, which communicates most, on the innermost axes."""
 
 
@@ -327,9 +325,7 @@ class Space:
             return 0
         return 1 if pinned != 0 and (cp == 1 or y == 1) else None
 
-    def refusal_of(
-        self, shard: int, cp: int, x: int, y: int, *block: int, pp: int = 1
-    ) -> str | None:
+    def refusal_of(self, shard: int, cp: int, x: int, y: int, *block: int, pp: int = 1) -> str | None:
         """Return why this version cannot run strategies with the given degrees; None if it can.
 
         Results are cached by the degrees on which layouts depend. Without expert parallelism and tp_y, these are tp_x
@@ -463,8 +459,7 @@ class Space:
             options = [
                 (s, v)
                 for s, v in options
-                if self.request.allows("schedule", SCHEDULES.index(s))
-                and self.request.allows("vpp", v)
+                if self.request.allows("schedule", SCHEDULES.index(s)) and self.request.allows("vpp", v)
             ]
         return [(SCHEDULES.index(s), v) for s, v in options]
 

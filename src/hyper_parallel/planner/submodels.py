@@ -101,9 +101,7 @@ def price_tower(
         accumulation_steps=microbatches,
         tokens_per_step=None,
     ).resolve(strategy.dp)
-    own = replace(
-        request, model=tower.spec, num_devices=strategy.world_size, pins={}, base=Strategy()
-    )
+    own = replace(request, model=tower.spec, num_devices=strategy.world_size, pins={}, base=Strategy())
     priced = price(own, strategy, work)
     cost = priced.stages[0].cost
     # The spec prices causal attention and no projector.
@@ -155,8 +153,7 @@ class DividedStep:
         """Costs of one microbatch: towers on their busiest rank, then each pipeline rank of the language part."""
         ranks = {rank for name in self.towers for rank in self.members[name]}
         by_rank = [
-            [tower.cost for name, tower in self.towers.items() if rank in self.members[name]]
-            for rank in sorted(ranks)
+            [tower.cost for name, tower in self.towers.items() if rank in self.members[name]] for rank in sorted(ranks)
         ]
         busiest = max(by_rank, key=lambda costs: sum(c.microbatch_s for c in costs))
         s, stages = self.plan.strategy, [stage.cost for stage in self.plan.stages]
@@ -202,10 +199,7 @@ class DividedStep:
         flight += self.lanes.stages * (self.plan.strategy.virtual_stages > 1)
         flight = min(self.count, flight)
         return {
-            name: tuple(
-                replace(t, bytes=t.bytes * flight) if t.name == "activations" else t
-                for t in tower.memory
-            )
+            name: tuple(replace(t, bytes=t.bytes * flight) if t.name == "activations" else t for t in tower.memory)
             for name, tower in self.towers.items()
         }
 
@@ -225,9 +219,7 @@ class DividedStep:
         step = self._step(parts, schedule)
         return replace(self.plan, submodels=step)
 
-    def _part(
-        self, name: str, cost: StageCost, microbatches: float, memory: tuple[MemoryTerm, ...]
-    ) -> PartPlan:
+    def _part(self, name: str, cost: StageCost, microbatches: float, memory: tuple[MemoryTerm, ...]) -> PartPlan:
         return PartPlan(
             name,
             self.members[name],
@@ -244,10 +236,7 @@ class DividedStep:
         # Seconds of ranks: all ranks of a lane work together.
         stage_ranks = len(parts[0].ranks) / self.lanes.stages
         dp = self.plan.strategy.dp
-        towers = [
-            (tower.cost, dp if self.joint else len(self.members[name]))
-            for name, tower in self.towers.items()
-        ]
+        towers = [(tower.cost, dp if self.joint else len(self.members[name])) for name, tower in self.towers.items()]
         busy_s = 0.0
         for _, _, action in schedule.compute_only().leaves():
             costs = [(self.costs[action.stage], stage_ranks)] if action.stage else towers
@@ -281,18 +270,14 @@ def _sum(costs: Sequence[StageCost], sends_back: bool) -> StageCost:
     return replace(last, send_backward_s=last.send_backward_s * sends_back, **sums)
 
 
-def language_memory(
-    request: PlanRequest, plan: Plan, towers: Collection[str]
-) -> tuple[MemoryTerm, ...]:
+def language_memory(request: PlanRequest, plan: Plan, towers: Collection[str]) -> tuple[MemoryTerm, ...]:
     """Return the memory terms of a rank of the language part, without the parameters of the given towers."""
     own = replace(request, model=language_of(request.model, towers))
     priced = price(own, plan.strategy, plan.workload)
     return with_stage_memory(own, priced).memory
 
 
-def choose_step(
-    steps: Sequence[DividedStep], capacity_bytes: int | None = None
-) -> tuple[int, Plan] | None:
+def choose_step(steps: Sequence[DividedStep], capacity_bytes: int | None = None) -> tuple[int, Plan] | None:
     """Return (index, plan) of the step with the fewest seconds per token; None if no step fits in memory.
 
     The certificate in `Plan.submodels` has the lower bound over all steps.
@@ -550,9 +535,7 @@ def _fitting_step(
         fewer = [n for n in divisors(request.num_devices) if n < plan.strategy.pp]
         if fewer and "pp" not in request.pins and limit == capacity:
             pins["pp"] = fewer[-1]
-            notes = [
-                f"pp={fewer[-1]}: the fastest plan with more stages leaves too little memory for the encoders"
-            ]
+            notes = [f"pp={fewer[-1]}: the fastest plan with more stages leaves too little memory for the encoders"]
         else:
             limit = reduced
     raise DoesNotFit(
@@ -560,15 +543,11 @@ def _fitting_step(
         f"{request.supernode.name}",
         got=f"{format_bytes(needed)} on the fullest device, with {media} images or recordings per sequence",
         allowed=f"up to {format_bytes(capacity)}",
-        hint=f"--media {media // 2}"
-        if media > 1
-        else f"more devices, or {topology_hint('--topology ')}",
+        hint=f"--media {media // 2}" if media > 1 else f"more devices, or {topology_hint('--topology ')}",
     )
 
 
-def _inline_step(
-    request: PlanRequest, plan: Plan, towers: Sequence[Tower], media: int
-) -> DividedStep:
+def _inline_step(request: PlanRequest, plan: Plan, towers: Sequence[Tower], media: int) -> DividedStep:
     """Return the predicted step if the ranks of the first pipeline stage run the towers; see `DividedStep.inline`."""
     s = plan.strategy
     own = Strategy(dp_replicate=s.dp_replicate, dp_shard=s.dp_shard * s.cp)
@@ -577,9 +556,7 @@ def _inline_step(
     return _predicted_step(request, plan, towers, own, first, media, inline=True)
 
 
-def _steps_apart(
-    request: PlanRequest, towers: Sequence[Tower], media: int, longest_s: float
-) -> Iterator[DividedStep]:
+def _steps_apart(request: PlanRequest, towers: Sequence[Tower], media: int, longest_s: float) -> Iterator[DividedStep]:
     """Yield predicted steps of executable results of `layouts` that may be shorter than `longest_s` seconds.
 
     A layout is omitted if its language part takes longer than `longest_s` at the peak FLOP/s of its devices.
@@ -638,10 +615,6 @@ def _predicted_step(
     share = 1.0 if joint or inline else s.dp / len(ranks)
     items = media * (plan.workload.microbatch or 1) * share
     count = plan.workload.accumulation_steps or 1
-    prices = {
-        t.name: price_tower(request, t, tower_strategy, items, microbatches=count) for t in towers
-    }
+    prices = {t.name: price_tower(request, t, tower_strategy, items, microbatches=count) for t in towers}
     memory = language_memory(request, plan, names)
-    return DividedStep(
-        plan, strategies, members, lanes, joint, prices, language_memory=memory, inline=inline
-    )
+    return DividedStep(plan, strategies, members, lanes, joint, prices, language_memory=memory, inline=inline)

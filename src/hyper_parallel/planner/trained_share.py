@@ -35,9 +35,7 @@ def trained_share(model: ModelSpec, recipe: Recipe) -> float:
         inside = inside and not (has_experts and module.endswith(NAMES_OF_EXPERTS))
         if name.endswith(".weight") and _has_adapter(module, inside, lora):
             sizes = zip("AB", param.shape[::-1], strict=True)
-            trained += sum(
-                lora.r * n for k, n in sizes if not frozen.fullmatch(f"{module}.lora_{k}")
-            )
+            trained += sum(lora.r * n for k, n in sizes if not frozen.fullmatch(f"{module}.lora_{k}"))
     return trained / model.num_params
 
 

@@ -132,9 +132,7 @@ def _draw_bands(plot: Any, bands: Sequence[Span], x_unit: Unit, top: float) -> N
     )
 
 
-def _draw_line(
-    plot: Any, line: Curve, points: Sequence[tuple[float, float]], x_unit: Unit, unit: Unit
-) -> Any:
+def _draw_line(plot: Any, line: Curve, points: Sequence[tuple[float, float]], x_unit: Unit, unit: Unit) -> Any:
     data = {
         "x": [x / x_unit.size for x, _ in points],
         "y": [y / unit.size for _, y in points],
@@ -145,9 +143,7 @@ def _draw_line(
     return plot.line("x", "y", source=data, color=line.color, line_width=2, line_dash=line.style)
 
 
-def _legend(
-    lines: Sequence[Curve], bands: Sequence[Span], *, resumed: bool
-) -> list[tuple[str, str, str]]:
+def _legend(lines: Sequence[Curve], bands: Sequence[Span], *, resumed: bool) -> list[tuple[str, str, str]]:
     """Return the legend entries of lines, bands and, if `resumed`, of the vertical lines that mark resumes."""
     styles = {line.label: (line.label, line.color, line.style) for line in lines}
     kinds = dict.fromkeys(s.category for s in bands)

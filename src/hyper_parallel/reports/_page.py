@@ -90,9 +90,7 @@ class _Source(NamedTuple):
         """Return the curve of a metric of training steps; `key` and `record` as for `_points`."""
         return Curve(self.prefix + label, _points(self.run.metrics, key, record), self.color, style)
 
-    def held_out(
-        self, label: str, key: str, record: str | None = None, style: str = "dots"
-    ) -> Curve:
+    def held_out(self, label: str, key: str, record: str | None = None, style: str = "dots") -> Curve:
         """Return the curve of a metric of evaluations."""
         return Curve(self.prefix + label, _points(self.run.evals, key, record), self.color, style)
 
@@ -108,9 +106,7 @@ def render(*runs: RunRecord) -> str:
     if len(runs) == 1:
         charts |= _single(runs[0])
     present = {name: chart for name, chart in charts.items() if chart is not None}
-    script, divs = components(
-        {name: chart.figure for name, chart in present.items()}, wrap_script=False, theme=THEME
-    )
+    script, divs = components({name: chart.figure for name, chart in present.items()}, wrap_script=False, theme=THEME)
     values: dict[str, Any] = {
         "runs": runs,
         "names": _names(runs),
@@ -205,11 +201,7 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
     # With several runs, the resume marks of one run could be mistaken for those of another.
     resumed = [] if several else [part.step + 0.5 for part in runs[0].parts[1:]]
     options: dict[str, Any] = {"x_range": across, "marks": resumed}
-    losses = [
-        line
-        for s in sources
-        for line in (s.curve("training", "loss"), s.held_out("held out", "loss"))
-    ]
+    losses = [line for s in sources for line in (s.curve("training", "loss"), s.held_out("held out", "loss"))]
     shared = {run.terms.loss for run in runs}
     loss = "loss" if len(shared) > 1 else min(shared)
     charts = {
@@ -269,9 +261,7 @@ def _predicted_steps(source: _Source) -> Iterator[Curve]:
             yield Curve(f"{source.prefix}predicted{without}", flat, source.color, "dashed")
 
 
-def _points(
-    rows: Sequence[dict[str, Any]], key: str, record: str | None = None
-) -> list[tuple[float, float]]:
+def _points(rows: Sequence[dict[str, Any]], key: str, record: str | None = None) -> list[tuple[float, float]]:
     """Return (step, value) pairs of a key in rows, or of the key in the dict `record` of each row."""
     values = ((m["step"], (m if record is None else m.get(record) or {}).get(key)) for m in rows)
     return [(float(step), float(value)) for step, value in values if value is not None]
@@ -319,9 +309,7 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
     if timeline is not None:
         charts["measured"] = _lanes(one_step(timeline))
         if run.samplers is not None:
-            charts["roles"] = _lanes(
-                some_steps(merge_timelines([timeline, run.samplers]), _STEPS_OF_ROLES)
-            )
+            charts["roles"] = _lanes(some_steps(merge_timelines([timeline, run.samplers]), _STEPS_OF_ROLES))
     for kind, steps in zip(("predicted", "measured"), run.offload or (), strict=False):
         names = {lane: _COPIES.get(lane, lane) for lane in steps.lanes}
         charts[f"offload {kind}"] = lanes(_with_labels(steps, _offload_kind), names)
@@ -344,9 +332,7 @@ def _working_lanes(timeline: Timeline) -> list[str]:
 
 def _with_labels(timeline: Timeline, kind: Callable[[str, str], str]) -> list[Any]:
     """Return the spans with a readable label as name, and with the result of `kind(name, category)` as category."""
-    return [
-        replace(s, name=words(s.name), category=kind(s.name, s.category)) for s in timeline.spans
-    ]
+    return [replace(s, name=words(s.name), category=kind(s.name, s.category)) for s in timeline.spans]
 
 
 def _offload_kind(name: str, category: str) -> str:
@@ -355,9 +341,7 @@ def _offload_kind(name: str, category: str) -> str:
 
 def _terms(run: RunRecord) -> Chart:
     """Return a chart of predicted and measured seconds of a step by kind; hovering over a kind lists its terms."""
-    rows = [
-        _by_kind("predicted", {t.name: t.seconds for t in run.plan.cost}, time_kind, format_seconds)
-    ]
+    rows = [_by_kind("predicted", {t.name: t.seconds for t in run.plan.cost}, time_kind, format_seconds)]
     if run.timeline is not None:
         rows.append(_by_kind("measured", _phases(run.timeline), time_kind, format_seconds))
     return bars(rows, SECONDS)
@@ -413,17 +397,13 @@ def _measured_memory(run: RunRecord) -> dict[str, float]:
 def _tier(run: RunRecord, tier: str) -> Chart | None:
     """Return a chart of the bytes in a memory tier over one planned step; None if it stays empty."""
     lines = []
-    for kind, style, timeline in zip(
-        ("predicted", "measured"), ("dashed", "solid"), run.offload or (), strict=True
-    ):
+    for kind, style, timeline in zip(("predicted", "measured"), ("dashed", "solid"), run.offload or (), strict=True):
         points = [(c.time_s, c.value) for c in timeline.counters if c.lane == tier]
         lines.append(Curve(kind, _stairs(points), RUNS[0], style))
     if not any(y for line in lines for _, y in line.points):
         return None
     unit = Unit.of(max(x for line in lines for x, _ in line.points), SECONDS)
-    return curves(
-        lines, f"bytes in {_TIERS[tier]}", BYTES, x_label="time", x_unit=unit, from_zero=True
-    )
+    return curves(lines, f"bytes in {_TIERS[tier]}", BYTES, x_label="time", x_unit=unit, from_zero=True)
 
 
 def _offload_facts(run: RunRecord) -> dict[str, Any] | None:

@@ -52,9 +52,7 @@ class PartRecord:
         return max(values, default=None)
 
 
-def read_parts(
-    directory: Path, plan: Plan, rows: Sequence[dict[str, Any]]
-) -> tuple[PartRecord, ...]:
+def read_parts(directory: Path, plan: Plan, rows: Sequence[dict[str, Any]]) -> tuple[PartRecord, ...]:
     """Return the parts of a run that contain steps, in order; always at least one part.
 
     Args:
@@ -82,17 +80,13 @@ def read_parts(
     return tuple(parts)
 
 
-def unreadable(
-    path: Path, error: object, problem: str = "a file of the run cannot be read"
-) -> RunUnreadable:
+def unreadable(path: Path, error: object, problem: str = "a file of the run cannot be read") -> RunUnreadable:
     """Return the error for a file of a run that is missing or damaged."""
     hint = "restore the file from a copy of the run"
     return RunUnreadable(problem, where=str(path), got=f"{error!s:.200}", hint=hint)
 
 
-def _read_part(
-    step: int, path: Path, plan: Plan | None, rows: Sequence[dict[str, Any]]
-) -> PartRecord:
+def _read_part(step: int, path: Path, plan: Plan | None, rows: Sequence[dict[str, Any]]) -> PartRecord:
     plan_path = path / "plan.json"
     try:
         facts = read_json(path / "part.json", _LIMITS)

@@ -191,9 +191,7 @@ class RunRecord:
         keys = "step_s", "wait_s", "sample_s"
         rows = self.last.rows[self.last.warm_up :]
         steps = [{**m, **(m.get("rollout") or {})} for m in rows]
-        times = [
-            [float(m[k]) for k in keys] for m in steps if all(m.get(k) is not None for k in keys)
-        ]
+        times = [[float(m[k]) for k in keys] for m in steps if all(m.get(k) is not None for k in keys)]
         if not any(step_s for step_s, _, _ in times):
             return {}
         total_s, waited, sampled = (sum(values) for values in zip(*times, strict=True))
@@ -202,11 +200,7 @@ class RunRecord:
     @property
     def fullest_rank(self) -> str | None:
         """Name of the rank with the largest recorded memory; None without records."""
-        samples = (
-            [c for c in self.timeline.counters if c.lane.endswith("/memory")]
-            if self.timeline
-            else []
-        )
+        samples = [c for c in self.timeline.counters if c.lane.endswith("/memory")] if self.timeline else []
         return max(samples, key=lambda c: c.value).lane.partition("/")[0] if samples else None
 
 
@@ -226,9 +220,7 @@ def load_run(directory: str | Path) -> RunRecord:
             where=str(root),
             hint="use the `output_dir` of a run that has started training",
         )
-    sampler_timelines = [
-        _timeline(path) for path in sorted((root / "rollouts").glob("timeline.*.json"))
-    ]
+    sampler_timelines = [_timeline(path) for path in sorted((root / "rollouts").glob("timeline.*.json"))]
     predicted = _timeline(root / "offload_predicted.json")
     measured = _timeline(root / "offload_measured.json")
     plan = Plan.from_json(_text(root / "plan.json"), str(root / "plan.json"))
@@ -248,9 +240,7 @@ def load_run(directory: str | Path) -> RunRecord:
         offload=(predicted, measured) if predicted and measured else None,
         data=read_data_facts(root / "data.json"),
         answers=read_answers(root / "answers.json"),
-        samplers=merge_timelines(t for t in sampler_timelines if t is not None)
-        if sampler_timelines
-        else None,
+        samplers=merge_timelines(t for t in sampler_timelines if t is not None) if sampler_timelines else None,
     )
 
 

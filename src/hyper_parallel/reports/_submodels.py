@@ -46,9 +46,7 @@ def submodel_rows(plan: SubmodelsPlan | None, timeline: Timeline | None) -> list
     return [*rows, PartRow("step", where, (plan.step_s, plan.bubble), step)]
 
 
-def _part_s(
-    timeline: Timeline, ranks: tuple[int, ...], of_tower: bool
-) -> tuple[float, float] | None:
+def _part_s(timeline: Timeline, ranks: tuple[int, ...], of_tower: bool) -> tuple[float, float] | None:
     """Return mean seconds per step of forward and of backward on the sub-model's busiest rank; None without spans."""
     steps, seconds = steady_steps(timeline), {rank: [0.0, 0.0] for rank in ranks}
     for span in timeline.spans:
@@ -66,9 +64,7 @@ def _part_s(
 def _step_s(timeline: Timeline) -> tuple[float, float] | None:
     """Return mean seconds from the first to the last computation of a step, and the fraction of bubbles in between."""
     lengths, busy = [], 0.0
-    passes = [
-        s for s in timeline.spans if _FORWARD.fullmatch(s.name) or _BACKWARD.fullmatch(s.name)
-    ]
+    passes = [s for s in timeline.spans if _FORWARD.fullmatch(s.name) or _BACKWARD.fullmatch(s.name)]
     ranks = {span.lane.split("/")[0] for span in passes}
     for step in steady_steps(timeline):
         spans = [span for span in passes if span.step == step]

@@ -143,9 +143,7 @@ def _step_starts(timeline: Timeline) -> list[tuple[int, float]]:
     return sorted(starts.items()) or [(0, 0.0)]
 
 
-def _counters(
-    events: list[dict[str, Any]], pid: int, counters: Sequence[Counter], offset_s: float, unit: str
-) -> None:
+def _counters(events: list[dict[str, Any]], pid: int, counters: Sequence[Counter], offset_s: float, unit: str) -> None:
     for c in counters:
         event = {"ph": "C", "pid": pid, "name": c.lane, "ts": (c.time_s + offset_s) * 1e6}
         events.append(event | {"args": {unit: c.value}})
@@ -153,9 +151,7 @@ def _counters(
 
 def _process(events: list[dict[str, Any]], pid: int, name: str) -> None:
     events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
-    events.append(
-        {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-    )
+    events.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
 
 
 def _thread(pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -110,14 +110,9 @@ def data_section(facts: dict[str, Any] | None) -> dict[str, Any] | None:
     sources = []
     for source in facts["sources"]:
         max_documents = max((bucket["documents"] for bucket in source["lengths"]), default=0) or 1
-        bars = [
-            (b["from"], b["to"], b["documents"], 100 * b["documents"] / max_documents)
-            for b in source["lengths"]
-        ]
+        bars = [(b["from"], b["to"], b["documents"], 100 * b["documents"] / max_documents) for b in source["lengths"]]
         sources.append({"source": source["source"], "bars": bars, "examples": source["examples"]})
-    texts = [
-        text for source in sources for example in source["examples"] for text in example["texts"]
-    ]
+    texts = [text for source in sources for example in source["examples"] for text in example["texts"]]
     is_marked = any(segment["trained"] for text in texts for segment in text["segments"])
     scored = "Marked: the token at which an answer is scored."
     marks = scored if facts["stage"] == "rm" else "Marked: tokens with loss."

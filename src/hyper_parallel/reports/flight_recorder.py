@@ -144,9 +144,7 @@ def _read(path: Path) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         location = ".".join(map(str, first["loc"])) or "dump"
-        raise _unreadable(
-            path, f"no `entries` with {_WANTED}: {location}, {first['msg']}"
-        ) from error
+        raise _unreadable(path, f"no `entries` with {_WANTED}: {location}, {first['msg']}") from error
     return dict(dump)
 
 
@@ -178,11 +176,7 @@ def divergences(dumps: Mapping[int, Mapping[str, Any]]) -> list[Divergence]:
                 if numbers and number < max(numbers):
                     numbers.clear()
                 numbers[number] = entry
-    parts = [
-        part
-        for key, by_rank in groups.items()
-        if (part := _first(key[0], sorted(members[key]), by_rank, dumps))
-    ]
+    parts = [part for key, by_rank in groups.items() if (part := _first(key[0], sorted(members[key]), by_rank, dumps))]
     return sorted(parts, key=lambda part: part.time_ns)
 
 
@@ -206,15 +200,10 @@ def _first(
         kind, culprits = difference(entries)
         if kind:
             times = [e.get("time_created_ns") or 0 for e in entries.values() if e]
-            calls = {
-                rank: _call(entry) if entry else _last(dumps[rank])
-                for rank, entry in entries.items()
-            }
+            calls = {rank: _call(entry) if entry else _last(dumps[rank]) for rank, entry in entries.items()}
             for rank in sorted({*members} - {*present}):
                 calls[rank] = "has left no dump"
-            return Divergence(
-                group, tuple(members), number, kind, tuple(culprits), calls, min(times, default=0)
-            )
+            return Divergence(group, tuple(members), number, kind, tuple(culprits), calls, min(times, default=0))
     return None
 
 

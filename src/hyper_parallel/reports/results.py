@@ -55,15 +55,11 @@ def _settings_of(run: RunRecord) -> Iterator[Result]:
     if run.data is not None:
         used = sum(source["used"] for source in run.data["sources"])
         epochs = run.data["epochs"]
-        note = run.data["records"] + (
-            f", {epochs:.3g} epochs" if epochs is not None else ", a stream"
-        )
+        note = run.data["records"] + (f", {epochs:.3g} epochs" if epochs is not None else ", a stream")
         yield Result("data", f"{used:,}", float(used), note)
     lr = run.settings.get("training.lr")
     if isinstance(lr, (int, float)):
-        warmup = run.settings.get("training.warmup_ratio") or run.settings.get(
-            "training.warmup_steps"
-        )
+        warmup = run.settings.get("training.warmup_ratio") or run.settings.get("training.warmup_steps")
         warmup = f"{warmup:.1%}" if isinstance(warmup, float) and warmup < 1 else f"{warmup} steps"
         note = f"{run.settings.get('training.lr_schedule')}, warm-up {warmup}"
         yield Result("learning rate", f"{lr:.3g}", float(lr), note)
@@ -91,9 +87,7 @@ def _quality(run: RunRecord) -> Iterator[Result]:
     first, last, loss = run.metrics[0], run.metrics[-1], run.terms.loss
     name = f"training {loss}" if loss == "loss" else loss
     if "loss" in last:
-        yield Result(
-            name, f"{last['loss']:.3f}", last["loss"], f"from {first.get('loss', nan):.3f}"
-        )
+        yield Result(name, f"{last['loss']:.3f}", last["loss"], f"from {first.get('loss', nan):.3f}")
     for key in run.rewards:
         begin, end = first["rollout"][key], last["rollout"][key]
         yield Result(key.replace("_", " "), f"{end:.3f}", end, f"from {begin:.3f}")
@@ -116,18 +110,14 @@ def _quality(run: RunRecord) -> Iterator[Result]:
             yield Result("held-out reward", f"{end:.3f}", end, f"from {begin:.3f}")
 
 
-def _preference(
-    prefix: str, first: Mapping[str, float] | None, last: Mapping[str, float] | None
-) -> Iterator[Result]:
+def _preference(prefix: str, first: Mapping[str, float] | None, last: Mapping[str, float] | None) -> Iterator[Result]:
     """Yield accuracy and margin of a preference stage, from the first and last record that has them."""
     first, last = first or {}, last or {}
     if (accuracy := last.get("accuracy")) is not None:
         note = f"from {first['accuracy'] * 100:.1f} %" if first.get("accuracy") is not None else ""
         yield Result(f"{prefix}accuracy", f"{accuracy * 100:.1f} %", accuracy, note)
     if (margin := last.get("margin")) is not None:
-        scores = [
-            f"{key} {last[key]:.3g}" for key in ("chosen", "rejected") if last.get(key) is not None
-        ]
+        scores = [f"{key} {last[key]:.3g}" for key in ("chosen", "rejected") if last.get(key) is not None]
         yield Result(f"{prefix}margin", f"{margin:.3g}", margin, ", ".join(scores))
 
 
@@ -170,9 +160,7 @@ def medians_text(run: RunRecord) -> str:
     steps += f" without the first {left_out}" if left_out else ""
     text = f"Step time, tokens/s and MFU are medians of {steps}."
     if several:
-        text += (
-            " Predictions, peak memory and all conditions are those of this last part of the run."
-        )
+        text += " Predictions, peak memory and all conditions are those of this last part of the run."
     return text
 
 

@@ -144,15 +144,12 @@ def _say_in_words(error: HyperParallelError, words: str) -> None:
         changes = {"parallel.rules": dict(pair.split(": ") for pair in match[1].split(", "))}
     keys = {key.removeprefix("parallel.").removeprefix("training."): key for key in changes}
     if not changes or not all(
-        key in (f"parallel.{k}", "training.recompute") or key.split(".")[0] == "overlap"
-        for k, key in keys.items()
+        key in (f"parallel.{k}", "training.recompute") or key.split(".")[0] == "overlap" for k, key in keys.items()
     ):
         return
     words_by_name: dict[str, Any] = {}
     for word in shlex.split(words):
-        if ("rules" in keys and "rules." in word) or (
-            "overlap" in keys and word.startswith("overlap.")
-        ):
+        if ("rules" in keys and "rules." in word) or ("overlap" in keys and word.startswith("overlap.")):
             continue
         name, _, value = word.removeprefix("parallel.").removeprefix("training.").partition("=")
         words_by_name["tp" if name == "tp_x" else name] = value

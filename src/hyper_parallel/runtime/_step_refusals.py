@@ -61,8 +61,7 @@ def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
 def refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
     """Raise HP511 for a compiled step or model: torch would record its eager form, which rounds differently."""
     if hasattr(step, "_torchdynamo_orig_callable") or any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        for module in model.modules()
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()
     ):
         raise CaptureUnsupported(
             "the step or its model is compiled by torch.compile, but a memory plan runs single operators",
@@ -130,9 +129,7 @@ def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
             )
 
 
-def refuse_schedule(
-    step: Callable[..., Any], captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
+def refuse_schedule(step: Callable[..., Any], captured: Captured, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise HP511 if the step calls a learning-rate scheduler, because planned steps would repeat the recorded rate."""
     rates = {
         group["lr"].untyped_storage()._cdata

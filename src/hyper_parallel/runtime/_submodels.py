@@ -111,16 +111,12 @@ def parallelize_submodels(
     return _rank_module(roles, joint)
 
 
-def _parts(
-    model: nn.Module, division: Division, sides: Mapping[str, Tower | Reader]
-) -> list[nn.Module]:
+def _parts(model: nn.Module, division: Division, sides: Mapping[str, Tower | Reader]) -> list[nn.Module]:
     """Split `model` into the sub-models of this rank, in the order of `sides`; the last sub-model reuses `model`."""
     towers = {tower.kind: tower for tower in division.towers}
     models = [*(twin_of(model) for _ in range(len(sides) - 1)), model]
     return [
-        TowerModel(own, division, towers[name])
-        if isinstance(side, Tower)
-        else keep_language(own, division, side)
+        TowerModel(own, division, towers[name]) if isinstance(side, Tower) else keep_language(own, division, side)
         for (name, side), own in zip(sides.items(), models, strict=True)
     ]
 
@@ -132,9 +128,7 @@ def _with_stage_layers(model: nn.Module, language: Strategy, division: Division)
     return replace(language, stage_layers=plan_of(model, language).strategy.stage_layers)
 
 
-def _options(
-    is_tower: bool, joint: bool, strategy: Strategy, routing: Routing | None
-) -> dict[str, Any]:
+def _options(is_tower: bool, joint: bool, strategy: Strategy, routing: Routing | None) -> dict[str, Any]:
     """Return the keyword arguments of `parallelize` for a sub-model.
 
     A tower runs only for microbatches with media, so the number of calls differs between steps and ranks. Under a joint
@@ -304,17 +298,14 @@ def _validated_strategies(
         key, changes = "parallel.submodels", [f"{name}=null" for name in unknown]
         changes += [f"{name}.dp_shard=1" for name in missing]
         raise BadValue(
-            f"the model has no sub-model `{unknown[0]}`"
-            if unknown
-            else f"the sub-model `{missing[0]}` has no layout",
+            f"the model has no sub-model `{unknown[0]}`" if unknown else f"the sub-model `{missing[0]}` has no layout",
             where=key,
             got=", ".join(layouts) or "no sub-models",
             allowed=" and ".join(sorted(names)),
             hint=" ".join(f"{key}.{change}" for change in changes),
         )
     strategies = {
-        name: parse_strategy(layout) if isinstance(layout, str) else layout
-        for name, layout in layouts.items()
+        name: parse_strategy(layout) if isinstance(layout, str) else layout for name, layout in layouts.items()
     }
     for name, strategy in strategies.items():
         allowed = _LANGUAGE_AXES if name == LANGUAGE else _TOWER_AXES
@@ -355,9 +346,7 @@ def _check_stages(language: Strategy) -> None:
         )
 
 
-def _check_ranks(
-    strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]], world_size: int
-) -> None:
+def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]], world_size: int) -> None:
     """Check explicit `ranks`: sub-models must match their degrees, use all ranks, and share ranks only if supported."""
     for name, strategy in strategies.items():
         if len({*ranks.get(name, ())}) != strategy.world_size:

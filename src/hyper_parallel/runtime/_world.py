@@ -54,9 +54,7 @@ class Hosts:
         ranks_each: Number of ranks on each machine.
     """
 
-    def __init__(
-        self, store: Any, rank: int, local_rank: int, world_size: int, ranks_each: int
-    ) -> None:
+    def __init__(self, store: Any, rank: int, local_rank: int, world_size: int, ranks_each: int) -> None:
         self._store, self._rank, self._ranks_each = store, rank, ranks_each
         self._first_ranks = range(0, world_size, ranks_each)
         if local_rank == 0:
@@ -120,9 +118,7 @@ class World:
         heartbeat: Writer of this rank's heartbeat; None: the rank is not monitored.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, local_rank: int, device: torch.device, backend: str
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, local_rank: int, device: torch.device, backend: str) -> None:
         self.rank = rank
         self.world_size = world_size
         self.local_rank = local_rank
@@ -284,9 +280,7 @@ class World:
             self._groups[members] = dist.new_group(list(members))
         return mesh
 
-    def expert_mesh(
-        self, strategy: Strategy, ranks: Sequence[int] | None = None
-    ) -> DeviceMesh | None:
+    def expert_mesh(self, strategy: Strategy, ranks: Sequence[int] | None = None) -> DeviceMesh | None:
         """Return the device mesh of experts, with axes pp, dp_replicate, edp, ep, over the same ranks as `mesh`.
 
         Return None when ep is 1. All ranks of the world must call this method in the same order, after `mesh`.
@@ -300,9 +294,7 @@ class World:
         # Process groups sort their ranks, and shards follow the order of the process group.
         return tuple(range(self.world_size) if ranks is None else sorted(ranks))
 
-    def _mesh(
-        self, names: tuple[str, ...], degrees: Sequence[int], members: tuple[int, ...]
-    ) -> DeviceMesh:
+    def _mesh(self, names: tuple[str, ...], degrees: Sequence[int], members: tuple[int, ...]) -> DeviceMesh:
         key = (tuple(degrees), members)
         if key not in self._meshes:
             ranks = torch.tensor(members, dtype=torch.int).view(*degrees)
@@ -341,9 +333,7 @@ class World:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, *_: Any
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: Any) -> None:
         if error is None:
             self.close()
         else:  # other ranks may wait in a collective, which fails as soon as this rank has left
@@ -360,9 +350,7 @@ class World:
                 stamp(lost)
                 raise lost from error
             if _MISMATCH in str(error):
-                mismatch = CollectiveMismatch(
-                    " ".join(str(error).split())[:2000], where=f"rank {self.rank}"
-                )
+                mismatch = CollectiveMismatch(" ".join(str(error).split())[:2000], where=f"rank {self.rank}")
                 stamp(mismatch)
                 raise mismatch from error
 
@@ -408,9 +396,7 @@ def launched_rank() -> tuple[int, int, int]:
             raise _incomplete(f"`{name}` is not a number", f"{name}={text}")
     rank, world_size, local_rank = (int(text) for text in variables.values())
     if rank >= world_size:
-        raise _incomplete(
-            "`RANK` is not below `WORLD_SIZE`", f"RANK={rank}, WORLD_SIZE={world_size}"
-        )
+        raise _incomplete("`RANK` is not below `WORLD_SIZE`", f"RANK={rank}, WORLD_SIZE={world_size}")
     return rank, world_size, local_rank
 
 

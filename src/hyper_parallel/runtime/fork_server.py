@@ -29,9 +29,7 @@ _QUIET_LOOKS: Final = 5
 """Consecutive polls that must find all threads asleep: a computing thread may pause. A trade-off, not measured."""
 
 
-def fork_rank(
-    target: Callable[..., None], arguments: tuple[Any, ...], rank: int, world_size: int
-) -> ForkProcess:
+def fork_rank(target: Callable[..., None], arguments: tuple[Any, ...], rank: int, world_size: int) -> ForkProcess:
     """Fork a rank that runs `target(*arguments)`, and return its process.
 
     Raises:

@@ -104,9 +104,7 @@ def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: 
         "--output": output_dir.absolute() / "logs" / "slurm-%j.log",
     }
     endpoint = f"$first:$(({_STORE_PORTS} + SLURM_JOB_ID % 10000))"
-    with_endpoint = launch_section.model_copy(
-        update={"rdzv_endpoint": launch_section.rdzv_endpoint or "ENDPOINT"}
-    )
+    with_endpoint = launch_section.model_copy(update={"rdzv_endpoint": launch_section.rdzv_endpoint or "ENDPOINT"})
     torchrun = torchrun_words(recipe.model_copy(update={"launch": with_endpoint}), ranks, words)
     command = shlex.join([sys.executable, "-m", "torch.distributed.run", *torchrun])
     return "\n".join(

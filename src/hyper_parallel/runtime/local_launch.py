@@ -367,9 +367,7 @@ def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int]) -> 
     time.sleep(_STACKS_S)
 
 
-def _raise_first(
-    failures: dict[int, str], record_files: _Records, logs: Path, echo_rank: int | None
-) -> None:
+def _raise_first(failures: dict[int, str], record_files: _Records, logs: Path, echo_rank: int | None) -> None:
     """Raise the error of the rank that failed first, with a line per other failed rank."""
     records = {rank: record_files.read(rank) for rank in failures}
     # A killed rank leaves no record, and other ranks fail in their next collective, so its failure was the first.

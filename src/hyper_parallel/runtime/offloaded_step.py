@@ -170,11 +170,7 @@ def offload(
             hint='hp.offload(step, budget="24GiB")',
         )  # fmt: skip
     models = models_of(step) if model is None else _as_list(model)
-    optimizers = (
-        referenced_objects(step, torch.optim.Optimizer)
-        if optimizer is None
-        else _as_list(optimizer)
-    )
+    optimizers = referenced_objects(step, torch.optim.Optimizer) if optimizer is None else _as_list(optimizer)
     if not optimizers:
         raise BadValue(
             "no optimizer was found in the step",
@@ -321,9 +317,7 @@ class OffloadedStep:
         unread = {grad.untyped_storage()._cdata for grad in grads}
 
         def run(**inputs: torch.Tensor) -> Any:
-            args, kwargs = tree_unflatten(
-                [inputs.get(f"input {i}", value) for i, value in enumerate(leaves)], key[0]
-            )
+            args, kwargs = tree_unflatten([inputs.get(f"input {i}", value) for i, value in enumerate(leaves)], key[0])
             returned[:] = [self._step(*args, **kwargs)]
             if old and all(p.grad is not grad for p, grad in old):
                 self._zeroes_first = True
@@ -438,6 +432,4 @@ def _no_gradient(p: torch.nn.Parameter) -> torch.Tensor:
     zeros = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(part)
     if not isinstance(p, DTensor):
         return zeros
-    return DTensor.from_local(
-        zeros, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+    return DTensor.from_local(zeros, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

@@ -166,9 +166,7 @@ class HeartbeatWriter:
             while not ended.wait(_POLL_S):
                 now_s = _computed_s(main)
                 # A user's loop, which publishes no phases, counts as waiting only while it uses no CPU time.
-                if self._numbers[1] == before and (
-                    self._numbers[2] or now_s - computed_s < _IDLE_S
-                ):
+                if self._numbers[1] == before and (self._numbers[2] or now_s - computed_s < _IDLE_S):
                     self.note(describe_position())
                 elif self._noted:
                     self.note("")
@@ -328,9 +326,7 @@ class Hang:
     description: str
     other_states: tuple[str, ...]
 
-    def error(
-        self, where: str | None = None, stack: str = "", restart: str = "training.max_restarts=3"
-    ) -> RankHung:
+    def error(self, where: str | None = None, stack: str = "", restart: str = "training.max_restarts=3") -> RankHung:
         """Return the RankHung error (HP620) of this hang.
 
         Args:
@@ -389,8 +385,7 @@ class HangDetector:
             self._frozen_s[rank] = self._frozen_s[rank] + passed if frozen else 0.0
             self._beats[rank] = beat.beats
         if all(
-            self._idle_s[rank] <= self._deadline_s(beats[rank])
-            and self._frozen_s[rank] <= self._deadlines.step_s
+            self._idle_s[rank] <= self._deadline_s(beats[rank]) and self._frozen_s[rank] <= self._deadlines.step_s
             for rank in ranks
         ):
             return None
@@ -444,9 +439,7 @@ class WaitReporter:
         ]
 
 
-def hang(
-    beats: Sequence[Heartbeat], idle_s: Sequence[float], states: dict[int, str], first: int = 0
-) -> Hang:
+def hang(beats: Sequence[Heartbeat], idle_s: Sequence[float], states: dict[int, str], first: int = 0) -> Hang:
     """Determine the ranks that cause a hang, and describe the states of all ranks.
 
     Args:

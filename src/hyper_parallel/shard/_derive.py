@@ -44,9 +44,7 @@ _PACKED_HALVES: Final = ("gate_up_proj", "input_linear")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def derived_rules(
-    params: Shapes, linear: frozenset[str], num_heads: int, num_kv_heads: int
-) -> tuple[Rule, ...]:
+def derived_rules(params: Shapes, linear: frozenset[str], num_heads: int, num_kv_heads: int) -> tuple[Rule, ...]:
     """Return sharding rules derived from the names and shapes of a model's parameters.
 
     Args:

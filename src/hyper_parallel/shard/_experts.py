@@ -44,9 +44,7 @@ def mark_experts(params: list[Param]) -> list[Param]:
     ]
     blocks = {module_of(container(p)) for p in marked if p.style == EXPERTS}
     return [
-        replace(p, style="replicate")
-        if p.style in (None, WHOLE) and blocks & {p.parent, p.module}
-        else p
+        replace(p, style="replicate") if p.style in (None, WHOLE) and blocks & {p.parent, p.module} else p
         for p in marked
     ]
 

@@ -105,15 +105,10 @@ def rule_hint(rules: Mapping[str, str]) -> str:
 
 def is_covered(params: list[Param]) -> bool:
     """Return whether the residual stream can be sharded: every parameter except norms has a supported style."""
-    return all(
-        _is_norm(param) if param.style is None else param.style not in (*REFUSED, WHOLE)
-        for param in params
-    )
+    return all(_is_norm(param) if param.style is None else param.style not in (*REFUSED, WHOLE) for param in params)
 
 
-def keep_whole(
-    params: list[Param], sizes: Sizes, notes: list[str], staged: bool = False
-) -> list[Param]:
+def keep_whole(params: list[Param], sizes: Sizes, notes: list[str], staged: bool = False) -> list[Param]:
     """Return the parameters, with style `whole` where no implemented rule exists, and add a note with their names.
 
     Raises:
@@ -146,17 +141,12 @@ def keep_whole(
     if s.tp_y > 1 or needs_sharding:
         raise UnsupportedSharding(
             f"with {shown} replicated, tensor parallelism supports one axis only, without ep, pp and latent attention",
-            got=f"tp_x={s.tp_x}, tp_y={s.tp_y}, ep={s.ep}, pp={s.pp}"
-            + (f", {latent}" if latent else ""),
-            changes=sizes.without_tp
-            if needs_sharding
-            else {"parallel.tp_x": s.tp, "parallel.tp_y": 1},
+            got=f"tp_x={s.tp_x}, tp_y={s.tp_y}, ep={s.ep}, pp={s.pp}" + (f", {latent}" if latent else ""),
+            changes=sizes.without_tp if needs_sharding else {"parallel.tp_x": s.tp, "parallel.tp_y": 1},
         )
     notes.append(f"every tensor-parallel rank holds all tokens between blocks; replicated: {shown}")
     if s.pp > 1:
-        notes.append(
-            "with pp, time and memory are predicted as if each rank held a part of the tokens"
-        )
+        notes.append("with pp, time and memory are predicted as if each rank held a part of the tokens")
     return result
 
 
@@ -204,16 +194,13 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
         into = [p for p in matrices if p.style in COLUMN_STYLES]
         out = [p for p in matrices if p.style == "rowwise"]
         between = {p.shape for p in into}
-        odd = [
-            p for p in matrices if p.style == "replicate" and (p.in_attention or p.shape in between)
-        ]
+        odd = [p for p in matrices if p.style == "replicate" and (p.in_attention or p.shape in between)]
         odd += [p for p in members if p.style in (None, "replicate") and _norm_over_heads(p, sizes)]
         if bool(into) != bool(out):
             odd += into or out
         if odd:
             raise UnsupportedSharding(
-                f"the styles of `{starred(parent)}` are inconsistent: "
-                f"`{odd[0].pattern}` is {odd[0].style or 'whole'}",
+                f"the styles of `{starred(parent)}` are inconsistent: `{odd[0].pattern}` is {odd[0].style or 'whole'}",
                 got=", ".join(f"{p.leaf}={p.style}" for p in matrices),
                 allowed="colwise input projections and rowwise output projections",
                 changes=sizes.without_tp if odd[0].in_attention else None,
@@ -251,6 +238,4 @@ def check_widths(params: list[Param]) -> None:
 def _norm_over_heads(param: Param, sizes: Sizes) -> bool:
     if not param.in_attention or len(param.shape) != 1 or sizes.num_heads == 1:
         return False
-    return param.shape[0] in {
-        n * sizes.head_dim for n in (sizes.num_heads, sizes.num_kv_heads) if n > 1
-    }
+    return param.shape[0] in {n * sizes.head_dim for n in (sizes.num_heads, sizes.num_kv_heads) if n > 1}

@@ -112,24 +112,18 @@ def plan_layouts(
             sizes = Sizes(strategy, num_heads, num_kv_heads, head_dim, vocab_size)
             assigned = _fit(assigned, sizes, whole_stream, notes, staged)
         else:
-            assigned = [
-                p if p.style == EXPERTS else replace(p, style="replicate") for p in assigned
-            ]
+            assigned = [p if p.style == EXPERTS else replace(p, style="replicate") for p in assigned]
         hidden_cut = shards_hidden_over_y(assigned, strategy)
         layouts = {param.name: _layout(param, strategy, hidden_cut) for param in assigned}
         _check_tied(layouts, tied or {})
     except HyperParallelError as error:
         error.where = where
         raise
-    styles = {
-        container(p) if p.style == EXPERTS else p.owner: p.style or "replicate" for p in assigned
-    }
+    styles = {container(p) if p.style == EXPERTS else p.owner: p.style or "replicate" for p in assigned}
     return ShardPlan(layouts, styles, tuple(dict.fromkeys(notes)), hidden_cut, whole_stream)
 
 
-def _fit(
-    assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str], staged: bool
-) -> list[Param]:
+def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str], staged: bool) -> list[Param]:
     """Return the parameters with final styles under tensor parallelism; raise an error if no exact form exists."""
     if whole_stream:
         if sizes.strategy.overlap.block_executor != "serial":
@@ -157,9 +151,7 @@ def replicated_matrices(
     assigned = _assign(params, rules)
     cut = ("vocab", "head", EXPERTS)
     whole = (None, *REFUSED, WHOLE, "replicate")
-    names = (
-        p.name for p in assigned if len(p.shape) > 1 and p.style not in cut and p.style in whole
-    )
+    names = (p.name for p in assigned if len(p.shape) > 1 and p.style not in cut and p.style in whole)
     return frozenset(names), not is_covered(assigned)
 
 

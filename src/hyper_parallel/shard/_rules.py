@@ -56,9 +56,7 @@ _FROM_HUGGING_FACE: Final = {
     **{style: style for style in ("colwise", "rowwise", "packed_colwise", "packed_rowwise")},
     **dict.fromkeys(("colwise_gather_output", "colwise_rep"), "gather_output"),
     **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), "split_input"),
-    **dict.fromkeys(
-        ("replicated_with_grad_allreduce", "sequence_parallel", "replicate"), "replicate"
-    ),
+    **dict.fromkeys(("replicated_with_grad_allreduce", "sequence_parallel", "replicate"), "replicate"),
     "embedding_rowwise": "vocab",
     "moe_tp_experts": "experts",
 }
@@ -126,9 +124,7 @@ def _of(module: str, **styles: str) -> dict[str, str]:
     return {f"{module}.{part}": style for part, style in styles.items()}
 
 
-_ATTENTION: Final = _of(
-    "self_attn", q_proj="colwise", k_proj="colwise", v_proj="colwise", o_proj="rowwise"
-)
+_ATTENTION: Final = _of("self_attn", q_proj="colwise", k_proj="colwise", v_proj="colwise", o_proj="rowwise")
 _HEAD_NORMS: Final = _of("self_attn", q_norm="replicate", k_norm="replicate")
 _GATED: Final = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 _LLAMA: Final = {**_ATTENTION, **_of("mlp", **_GATED)}

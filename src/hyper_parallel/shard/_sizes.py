@@ -64,9 +64,7 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
     if not overlap.half_batch:
         return
     if s.tp == 1 and s.ep == 1:
-        problem = (
-            "half-batches need tensor or expert parallelism: a layer has no other communication"
-        )
+        problem = "half-batches need tensor or expert parallelism: a layer has no other communication"
         raise _overlap_error(problem, f"tp={s.tp}, ep={s.ep}", {"overlap": "none"})
     illegal = {
         "pipeline parallelism": (s.pp > 1, f"pp={s.pp}"),
@@ -174,10 +172,7 @@ def fit_sizes(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param
         _check_two_axes(params, sizes)
     biased = {p.module for p in params if p.style in PACKED and len(p.shape) == 1}
     exchanged: list[str] = []
-    params = [
-        _fit_packed(p, sizes, p.module in biased, exchanged) if p.style in PACKED else p
-        for p in params
-    ]
+    params = [_fit_packed(p, sizes, p.module in biased, exchanged) if p.style in PACKED else p for p in params]
     params = [replace(p, role=_role(p, sizes)) for p in params]
     cuts = sorted((p for p in params if p.role), key=lambda p: p.style in PACKED)
     problem = next(_problems(cuts, sizes, s), None)

@@ -98,15 +98,9 @@ def block_boundaries(
     if shape == "weight":
         yield from _weight_block_gathers(block, cut)
     elif shape == "2d":
-        yield from (
-            _attention_over_y(block, cut, token_scatter)
-            if block.kv_heads
-            else _mlp_over_y(block, cut)
-        )
+        yield from (_attention_over_y(block, cut, token_scatter) if block.kv_heads else _mlp_over_y(block, cut))
     for _ in block.outputs:
-        yield from _mirrored(
-            "reduce_scatter", axes, ranks, stream, Purpose.SEQUENCE_SCATTER, redone=redone
-        )
+        yield from _mirrored("reduce_scatter", axes, ranks, stream, Purpose.SEQUENCE_SCATTER, redone=redone)
         if shape == "2d":
             yield from _mirrored(*turned, calls=1 - hidden_cut, redone=redone)
 
@@ -176,9 +170,7 @@ def _attention_over_y(block: BlockWidths, cut: TokenCut, token: Number) -> Itera
 
 def _key_value_gather(block: BlockWidths, cut: TokenCut, calls: Number) -> Iterator[Boundary]:
     rows = sum(_rows_per_x_rank(p, block, cut) for p in block.inputs if p.keys)
-    yield from _mirrored(
-        "all_gather", Y, cut.y, cut.spans * rows, Purpose.KEY_VALUE_GATHER, calls=calls
-    )
+    yield from _mirrored("all_gather", Y, cut.y, cut.spans * rows, Purpose.KEY_VALUE_GATHER, calls=calls)
 
 
 def _rows_per_x_rank(p: Projection, block: BlockWidths, cut: TokenCut) -> Number:
@@ -189,9 +181,7 @@ def _rows_per_x_rank(p: Projection, block: BlockWidths, cut: TokenCut) -> Number
 def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
     """Yield the all-reduces over y of a norm whose hidden dim is sharded over y: `statistics` sums per token."""
     rows = cut.y * cut.piece
-    yield from _mirrored(
-        "all_reduce", Y, cut.y, rows, Purpose.NORM_STATISTICS, format="statistic", calls=statistics
-    )
+    yield from _mirrored("all_reduce", Y, cut.y, rows, Purpose.NORM_STATISTICS, format="statistic", calls=statistics)
 
 
 def embedding_boundaries(cut: TokenCut, hidden: Number, waits: bool) -> Iterator[Boundary]:
@@ -233,14 +223,10 @@ def packed_boundaries(parts: tuple[Part, ...], ranks: int, tokens: int) -> Itera
 
 def head_norm_boundaries(cut: TokenCut) -> Iterator[Boundary]:
     """Yield the all-reduce of the sum of squares for a norm over all heads, such as a query norm."""
-    yield from _mirrored(
-        "all_reduce", TP, cut.tp, cut.tokens, Purpose.NORMS_OVER_HEADS, format="statistic"
-    )
+    yield from _mirrored("all_reduce", TP, cut.tp, cut.tokens, Purpose.NORMS_OVER_HEADS, format="statistic")
 
 
-def context_boundaries(
-    attention: AttentionSpec, cut: TokenCut, gather: Number
-) -> Iterator[Boundary]:
+def context_boundaries(attention: AttentionSpec, cut: TokenCut, gather: Number) -> Iterator[Boundary]:
     """Yield the collectives of one layer's context-parallel attention, for the heads of a tensor-parallel rank.
 
     Ulysses exchanges tokens for heads of queries, keys, values and output; keys and values are repeated if they have
@@ -333,18 +319,14 @@ def sharing_boundaries(
         "all_gather", *group, parameters, forward=1 - once * resident, backward=1 * freed,
         once=once * resident * shards,
     )  # fmt: skip
-    yield Boundary(
-        "reduce_scatter", *group, gradients, "reduce", backward=1 - once, once=once * shards
-    )
+    yield Boundary("reduce_scatter", *group, gradients, "reduce", backward=1 - once, once=once * shards)
     yield Boundary("all_reduce", *group, gradients, "reduce", once=1 - shards)
     shard = share(elements, pick(shards, ranks, 1))
     replica = (("dp_replicate",), replicas, shard, Purpose.REPLICA_GRADIENTS)
     yield Boundary("all_reduce", *replica, "reduce", once=1)
 
 
-def pipeline_boundaries(
-    cut: TokenCut, hidden: Number, onward: Number, back: Number
-) -> Iterator[Boundary]:
+def pipeline_boundaries(cut: TokenCut, hidden: Number, onward: Number, back: Number) -> Iterator[Boundary]:
     """Yield the messages between pipeline stages; every tensor-parallel rank sends its own tokens.
 
     Args:

@@ -119,9 +119,7 @@ class LaneProgram:
             end = np.maximum(end, lane_end)
         return end, tuple(busy)
 
-    def contended_span(
-        self, durations: Sequence[Array], demand: Array | float, ranks: Ranks | None = None
-    ) -> Array:
+    def contended_span(self, durations: Sequence[Array], demand: Array | float, ranks: Ranks | None = None) -> Array:
         """Return the end of the last task if the two lanes share one resource; at least one lane must always be busy.
 
         A task on lane 0 uses the whole resource when it runs alone, a task on lane 1 the fraction `demand`. While both
@@ -162,9 +160,7 @@ class LaneProgram:
                     free = np.maximum(free, starts[task])
                 free = np.maximum(free, ends[task])
 
-        for task, (lane, deps, row) in enumerate(
-            zip(self.lanes, self.deps, self.rows, strict=True)
-        ):
+        for task, (lane, deps, row) in enumerate(zip(self.lanes, self.deps, self.rows, strict=True)):
             if lane:
                 ready = np.zeros_like(free)
                 for dep in deps:

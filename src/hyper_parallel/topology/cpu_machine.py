@@ -127,9 +127,7 @@ def rank_capacity(num_accelerators: int) -> RankCapacity:
     by_memory = max(1, free // CPU_RANK_BYTES)
     if by_memory < by_cores:
         each = format_bytes(CPU_RANK_BYTES)
-        return RankCapacity(
-            by_memory, f"{format_bytes(free)} of free memory, {each} per rank", is_cpu=True
-        )
+        return RankCapacity(by_memory, f"{format_bytes(free)} of free memory, {each} per rank", is_cpu=True)
     return RankCapacity(by_cores, f"{cores} cores", is_cpu=True)
 
 

@@ -176,9 +176,7 @@ def _is_reported_as(accelerator: Accelerator, supernode: Supernode) -> bool:
     return any(fnmatch.fnmatchcase(accelerator.name, glob) for glob in globs)
 
 
-def detect_local(
-    num_devices: int | None = None, *, accelerators: Sequence[Accelerator] | None = None
-) -> Supernode:
+def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accelerator] | None = None) -> Supernode:
     """Return the topology of this machine. Imports no framework.
 
     Args:

@@ -177,9 +177,7 @@ def _probe(
     return Probe(config, spec, make_plan(spec, supernode, workload, strategy=strategy))
 
 
-def time_probes(
-    probes: Sequence[Probe], world: World, pick: Callable[[Sequence[float]], float] = min
-) -> list[float]:
+def time_probes(probes: Sequence[Probe], world: World, pick: Callable[[Sequence[float]], float] = min) -> list[float]:
     """Return the seconds per step of each probe on this rank; collective over all ranks.
 
     Args:
@@ -230,9 +228,7 @@ def _timed_step(probe: Probe, world: World) -> Callable[[], float]:
 
     with torch.device("meta"):
         config = AutoConfig.for_model(**probe.config)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        ).train()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).train()
     parallelize(model, probe.plan, world)
     materialize(model, seed=0, device=world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -251,9 +247,7 @@ def _timed_step(probe: Probe, world: World) -> Callable[[], float]:
     return turn
 
 
-def calibrate_local(
-    output: Path | None, ranks: int | None, check: Path | None, steps: int
-) -> Iterator[str]:
+def calibrate_local(output: Path | None, ranks: int | None, check: Path | None, steps: int) -> Iterator[str]:
     """Measure this machine, write its cards, and yield lines of output.
 
     Args:
@@ -344,9 +338,7 @@ def _measure(supernode: Supernode, *, short: bool = False) -> tuple[DeviceCard, 
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     threads = rank_threads(ranks)
-    by_rank: list[LocalRates] = launch(
-        lambda rank: _rates_of(dtypes, window_s), ranks, threads=threads
-    )
+    by_rank: list[LocalRates] = launch(lambda rank: _rates_of(dtypes, window_s), ranks, threads=threads)
     rates = mean_rates(by_rank)
     seconds: list[float] = []
     for first in range(0, len(probes), _AT_ONCE):
@@ -356,8 +348,7 @@ def _measure(supernode: Supernode, *, short: bool = False) -> tuple[DeviceCard, 
     source = f"micro-benchmarks of this machine, {ranks} ranks at once, torch {torch.__version__}"
     card = fit_device(rates, supernode, source)
     measured = [
-        MeasuredStep(p.plan_model, p.plan.strategy, p.plan.workload, s)
-        for p, s in zip(probes, seconds, strict=True)
+        MeasuredStep(p.plan_model, p.plan.strategy, p.plan.workload, s) for p, s in zip(probes, seconds, strict=True)
     ]
     source = f"{len(probes)} small training steps on {ranks} ranks"
     if kind == "cpu":
@@ -390,9 +381,7 @@ def _seconds_of(probes: Sequence[Probe], short: bool) -> list[float]:
         return time_probes(probes, world, statistics.median if short else min)
 
 
-def _check(
-    path: Path, steps: int, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]
-) -> Iterator[str]:
+def _check(path: Path, steps: int, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> Iterator[str]:
     with scratch_folder(in_memory=False) as scratch:
         loaded = load_recipe(
             path,
@@ -416,11 +405,7 @@ def _check(
         yield f"  predicted {name}: {predicted:.4g} s, {predicted / measured - 1.0:+.1%} of the measured"
 
 
-def _predicted(
-    spec: ModelSpec, plan: Plan, supernode: Supernode, device: DeviceCard, stack: StackCard
-) -> float:
+def _predicted(spec: ModelSpec, plan: Plan, supernode: Supernode, device: DeviceCard, stack: StackCard) -> float:
     machine = Machine.of(supernode, plan.workload.compute_dtype, card=device, stack=stack)
     candidate = Candidates.of(plan.strategy, plan.workload)
-    return float(
-        step_seconds(PricingCase(ModelNumbers.of(spec), machine, plan.workload, candidate))[0]
-    )
+    return float(step_seconds(PricingCase(ModelNumbers.of(spec), machine, plan.workload, candidate))[0])

@@ -179,9 +179,7 @@ def _step(loop: Loop, recorder: Recorder, plan: Plan, training: Training) -> Non
     inputs = []
     for _ in range(work.accumulation_steps or 1):
         with unset_fake_temporarily():  # model code may read token ids, so they are real tensors
-            batch = {
-                n: torch.zeros(shape, dtype=torch.int64) for n in ("input_ids", "shift_labels")
-            }
+            batch = {n: torch.zeros(shape, dtype=torch.int64) for n in ("input_ids", "shift_labels")}
         for name, tensor in batch.items():
             recorder.name(tensor, name, "input")
         inputs.append(batch)
@@ -237,9 +235,7 @@ class DryRun:
         return self.peak_bytes + self.plan.reserved_bytes <= self.capacity_bytes
 
 
-def dry_run(
-    loaded: LoadedRecipe, *, num_ranks: int | None = None, rank: int | None = None
-) -> DryRun:
+def dry_run(loaded: LoadedRecipe, *, num_ranks: int | None = None, rank: int | None = None) -> DryRun:
     """Plan a recipe for `num_ranks` ranks (None: as in the recipe), and trace a training step of its ranks.
 
     Only `rank` is traced; None: the ranks of `distinct_ranks`.

@@ -111,9 +111,7 @@ class Parity:
     def worst(self, count: int) -> list[Difference]:
         """Return the largest relative difference of each metric over all steps, for the `count` worst metrics."""
         worst: dict[str, Difference] = {}
-        for d in sorted(
-            self.differences, key=lambda d: -d.relative if d.relative >= 0 else -math.inf
-        ):
+        for d in sorted(self.differences, key=lambda d: -d.relative if d.relative >= 0 else -math.inf):
             worst.setdefault(d.name, d)
         return list(worst.values())[:count]
 
@@ -167,11 +165,7 @@ def _layout(loaded: LoadedRecipe) -> tuple[Strategy, tuple[str, ...]]:
     strategy = plan_recipe(recipe, None, loaded.where, read_recipe_spec(loaded)).strategy
     hybrid = strategy.cp_kind == "hybrid" and strategy.cp > 2
     degrees = {a: min(getattr(strategy, a), 4 if hybrid and a == "cp" else 2) for a in _AXES}
-    notes = [
-        f"{a}={getattr(strategy, a)} is {d} here"
-        for a, d in degrees.items()
-        if d != getattr(strategy, a)
-    ]
+    notes = [f"{a}={getattr(strategy, a)} is {d} here" for a, d in degrees.items() if d != getattr(strategy, a)]
     for axis in _DROPPABLE_AXES:
         if math.prod(degrees.values()) > _MAX_RANKS and degrees[axis] > 1:
             degrees[axis] = 1
@@ -246,16 +240,12 @@ def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow:
         "checkpoint": {"every": 0, "every_minutes": 0.0, "keep_best": False, "resume": "never", "from_dir": None,
                        "export": False},
     }  # fmt: skip
-    sections: dict[str, Any] = {
-        k: getattr(recipe, k).model_copy(update=v) for k, v in update.items()
-    }
+    sections: dict[str, Any] = {k: getattr(recipe, k).model_copy(update=v) for k, v in update.items()}
     # GRPO: train on the answers of the data instead of rollouts.
     if recipe.stage == "grpo":
         sections |= {"stage": "sft", "grpo": Grpo()}
     plain = {"offload": Offload(), "output_dir": str(scratch / "run"), "topology": "local-cpu"}
-    return recipe.model_copy(
-        update={**sections, **plain, "sample_prompt": None, "sample_answers": 0}
-    )
+    return recipe.model_copy(update={**sections, **plain, "sample_prompt": None, "sample_answers": 0})
 
 
 def _size(loaded: LoadedRecipe) -> int:
@@ -310,9 +300,7 @@ def _squares(model: nn.Module) -> dict[str, float]:
 
 
 def _differences(expected: Steps, actual: Steps, order: list[str]) -> Iterator[Difference]:
-    for step, (expected_step, actual_step) in enumerate(
-        zip(expected, actual, strict=True), start=1
-    ):
+    for step, (expected_step, actual_step) in enumerate(zip(expected, actual, strict=True), start=1):
         for name in [*order, *(n for n in actual_step if n not in order)]:
             a, b = expected_step.get(name, math.nan), actual_step.get(name, math.nan)
             least = 1e-300 if name == "loss" else _FLOOR * expected_step["grad_norm"]

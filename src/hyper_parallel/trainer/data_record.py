@@ -68,9 +68,7 @@ def _epochs(job: Job) -> tuple[float | None, str]:
         return None, f"{amount} of {per_step:,} sequences of a stream"
     epochs = job.epochs_at(steps, batches)
     word = "sequences" if stage in ("pt", "sft") else records_word(stage)
-    own = (
-        f"{per_step // batches.rows.unit:,} {word} per step, {batches.num_sequences:,} in the data"
-    )
+    own = f"{per_step // batches.rows.unit:,} {word} per step, {batches.num_sequences:,} in the data"
     if stage == "grpo":
         own += f", {batches.rows.unit} completions of each"
     passes = f"{epochs:,.0f}" if epochs >= 1000 else f"{epochs:.4g}"
@@ -127,9 +125,7 @@ def _compact(segments: Iterable[Segment]) -> list[Segment]:
         for s in all_segments[:_MAX_SEGMENTS]
     ]
     if len(all_segments) > _MAX_SEGMENTS:
-        shortened.append(
-            Segment(f" ... {len(all_segments) - _MAX_SEGMENTS} more parts", trained=False)
-        )
+        shortened.append(Segment(f" ... {len(all_segments) - _MAX_SEGMENTS} more parts", trained=False))
     return shortened
 
 

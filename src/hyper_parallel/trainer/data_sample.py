@@ -51,9 +51,7 @@ Unit = list[Document]
 """Documents of a record: a single document, or the two documents of a pair."""
 
 
-def encoded_units(
-    batch: Sequence[Unit], hf: Any, stage: str
-) -> Iterator[tuple[Unit, list[Encoded]]]:
+def encoded_units(batch: Sequence[Unit], hf: Any, stage: str) -> Iterator[tuple[Unit, list[Encoded]]]:
     """Encode a batch of records; yield each record with its encoded documents."""
     encoded = encode([document for unit in batch for document in unit], hf, stage)
     for unit in batch:
@@ -247,9 +245,7 @@ class DataSample:
         }
 
 
-def sample_data(
-    loaded: LoadedRecipe, max_records: int, num_examples: int, *, progress: bool = False
-) -> DataSample:
+def sample_data(loaded: LoadedRecipe, max_records: int, num_examples: int, *, progress: bool = False) -> DataSample:
     """Encode the first records of a recipe's data as training does, and count them.
 
     `max_records` are divided evenly among the sources, each of which has at most `num_examples` examples. With
@@ -291,9 +287,7 @@ def _vocabulary(values: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _sample(
-    source: Source, hf: Any, max_records: int, max_bytes: int, num_examples: int
-) -> SourceSample:
+def _sample(source: Source, hf: Any, max_records: int, max_bytes: int, num_examples: int) -> SourceSample:
     """Encode and count the first records of a source, up to `max_records` records or `max_bytes` bytes of text."""
     stage, counts = source.stage, source.counts
     tally, examples = Tally(counts), list[Example]()

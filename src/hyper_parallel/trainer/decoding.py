@@ -175,11 +175,7 @@ class Decoder:
             self.passes.run_idle()
             return []
         unread = {row: len(s.text) - s.read for row, s in self._slots.items()}
-        prompts = {
-            row: min(remaining, self.passes.chunk)
-            for row, remaining in unread.items()
-            if remaining > 1
-        }
+        prompts = {row: min(remaining, self.passes.chunk) for row, remaining in unread.items() if remaining > 1}
         longest = max(prompts.values(), default=0)
         # Prompts less than half as long as the longest would be mostly padding, so they run in a later pass.
         rows = sorted([row for row, size in prompts.items() if 2 * size > longest] or unread)

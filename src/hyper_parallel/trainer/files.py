@@ -43,9 +43,7 @@ class Damaged(Exception):
         super().__init__(f"{path}: {why}")
 
 
-def check_files(
-    directory: Path, entries: Mapping[str, FileEntry], contents: Iterable[str] = ()
-) -> None:
+def check_files(directory: Path, entries: Mapping[str, FileEntry], contents: Iterable[str] = ()) -> None:
     """Check the sizes of the files in `entries`, given by name, and the checksums of the files in `contents`.
 
     Raises:

@@ -103,9 +103,7 @@ def pick_device(device: str) -> torch.device:
             hint="--device auto",
         ) from error
     present = accelerator is not None and accelerator.type == chosen.type
-    if chosen.type != "cpu" and (
-        not present or (chosen.index or 0) >= torch.accelerator.device_count()
-    ):
+    if chosen.type != "cpu" and (not present or (chosen.index or 0) >= torch.accelerator.device_count()):
         raise DeviceUnavailable(
             f"this machine has no device `{device}`",
             got=device,
@@ -128,13 +126,9 @@ def find_export(directory: str | Path) -> Path:
     if not root.exists() and (name := parse_name(str(directory))) is not None:
         root = fetch(name, "model", where="model to generate from")
     files = ("config.json", ADAPTER_CONFIG)
-    export = next(
-        (d for d in (root / "export", root) if any((d / f).is_file() for f in files)), None
-    )
+    export = next((d for d in (root / "export", root) if any((d / f).is_file() for f in files)), None)
     if export is None:
-        allowed = (
-            "a directory written by `train`, with export/config.json, or a Hugging Face directory"
-        )
+        allowed = "a directory written by `train`, with export/config.json, or a Hugging Face directory"
         command = "hyper-parallel train RECIPE.yaml checkpoint.export=true"
         raise missing_run(root, "exported model", allowed, command)
     if not has_tokenizer(export):
@@ -175,9 +169,7 @@ def load(
     model = _load_model(export, base, dtype, trusted=trusted)
     loop_over_experts(model, model.dtype)
     source = Path(base) if Path(base).is_dir() else None
-    file = ConfigFile(
-        json.loads(model.config.to_json_string(use_diff=False)), str(export), str(export), source
-    )
+    file = ConfigFile(json.loads(model.config.to_json_string(use_diff=False)), str(export), str(export), source)
     try:
         attach_properties(model, properties_of(file, trusted=trusted))
     except ModelUnreadable as error:  # only transformers can build the model
@@ -209,9 +201,7 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
             "the exported model cannot be loaded",
             where=str(export),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            hint="--trust-remote-code"
-            if "trust_remote_code" in str(error)
-            else _export_hint(export),
+            hint="--trust-remote-code" if "trust_remote_code" in str(error) else _export_hint(export),
         ) from error
     if report["missing_keys"]:
         raise WeightsUnreadable(
@@ -336,9 +326,7 @@ class Generator:
         stops = self.model.generation_config.eos_token_id
         return TextCodec(self.tokenizer, self.model.config, stops)
 
-    def stream(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, chat: bool = False
-    ) -> Iterator[str]:
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, chat: bool = False) -> Iterator[str]:
         """Return an iterator over the generated text, in pieces; invalid input raises before the first piece.
 
         With `chat` the prompt is a user message, or a list of conversation turns, to which the model answers.
@@ -351,9 +339,7 @@ class Generator:
         _, tokens = self._start(prompt, sampling, chat)
         return text_before_stop(stream_text(self.tokenizer, tokens), sampling.stop)
 
-    def generate(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, chat: bool = False
-    ) -> Generation:
+    def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, chat: bool = False) -> Generation:
         """Generate the continuation of a prompt; see `stream` for `chat` and the errors."""
         sampling, texts = sampling or Sampling(), self._codec
         start = time.perf_counter()
@@ -361,14 +347,10 @@ class Generator:
         for _ in stream:
             pass
         sequence.seconds = time.perf_counter() - start
-        generation = texts.to_generation(
-            sequence, prompt, sampling, texts.stop_token_ids(chat=chat)
-        )
+        generation = texts.to_generation(sequence, prompt, sampling, texts.stop_token_ids(chat=chat))
         return replace(generation, memory=self.memory_use)
 
-    def continue_tokens(
-        self, prompt_ids: list[int], limit: int, media: PromptMedia | None = None
-    ) -> list[int]:
+    def continue_tokens(self, prompt_ids: list[int], limit: int, media: PromptMedia | None = None) -> list[int]:
         """Return the token ids, at most `limit`, of the greedy answer to an encoded chat prompt, without stop token."""
         sampling, stops = Sampling(limit, temperature=0), self._codec.stop_token_ids(chat=True)
         sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), limit, media=media)
@@ -428,9 +410,7 @@ class Generator:
         limits = self.memory.limits(dtype_name(self.model.dtype))
         return PlannedSlots(self.model, _fixed_steps(sequences), limits, self.device)
 
-    def _start(
-        self, prompt: Prompt, sampling: Sampling, chat: bool
-    ) -> tuple[DecodingSequence, Iterator[int]]:
+    def _start(self, prompt: Prompt, sampling: Sampling, chat: bool) -> tuple[DecodingSequence, Iterator[int]]:
         texts = self._codec
         sequence = texts.begin(prompt, 0, sampling, chat=chat)
         stops, ended = texts.stop_token_ids(chat=chat), texts.ended(sampling)

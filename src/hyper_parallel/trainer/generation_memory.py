@@ -32,9 +32,7 @@ class DeviceMemory:
     topology: str = "local"
 
     @classmethod
-    def parse(
-        cls, device: str, dram: str | None, flash: Path | None, topology: str
-    ) -> DeviceMemory:
+    def parse(cls, device: str, dram: str | None, flash: Path | None, topology: str) -> DeviceMemory:
         """Parse a budget from sizes such as `4GiB`.
 
         Raises:

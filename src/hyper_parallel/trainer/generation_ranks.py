@@ -92,18 +92,12 @@ def generate_on_ranks(
             return gather_objects(_decode_share(parallelized, batch, slots, stop))
 
     ranks = strategy.world_size
-    for part in (
-        rank()
-        if under_torchrun()
-        else launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)[0]
-    ):
+    for part in rank() if under_torchrun() else launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)[0]:
         batch.sequences.update(part)
     return batch.generations()
 
 
-def _decode_share(
-    model: nn.Module, batch: PromptBatch, slots: int, stop: StopRequest | None
-) -> _Sequences:
+def _decode_share(model: nn.Module, batch: PromptBatch, slots: int, stop: StopRequest | None) -> _Sequences:
     """Decode the prompts of this data-parallel rank; return their sequences by index of the prompt."""
     share, shares = data_share(model)
     own = dict([*batch.sequences.items()][share::shares])
@@ -128,9 +122,7 @@ def _check_axes(strategy: Strategy) -> None:
         )
 
 
-def _model_and_plan(
-    export: Path, strategy: Strategy, dtype: str | None, *, trusted: bool
-) -> tuple[Any, Plan]:
+def _model_and_plan(export: Path, strategy: Strategy, dtype: str | None, *, trusted: bool) -> tuple[Any, Plan]:
     """Return the exported model on the meta device, and a checked plan for the model under `strategy`."""
     from transformers import GenerationConfig
 

@@ -90,9 +90,7 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
         refuse_missing(one, loaded.recipe.stage, key, [loaded.path.parent])
 
 
-def _folder(
-    loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dict[str, HubName]
-) -> str:
+def _folder(loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dict[str, HubName]) -> str:
     """Download a part of the repository if `text` is a hub id, and return its folder; return other texts unchanged."""
     name = parse_name(text)
     if name is None:

@@ -588,9 +588,7 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     return plan, router_loss
 
 
-def _capture(
-    loaded: LoadedRecipe, plan: Plan, router_loss: str | None
-) -> tuple[StepPrograms, ...] | None:
+def _capture(loaded: LoadedRecipe, plan: Plan, router_loss: str | None) -> tuple[StepPrograms, ...] | None:
     if loaded.recipe.backend == "torch":
         return None
     from hyper_parallel.trainer.engine.step_programs import capture_programs

@@ -42,9 +42,7 @@ class _Line(BaseModel, extra="allow", allow_inf_nan=False):
         return Generation(self.prompt, num_prompt_tokens=0, stopped=self.finish == "stop", **values)
 
 
-def read_prompts(
-    path: Path, output: Path | None = None
-) -> tuple[list[dict[str, Any]], list[str | Generation]]:
+def read_prompts(path: Path, output: Path | None = None) -> tuple[list[dict[str, Any]], list[str | Generation]]:
     """Read a prompt file, and check that the output file can be written; None as `output`: standard output.
 
     Returns:
@@ -96,14 +94,10 @@ def _is_continued(text: str) -> bool:
     return "prompt" in first and all(key in first for key in _CONTINUATION_KEYS)
 
 
-def write_generations(
-    records: Sequence[dict[str, Any]], generations: Sequence[Generation], path: Path | None
-) -> None:
+def write_generations(records: Sequence[dict[str, Any]], generations: Sequence[Generation], path: Path | None) -> None:
     """Write each record with its continuation as a JSON line to `path`; None: standard output."""
     lines = [
-        json.dumps(
-            {**record, **{key: getattr(g, key) for key in _CONTINUATION_KEYS}}, ensure_ascii=False
-        )
+        json.dumps({**record, **{key: getattr(g, key) for key in _CONTINUATION_KEYS}}, ensure_ascii=False)
         for record, g in zip(records, generations, strict=True)
     ]
     text = "".join(f"{line}\n" for line in lines)

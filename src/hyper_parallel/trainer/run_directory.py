@@ -100,9 +100,7 @@ def check_run_directory(loaded: LoadedRecipe) -> None:
     if not keeps_model(recipe):
         Replacement(place / "model", "model", "the model directory of the run").check()
     if recipe.checkpoint.export or recipe.checkpoint.resume == "never":
-        Replacement(
-            place / "export", "export", "the export directory", ("export", "adapter")
-        ).check()
+        Replacement(place / "export", "export", "the export directory", ("export", "adapter")).check()
     if recipe.checkpoint.resume == "never":
         _check_checkpoints(place / "checkpoints")
 
@@ -133,9 +131,7 @@ def write_editable(path: Path, text: str) -> None:
         names = (place / f"{path.stem}.edited-{n}{path.suffix}" for n in itertools.count(1))
         edited = next(name for name in names if not os.path.lexists(name))
         path.rename(edited)
-        _log.warning(
-            "%s was edited after the run wrote it; the edited file is kept as %s", path, edited.name
-        )
+        _log.warning("%s was edited after the run wrote it; the edited file is kept as %s", path, edited.name)
     write_text(path, text)
     write_marker(place, Marker(RUN, {**known, path.name: file_facts(path)}))
 
@@ -222,9 +218,7 @@ def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
         if name in own or (_HARMLESS.fullmatch(name) and not path.is_symlink()):
             continue
         if path.is_dir() and not path.is_symlink():
-            files = [
-                f"{name}/{inner}" for inner in itertools.islice(foreign_files(path, ()), 10_000)
-            ]
+            files = [f"{name}/{inner}" for inner in itertools.islice(foreign_files(path, ()), 10_000)]
             logs = (_LOGS.fullmatch(Path(f).name) and not _RANK_LOG.fullmatch(f) for f in files)
             if files and not all(logs):
                 yield f"{name}/"
@@ -237,9 +231,7 @@ def _unused_name(place: Path) -> Path:
     inside = Path.cwd().is_relative_to(os.path.realpath(place))
     base = place / "run" if inside else place
     names = (Path(f"{base}-{n}") for n in itertools.count(2))
-    return next(
-        p for p in itertools.chain([base] if inside else [], names) if not os.path.lexists(p)
-    )
+    return next(p for p in itertools.chain([base] if inside else [], names) if not os.path.lexists(p))
 
 
 def _alternative_hint(place: Path, recipe: Recipe | None) -> str:
@@ -291,9 +283,7 @@ def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
     parents = {o.partition(" ")[2] for o in loaded.origins.values() if o.startswith("extends ")}
     read += [("extends", str(loaded.path.parent / name)) for name in parents]
     filled = dict(zip(_FILLED, (recipe.data.cache_dir, recipe.offload.flash_dir), strict=True))
-    hard = {inode(place / name) for name in (*_CLEARED_FILES, *_KEPT_FILES) if name != _RECIPE} - {
-        None
-    }
+    hard = {inode(place / name) for name in (*_CLEARED_FILES, *_KEPT_FILES) if name != _RECIPE} - {None}
     over = recipe.checkpoint.resume == "never"
     for key, name in (*read, *filled.items()):
         path = None if name is None else Path(name).expanduser()
@@ -304,8 +294,7 @@ def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
             raise Contradiction(
                 f"the run would overwrite an input: `{key}` is inside of `output_dir`",
                 where=loaded.where(key) if key in loaded.origins else str(loaded.path),
-                got=f"{key}={path}, output_dir={place}"
-                + (", checkpoint.resume=never" if over else ""),
+                got=f"{key}={path}, output_dir={place}" + (", checkpoint.resume=never" if over else ""),
                 hint=shlex.quote(f"output_dir={_unused_name(place)}"),
             )
 

@@ -50,8 +50,7 @@ def answer_held_out(job: Job) -> list[dict[str, Any]]:
         texts = {"prompt": prompt, "expected": expected, "answer": answer}
         decode = generator.tokenizer.decode
         answers.append(
-            {name: decode(ids, skip_special_tokens=True).strip() for name, ids in texts.items()}
-            | {"images": images}
+            {name: decode(ids, skip_special_tokens=True).strip() for name, ids in texts.items()} | {"images": images}
         )
     return answers
 

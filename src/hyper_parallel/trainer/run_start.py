@@ -118,9 +118,7 @@ def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
         return run_job(prepare_job(portable, progress=False))
 
     def attempt(number: int) -> Summary | None:
-        results = launch_on_ray(
-            rank, ranks, launch.nnodes, address=launch.ray_address, restart=number
-        )
+        results = launch_on_ray(rank, ranks, launch.nnodes, address=launch.ray_address, restart=number)
         summary: Summary | None = results[0]
         return summary
 
@@ -139,9 +137,7 @@ def _replan_for_fewer(job: Job) -> Job:
     return fewer
 
 
-def _train(
-    job: Job, stop: StopRequest, logs: Path | None = None, snapshots: Path | None = None
-) -> Summary | None:
+def _train(job: Job, stop: StopRequest, logs: Path | None = None, snapshots: Path | None = None) -> Summary | None:
     """Train on forked local ranks with log files in `logs` or, if `logs` is None, as a rank of torchrun.
 
     Return the summary of rank 0; None on other ranks of torchrun.

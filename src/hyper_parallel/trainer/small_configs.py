@@ -290,11 +290,7 @@ def shrink_config(
     for key, value in config.items():
         result[key] = value
         if isinstance(value, Mapping) and depth > LAYERS and _by_layer(value):
-            result[key] = {
-                str(position): shrink(value[i])
-                for position, i in enumerate(map(str, layers))
-                if i in value
-            }
+            result[key] = {str(position): shrink(value[i]) for position, i in enumerate(map(str, layers)) if i in value}
         elif isinstance(value, Mapping) and key.endswith("_config"):
             result[key] = shrink(value)
         elif isinstance(value, list) and depth > LAYERS and len(value) == depth:
@@ -375,9 +371,7 @@ def _clip(value: Any, limit: Any) -> Any:
 
 
 def _by_layer(value: Mapping[str, Any]) -> bool:
-    return bool(value) and all(
-        str(key).isdigit() and isinstance(one, Mapping) for key, one in value.items()
-    )
+    return bool(value) and all(str(key).isdigit() and isinstance(one, Mapping) for key, one in value.items())
 
 
 def _select_layers(config: Mapping[str, Any], depth: int) -> list[int]:

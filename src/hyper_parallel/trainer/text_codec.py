@@ -128,9 +128,7 @@ class TextCodec:
                 hint=f"--max-new-tokens {available}" if available > 0 else "a shorter prompt",
             )
         number = number if previous is None else previous.number
-        sequence = DecodingSequence(
-            number, ids, len(ids), limit, draws_of(sampling, number), media=media
-        )
+        sequence = DecodingSequence(number, ids, len(ids), limit, draws_of(sampling, number), media=media)
         if previous is not None:
             if (top := max(previous.token_ids, default=0)) >= self._vocabulary:
                 raise BadValue(

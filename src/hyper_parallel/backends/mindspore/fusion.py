@@ -59,9 +59,7 @@ AKG can fuse these functions, but not the functions that `OPERATORS` has for the
 """
 
 ELEMENTWISE: Final = tuple(
-    f"aten.{name}.{overload}"
-    for name in ("add", "sub", "mul", "div")
-    for overload in ("Tensor", "Scalar")
+    f"aten.{name}.{overload}" for name in ("add", "sub", "mul", "div") for overload in ("Tensor", "Scalar")
 )
 """Operators that broadcast their arguments by themselves."""
 
@@ -81,9 +79,7 @@ def without_broadcasts(program: StepProgram) -> StepProgram:
             source = node.args[0].index
             sources[result] = sources.get(source, source)
             continue
-        args = tuple(
-            Ref(sources.get(a.index, a.index)) if isinstance(a, Ref) else a for a in node.args
-        )
+        args = tuple(Ref(sources.get(a.index, a.index)) if isinstance(a, Ref) else a for a in node.args)
         types = node.types
         if result in narrow:
             read = [shapes[r.index] for r in refs(args)]

@@ -585,9 +585,7 @@ def convolution(x, weight, bias, stride, padding, dilation, transposed, output_p
     return total if bias is None else total + ops.reshape(bias, (1, -1, 1))
 
 
-def convolution_backward(
-    grad, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask
-):
+def convolution_backward(grad, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask):
     parts = _taps(x, weight, padding, dilation)
     last = dilation[0] * (weight.shape[2] - 1)
     of_x, of_weight = 0, ()

@@ -140,10 +140,7 @@ def join(
     if ranks > 1:
         ms.communication.init("mccl")
     world = ms.communication.GlobalComm.WORLD_COMM_GROUP
-    named = {
-        name: (world, members.index(rank), ranks, tuple(members))
-        for name, members in groups.items()
-    }
+    named = {name: (world, members.index(rank), ranks, tuple(members)) for name, members in groups.items()}
     return MindSporeRunner(named, process, kernels)
 
 

@@ -84,13 +84,9 @@ def replace_forwards(
     tp_mesh = tensor_mesh(mesh, strategy)
     running = RunningPass()
     executor = token_executor(strategy.overlap)
-    tp = tensor_state(
-        tp_mesh, strategy, shard_plan.hidden_cut, shard_plan.whole_stream, running, executor
-    )
+    tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut, shard_plan.whole_stream, running, executor)
     stage_layers = None if stages is None else stages.layers_running
-    context = apply_context_parallel(
-        model, view, strategy, mesh, stage_layers, trials.attention_calls, running
-    )
+    context = apply_context_parallel(model, view, strategy, mesh, stage_layers, trials.attention_calls, running)
 
     rotate_by_document(model, document_lengths if context is None else context.local_lengths)
     reset_before_calls(model)

@@ -182,9 +182,7 @@ def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> T
     return -cross_entropy(None, logits, flat, summed=False).view(targets.shape)
 
 
-def _own_logits(
-    model: nn.Module, attached: Handle, batch: Mapping[str, Any]
-) -> tuple[Tensor, dict[str, Any]]:
+def _own_logits(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """Return the logits [N, V] of the N tokens that this rank owns, and the batch reduced to these tokens."""
     targets, tap = targets_of(model, batch), attached.loss
     if tap is None or not _has_token_loss(model, attached):

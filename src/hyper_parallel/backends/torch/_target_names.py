@@ -216,9 +216,7 @@ def all_linear(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> str | li
     return ends if _with_ends(ends, modules) == adaptable.keys() else sorted(adaptable)
 
 
-def check_names(
-    model: nn.Module, config: Any, adaptable: Mapping[str, nn.Module], where: str
-) -> AbstractSet[str]:
+def check_names(model: nn.Module, config: Any, adaptable: Mapping[str, nn.Module], where: str) -> AbstractSet[str]:
     """Return the names of the modules that get an adapter; `where` is the recipe key or file with the names.
 
     Raises:

@@ -96,9 +96,7 @@ def purpose(name: Purpose, coalesced: bool = False) -> Iterator[None]:
 
 class _Paired(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor
-    ) -> Any:
+    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor) -> Any:
         ctx.of_gradients = backward
         return forward(*tensors)
 
@@ -161,9 +159,7 @@ def launch_all_to_all(
     return _launch("all_to_all", issue, out, x, group, name)
 
 
-def launch_gather_rows(
-    x: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
-) -> Callable[[], Tensor]:
+def launch_gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool) -> Callable[[], Tensor]:
     """Issue an all-gather, see `gather_rows`; return a function that waits for it and returns the gathered tensor."""
     out, x = x.new_empty(group.size() * x.shape[0], *x.shape[1:]), x.contiguous()
     issue = partial(all_gather_single, out, x, group=group, async_op=async_op)
@@ -178,9 +174,7 @@ def launch_reduce_into(
     return _launch("reduce_scatter", issue, out, rows, group, name)
 
 
-def launch_all_reduce(
-    x: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
-) -> Callable[[], Tensor]:
+def launch_all_reduce(x: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool) -> Callable[[], Tensor]:
     """Issue an all-reduce of a copy of `x`; return a function that waits for it and returns the sum."""
     out = x.contiguous().clone()
     issue = partial(dist.all_reduce, out, group=group, async_op=async_op)

@@ -62,9 +62,7 @@ class _SlotLayer(FixedLayer):
         super().__init__(length + 1)
         self._slots = slots
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             one = (like[:1].expand(self._slots, -1, -1, -1) for like in (key_states, value_states))
             self.lazy_initialization(*one)
@@ -368,9 +366,7 @@ class GrowingPasses(Passes):
         per_token: Names of the arrays that have one number for each token.
     """
 
-    def __init__(
-        self, model: Any, media: Mapping[str, Any] | None = None, per_token: Collection[str] = ()
-    ) -> None:
+    def __init__(self, model: Any, media: Mapping[str, Any] | None = None, per_token: Collection[str] = ()) -> None:
         super().__init__(model, 1)
         self._per_token = per_token
         self._media = {name: _on_device(array, model) for name, array in (media or {}).items()}
@@ -493,8 +489,6 @@ def passes_of(model: Any, slots: int, length: int) -> Passes:
         )
     if slot_cache_refusal(model):
         properties = known_properties(model)
-        batched = properties is None or (
-            properties.padding_inert.agrees and properties.rows_independent.agrees
-        )
+        batched = properties is None or (properties.padding_inert.agrees and properties.rows_independent.agrees)
         return RecomputePasses(model, slots if batched else 1)
     return SlotPasses(model, slots, length)

@@ -23,9 +23,7 @@ def driver_untouched() -> Iterator[None]:
     before = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"
     modules: list[Any] = [getattr(torch, kind, None) for kind in ("cuda", "xpu", "npu")]
-    uninitialized = [
-        m for m in modules if hasattr(m, "is_current_stream_capturing") and not m.is_initialized()
-    ]
+    uninitialized = [m for m in modules if hasattr(m, "is_current_stream_capturing") and not m.is_initialized()]
     originals = [m.is_current_stream_capturing for m in uninitialized]
     try:
         for module in uninitialized:

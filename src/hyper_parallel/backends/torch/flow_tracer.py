@@ -91,9 +91,7 @@ class FlowTracer(TorchDispatchMode):
         self.mark(out, marks)
         return out
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, packet = dict(kwargs or {}), func.overloadpacket
         self.num_operators += 1
         tensors = tensors_in(args, kwargs)
@@ -176,9 +174,7 @@ class FlowTracer(TorchDispatchMode):
                 indices.append(index)
         return args[0], indices, *args[2:]
 
-    def _result_marks(
-        self, packet: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Tensor, marks: int
-    ) -> int:
+    def _result_marks(self, packet: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Tensor, marks: int) -> int:
         """Return the marks of the result `out`; add an operator that mixes tokens to `mixes`."""
         if packet in FILL_OPS:
             return 0
@@ -195,11 +191,7 @@ class FlowTracer(TorchDispatchMode):
         elif marks & POSITIONS and before > after and self._views(out, inputs):
             # A mark on the shared storage would mark the full tensor too. Results computed from this view are marked.
             self._parts[id(out)] = out
-        elif (
-            along
-            or (marks & POSITIONS and before > after)
-            or (after and not before and packet not in _REPEATS)
-        ):
+        elif along or (marks & POSITIONS and before > after) or (after and not before and packet not in _REPEATS):
             return marks | TOKEN_DEPENDENT
         return marks
 
@@ -243,6 +235,4 @@ def _along_tokens(packet: Any, args: tuple[Any, ...]) -> bool:
     after = 2 if packet in (_aten.roll, _aten.topk) else 1
     dims = args[after] if len(args) > after else -1
     dims = dims if isinstance(dims, (list, tuple)) else [dims]
-    return any(
-        isinstance(d, int) and args[0].shape[d] and args[0].shape[d] % TOKENS == 0 for d in dims
-    )
+    return any(isinstance(d, int) and args[0].shape[d] and args[0].shape[d] % TOKENS == 0 for d in dims)

@@ -36,9 +36,7 @@ class KeepFloat64(TorchFunctionMode):
     could not be multiplied with frequencies in float64.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.float and not args[0].is_floating_point():
             return args[0].double()
@@ -51,9 +49,7 @@ class KeepFloat64(TorchFunctionMode):
                 # The result is a mask with the lowest float64 value.
                 return func(*args, **{"dtype": torch.float64, **kwargs})
         converts_integers = func is Tensor.to and not args[0].is_floating_point()
-        if converts_integers or (
-            args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
-        ):
+        if converts_integers or (args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64):
             if func is Tensor.float:
                 return args[0]
             # Compare by identity: `in` would compare float32 with tensors, which raises inside torch.

@@ -45,9 +45,7 @@ class HalvedTensor(StandIn):
     _whole: Tensor | None
 
     @staticmethod
-    def stand_in(
-        first: Tensor, second: Callable[[], Tensor], dim: int, finish: Callable[[], None]
-    ) -> HalvedTensor:
+    def stand_in(first: Tensor, second: Callable[[], Tensor], dim: int, finish: Callable[[], None]) -> HalvedTensor:
         """Return a placeholder for the outputs `first` and `second()` of both half-batches, joined along `dim`.
 
         `finish` completes the second half-batch, after which `second` returns its output.
@@ -311,9 +309,7 @@ def _half_of(x: Tensor, dim: int) -> Callable[[int], Tensor]:
     return x.take_half if isinstance(x, HalvedTensor) else x.chunk(2, dim).__getitem__
 
 
-def _without_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a layer without its hidden states, which become None if they are positional."""
     if "hidden_states" in kwargs:
         return args, {k: v for k, v in kwargs.items() if k != "hidden_states"}
@@ -371,8 +367,7 @@ def _join_outputs(
         return joined(second, first, dim)
     if isinstance(first, tuple):
         parts = [
-            _join_outputs(part, lambda i=i: second()[i], dim if i == 0 else 0, joined)
-            for i, part in enumerate(first)
+            _join_outputs(part, lambda i=i: second()[i], dim if i == 0 else 0, joined) for i, part in enumerate(first)
         ]
         return tuple(parts)
     if first is None:

@@ -24,9 +24,7 @@ _NAMES: Final = (
         for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     ),
 )  # fmt: skip
-_SAVED_OPS: Final = frozenset(
-    getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name)
-)
+_SAVED_OPS: Final = frozenset(getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name))
 HOST_SAVED: Final = "_swap"
 """Attribute of a recomputed layer that offloads activations: whether it offloads its inputs too."""
 
@@ -74,9 +72,7 @@ class _SavedOutputs(TorchDispatchMode):
         super().__init__()
         self._saved, self._reloads = saved, reloads
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func not in _SAVED_OPS or _named(func, args, kwargs).get("dropout_p"):
             return func(*args, **kwargs)
@@ -85,9 +81,7 @@ class _SavedOutputs(TorchDispatchMode):
             self._saved.append((func, tree_map_only(Tensor, _to_host, out)))
             return out
         if not self._saved or self._saved[0][0] is not func:
-            raise RuntimeError(
-                f"recomputation of a layer reached {func}, which forward did not run at this position"
-            )
+            raise RuntimeError(f"recomputation of a layer reached {func}, which forward did not run at this position")
         return tree_map_only(_HostCopy, _to_device, self._saved.popleft()[1])
 
 

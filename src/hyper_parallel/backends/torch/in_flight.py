@@ -103,9 +103,7 @@ class PendingCollective:
         tensors: Inputs; no other code may change them in place before `finish`.
     """
 
-    def __init__(
-        self, launch: CollectiveLauncher, transpose: CollectiveLauncher, *tensors: Tensor
-    ) -> None:
+    def __init__(self, launch: CollectiveLauncher, transpose: CollectiveLauncher, *tensors: Tensor) -> None:
         self._flight, self._transpose = _Flight(), transpose
         self._started = _Start.apply(self._flight, launch, *tensors)
 

@@ -145,9 +145,7 @@ class _Run:
     A storage that autograd saves several times counts once, for the innermost running module.
     """
 
-    def __init__(
-        self, model: nn.Module, layers: nn.ModuleList, kinds: list[int], length: int
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: nn.ModuleList, kinds: list[int], length: int) -> None:
         options = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
         state = {n: torch.empty(p.shape, **options) for n, p in model.named_parameters()}
         self.bytes: Bytes = {}
@@ -210,9 +208,7 @@ def _two_runs(
     return None
 
 
-def _attend(
-    plain: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any
-) -> Tensor:
+def _attend(plain: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Tensor:
     """Run attention as a fused kernel if the kernel supports it, else by the function `plain`."""
     if query.shape[1] != key.shape[1] and not kwargs.get("enable_gqa"):
         return plain(query, key, value)  # broadcast heads have no fused kernel
@@ -246,9 +242,7 @@ Action = Callable[..., Callable[[], object]]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def measure_rates(
-    device: torch.device, dtypes: tuple[str, ...], window_s: float = 0.2
-) -> LocalRates:
+def measure_rates(device: torch.device, dtypes: tuple[str, ...], window_s: float = 0.2) -> LocalRates:
     """Time matmuls, attention, element-wise chains, an optimizer step and collectives on this rank.
 
     Args:
@@ -265,10 +259,7 @@ def _once(device: torch.device, dtypes: tuple[str, ...], window_s: float) -> Loc
 
     def timed(make: Action, cpu: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> Any:
         sizes = cpu if small else other
-        return {
-            name: tuple((*size, clock(make(device, _DTYPES[name], *size))) for size in sizes)
-            for name in dtypes
-        }
+        return {name: tuple((*size, clock(make(device, _DTYPES[name], *size))) for size in sizes) for name in dtypes}
 
     small = device.type == "cpu"
     matmul = timed(
@@ -335,9 +326,7 @@ def _settle(device: torch.device) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
-def _passes(
-    leaves: Sequence[Tensor], grad: Tensor, forward: Callable[[], Tensor]
-) -> Callable[[], object]:
+def _passes(leaves: Sequence[Tensor], grad: Tensor, forward: Callable[[], Tensor]) -> Callable[[], object]:
     """Return a function that resets the gradients of `leaves`, and runs `forward` and its backward from `grad`."""
 
     def action() -> None:
@@ -348,9 +337,7 @@ def _passes(
     return action
 
 
-def _matmul(
-    device: torch.device, dtype: torch.dtype, m: int, n: int, k: int
-) -> Callable[[], object]:
+def _matmul(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> Callable[[], object]:
     x, w, g = (torch.randn(s, device=device, dtype=dtype) for s in ((m, k), (n, k), (m, n)))
     leaves = x.requires_grad_(), w.requires_grad_()
     return _passes(leaves, g, lambda: F.linear(x, w))
@@ -393,9 +380,7 @@ def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], .
     return tuple(measured)
 
 
-def _layer(
-    device: torch.device, tokens: int = 256, width: int = 128, heads: int = 4
-) -> Callable[[], object]:
+def _layer(device: torch.device, tokens: int = 256, width: int = 128, heads: int = 4) -> Callable[[], object]:
     x = torch.randn(tokens, width, device=device, requires_grad=True)
     norm = nn.RMSNorm(width)
     qkv = nn.Linear(width, 3 * width)

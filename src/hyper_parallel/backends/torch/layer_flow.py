@@ -114,9 +114,7 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-        raise flow_error(
-            model, f"its forward does not run on meta tensors ({why})", axis
-        ) from error
+        raise flow_error(model, f"its forward does not run on meta tensors ({why})", axis) from error
 
 
 def trial_inputs(model: nn.Module, length: int) -> dict[str, Any]:
@@ -174,9 +172,7 @@ class _LayerTrace(SlotList):
         if tracer.written - self._logits:
             raise flow_error(model, "activations are modified in place between layers", "pp")
         if self.called != [*range(flow.layers)]:
-            raise flow_error(
-                model, "it does not call every layer of its list exactly once and in order", "pp"
-            )
+            raise flow_error(model, "it does not call every layer of its list exactly once and in order", "pp")
         return flow
 
     def _mark_parameters(self) -> None:

@@ -57,9 +57,7 @@ class StableTopK(TorchFunctionMode):
     scores, because a ReLU returns exact zeros, and the choice would then look like an effect of padding.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func not in (torch.topk, Tensor.topk):
             return func(*args, **kwargs)
@@ -202,8 +200,7 @@ class _Texts:
         """
         positions = torch.cat((torch.arange(_BEFORE), torch.arange(_DOCUMENT)))[None]
         packed = [
-            self.run(torch.cat((before, self.document))[None], positions)[0]
-            for before in self._drawn[2:4, :_BEFORE]
+            self.run(torch.cat((before, self.document))[None], positions)[0] for before in self._drawn[2:4, :_BEFORE]
         ]
         alone = self.run(self.document[None], positions[:, _BEFORE:])[0]
         first = self.run(self._drawn[2:3, :_BEFORE], positions[:, :_BEFORE])[0]
@@ -243,8 +240,7 @@ class _Texts:
         if why := why_no_own_cache(self._model):
             raise _Unmeasured(why)
         return max(
-            self._decode(FixedPasses(self._model, SlotSteps(1, prompt, _DOCUMENT)), prompt)
-            for prompt in (_PROMPT, 1)
+            self._decode(FixedPasses(self._model, SlotSteps(1, prompt, _DOCUMENT)), prompt) for prompt in (_PROMPT, 1)
         )
 
     def _decode(self, passes: Passes, prompt: int) -> float:
@@ -277,10 +273,7 @@ class _Texts:
             feed([1, 1])
         whole = (self.alone, self.run(self.other[None])[0])
         ends = ([long - 4, *range(long - 1, _DOCUMENT)], [*range(short - 1, _DOCUMENT)])
-        return max(
-            _difference(torch.stack(d), w[e[: len(d)]])
-            for d, w, e in zip(decoded, whole, ends, strict=True)
-        )
+        return max(_difference(torch.stack(d), w[e[: len(d)]]) for d, w, e in zip(decoded, whole, ends, strict=True))
 
     def idle_modules(self) -> tuple[str, ...]:
         """Return the names of the outermost modules whose parameters get no gradient from a batch of text."""

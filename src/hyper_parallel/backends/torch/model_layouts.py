@@ -167,9 +167,7 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     narrowed = {n for n, m in model.named_modules() if type(m).__name__ in _WIDTH_OF_INPUT}
     # A parameter shared by modules has the name of one of them; the other modules would not be sharded.
     names = {id(p): name for name, p in model.named_parameters()}
-    shared |= {
-        names[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if n in shared
-    }
+    shared |= {names[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if n in shared}
     linear = frozenset(
         n
         for n, m in model.named_modules()
@@ -290,9 +288,7 @@ def _cuts(layout: Layout) -> tuple[list[tuple[tuple[str, ...], int]], tuple[str,
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _WIDTHS = ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size")
-_VISITED = (
-    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"),
-)
+_VISITED = (*("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"),)
 _SHARED = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
@@ -356,9 +352,7 @@ def _notes(model: nn.Module, blocks: tuple[Block, ...]) -> Iterator[str]:
         yield f"{num_layers} layers have no known attention: costs include their matrices only"
 
 
-def _decoder(
-    model: nn.Module, params: list[list[ParamSpec]], layers: list[nn.Module], hidden: int
-) -> Iterator[Block]:
+def _decoder(model: nn.Module, params: list[list[ParamSpec]], layers: list[nn.Module], hidden: int) -> Iterator[Block]:
     """Yield one block for each set of layers with equal parameters, attention and feed-forward part."""
     config, whole = text_config(model), getattr(model, "config", None)
     varied = getattr(whole, "is_heterogeneous", False)
@@ -401,9 +395,7 @@ def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> Attent
     """
     named = (n.rpartition(".")[2] for n, m in layer.named_modules() if [*m.parameters()])
     heads = _number(config, *_HEADS)
-    if not heads or not any(
-        ("attn" in n or "attention" in n) and "linear" not in n and "norm" not in n for n in named
-    ):
+    if not heads or not any(("attn" in n or "attention" in n) and "linear" not in n and "norm" not in n for n in named):
         return None
     is_multi_query = getattr(config, "multi_query", False) is True
     kv_heads = 1 if is_multi_query else _number(config, *_KV_HEADS) or heads
@@ -425,12 +417,8 @@ def _mlp(params: list[ParamSpec], config: Any, hidden: int) -> MlpSpec | None:
 
     The width is read from the experts if the layer has any, else from the config or from the shapes of matrices.
     """
-    matrices = [
-        p for p in params if p.is_matrix and "attn" not in p.name and "attention" not in p.name
-    ]
-    gated = any(
-        "gate" in p.name.rsplit(".", 2)[-2] or p.name.endswith("gate_up_proj") for p in matrices
-    )
+    matrices = [p for p in params if p.is_matrix and "attn" not in p.name and "attention" not in p.name]
+    gated = any("gate" in p.name.rsplit(".", 2)[-2] or p.name.endswith("gate_up_proj") for p in matrices)
     inner = [size for p in matrices if "mlp" in p.name for size in p.shape if size != hidden]
     width = _number(config, *_WIDTHS) or max(inner, default=0)
     experts = [p for p in params if p.is_expert]

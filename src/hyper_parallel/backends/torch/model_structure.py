@@ -117,17 +117,11 @@ def _largest_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
-    parts = [
-        n for n, m in model.named_modules() if text is not None and m.__dict__.get("config") is text
-    ]
+    parts = [n for n, m in model.named_modules() if text is not None and m.__dict__.get("config") is text]
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in lists)
-        if (
-            isinstance(module, nn.ModuleList)
-            and not inside
-            and next(module.parameters(), None) is not None
-        ):
+        if isinstance(module, nn.ModuleList) and not inside and next(module.parameters(), None) is not None:
             lists[name] = module
     whole = set(getattr(model, "_no_split_modules", None) or ())
     of_text = {n: m for n, m in lists.items() if any(n.startswith(f"{p}.") for p in parts if p)}

@@ -108,9 +108,7 @@ def _role(module: nn.Module, module_name: str, name: str, parameter: Tensor) -> 
     return ParameterRole(ParameterKind.OTHER)
 
 
-def _simple_role(
-    module: nn.Module, module_name: str, name: str, parameter: Tensor
-) -> ParameterKind | None:
+def _simple_role(module: nn.Module, module_name: str, name: str, parameter: Tensor) -> ParameterKind | None:
     """Return the kind of a parameter that holds no linear weights; None if the parameter may hold some."""
     is_linear = isinstance(module, nn.Linear)
     if "bias" in name or ("bias" in module_name and not is_linear):

@@ -119,10 +119,7 @@ def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
 
 
 def _has_probability(module: nn.Module) -> bool:
-    return any(
-        "drop" in name and isinstance(value, float) and 0 < value < 1
-        for name, value in vars(module).items()
-    )
+    return any("drop" in name and isinstance(value, float) and 0 < value < 1 for name, value in vars(module).items())
 
 
 def _modules_run(model: nn.Module, draw: float) -> set[str]:

@@ -150,10 +150,7 @@ def capture_gradients(
         sources = [*(named[name] for name in trained), *(own[name] for name in differentiated)]
         grads = torch.autograd.grad(value, sources, allow_unused=True)
         pairs = zip(trained, sums, grads[: len(trained)], strict=True)
-        added = (
-            s if g is None else s + shards.of(n).reduce(sum_over(g, axes.get(n)))
-            for n, s, g in pairs
-        )
+        added = (s if g is None else s + shards.of(n).reduce(sum_over(g, axes.get(n))) for n, s, g in pairs)
         return [value.detach(), *added, *grads[len(trained) :]]
 
     parts = _parts(model, leaves, shards)
@@ -185,9 +182,7 @@ def capture_loss(
     return _program(graph, inputs, [output])
 
 
-def capture_update(
-    update: Callable[..., dict[str, Tensor]], example: Mapping[str, Tensor]
-) -> StepProgram:
+def capture_update(update: Callable[..., dict[str, Tensor]], example: Mapping[str, Tensor]) -> StepProgram:
     """Return the program of a function from tensors to tensors by name, which must not change its inputs.
 
     Only the shapes and dtypes of the input `example` matter.
@@ -467,9 +462,7 @@ class _Builder:
         values = node.meta["val"]
         tensors = values if isinstance(values, (list, tuple)) else [values]
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        return not (random or _writes(node.target)) and all(
-            t is None or t.numel() <= _FOLDED_ELEMENTS for t in tensors
-        )
+        return not (random or _writes(node.target)) and all(t is None or t.numel() <= _FOLDED_ELEMENTS for t in tensors)
 
     def _append(self, node: FxNode, name: str) -> None:
         values = node.meta["val"]
@@ -554,9 +547,7 @@ def capture_stage(
     received = {"received": message} if stage else {}
     gradient = {} if is_last else {"gradient": message}
 
-    def forward(
-        model: nn.Module, received: Any = None, gradient: Any = None, **inputs: Tensor
-    ) -> Tensor:
+    def forward(model: nn.Module, received: Any = None, gradient: Any = None, **inputs: Tensor) -> Tensor:
         with stages.running.run(stage, received):
             if is_last:
                 return loss(model, **inputs)

@@ -26,6 +26,4 @@ def rank_seed(model: nn.Module, seed: int) -> int:
         return own
     attached.tp.same_random = True
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
-    return derive_seed(
-        seed, *(index for axis, index in coordinate.items() if axis not in ("tp_x", "tp_y"))
-    )
+    return derive_seed(seed, *(index for axis, index in coordinate.items() if axis not in ("tp_x", "tp_y")))

@@ -84,9 +84,7 @@ def _rotate(
     return tuple(merged)
 
 
-def _groups(
-    module: Any, kind: str, layer_type: str | None, lengths: Tensor
-) -> Iterator[tuple[Tensor, int]]:
+def _groups(module: Any, kind: str, layer_type: str | None, lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
     """Yield (mask [B, S], length): tokens with equal frequencies, and a document length with these frequencies."""
     if kind == _LONGROPE:  # this case reads no tensor values, so that the pass can be traced
         rope = module.config.rope_parameters

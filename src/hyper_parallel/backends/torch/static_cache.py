@@ -38,14 +38,11 @@ class FixedLayer(StaticLayer):
         """Allocate keys and values for N tokens; other sizes, dtype and device are those of the arguments."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = (
-            like.new_zeros(*like.shape[:2], self.max_cache_len, like.shape[-1])
-            for like in (key_states, value_states)
+            like.new_zeros(*like.shape[:2], self.max_cache_len, like.shape[-1]) for like in (key_states, value_states)
         )
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write keys and values at `position`; return the keys and values that attention reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -126,9 +126,7 @@ def cross_entropy(
     return _CrossEntropy.apply(rows, targets, ignore_index, first, group, summed)
 
 
-def loss_function(
-    tp: TpState | None, add: Callable[[Tensor, Tensor], Tensor] | None
-) -> Callable[..., Tensor]:
+def loss_function(tp: TpState | None, add: Callable[[Tensor, Tensor], Tensor] | None) -> Callable[..., Tensor]:
     """Return a function that replaces the `loss_function` of a Hugging Face model and accepts sharded logits.
 
     `add(loss, share)` returns the loss plus the router loss, weighted by `share`: the microbatch's share of the targets
@@ -192,9 +190,7 @@ def use_loss_function(model: nn.Module) -> None:
     if calls_function or "labels" not in inspect.signature(own).parameters:
         return
 
-    def forward(
-        inner: Callable[..., Any], *args: Any, shift_labels: Tensor | None = None, **kwargs: Any
-    ) -> Any:
+    def forward(inner: Callable[..., Any], *args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Any:
         if shift_labels is None:
             return inner(*args, **kwargs)
         labels, count = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)

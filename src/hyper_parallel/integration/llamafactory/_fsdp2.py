@@ -37,9 +37,7 @@ _FOLDER: Final = "hsdp_model_0"
 _SCHEDULER: Final = "scheduler.pt"
 
 
-def fsdp2_prepare_model(
-    accelerator: Any, model: nn.Module, hp_args: HyperParallelArguments
-) -> nn.Module:
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParallelArguments) -> nn.Module:
     """Parallelize a model in place, unless it is parallelized already.
 
     Args:
@@ -77,9 +75,7 @@ def fsdp2_prepare_model(
                 param.data = param.data.float()
     arguments = adopt_checkpointing(model, hp_args)
     if hp_args.reshard_after_forward is None:
-        arguments = arguments.model_copy(
-            update={"reshard_after_forward": bool(plugin.reshard_after_forward)}
-        )
+        arguments = arguments.model_copy(update={"reshard_after_forward": bool(plugin.reshard_after_forward)})
     strategy = arguments.strategy(accelerator.num_processes)
     shard_model(model, strategy, arguments, FORMATS.get(accelerator.mixed_precision), average=True)
     for param in model.parameters():
@@ -177,9 +173,7 @@ def load_hsdp_model(model: nn.Module, checkpoint_dir: str | Path) -> bool:
     return True
 
 
-def load_hsdp_optimizer_and_scheduler(
-    optimizer: Any, lr_scheduler: Any, checkpoint_dir: str | Path
-) -> None:
+def load_hsdp_optimizer_and_scheduler(optimizer: Any, lr_scheduler: Any, checkpoint_dir: str | Path) -> None:
     """Load weights, optimizer state and scheduler state of a checkpoint; do nothing if there is none.
 
     Raises:

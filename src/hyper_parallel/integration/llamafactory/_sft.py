@@ -135,9 +135,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         averaged = self.args.average_tokens_across_devices and self.args.world_size > 1
         return count // self._same_data if count is not None and averaged else count
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run forward and backward of one microbatch; gradients are summed, not averaged, over ranks and microbatches.
 
         Returns:
@@ -159,11 +157,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Return the loss of a batch; without `num_items_in_batch`, the mean over the tokens of this rank's data."""
-        if (
-            num_items_in_batch is not None
-            or "labels" not in inputs
-            or self.compute_loss_func is not None
-        ):
+        if num_items_in_batch is not None or "labels" not in inputs or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         tokens = (inputs["labels"][:, 1:] != -100).sum().clamp(min=1)
         outputs = model(**inputs, num_items_in_batch=tokens)

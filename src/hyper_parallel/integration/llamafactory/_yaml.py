@@ -120,9 +120,7 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
     stage, kind = v["stage"], v["finetuning_type"]
     for key, (target, _) in SAME.items():
         section, value = target.partition(".")[0], WORDS.get(key, {}).get(v[key], v[key])
-        if (section == "lora" and kind != "lora") or (
-            section in PREFERENCE_STAGES and section != stage
-        ):
+        if (section == "lora" and kind != "lora") or (section in PREFERENCE_STAGES and section != stage):
             continue
         yield key, {target: value}
     yield "LlamaFactory", {"training.eval_tokens": 2**40}

@@ -56,9 +56,7 @@ class HyperParallelArguments(BaseModel):
     device_type: Literal["auto", "cpu", "cuda", "npu"] = "auto"
 
     @classmethod
-    def from_dict(
-        cls, values: Mapping[str, Any], where: str = "hyper_parallel_args"
-    ) -> HyperParallelArguments:
+    def from_dict(cls, values: Mapping[str, Any], where: str = "hyper_parallel_args") -> HyperParallelArguments:
         """Return the arguments in a dict of option names and values.
 
         Raises:

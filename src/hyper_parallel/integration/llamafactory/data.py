@@ -112,9 +112,7 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
     return source | _names(columns, tags, shape, keys), number
 
 
-def _names(
-    columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[str]
-) -> dict[str, Any]:
+def _names(columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[str]) -> dict[str, Any]:
     """Return `data.columns`, `data.roles` and `data.ignore_keys` for the column and tag names of a dataset."""
     read = {standard: _DEFAULTS.get(standard, standard) for standard in _COLUMNS[shape].values()}
     read |= {_NAMED[name]: value for name, value in columns.items()}
@@ -148,8 +146,6 @@ def check_template(name: str, model: str, where: str) -> None:
             f"from the template `{name}`",
             where=where,
             got=repr(own_text) if own_text else "a model without one",
-            allowed=repr(expected)
-            if expected
-            else f"null, or one of {', '.join(_TEMPLATES)} where they are the same",
+            allowed=repr(expected) if expected else f"null, or one of {', '.join(_TEMPLATES)} where they are the same",
             hint="template=null",
         )

@@ -31,9 +31,7 @@ def shard_model(
     """Parallelize a model in place; `mixed` is the compute dtype unless `hp_args` sets one."""
     trained = (p for p in model.parameters() if p.requires_grad)
     trained_param = next(trained, None)  # None for a reference model
-    plain = str(
-        (next(model.parameters()) if trained_param is None else trained_param).dtype
-    ).removeprefix("torch.")
+    plain = str((next(model.parameters()) if trained_param is None else trained_param).dtype).removeprefix("torch.")
     plan = hp.plan_of(model, strategy)
     workload = replace(
         plan.workload,

@@ -133,15 +133,10 @@ class ActorRanks:
             ) from error
         except ray.exceptions.RayError as error:
             self.end()
-            raise RankFailed(
-                f"a rank of role `{spec.name}` failed during its start\n{error}"
-            ) from error
+            raise RankFailed(f"a rank of role `{spec.name}` failed during its start\n{error}") from error
 
     def start_call(self, number: int, method: str, arguments: str) -> None:
-        self.running = {
-            actor.answer.remote(number, method, arguments): rank
-            for rank, actor in enumerate(self._actors)
-        }
+        self.running = {actor.answer.remote(number, method, arguments): rank for rank, actor in enumerate(self._actors)}
 
     def answers(self) -> dict[int, dict[str, Any]]:
         answers = {}
@@ -159,9 +154,7 @@ class ActorRanks:
         """Return a text that names a dead actor and the reason; None while Ray has reported no dead actor."""
         return self._lost
 
-    def silent(
-        self, silent_s: float, unanswered: Sequence[int]
-    ) -> tuple[str, tuple[str, ...], bool]:
+    def silent(self, silent_s: float, unanswered: Sequence[int]) -> tuple[str, tuple[str, ...], bool]:
         """Describe ranks that do not answer; see `RoleRanks.silent`.
 
         Processes stopped by a signal are detected only on this machine.
@@ -182,9 +175,7 @@ class ActorRanks:
         """
         for actor in self._actors:
             self._ray.kill(actor)
-        local_ranks = [
-            rank for rank, host in enumerate(self._hosts) if host == socket.gethostname()
-        ]
+        local_ranks = [rank for rank, host in enumerate(self._hosts) if host == socket.gethostname()]
         for rank in local_ranks:
             if process_state(self._pids[rank]) in STOPPED:
                 with suppress(ProcessLookupError):

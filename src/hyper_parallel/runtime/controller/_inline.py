@@ -46,9 +46,7 @@ class RoleRanks(Protocol):
     def lost(self) -> str | None:
         """Return a text that names an ended rank and the reason; None while all ranks are alive."""
 
-    def silent(
-        self, silent_s: float, unanswered: Sequence[int]
-    ) -> tuple[str, tuple[str, ...], bool]:
+    def silent(self, silent_s: float, unanswered: Sequence[int]) -> tuple[str, tuple[str, ...], bool]:
         """Describe the ranks `unanswered`, which have not answered for `silent_s` seconds.
 
         Returns:

@@ -133,9 +133,7 @@ class ProcessRanks:
         ended = [rank for rank, code in codes.items() if code is not None]
         return f"rank {ended[0]} ended with status {codes[ended[0]]}" if ended else None
 
-    def silent(
-        self, silent_s: float, unanswered: Sequence[int]
-    ) -> tuple[str, tuple[str, ...], bool]:
+    def silent(self, silent_s: float, unanswered: Sequence[int]) -> tuple[str, tuple[str, ...], bool]:
         """Describe ranks that do not answer, by their heartbeats and process states; see `RoleRanks.silent`."""
         first = self.places.start
         states = {first + rank: process_state(self.processes[rank].pid or 0) for rank in unanswered}
@@ -159,9 +157,7 @@ def _answer_file(folder: Path, rank: int) -> Path:
     return folder / f"answer_{rank}.json"
 
 
-def _rank(
-    spec: RoleSpec, rank: int, places: range, folder: Path, pipe: Connection, board: HeartbeatBoard
-) -> None:
+def _rank(spec: RoleSpec, rank: int, places: range, folder: Path, pipe: Connection, board: HeartbeatBoard) -> None:
     status = 1
     try:
         begin_forked()

@@ -200,9 +200,7 @@ class Role:
 
     def _begin(self) -> None:
         self._ranks = self.controller.engine.start(self._spec, self.size)
-        self._run(
-            RoleCall(self, BIRTH, "__init__", self._spec.arguments, self.controller.timeout_s)
-        )
+        self._run(RoleCall(self, BIRTH, "__init__", self._spec.arguments, self.controller.timeout_s))
 
     def _run(self, call: RoleCall) -> None:
         self._running, self._answers, self._raised_s = call, {}, None
@@ -261,9 +259,7 @@ class Role:
         max_restarts = self.controller.max_restarts
         if self.restarts < max_restarts:
             self.restarts += 1
-            _log.warning(
-                "[%s] %s; restart %d of %d", error.code, error.what, self.restarts, max_restarts
-            )
+            _log.warning("[%s] %s; restart %d of %d", error.code, error.what, self.restarts, max_restarts)
             try:
                 self._begin()
             except HyperParallelError as why:  # the restart failed as well
@@ -275,8 +271,7 @@ class Role:
                 RestartsUsedUp(
                     f"{error.what}; the ranks were started {max_restarts + 1} times",
                     allowed=f"max_restarts={max_restarts}",
-                    hint=error.hint
-                    or "Controller(journal='journal.jsonl') lets a restarted program continue",
+                    hint=error.hint or "Controller(journal='journal.jsonl') lets a restarted program continue",
                 )
             )
 

@@ -68,9 +68,7 @@ class Journal:
         """Return whether the journal contains answers of a role that have not been replayed yet."""
         return any(name == role and number for name, number in self._unreplayed)
 
-    def recall(
-        self, role: str | None, number: int, method: str, arguments: str
-    ) -> dict[str, Any] | None:
+    def recall(self, role: str | None, number: int, method: str, arguments: str) -> dict[str, Any] | None:
         """Replay a call: remove and return its record; return None if the journal has no record of this number.
 
         Args:
@@ -99,9 +97,7 @@ class Journal:
             )
         return record
 
-    def write(
-        self, role: str | None, number: int, method: str, arguments: str, answer: dict[str, Any]
-    ) -> None:
+    def write(self, role: str | None, number: int, method: str, arguments: str, answer: dict[str, Any]) -> None:
         """Append the record of a call, and flush it to disk; `answer` has a key `value` or `error`."""
         if self._file is None:
             return

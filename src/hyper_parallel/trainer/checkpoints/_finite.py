@@ -34,9 +34,7 @@ def first_not_finite(parts: Iterable[tuple[str, Callable[[], Tensor]]]) -> str |
     bad = [
         number
         for group in flags.values()
-        for (number, _), finite in zip(
-            group, torch.stack([f for _, f in group]).tolist(), strict=True
-        )
+        for (number, _), finite in zip(group, torch.stack([f for _, f in group]).tolist(), strict=True)
         if not finite
     ]
     return names[min(bad)] if bad else None

@@ -89,16 +89,10 @@ def trained_tensors(model: nn.Module, state: State) -> set[str]:
 
 def group_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
     """Return, for each parameter name, the keys of the hyperparameters in its parameter group, such as `lr`."""
-    return {
-        name: list(_values(group))
-        for group, members in groups_of(model, optimizer)
-        for name in members
-    }
+    return {name: list(_values(group)) for group, members in groups_of(model, optimizer) for name in members}
 
 
-def groups_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Return the nonempty parameter groups of an optimizer as (group, parameters of the group by name).
 
     Raises:

@@ -100,9 +100,7 @@ def load(
         loaded_step, extra = checkpoints.load(model, optimizer, step)
     except (CheckpointCorrupt, CheckpointFormat, CheckpointMismatch) as error:
         # The hints of `Checkpointer` are written for runs of a recipe.
-        error.hint = (error.hint or "").replace(
-            " with `checkpoint.resume=never`", " without `hp.load`"
-        )
+        error.hint = (error.hint or "").replace(" with `checkpoint.resume=never`", " without `hp.load`")
         raise
     finally:
         checkpoints.close()

@@ -37,24 +37,16 @@ WITHOUT_OPTIMIZER: Final = type(None).__name__.lower()
 """Name of the optimizer in the fingerprint of a checkpoint without optimizer."""
 
 _DECAY: Final = "weight_decay"
-_OTHER_MODEL: Final = (
-    "load a checkpoint of this model, or start over with `checkpoint.resume=never`"
-)
-_OTHER_RUN: Final = (
-    "use the settings of the saved run, or start over with `checkpoint.resume=never`"
-)
+_OTHER_MODEL: Final = "load a checkpoint of this model, or start over with `checkpoint.resume=never`"
+_OTHER_RUN: Final = "use the settings of the saved run, or start over with `checkpoint.resume=never`"
 
 
-def _mismatch(
-    problem: str, path: Path | None = None, hint: str = _OTHER_RUN, **values: Any
-) -> CheckpointMismatch:
+def _mismatch(problem: str, path: Path | None = None, hint: str = _OTHER_RUN, **values: Any) -> CheckpointMismatch:
     where = None if path is None else str(path)
     return CheckpointMismatch(problem, where=where, hint=hint, **values)
 
 
-def compare_fingerprints(
-    saved: dict[str, Any], expected: dict[str, Any], path: Path, index: Index
-) -> None:
+def compare_fingerprints(saved: dict[str, Any], expected: dict[str, Any], path: Path, index: Index) -> None:
     """Raise CheckpointMismatch (HP702) for the first key whose value differs between two fingerprints.
 
     The key `optimizer` is ignored if the checkpoint has no optimizer state.
@@ -168,9 +160,7 @@ def restore_optimizer(
             for key, entry in slots.items():
                 value = entry
                 if isinstance(entry, StoredTensor):
-                    value = _state_tensor(
-                        f"{SLOTS}{name}.{key}", entry, previous.get(key), parameter, group
-                    )
+                    value = _state_tensor(f"{SLOTS}{name}.{key}", entry, previous.get(key), parameter, group)
                     targets[f"{SLOTS}{name}.{key}"] = value
                 optimizer.state[parameter][key] = value
     return targets
@@ -188,9 +178,7 @@ def _fits(old: object, value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _state_tensor(
-    name: str, stored: StoredTensor, old: object, parameter: Tensor, group: dict[str, Any]
-) -> Tensor:
+def _state_tensor(name: str, stored: StoredTensor, old: object, parameter: Tensor, group: dict[str, Any]) -> Tensor:
     """Return a tensor to read optimizer state into: `old` if its shape and dtype match, else a new one."""
     dtype = getattr(torch, stored.dtype)
     if isinstance(old, Tensor) and tuple(old.shape) == stored.shape and old.dtype == dtype:

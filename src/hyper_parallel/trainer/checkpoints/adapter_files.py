@@ -98,9 +98,7 @@ def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
     add_adapters(model, config, str(directory / ADAPTER_CONFIG))
     trained = {_key(name): p for name, p in model.named_parameters() if p.requires_grad}
     different = sorted(trained.keys() ^ stored.keys())
-    different += [
-        k for k in trained if not different and tuple(trained[k].shape) != tuple(stored[k].shape)
-    ]
+    different += [k for k in trained if not different and tuple(trained[k].shape) != tuple(stored[k].shape)]
     if different:
         raise _tensor_mismatch(directory, different)
     allocate_trained(model)

@@ -298,11 +298,7 @@ class Checkpointer:
         for rank, (_, _, _, bad) in enumerate(gathered):
             if bad is not None:
                 newest = self.latest()
-                saved = (
-                    "no checkpoint was saved"
-                    if newest is None
-                    else f"newest checkpoint: step {newest}"
-                )
+                saved = "no checkpoint was saved" if newest is None else f"newest checkpoint: step {newest}"
                 raise LossNotFinite(
                     f"`{bad}` has NaN or infinity after the update, so nothing is saved",
                     where=f"step {step}",
@@ -317,9 +313,7 @@ class Checkpointer:
         )
         return index, [part for part in parts if writer[part.box] == self._ranks.rank]
 
-    def _write(
-        self, step: int, index: Index, parts: list[StatePart], extra: dict[str, Any]
-    ) -> None:
+    def _write(self, step: int, index: Index, parts: list[StatePart], extra: dict[str, Any]) -> None:
         """Write this rank's file, publish the checkpoint, and remove old ones; an error is raised on all ranks."""
         path = files.temporary(self.directory, step)
         own = path / f"rank_{self._ranks.rank:05d}.safetensors"
@@ -335,16 +329,13 @@ class Checkpointer:
         self._checked[step] = True
         self._retain(step)
 
-    def _publish(
-        self, step: int, index: Index, written: list[list[tuple[str, Piece]]], extra: dict[str, Any]
-    ) -> None:
+    def _publish(self, step: int, index: Index, written: list[list[tuple[str, Piece]]], extra: dict[str, Any]) -> None:
         path = files.temporary(self.directory, step)
         pieces: dict[str, list[Piece]] = {}
         for name, piece in (entry for part in written for entry in part):
             pieces.setdefault(name, []).append(piece)
         tensors = {
-            name: StoredTensor(t.shape, t.dtype, tuple(pieces.get(name, [])))
-            for name, t in index.tensors.items()
+            name: StoredTensor(t.shape, t.dtype, tuple(pieces.get(name, []))) for name, t in index.tensors.items()
         }
         files.write_synced(path / INDEX, encode_index(Index(tensors, index.values, index.groups)))
         files.write_synced(path / EXTRA, encode_extra(extra))
@@ -352,9 +343,7 @@ class Checkpointer:
         size = sum(p.stat().st_size for p in path.iterdir())
         entries = {name: FileEntry.of(path / name) for name in (INDEX, EXTRA)}
         metrics = extra.get("metrics") if self._keep_best else None
-        manifest = Manifest(
-            files.FORMAT, step, self._ranks.size, size, self._fingerprint, metrics or {}, entries
-        )
+        manifest = Manifest(files.FORMAT, step, self._ranks.size, size, self._fingerprint, metrics or {}, entries)
         files.write_synced(path / files.MANIFEST, files.encode_manifest(manifest))
         files.publish(self.directory, step)
 
@@ -403,9 +392,7 @@ def load_newest(
     Raises:
         CheckpointCorrupt, CheckpointFormat, CheckpointMismatch: See `Checkpointer.load`.
     """
-    candidates = [
-        (step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)
-    ]
+    candidates = [(step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)]
     for step, number in sorted(candidates, reverse=True) if len(saved) > 1 else []:
         with suppress(CheckpointCorrupt):  # `load` has logged a warning that names the file
             return saved[number].load(model, optimizer, step)

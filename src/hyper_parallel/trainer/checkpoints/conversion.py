@@ -114,9 +114,7 @@ def _set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
         parameter.data = parameter.data.to(dtypes.get(name, default))
 
 
-def _load(
-    model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *, lora: bool, merge: bool
-) -> None:
+def _load(model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *, lora: bool, merge: bool) -> None:
     """Allocate the parameters of a meta-device model and load a checkpoint; with `merge`, also load base weights."""
     base = None
     if merge:
@@ -154,9 +152,7 @@ def _build_model(path: str, *, trusted: bool, **sections: Any) -> nn.Module:
         raise ModelUnreadable(error.what, where=path, hint=error.hint) from error
 
 
-def import_checkpoint(
-    model_dir: Path, directory: Path, dtype: str = "float32", *, trusted: bool = False
-) -> Path:
+def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32", *, trusted: bool = False) -> Path:
     """Save the weights of a Hugging Face directory or a peft adapter as a checkpoint of step 0.
 
     Host memory must hold the full model.

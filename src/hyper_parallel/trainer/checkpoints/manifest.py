@@ -169,15 +169,11 @@ def check(
     manifest = read_manifest(checkpoint)
     expected = {INDEX, EXTRA}
     if set(manifest.files) != expected:
-        raise Damaged(
-            checkpoint / MANIFEST, f"lists {sorted(manifest.files)}, not {sorted(expected)}"
-        )
+        raise Damaged(checkpoint / MANIFEST, f"lists {sorted(manifest.files)}, not {sorted(expected)}")
     limits = {INDEX: most_index_bytes(checkpoint), EXTRA: EXTRA_LIMITS.num_bytes}
     for name, entry in manifest.files.items():
         if entry.size_bytes > limits[name]:
-            raise Damaged(
-                checkpoint / name, f"{entry.size_bytes:,} bytes, more than {limits[name]:,}"
-            )
+            raise Damaged(checkpoint / name, f"{entry.size_bytes:,} bytes, more than {limits[name]:,}")
     check_files(checkpoint, manifest.files, sorted(expected))
     extra = read_extra(checkpoint)
     if check_extra is not None and (problem := check_extra(manifest.step, extra)):

@@ -228,9 +228,7 @@ class _Writer:
         if self._left[file] == 0:
             save_file(self._open.pop(file), self._temporary / file, metadata={"format": "pt"})
 
-    def finish(
-        self, config: Any, own: Any, generation: Path | None, tokenizer_dir: str | Path | None
-    ) -> None:
+    def finish(self, config: Any, own: Any, generation: Path | None, tokenizer_dir: str | Path | None) -> None:
         """Write weight index, configs and tokenizer.
 
         The file `generation`, if it exists, takes precedence over the model's `own` generation config.
@@ -256,9 +254,7 @@ class _Writer:
 
 def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
     """Return a copy of `config` with `architectures`, `dtype` and `tie_word_embeddings` of the exported model."""
-    configured, actual = (
-        getattr(c, "tie_word_embeddings", False) for c in (config, reference.config)
-    )
+    configured, actual = (getattr(c, "tie_word_embeddings", False) for c in (config, reference.config))
     tied = actual or not configured
     config = copy.deepcopy(config) if tied else with_tied_embeddings(config, False)
     config.architectures = [type(reference).__name__]
@@ -367,15 +363,11 @@ class ExportShards:
     resident: Resident
 
     @classmethod
-    def of(
-        cls, ranks: RankGroup, model: nn.Module, state: Mapping[str, Tensor], resident: Resident
-    ) -> ExportShards:
+    def of(cls, ranks: RankGroup, model: nn.Module, state: Mapping[str, Tensor], resident: Resident) -> ExportShards:
         """Gather names, dtypes and shapes of the tensors of all ranks; collective over all ranks."""
         owners: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
         trained: set[str] = set()
-        gathered = ranks.everywhere(
-            lambda: {n: (v.dtype, v.shape, v.requires_grad) for n, v in state.items()}
-        )
+        gathered = ranks.everywhere(lambda: {n: (v.dtype, v.shape, v.requires_grad) for n, v in state.items()})
         for rank, facts in enumerate(gathered):
             for name, (dtype, shape, is_trained) in facts.items():
                 owners.setdefault(name, (rank, dtype, shape))

@@ -63,9 +63,7 @@ def check_dtype(dtype: str | None, allowed: Collection[str]) -> None:
         )
 
 
-def parts_of(
-    tensors: Mapping[str, Tensor], resident: Resident = torch.Tensor.detach
-) -> list[StatePart]:
+def parts_of(tensors: Mapping[str, Tensor], resident: Resident = torch.Tensor.detach) -> list[StatePart]:
     """Return the blocks of each tensor that this rank has; their elements are read later, by `StatePart.read`.
 
     Raises:
@@ -95,9 +93,7 @@ def write_pieces(path: Path, parts: Sequence[StatePart]) -> list[tuple[str, Piec
     """Write and fsync a safetensors file; return (tensor name, piece) for each part."""
     # Larger element sizes come first, which aligns every piece.
     parts = sorted(parts, key=lambda p: (-p.dtype.itemsize, p.box))
-    first = header(
-        [(piece_key(p.box.name, p.box.offset), dtype_name(p.dtype), p.box.shape) for p in parts]
-    )
+    first = header([(piece_key(p.box.name, p.box.offset), dtype_name(p.dtype), p.box.shape) for p in parts])
     written, begin = [], len(first)
     with path.open("wb") as file:
         file.write(first)
@@ -105,9 +101,7 @@ def write_pieces(path: Path, parts: Sequence[StatePart]) -> list[tuple[str, Piec
             box, end = part.box, begin + part.num_bytes
             data = part.read().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             file.write(data)
-            written.append(
-                (box.name, Piece(path.name, box.offset, box.shape, begin, end, checksum(data)))
-            )
+            written.append((box.name, Piece(path.name, box.offset, box.shape, begin, end, checksum(data))))
             begin = end
         file.flush()
         os.fsync(file.fileno())

@@ -53,9 +53,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def entry(
-    root: Path, key: str, build: Callable[[Path], dict[str, Any] | None]
-) -> tuple[Path, dict[str, Any]]:
+def entry(root: Path, key: str, build: Callable[[Path], dict[str, Any] | None]) -> tuple[Path, dict[str, Any]]:
     """Return the cache entry `root/key` and its metadata; build the entry if it is absent or damaged.
 
     `build` fills the given directory and may return metadata. `key` is a hash of all inputs of the content. In the

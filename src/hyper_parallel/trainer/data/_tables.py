@@ -241,9 +241,7 @@ def open_table(data: Data, path: Path) -> Table:
                 dataset = datasets.load_from_disk(str(path))
             else:
                 source = str(path.absolute()) if here else data.source
-                dataset = datasets.load_dataset(
-                    source, data.name, split=data.split, streaming=data.streaming
-                )
+                dataset = datasets.load_dataset(source, data.name, split=data.split, streaming=data.streaming)
     except HyperParallelError:
         raise
     except Exception as error:
@@ -280,13 +278,7 @@ def _opens_files(feature: Any) -> bool:
     """Return whether decoding a value of a `datasets` feature may open a file or URL."""
     if hasattr(feature, "decode_example"):
         return True
-    inner = (
-        feature.values()
-        if isinstance(feature, dict)
-        else feature
-        if isinstance(feature, list)
-        else ()
-    )
+    inner = feature.values() if isinstance(feature, dict) else feature if isinstance(feature, list) else ()
     return any(map(_opens_files, (*inner, *filter(None, [getattr(feature, "feature", None)]))))
 
 

@@ -67,9 +67,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         )
         names = {k: v for k, v in like.globals.items() if k not in _DROPPED and k != "range"}
         self.globals = {"range": self.globals["range"], **names}
-        self.filters = {
-            name: charged(name, f, work) for name, f in like.filters.items() if name not in _DROPPED
-        }
+        self.filters = {name: charged(name, f, work) for name, f in like.filters.items() if name not in _DROPPED}
         self.filters |= {"_counted": self._counted, "_joined": self._joined}
         self.filters |= {"_compared": self._compared, "_copied": self._copied}
 

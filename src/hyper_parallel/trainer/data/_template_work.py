@@ -191,9 +191,7 @@ def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[...
     return filtered
 
 
-def _spend_filter(
-    name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any], work: Work
-) -> tuple[Any, ...]:
+def _spend_filter(name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any], work: Work) -> tuple[Any, ...]:
     """Charge the largest possible result of filter `name`; return its operands, with iterators converted to lists."""
     first, rest = values[0], (*values[1:], *kwargs.values())
     if name not in _SHALLOW and not isinstance(first, str):
@@ -245,9 +243,7 @@ def spend_method(name: str, text: str | bytes, args: Sequence[Any], work: Work) 
         tables = [a for a in args if isinstance(a, Mapping)]
         work.spend(len(text) * max((size_of(v) for t in tables for v in t.values()), default=0))
     elif name in ("split", "rsplit"):
-        work.spend(
-            size_of(text) + (64 * text.count(texts[0]) if texts and texts[0] else 32 * len(text))
-        )
+        work.spend(size_of(text) + (64 * text.count(texts[0]) if texts and texts[0] else 32 * len(text)))
     elif name == "splitlines":
         work.spend(size_of(text) + 64 * sum(map(text.count, _LINE_ENDS)))
 

@@ -63,9 +63,7 @@ class _Renderer:
     def _forms(self, messages: Sequence[Message]) -> list[Message]:
         return [self.template.form(message) for message in messages]
 
-    def render(
-        self, *, prompt: bool = False, marks: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def render(self, *, prompt: bool = False, marks: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of all turns and, if `marks`, the [start, end) characters of `{% generation %}` blocks.
 
         The text ends with the generation prompt if `prompt`. Raise if the template does not read a variable of the
@@ -410,9 +408,7 @@ class _Search:
         shared = header if shared == header else _UNFINISHED_TAG.sub("", shared)
         is_header = own or not header[len(shared) :][:1].isalnum()
         if not shared or not is_header:
-            raise self._renderer.error(
-                "the chat template writes a turn differently from the prompt of generation", i
-            )
+            raise self._renderer.error("the chat template writes a turn differently from the prompt of generation", i)
         return previous + len(shared)
 
     def _end(self, i: int, start: int) -> int:
@@ -488,21 +484,15 @@ class _Search:
         self.appended = end.text.lstrip() if rest != rest.rstrip() else end.text
         return len(rest) + len(self.appended)
 
-    def narrowed(
-        self, i: int, span: tuple[int, int], marks: Sequence[tuple[int, int]]
-    ) -> tuple[int, int]:
+    def narrowed(self, i: int, span: tuple[int, int], marks: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """Return `span` of turn `i` without text before the first `{% generation %}` block in it.
 
         Raise if the blocks, whose spans are `marks`, omit words of the turn.
         """
-        inside = [
-            (max(a, span[0]), min(b, span[1])) for a, b in marks if a < span[1] and b > span[0]
-        ]
+        inside = [(max(a, span[0]), min(b, span[1])) for a, b in marks if a < span[1] and b > span[0]]
         own = self._of_turn[i]
         if not inside or (own and (inside[0][0] > own[0].start or inside[-1][1] < own[-1].end)):
-            raise self._renderer.error(
-                "a `{% generation %}` block of the chat template omits words of an answer", i
-            )
+            raise self._renderer.error("a `{% generation %}` block of the chat template omits words of an answer", i)
         # Some templates write the end marker outside the block; the span includes it in any case.
         return inside[0][0], span[1]
 

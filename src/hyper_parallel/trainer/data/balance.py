@@ -72,10 +72,7 @@ class Grid:
         loads = self.microbatch_costs(costs)
         if not self.in_turns:
             return max(int(loads[[*own]].sum()) for own in self.owners)
-        return sum(
-            max(int(loads[self.owners[k][t]]) for k in owners)
-            for t, owners in enumerate(self.turns)
-        )
+        return sum(max(int(loads[self.owners[k][t]]) for k in owners) for t, owners in enumerate(self.turns))
 
     def imbalance(self, costs: Int64) -> float:
         """Return `largest` divided by the mean cost of a rank: 1 if ranks are equal or all costs are 0."""
@@ -106,8 +103,7 @@ class Balance:
         """Return the imbalance of a step from the costs of its sequences in data order and in balanced order."""
         both = in_order, balanced
         seconds = [
-            grid.seconds(grid.microbatch_costs(costs)) if grid.seconds and in_order.any() else None
-            for costs in both
+            grid.seconds(grid.microbatch_costs(costs)) if grid.seconds and in_order.any() else None for costs in both
         ]
         return cls(media_tokens, *map(grid.imbalance, both), *seconds)
 

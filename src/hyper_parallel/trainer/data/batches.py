@@ -66,9 +66,7 @@ class Batch:
         return mask
 
 
-def check_cut(
-    sequences_per_step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
-) -> None:
+def check_cut(sequences_per_step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int) -> None:
     """Raise BatchMismatch (HP308) for sizes whose product is not `sequences_per_step`, or a `dp_rank` out of range."""
     size = dp_size * microbatch * accumulation
     if size != sequences_per_step or not 0 <= dp_rank < dp_size:
@@ -232,9 +230,7 @@ class Batches:
             owed = self._shares * len(self._before) * _BLOCK - self._before[-1]
             counts = np.maximum(np.floor(owed), 0).astype(np.int64)
             while (missing := _BLOCK - counts.sum()) != 0:
-                counts[np.argmax(owed - counts) if missing > 0 else np.argmax(counts)] += np.sign(
-                    missing
-                )
+                counts[np.argmax(owed - counts) if missing > 0 else np.argmax(counts)] += np.sign(missing)
             self._before.append(self._before[-1] + counts)
         first, last = self._before[block], self._before[block + 1]
         mixed = permutation(_BLOCK, self.order.seed, 2, block)
@@ -246,9 +242,7 @@ class Batches:
             for epoch in np.unique(epochs) if self.order.shuffle else ():
                 order = permutation(count, self.order.seed, 0, int(epoch), source)
                 local[epochs == epoch] = order[local[epochs == epoch]]
-            chosen[sources == source] = (
-                self.sequences.starts[source] // self.rows.group_size + local
-            )
+            chosen[sources == source] = self.sequences.starts[source] // self.rows.group_size + local
         return chosen
 
     def _epoch(self, epoch: int) -> Int64:

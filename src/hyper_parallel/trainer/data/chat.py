@@ -92,9 +92,7 @@ def media_line(
     return reference_line(conversation, text, where, blob), num_tokens - len(conversation.media)
 
 
-def encode_pair(
-    tokenizer: Any, prompt: str, answer: str, where: str = ""
-) -> tuple[list[int], list[bool]]:
+def encode_pair(tokenizer: Any, prompt: str, answer: str, where: str = "") -> tuple[list[int], list[bool]]:
     """Return the token ids of a prompt followed by its answer without a template, and for each whether it is a target.
 
     Targets are the tokens of the answer and the end-of-text token after it. The tokens of the prompt equal the
@@ -129,9 +127,7 @@ def answer_of(messages: Sequence[Message], num_context: int) -> str:
     return "\n".join(turn["content"] for turn in messages[num_context:])
 
 
-def stop_ids(
-    tokenizer: Any, eos: int | Sequence[int] | None = None, *, chat: bool = True
-) -> set[int]:
+def stop_ids(tokenizer: Any, eos: int | Sequence[int] | None = None, *, chat: bool = True) -> set[int]:
     """Return the token ids at which generation stops.
 
     Args:

@@ -130,9 +130,7 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
     yield from (_joined(prompt, answer) for answer in answers)
 
 
-def _prompt_of_pair(
-    values: Values, rules: RecordRules, where: str
-) -> tuple[list[Message], Message | None]:
+def _prompt_of_pair(values: Values, rules: RecordRules, where: str) -> tuple[list[Message], Message | None]:
     """Return (turns of the prompt, user turn made from a text prompt) of a pair.
 
     The turns are [] if the record has no key for the prompt. The user turn is None if the prompt is not a text.
@@ -294,9 +292,7 @@ CONVERSATIONS: Final = frozenset(_FORMATS)
 _DEFAULT: Final = RecordRules()
 
 
-def shape_of(
-    record: Record, text_key: str, where: str, stage: str = "pt", rules: RecordRules = _DEFAULT
-) -> str:
+def shape_of(record: Record, text_key: str, where: str, stage: str = "pt", rules: RecordRules = _DEFAULT) -> str:
     """Return the format of a record: one of `CONVERSATIONS`, or `records` if it has a text under `text_key`.
 
     Raises:
@@ -349,9 +345,7 @@ def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
             where=where,
             got=sorted(values),
             allowed=[words for _, words in _FORMATS.values()],
-            hint=turns_hint(Path(where.partition(": record ")[0]))
-            if ": record " in where
-            else None,
+            hint=turns_hint(Path(where.partition(": record ")[0])) if ": record " in where else None,
         )
     lists = [
         key
@@ -393,10 +387,7 @@ _RECORD_KEYS: Final = frozenset((*TURNS, *PROMPTS, *ANSWERS, "chosen", "rejected
 
 def _is_records(value: Sequence[Any]) -> bool:
     """Return whether all items of a list are whole records, not turns or tools."""
-    return all(
-        isinstance(one, dict) and not _RECORD_KEYS.isdisjoint(one) and "role" not in one
-        for one in value
-    )
+    return all(isinstance(one, dict) and not _RECORD_KEYS.isdisjoint(one) and "role" not in one for one in value)
 
 
 def _format_of(values: Record, stage: str) -> str | None:
@@ -477,9 +468,7 @@ def _has_keys(values: Values, shape: str, stage: str) -> bool:
     return bool(_prompt_keys(values)) and (has_answer or stage == "grpo")
 
 
-def _with_system(
-    turns: list[Message], count: int | None, system: str, rules: RecordRules, where: str
-) -> Part:
+def _with_system(turns: list[Message], count: int | None, system: str, rules: RecordRules, where: str) -> Part:
     """Prepend the text under the key `system` as a turn; raise NoData (HP602) if it differs from a system turn."""
     first = _message("system", system)
     own = [turn for turn in turns if turn["role"] in ("system", "developer")]
@@ -503,16 +492,12 @@ def _read_keys(values: Values, shape: str) -> frozenset[str]:
     if shape == "prompt_completion":
         prompts = _prompt_keys(values)
         is_pair = all(isinstance(values.get(key), str) for key in prompts)
-        return frozenset(
-            (*prompts, *ANSWERS, *(["history"] if is_pair and values.get("history") else []))
-        )
+        return frozenset((*prompts, *ANSWERS, *(["history"] if is_pair and values.get("history") else [])))
     if shape == "alpaca":
         return frozenset(("instruction", "history", *_INPUTS, *ANSWERS))
     questions = [key for key in QUESTIONS if not is_empty(values.get(key))]
     turns = [key for key in TURNS if not is_empty(values.get(key))][:1]
-    return frozenset(
-        ("chosen", "rejected", *(questions or turns or ("instruction", "history", *_INPUTS)))
-    )
+    return frozenset(("chosen", "rejected", *(questions or turns or ("instruction", "history", *_INPUTS))))
 
 
 def _check_unread(
@@ -579,9 +564,7 @@ def num_context(one: Conversation, stage: str) -> int:
     return next((i for i in range(len(is_answer) - 1, -1, -1) if is_answer[i]), 0)
 
 
-def check_flags(
-    one: Conversation, num_context: int, record: Record, where: str, rules: RecordRules
-) -> None:
+def check_flags(one: Conversation, num_context: int, record: Record, where: str, rules: RecordRules) -> None:
     """Raise if a flag of the record, such as `weight: 1`, marks a turn of the prompt as trained on.
 
     Raises:

@@ -135,9 +135,7 @@ class DataCounts:
             kind = "texts" if stage == "pt" else "conversations whose answers"
             self.remarks[f"{kind} have words that the tokenizer does not know: {UNKNOWN}"] += 1
 
-    def add_marked(
-        self, num_tokens: int, marked: Sequence[int], stage: str, *, is_cut: bool
-    ) -> None:
+    def add_marked(self, num_tokens: int, marked: Sequence[int], stage: str, *, is_cut: bool) -> None:
         """Count a record of one or two conversations as used.
 
         Args:

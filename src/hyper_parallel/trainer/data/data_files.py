@@ -60,9 +60,7 @@ _DESCRIPTIONS: Final = frozenset(
     )
 )  # fmt: skip
 """Names, without suffix, of files that describe the data in their folder."""
-_SPLITS: Final = frozenset(
-    ("test", "testing", "eval", "evaluation", "val", "valid", "validation", "dev")
-)
+_SPLITS: Final = frozenset(("test", "testing", "eval", "evaluation", "val", "valid", "validation", "dev"))
 """Words in names of files that hold evaluation data; the library `datasets` recognizes the same words."""
 _LONGEST_FIRST_LINE: Final = 2**20
 """Maximum bytes of a file's first line that are parsed as a record."""
@@ -191,9 +189,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
         return
     try:
         with path.open("rb") as packed:
-            opened: Any = (
-                _zstd(packed, path) if compression == ".zst" else gzip.GzipFile(fileobj=packed)
-            )
+            opened: Any = _zstd(packed, path) if compression == ".zst" else gzip.GzipFile(fileobj=packed)
             with io.BufferedReader(opened) as file:
                 yield file
     except Exception as error:

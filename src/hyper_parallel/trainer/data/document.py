@@ -77,9 +77,7 @@ class Conversation:
 def has_content(turn: Message) -> bool:
     """Return whether a turn has text, reasoning or tool calls."""
     return bool(
-        (turn.get("content") or "").strip()
-        or turn.get("tool_calls")
-        or (turn.get("reasoning_content") or "").strip()
+        (turn.get("content") or "").strip() or turn.get("tool_calls") or (turn.get("reasoning_content") or "").strip()
     )
 
 

@@ -57,18 +57,14 @@ def take_media(
         own = [reference for name, reference in inline if name == kind.name]
         in_parts = any(own)
         if not in_parts:
-            turns = [
-                {**t, "content": t["content"].replace(kind.text_mark, kind.mark)} for t in turns
-            ]
+            turns = [{**t, "content": t["content"].replace(kind.text_mark, kind.mark)} for t in turns]
         references[kind.name] = own if in_parts else listed
         num_marks = sum(turn["content"].count(kind.mark) for turn in turns)
         num_items = len(listed) or sum(map(bool, own))
         if in_parts and (listed or not all(own)):
             problem = f"{kind.argument} are given both in content parts and in a column, or not in every part"
         elif num_marks != len(references[kind.name]):
-            problem = (
-                f"the record has {num_items} {kind.argument} and {num_marks} placeholders for them"
-            )
+            problem = f"the record has {num_items} {kind.argument} and {num_marks} placeholders for them"
         else:
             continue
         raise BadMedia(
@@ -91,9 +87,7 @@ def take_media(
     return turns, tuple(_file(KINDS[name], next(items[name]), rules, where) for name in order)
 
 
-def _listed(
-    kind: MediaKind, values: Mapping[str, Any], rules: RecordRules, where: str
-) -> list[Any]:
+def _listed(kind: MediaKind, values: Mapping[str, Any], rules: RecordRules, where: str) -> list[Any]:
     value = rules.one_of(values, kind.columns, where)
     if is_empty(value):
         return []

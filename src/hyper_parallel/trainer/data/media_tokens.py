@@ -207,9 +207,7 @@ def aligned(
     added, removed = after - before, before - after
     marked, place = [False] * len(expanded), 0
     for position, token in enumerate(expanded):
-        while (
-            place < len(ids) and ids[place] != token and removed[ids[place]] and not targets[place]
-        ):
+        while place < len(ids) and ids[place] != token and removed[ids[place]] and not targets[place]:
             removed[ids[place]] -= 1
             place += 1
         if place < len(ids) and ids[place] == token:

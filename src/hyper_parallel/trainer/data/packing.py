@@ -136,18 +136,14 @@ def no_target(problem: str, counts: DataCounts, data: Data) -> NoData:
     where = f"data.source: {data.source}"
     if counts.used:  # all conversations with targets are held out
         got = f"{counts.used} conversations, data.holdout={data.holdout}"
-        return NoData(
-            "no conversation is left to train on", where=where, got=got, hint="data.holdout=0"
-        )
+        return NoData("no conversation is left to train on", where=where, got=got, hint="data.holdout=0")
     reasons = counts.dropped.most_common()
     return NoData(
         f"{problem}: {reasons[0][0]}",
         where=where,
         got=", ".join(f"{count} left out: {reason}" for reason, count in reasons),
         allowed=ALLOWED[reasons[0][0]],
-        hint=f"data.seq_len={data.seq_len * 4}"
-        if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_MEDIA)
-        else None,
+        hint=f"data.seq_len={data.seq_len * 4}" if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_MEDIA) else None,
     )
 
 
@@ -213,9 +209,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def encode(
-    batch: list[Document], hf: Any, stage: str
-) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
+def encode(batch: list[Document], hf: Any, stage: str) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
     """Yield (token ids, target mask) of each document in a batch; with `stage: pt`, the mask is empty.
 
     `hf` is the tokenizer of transformers.
@@ -234,9 +228,7 @@ def encode(
                 yield encode_pair(hf, prompt, answer, document.where)
         return
     texts = [
-        complete_text(hf, d.conversation, d.where)
-        if d.conversation and d.templated
-        else d.text or "".join(d.contents)
+        complete_text(hf, d.conversation, d.where) if d.conversation and d.templated else d.text or "".join(d.contents)
         for d in batch
     ]
     if hf.is_fast:
@@ -253,9 +245,7 @@ def encode(
         yield [*ids, hf.eos_token_id], ()
 
 
-def split_documents(
-    flat: Flat, share: float, seed: int, seq_len: int
-) -> tuple[list[slice], list[slice]]:
+def split_documents(flat: Flat, share: float, seed: int, seq_len: int) -> tuple[list[slice], list[slice]]:
     """Return the token spans of the training documents and of the held-out documents, each in document order.
 
     The seed draws `round(share * documents)` documents to hold out, and further texts until they fill one sequence. If
@@ -309,9 +299,7 @@ def write_text(flat: Flat, spans: list[slice], path: Path) -> None:
     out.flush()
 
 
-def write_rows(
-    flat: Flat, spans: list[slice], path: Path, source: Source, pad_id: int, masked: bool
-) -> None:
+def write_rows(flat: Flat, spans: list[slice], path: Path, source: Source, pad_id: int, masked: bool) -> None:
     """Pack documents into rows of `seq_len` tokens, write the rows as arrays `PATH*.npy`, and count the documents.
 
     The arrays are inputs, shifted labels, and for each row the numbers of labels with loss and of tokens before the
@@ -350,9 +338,7 @@ def write_rows(
         np.save(path.with_name(f"{path.name}{name}.npy"), array)
 
 
-def _used_conversations(
-    flat: Flat, spans: list[slice], cut: list[slice], counts: DataCounts
-) -> list[slice]:
+def _used_conversations(flat: Flat, spans: list[slice], cut: list[slice], counts: DataCounts) -> list[slice]:
     """Count all conversations; return the truncated spans, from `cut`, of conversations or whole pairs with targets."""
     assert flat.learn is not None
     used = list[slice]()

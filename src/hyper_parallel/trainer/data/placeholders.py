@@ -153,9 +153,7 @@ def places_of(shaped: str, text: str, words: Sequence[Words]) -> list[WordsPlace
         return None
     for i in range(1, len(parts), 2):
         number, gap = int(parts[i]), parts[i + 1]
-        form = next(
-            (f for f in forms_of(words[number].text) if text.startswith(f + gap, position)), None
-        )
+        form = next((f for f in forms_of(words[number].text) if text.startswith(f + gap, position)), None)
         if form is None:
             return None
         places.append(WordsPlace(number, position, position + len(form)))

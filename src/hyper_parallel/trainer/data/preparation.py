@@ -187,9 +187,7 @@ def _pack_validation(data: Data, stage: str, setup: _Setup) -> PackedData:
 def _pack_source(source: Source, setup: _Setup) -> PackedData:
     data, tokenizer = source.data, setup.tokenizer
     key = _cache_key(source, setup)
-    directory, meta = entry(
-        setup.cache / "packed", key, lambda target: _build(target, source, setup)
-    )
+    directory, meta = entry(setup.cache / "packed", key, lambda target: _build(target, source, setup))
     for note in meta["notes"]:
         logger.warning("%s: %s", data.source, note)
     hashes = {name: file["sha256"] for name, file in meta["files"].items()}

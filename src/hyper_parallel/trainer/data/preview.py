@@ -149,16 +149,11 @@ def example_of(
         names = ("good answer" if documents[0].good else "bad answer",)
     elif stage == "pt":
         names = ("text",)
-    texts = [
-        _example_text(hf, source, name, ids, learn)
-        for name, (ids, learn) in zip(names, encoded, strict=True)
-    ]
+    texts = [_example_text(hf, source, name, ids, learn) for name, (ids, learn) in zip(names, encoded, strict=True)]
     return Example(where, tuple(texts))
 
 
-def _example_text(
-    hf: Any, source: Source, name: str, ids: Sequence[int], learn: Sequence[bool]
-) -> ExampleText:
+def _example_text(hf: Any, source: Source, name: str, ids: Sequence[int], learn: Sequence[bool]) -> ExampleText:
     stage = source.stage
     # A reward model scores the last of `seq_len` tokens; other stages also predict the token after them.
     shown = list(ids[: source.data.seq_len + (stage != "rm")])
@@ -172,15 +167,12 @@ def _example_text(
     return ExampleText(name, tuple(segments_of(hf, shown, targets)), len(ids), num_cut)
 
 
-def _prompt_and_answer(
-    hf: Any, ids: Sequence[int], learn: Sequence[bool]
-) -> tuple[ExampleText, ...]:
+def _prompt_and_answer(hf: Any, ids: Sequence[int], learn: Sequence[bool]) -> tuple[ExampleText, ...]:
     prompt = [one for one, marked in zip(ids, learn, strict=True) if not marked]
     answer = [one for one, marked in zip(ids, learn, strict=True) if marked][:-1]
     parts = {"prompt": prompt} | ({"answer": answer} if answer else {})
     return tuple(
-        ExampleText(name, tuple(segments_of(hf, part, [False] * len(part))), len(part))
-        for name, part in parts.items()
+        ExampleText(name, tuple(segments_of(hf, part, [False] * len(part))), len(part)) for name, part in parts.items()
     )
 
 

@@ -44,9 +44,7 @@ def has_parts(turns: Sequence[Mapping[str, Any]]) -> bool:
     return any(isinstance(turn.get("content"), list | tuple) for turn in turns)
 
 
-def encode_parts(
-    tokenizer: Any, turns: Sequence[Mapping[str, Any]]
-) -> tuple[list[int], PromptMedia]:
+def encode_parts(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> tuple[list[int], PromptMedia]:
     """Return the token ids of a prompt and its processed media.
 
     Args:
@@ -72,9 +70,7 @@ def encode_parts(
         raise
 
 
-def _encoded(
-    tokenizer: Any, turns: Sequence[Mapping[str, Any]], kinds: Sequence[str]
-) -> tuple[list[int], PromptMedia]:
+def _encoded(tokenizer: Any, turns: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> tuple[list[int], PromptMedia]:
     rules = RecordRules(media_kinds=tuple(KINDS[name] for name in kinds))
     messages, files = take_media(read_turns(turns, rules, _WHERE), {}, rules, _WHERE)
     conversation = conversation_of(messages, None, (), {}, files)

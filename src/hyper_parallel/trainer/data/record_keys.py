@@ -55,8 +55,7 @@ _MEDIA: Final = frozenset(
     )
 )  # fmt: skip
 _SUPPORTED: Final = (
-    "texts; images and audio if stage=sft, data.streaming=false and "
-    "model.path has their preprocessor_config.json"
+    "texts; images and audio if stage=sft, data.streaming=false and model.path has their preprocessor_config.json"
 )
 _PLACEHOLDERS: Final = (
     "<image>", "<img>", "<video>", "<audio>", "<|image|>", "<|video|>", "<|audio|>", "<|image_pad|>",
@@ -67,9 +66,7 @@ ROLES: Final[Mapping[str, str]] = {
     "developer": "developer",
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt"), "assistant"),
-    **dict.fromkeys(
-        ("tool", "observation", "function", "function_response", "tool_response", "ipython"), "tool"
-    ),
+    **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response", "ipython"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "function_call"),
 }
 """Dict from role name in datasets to canonical role."""
@@ -147,9 +144,7 @@ class RecordRules:
         }
         return {key: value for key, value in values.items() if value}
 
-    def canonical_values(
-        self, record: Record, columns: Mapping[str, str], where: str
-    ) -> dict[str, Any]:
+    def canonical_values(self, record: Record, columns: Mapping[str, str], where: str) -> dict[str, Any]:
         """Return the values of a record or turn by canonical key, without null values and ignored keys.
 
         `columns` maps renamed keys to canonical keys.

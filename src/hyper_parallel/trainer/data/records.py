@@ -284,9 +284,7 @@ def _lines(file: IO[str], path: Path, most: int, separators: str) -> Iterator[st
     for number in itertools.count(1):
         line = file.readline(most + 1)
         if len(line) > most:
-            raise records_too_long(
-                f"{path}:{number}", f"more than {most:,} characters in a line", most
-            )
+            raise records_too_long(f"{path}:{number}", f"more than {most:,} characters in a line", most)
         if len(line) > _UNCOUNTED and sum(map(line.count, separators)) > _MOST_VALUES:
             raise NoData(
                 "a line has too many values",
@@ -499,9 +497,7 @@ def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
         except csv.Error as error:
             where = f"{path}:{rows.reader.line_num}"
             hint = line_command(path, rows.reader.line_num)
-            raise NoData(
-                "a line of a table cannot be read", where=where, got=str(error), hint=hint
-            ) from error
+            raise NoData("a line of a table cannot be read", where=where, got=str(error), hint=hint) from error
 
 
 def text_of(record: Record, text_key: str, where: str) -> str:

@@ -147,9 +147,7 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
         read_config_values(directory / _MODEL_CONFIG)
     try:
         with tokenizing(where):
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=trusted
-            )
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=trusted)
     except BadValue as error:
         # transformers and tokenizers raise many exception classes for damaged files.
         raise NoData(
@@ -182,9 +180,7 @@ def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str |
         return None
     texts = [*_PROBES, *_own_probes(one), *samples]
     for added in (False, True):
-        for text, left, right in zip(
-            texts, _ids(one, texts, added), _ids(other, texts, added), strict=True
-        ):
+        for text, left, right in zip(texts, _ids(one, texts, added), _ids(other, texts, added), strict=True):
             if left != right:
                 return _describe(one, text, left, right)
     for name in _SPECIAL:

@@ -215,11 +215,7 @@ class PackedSequences:
     def num_valid(self, indices: Int64) -> int:
         """Return the number of labels with loss in the sequences `indices`; index -1 is a dummy row."""
         real = indices[indices >= 0]
-        return (
-            len(real) * self.seq_len
-            if self._num_valid is None
-            else int(self._num_valid[real].sum())
-        )
+        return len(real) * self.seq_len if self._num_valid is None else int(self._num_valid[real].sum())
 
     def read(self, indices: Int64) -> tuple[Int64, Int64]:
         """Return inputs and shifted labels, int64 [len(indices), S] each.
@@ -334,9 +330,7 @@ class JoinedSequences:
             gathered[:, rows] = part.read(local)
         return gathered[0], gathered[1]
 
-    def _gather(
-        self, read: Callable[[PackedSequences, Int64], Any], indices: Int64
-    ) -> list[Any] | None:
+    def _gather(self, read: Callable[[PackedSequences, Int64], Any], indices: Int64) -> list[Any] | None:
         """Return the value of a `PackedSequences` method for each row; None if it returns None for a source."""
         gathered: list[Any] = [None] * len(indices)
         for part, local, rows in self._split(indices):
@@ -403,9 +397,7 @@ def media_rows(sequences: PackedSequences | JoinedSequences) -> Int64:
     return rows[np.argsort(costs[rows, 1], kind="stable")]
 
 
-def media_inputs(
-    sequences: PackedSequences | JoinedSequences, indices: Int64
-) -> dict[str, NDArray[Any]]:
+def media_inputs(sequences: PackedSequences | JoinedSequences, indices: Int64) -> dict[str, NDArray[Any]]:
     """Return token ids and media inputs of rows as a dict from argument name of the model's forward to array."""
     tokens = sequences.read(indices)[0]
     return {"input_ids": tokens, **media_arrays(sequences.media(indices), tokens)}

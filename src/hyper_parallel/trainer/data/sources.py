@@ -64,12 +64,8 @@ PlainText = Literal["never", "pairs", "all"]
 
 `never`: none. `pairs`: texts under `prompt` and `completion`. `all`: pairs of texts under any known keys.
 """
-_TEMPLATED: Final = (
-    "pairs of texts written through the chat template (data.chat_template=none: as plain text)"
-)
-_SPECIAL: Final = (
-    "conversations whose texts contain special tokens of the tokenizer, which become these tokens"
-)
+_TEMPLATED: Final = "pairs of texts written through the chat template (data.chat_template=none: as plain text)"
+_SPECIAL: Final = "conversations whose texts contain special tokens of the tokenizer, which become these tokens"
 _WORDLESS: Final = "conversations with empty answers, which are not trained on"
 _JOINED: Final = "pairs of texts joined as plain text, without a chat template"
 _CUTS: Final = "cuts in text files longer than data.max_record_bytes"
@@ -137,9 +133,7 @@ class Source:
     @property
     def num_bytes(self) -> int:
         """Estimated bytes of text: the size of the files, at most `data.max_bytes`."""
-        total = sum(f.stat().st_size for f in self.files) or (
-            self.table.num_bytes if self.table else 0
-        )
+        total = sum(f.stat().st_size for f in self.files) or (self.table.num_bytes if self.table else 0)
         return total if self.data.max_bytes is None else min(total, self.data.max_bytes)
 
     def identity(self) -> dict[str, object]:
@@ -151,9 +145,7 @@ class Source:
         # The fingerprint of a table written by `datasets` does not change when its files are replaced.
         files = _sorted_files(folder) if self.table and folder.is_dir() else self.files
         stats = [(str(f), f.stat()) for f in files]
-        in_pieces = self.shape == "text" and any(
-            s.st_size > data.max_record_bytes for _, s in stats
-        )
+        in_pieces = self.shape == "text" and any(s.st_size > data.max_record_bytes for _, s in stats)
         return {
             "shape": self.shape,
             "text_key": data.text_key if self.shape == "records" else "",
@@ -407,10 +399,7 @@ def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
     """
     first = before = None
     for document in documents:
-        if (
-            document.conversation is None
-            or document.conversation.messages[-1]["role"] != "assistant"
-        ):
+        if document.conversation is None or document.conversation.messages[-1]["role"] != "assistant":
             raise NoData(
                 "a conversation with a label must end with an answer",
                 where=document.where,
@@ -580,9 +569,7 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
     return chosen
 
 
-def _shape(
-    files: Sequence[Path], table: Table | None, data: Data, stage: str, rules: RecordRules
-) -> str:
+def _shape(files: Sequence[Path], table: Table | None, data: Data, stage: str, rules: RecordRules) -> str:
     """Return `data.format` or, with `auto`, the format of the first record; raise NoData (HP602) without a record."""
     if table is None and kind_of(files[0]) == "text" and data.format in ("auto", "text"):
         if data.format == "auto":

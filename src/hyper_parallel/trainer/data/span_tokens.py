@@ -88,8 +88,7 @@ def _facts_of(tokenizer: Any) -> _Facts:
     facts = _KNOWN.get(tokenizer)
     if facts is None:
         joins = all(
-            _text(tokenizer, _tokens(tokenizer, one)[0] + _tokens(tokenizer, other)[0])
-            == one + other
+            _text(tokenizer, _tokens(tokenizer, one)[0] + _tokens(tokenizer, other)[0]) == one + other
             for one, other in _PAIRS
         )
         special = frozenset(tokenizer.added_tokens_decoder)
@@ -104,9 +103,7 @@ def _restarts(tokenizer: Any) -> bool:
     """
     ids, offsets = _tokens(tokenizer, _SAMPLE)
     starts = [k for k in range(1, len(ids)) if offsets.word(k) != offsets.word(k - 1)]
-    return len(starts) > _FAR_WORDS and all(
-        _tokens(tokenizer, _SAMPLE[offsets[k][0] :])[0] == ids[k:] for k in starts
-    )
+    return len(starts) > _FAR_WORDS and all(_tokens(tokenizer, _SAMPLE[offsets[k][0] :])[0] == ids[k:] for k in starts)
 
 
 def ids_of(tokenizer: Any, text: str, where: str) -> list[int]:
@@ -186,9 +183,7 @@ def _borders(
             yield end
 
 
-def _is_prompt(
-    tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], offsets: Offsets
-) -> bool:
+def _is_prompt(tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], offsets: Offsets) -> bool:
     """Return whether the prompt, tokenized alone, has the tokens `ids`.
 
     To save time, first tokenize only the tail of the prompt that `_restart` finds. If its tokens differ, tokenize the
@@ -220,9 +215,7 @@ def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
     return 0
 
 
-def _tokens_of_parts(
-    tokenizer: Any, facts: _Facts, text: str, cuts: Sequence[int], where: str
-) -> Tokens:
+def _tokens_of_parts(tokenizer: Any, facts: _Facts, text: str, cuts: Sequence[int], where: str) -> Tokens:
     """Tokenize the parts of a text between cuts; return the concatenated tokens and offsets."""
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
@@ -230,9 +223,7 @@ def _tokens_of_parts(
     for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
         part = text[start:end]
         own, places = (
-            _continued(tokenizer, before, part, where)
-            if start and not facts.joins
-            else _tokens(tokenizer, part)
+            _continued(tokenizer, before, part, where) if start and not facts.joins else _tokens(tokenizer, part)
         )
         ids += own
         offsets += [(first + start, last + start) for first, last in places]
@@ -244,9 +235,7 @@ def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: 
     """Return tokens that decode to `part` after `before`, the previous (part, ids); else raise BadValue (HP102)."""
     context, ids = before
     decoded = _text(tokenizer, ids)
-    alone, whole = (
-        _text(tokenizer, _tokens(tokenizer, one)[0]) for one in (context, context + part)
-    )
+    alone, whole = (_text(tokenizer, _tokens(tokenizer, one)[0]) for one in (context, context + part))
     candidates = list(_candidates(tokenizer, part))
     added = [_text(tokenizer, ids + own)[len(decoded) :] for own, _ in candidates]
     # Prefer tokens that decode like both parts tokenized together; else compare the part up to its first letter.

@@ -234,9 +234,7 @@ class StreamBatches:
         """Return the number of labels with loss in a step over all ranks; needs no communication."""
         return sum(int((labels != IGNORE_INDEX).sum()) for _, labels, *_ in self._step(step))
 
-    def microbatches(
-        self, step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
-    ) -> list[Batch]:
+    def microbatches(self, step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int) -> list[Batch]:
         """Return the `accumulation` microbatches, [microbatch, S] each, of one data-parallel rank in a step.
 
         Raises:
@@ -248,8 +246,7 @@ class StreamBatches:
         batches = []
         for begin in range(first, first + accumulation * microbatch, microbatch):
             inputs, labels, positions, num_real = (
-                np.stack(part).astype(np.int64)
-                for part in zip(*rows[begin : begin + microbatch], strict=True)
+                np.stack(part).astype(np.int64) for part in zip(*rows[begin : begin + microbatch], strict=True)
             )
             valid = int((labels != IGNORE_INDEX).sum())
             position_ids: Int64 | None = positions if self.stream.masked else None

@@ -109,9 +109,7 @@ class TemplateProperties:
         variables = {**self._special, **(values or {}), "add_generation_prompt": prompt}
         return rendered(self.source, messages, variables, tools=tools, marks=marks)
 
-    def _probe(
-        self, *turns: Message, tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
-    ) -> str:
+    def _probe(self, *turns: Message, tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False) -> str:
         """Return the text of a probe; "" if the template raises. Raise BadValue (HP102) if it exceeds its limits."""
         try:
             return self.render(turns, tools=tools, prompt=prompt)[0]
@@ -221,9 +219,7 @@ class TemplateProperties:
         """
         answer = self._answer
         for key in (*_REASONING_KEYS, ""):
-            text = self._probe(
-                self._question, {**answer, **self._reasoning(_FOLLOW_UP, answer["content"], key)}
-            )
+            text = self._probe(self._question, {**answer, **self._reasoning(_FOLLOW_UP, answer["content"], key)})
             is_read = 0 <= text.find(_FOLLOW_UP) < text.rfind(_ANSWER) and "'text':" not in text
             if is_read:
                 return key
@@ -428,11 +424,7 @@ def properties_of(tokenizer: Any, *, tools: bool = False) -> TemplateProperties:
         ValueError: The tokenizer has no chat template.
     """
     template = tokenizer.chat_template
-    source = (
-        template
-        if isinstance(template, str)
-        else tokenizer.get_chat_template(tools=[{}] if tools else None)
-    )
+    source = template if isinstance(template, str) else tokenizer.get_chat_template(tools=[{}] if tools else None)
     known = _KNOWN.setdefault(tokenizer, {})
     if source not in known:
         with tokenizing("chat template"):

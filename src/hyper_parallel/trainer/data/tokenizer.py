@@ -130,17 +130,13 @@ def open_sources(
     return tokenizer, [bind_tokenizer(source, tokenizer) for source in sources]
 
 
-def _too_large(
-    tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_limit: int
-) -> BadValue:
+def _too_large(tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_limit: int) -> BadValue:
     own = has_tokenizer(model_path)
     where, hint = f"model.path: {model_path}", f"data.vocab_size={vocab_limit}"
     if data.tokenizer:
         where, hint = f"data.tokenizer: {data.tokenizer}", "data.tokenizer=null"
     elif own:
-        hint = (
-            f"model.resize_token_embeddings({tokenizer.vocab_size}) of transformers adds the rows"
-        )
+        hint = f"model.resize_token_embeddings({tokenizer.vocab_size}) of transformers adds the rows"
     beyond = sorted(word for word, i in tokenizer.hf.get_vocab().items() if i >= vocab_limit)
     names = ", ".join(beyond[:3]) + (", ..." if len(beyond) > 3 else "")
     return BadValue(
@@ -158,9 +154,7 @@ def bind_tokenizer(source: Source, tokenizer: Tokenizer) -> Source:
     Also set `source.counts.unknown_id`, with which unknown tokens are counted.
     """
     source.counts.unknown_id = unknown_token(tokenizer.hf)
-    names = [
-        str(one) for one in tokenizer.hf.added_tokens_decoder.values() if one.special and str(one)
-    ]
+    names = [str(one) for one in tokenizer.hf.added_tokens_decoder.values() if one.special and str(one)]
     special = re.compile("|".join(map(re.escape, sorted(names, key=len)))) if names else None
     template = source.data.chat_template
     plain: PlainText = "all" if template == "none" else "never"
@@ -191,9 +185,7 @@ def _obtain(
         texts = [s.identity() for s in sources]
         size = data.vocab_size or min(_ENTRIES, vocab_limit or _ENTRIES)
         key = digest([_VERSION, texts if len(texts) > 1 else texts[0], size, _TRAIN_BYTES])
-        directory, _ = entry(
-            cache / "tokenizers", key, lambda target: _train(target, size, sources, show)
-        )
+        directory, _ = entry(cache / "tokenizers", key, lambda target: _train(target, size, sources, show))
     tokenizer = original = Tokenizer(load_tokenizer(directory), directory)
     if tokenizer.hf.eos_token_id is None:
         raise BadValue(

@@ -197,9 +197,7 @@ def check_pattern(pattern: str) -> None:
         repeated = re.findall(rf"\0({_REPETITION.pattern})", plain)
         is_unbounded = any(_most_repeats(repetition) > _FEW for repetition in repeated)
     if is_unbounded:
-        raise Unbounded(
-            f"a regular expression that repeats a choice or a repetition: {abbreviated(pattern)}"
-        )
+        raise Unbounded(f"a regular expression that repeats a choice or a repetition: {abbreviated(pattern)}")
 
 
 def _most_repeats(repetition: str) -> int:

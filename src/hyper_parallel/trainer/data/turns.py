@@ -135,9 +135,7 @@ def read_template_values(value: Any, rules: RecordRules, where: str) -> dict[str
         raise _unreadable(problem, where, value, "an object such as {enable_thinking: false}")
     reserved = {"messages", "tools", "add_generation_prompt", "chat_template"} & value.keys()
     if reserved:
-        problem = (
-            "`chat_template_kwargs` of a record sets variables that are set from the conversation"
-        )
+        problem = "`chat_template_kwargs` of a record sets variables that are set from the conversation"
         raise _unreadable(problem, where, sorted(reserved), "other variables of the template")
     return dict(_without_absent(value)) if rules.is_table else value
 
@@ -309,9 +307,7 @@ def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool | None
         return None
     if len(set(flags.values())) > 1:
         problem = f"`{'` and `'.join(sorted(flags))}` of a turn contradict each other"
-        raise _unreadable(
-            problem, where, {key: values[key] for key in sorted(flags)}, "one of them"
-        )
+        raise _unreadable(problem, where, {key: values[key] for key in sorted(flags)}, "one of them")
     trained = next(iter(flags.values()))
     if role != "assistant" and trained:
         problem = f"a flag marks a turn of the role {role} as trained on, but only answers are"

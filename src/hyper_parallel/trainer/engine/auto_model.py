@@ -59,9 +59,7 @@ def model_from_config(
             )
     except Exception as error:
         # transformers raises many error classes: for config keys, unknown attention or an unsupported model.
-        is_attention_error = attention not in (None, "eager") and "attn_implementation" in str(
-            error
-        )
+        is_attention_error = attention not in (None, "eager") and "attn_implementation" in str(error)
         raise ModelUnreadable(
             f"transformers cannot build a {kind} from this `{family}` config",
             where=file.where,
@@ -103,16 +101,10 @@ def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
     if family not in CONFIG_MAPPING and not trusted:
         raise ModelUnreadable(
             "transformers has no model of this type"
-            + (
-                ", and `model.trust_remote_code` does not permit the Python code in its directory"
-                if own_code
-                else ""
-            ),
+            + (", and `model.trust_remote_code` does not permit the Python code in its directory" if own_code else ""),
             where=f"{file.where}: model_type",
             got=family,
-            hint="set `model.trust_remote_code=true` in the recipe, or pass --trust-remote-code"
-            if own_code
-            else None,
+            hint="set `model.trust_remote_code=true` in the recipe, or pass --trust-remote-code" if own_code else None,
         )
     return trusted
 

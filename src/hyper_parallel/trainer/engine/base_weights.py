@@ -39,9 +39,7 @@ class BaseWeights:
         return {METADATA: json.dumps({"checksum": self.checksum, "names": self.names})}
 
 
-def load_base(
-    model: nn.Module, directory: Path, *, frozen: bool, **options: Any
-) -> BaseWeights | None:
+def load_base(model: nn.Module, directory: Path, *, frozen: bool, **options: Any) -> BaseWeights | None:
     """Load weight files into a model; return their checksum over all ranks if they stay `frozen`, else None.
 
     With `frozen`, only adapters are trained, and the call is collective over all ranks. `options` are further arguments
@@ -72,9 +70,7 @@ def check_base(adapter: Path, base: Path) -> None:
         return
     files = WeightFiles(base)
     parts = (
-        PartChecksum.of(name, files.read(name), files.tensors[name].shape)
-        for name in names
-        if name in files.tensors
+        PartChecksum.of(name, files.read(name), files.tensors[name].shape) for name in names if name in files.tensors
     )
     present = joint_checksum(parts, files.read)
     if present != checksum:

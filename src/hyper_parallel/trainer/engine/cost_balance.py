@@ -51,9 +51,7 @@ _MOST_SIMULATED: Final = 512
 """Maximum product of stages and microbatches for which schedules are simulated; the simulation takes about 0.1 s."""
 
 
-def media_costs(
-    model: nn.Module, sequences: PackedSequences | JoinedSequences
-) -> tuple[tuple[int, int], str | None]:
+def media_costs(model: nn.Module, sequences: PackedSequences | JoinedSequences) -> tuple[tuple[int, int], str | None]:
     """Return the weights of a linear estimate of encoder work: per media item and per media token.
 
     A media item is an image or an audio recording. Encoders with fixed windows do equal work for every item. For most
@@ -157,10 +155,7 @@ def _step_seconds(plan: Plan, schedule: Schedule) -> Callable[[Int64], float] | 
     shares = plan.strategy.dp
     mean_s = tower.forward_s * len(tower.ranks) / (shares * schedule.microbatches)
     trained = tower.backward_s > 0
-    language = [
-        replace(s.cost, send_backward_s=s.cost.send_backward_s * bool(k))
-        for k, s in enumerate(plan.stages)
-    ]
+    language = [replace(s.cost, send_backward_s=s.cost.send_backward_s * bool(k)) for k, s in enumerate(plan.stages)]
 
     def seconds(tokens: Int64) -> float:
         forwards = (mean_s * tokens / tokens.mean()).reshape(shares, -1).tolist()
@@ -194,12 +189,8 @@ def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
     grid = cost_grid(plan, batches, _planned_tower(recipe, plan))
     count = len(grid.owners)
     if count == 1 and grid.seconds is None:
-        return (
-            "data.balance: one rank computes all images and audio, so their order does not change"
-        )
-    steps = [
-        batches.balance(step, grid) for step in range(min(_NUM_NOTED_STEPS, recipe.training.steps))
-    ]
+        return "data.balance: one rank computes all images and audio, so their order does not change"
+    steps = [batches.balance(step, grid) for step in range(min(_NUM_NOTED_STEPS, recipe.training.steps))]
     media_tokens = [step.media_tokens for step in steps]
     before, after = 1.0, 1.0
     if any(media_tokens):

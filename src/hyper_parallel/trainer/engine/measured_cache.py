@@ -26,9 +26,7 @@ _UNRELATED: Final = (
 """Config keys on which measurements do not depend."""
 
 
-def cache_file(
-    folder: str, file: ConfigFile, measuring: Sequence[ModuleType], *choices: object
-) -> Path:
+def cache_file(folder: str, file: ConfigFile, measuring: Sequence[ModuleType], *choices: object) -> Path:
     """Return the path of a measurement's cache file, named by a hash of its inputs, code and package versions.
 
     The inputs are the config `file` and `choices`. Editing the modules `measuring`, which contain the measurement's

@@ -19,9 +19,7 @@ MATRICES: Final = "num_matrices"
 _MOMENTUM: Final = "momentum_buffer"
 
 
-def muon_groups(
-    groups: list[dict[str, Any]], roles: dict[nn.Parameter, ParameterRole]
-) -> list[dict[str, Any]]:
+def muon_groups(groups: list[dict[str, Any]], roles: dict[nn.Parameter, ParameterRole]) -> list[dict[str, Any]]:
     """Split each parameter group so that all its parameters stack the same number of linear weights.
 
     Muon updates the groups with at least one linear weight per parameter, AdamW the other groups.
@@ -46,11 +44,7 @@ def describe_muon(roles: dict[str, ParameterRole]) -> str:
         text += f" and {sum(r.num_matrices for r in stacked)} in {len(stacked)} stacked parameters"
     other_names = [name for name, r in roles.items() if r.kind is ParameterKind.OTHER]
     text += f"; adamw: {', '.join(sorted(rest - {ParameterKind.OTHER}))}"
-    return text + (
-        f", and {', '.join(other_names[:3])}{' ...' * (len(other_names) > 3)}"
-        if other_names
-        else ""
-    )
+    return text + (f", and {', '.join(other_names[:3])}{' ...' * (len(other_names) > 3)}" if other_names else "")
 
 
 class Muon(torch.optim.Optimizer):

@@ -140,9 +140,7 @@ class PlannedSteps:
         self._spill.require(self._largest_update_bytes())
         eager, empty = self._run_and_roll_back(first)
         # Accelerator kernels may be nondeterministic, so a second eager step measures the differences.
-        self._expected = ReferenceStep(
-            eager, None if self._on_cpu else self._run_and_roll_back(first)[0]
-        )
+        self._expected = ReferenceStep(eager, None if self._on_cpu else self._run_and_roll_back(first)[0])
         if spread := self._expected.spread:
             self._say(
                 f"offload: two eager steps differ by {spread['loss']:.1e} in the loss, because some kernels are not "
@@ -219,9 +217,7 @@ class PlannedSteps:
 
     def _capture(self, inputs: StepInputs, empty: list[Any]) -> Captured:
         # With other values, a value captured as a constant fails the check of the first planned step.
-        changed = StepInputs(
-            inputs.microbatches, inputs.valid_tokens + 1, inputs.lr / 2
-        ).as_tensors()
+        changed = StepInputs(inputs.microbatches, inputs.valid_tokens + 1, inputs.lr / 2).as_tensors()
         tensors = changed.named()
         named: dict[str, Any] = {
             **{name: (tensor, "input") for name, tensor in tensors.items()},
@@ -245,9 +241,7 @@ class PlannedSteps:
 
         with recorder, self._spill:
             result = replace(self._loop, recorder=PhaseSpans(begin)).planned_step(changed)
-        captured: Captured = recorder.captured(
-            result, tensors, f"{type(self._model).__name__} train"
-        )
+        captured: Captured = recorder.captured(result, tensors, f"{type(self._model).__name__} train")
         set_lr(self._optimizer, inputs.lr)
         _refuse_hidden_state(captured, set(named))
         return captured
@@ -275,9 +269,7 @@ class PlannedSteps:
         least = max(gather_objects(self._spill.least_bytes if self._on_cpu else 0))
         planned = budget if budget is None else max(budget, least)
         try:
-            plan = agree_on_plan(
-                lambda: self._make_plan(planned), self._program, self._machine, planned
-            )
+            plan = agree_on_plan(lambda: self._make_plan(planned), self._program, self._machine, planned)
         except BudgetImpossible as error:
             if planned == budget:
                 raise
@@ -518,9 +510,7 @@ def _memory_terms(plan: MemoryPlan) -> tuple[MemoryTerm, ...]:
         ("offloaded to flash", "flash", flash, "peak of the tier"),
     ]
     return tuple(
-        MemoryTerm(name, tier, size, f"memory plan: {why}")
-        for name, tier, size, why in terms
-        if size or name in kinds
+        MemoryTerm(name, tier, size, f"memory plan: {why}") for name, tier, size, why in terms if size or name in kinds
     )
 
 

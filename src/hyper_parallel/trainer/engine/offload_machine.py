@@ -112,9 +112,7 @@ def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
     )
 
 
-def check_offload(
-    recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[[str], str]
-) -> None:
+def check_offload(recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[[str], str]) -> None:
     """Check that offload supports the model and the layout; no effect if the recipe does not enable offload.
 
     Raises:
@@ -143,8 +141,7 @@ def check_offload(
             f" data: {why}",
             where=where("training.dtype"),
             got=f"training.dtype={dtype}, moe.capacity_factor=null",
-            hint="moe.capacity_factor=1.25"
-            + ("" if ungrouped_experts(model, torch.float32) else other),
+            hint="moe.capacity_factor=1.25" + ("" if ungrouped_experts(model, torch.float32) else other),
         )
     if strategy.ep > 1:
         raise CaptureUnsupported(

@@ -173,9 +173,7 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
     return Adafactor if loaded is torch.optim.Adafactor else loaded
 
 
-def check_optimizer(
-    recipe: Recipe, plan: Plan, where: Callable[[str], str], model: nn.Module
-) -> None:
+def check_optimizer(recipe: Recipe, plan: Plan, where: Callable[[str], str], model: nn.Module) -> None:
     """Check that the recipe's optimizer exists, accepts its arguments and supports the layout.
 
     For Muon, also log which parameters Muon and AdamW update.
@@ -269,9 +267,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
 class _OnShards(TorchFunctionMode):
     """Mode that unwraps DTensors for fused Adam kernels, to avoid DTensor's slow dispatch of tensor lists."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (torch._fused_adam_, torch._fused_adamw_):
             args = tuple([local(tensor) for tensor in tensors] for tensors in args)
         return func(*args, **(kwargs or {}))

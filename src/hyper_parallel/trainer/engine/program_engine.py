@@ -123,9 +123,7 @@ class ProgramLoop(Loop):
     programs: dict[str, CompiledProgram] = field(init=False)
     _pending: dict[str, Any] = field(init=False, default_factory=dict)
 
-    def connect(
-        self, runner: ProgramRunner, programs: StepPrograms, compiled: dict[str, CompiledProgram]
-    ) -> None:
+    def connect(self, runner: ProgramRunner, programs: StepPrograms, compiled: dict[str, CompiledProgram]) -> None:
         """Copy weights and optimizer state from torch into the framework, and set all attributes of this loop."""
         self.runner, self.programs = runner, compiled
         plan, rank = handle(self.model).plan, handle(self.model).ranks.rank
@@ -139,9 +137,7 @@ class ProgramLoop(Loop):
         shapes = {name: kind.shape for name, (_, kind) in inputs.items()}
         self.state = FrameworkState(self.model, self.optimizer, runner, shapes)
         self._zeros = {
-            name: runner.value(np.zeros(shape, np.float32))
-            for name, shape in shapes.items()
-            if name.startswith("sum.")
+            name: runner.value(np.zeros(shape, np.float32)) for name, shape in shapes.items() if name.startswith("sum.")
         }
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
@@ -156,14 +152,10 @@ class ProgramLoop(Loop):
         grads = {name.replace("sum.", "grad.", 1): value for name, value in sums.items()}
         with self.recorder.span("update", "optimizer"):
             scalars = update_scalars(self.optimizer, self.state.step + 1, float(inputs.lr))
-            inputs_by_name = {
-                k: self.runner.value(torch.tensor(v).numpy()) for k, v in scalars.items()
-            }
+            inputs_by_name = {k: self.runner.value(torch.tensor(v).numpy()) for k, v in scalars.items()}
             self._pending = self.programs["update"](self.state.values | grads | inputs_by_name)
             norm = float(self.runner.array(self._pending.pop("grad_norm")))
-        return torch.tensor(loss * self.reports, dtype=torch.float64), torch.tensor(
-            norm, dtype=torch.float64
-        )
+        return torch.tensor(loss * self.reports, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64)
 
     def update(self, lr: float | Tensor, skip: Tensor | None = None) -> None:
         """Apply the new weights and optimizer state of the last `gradients` call unless `skip` is True."""
@@ -241,9 +233,7 @@ class ProgramEngine(TorchEngine):
         folder = Path(self._job.output_dir) / "programs"
         folder.mkdir(exist_ok=True)
         compiled = {
-            name: self._runner.compile(
-                getattr(programs, name), folder / f"{name}_rank{self.rank}.py"
-            )
+            name: self._runner.compile(getattr(programs, name), folder / f"{name}_rank{self.rank}.py")
             for name in ("loss", "gradients", "update")
         }
         assert isinstance(self._loop, ProgramLoop)

@@ -50,9 +50,7 @@ class ProgramPasses:
         self._strategy, self._rank, self._shape = strategy, rank, shape
         self._is_first, self._is_last = rank == 0, rank == strategy.pp - 1
 
-    def train(
-        self, parameters: Values, sums: Values, batches: Sequence[Values]
-    ) -> tuple[float, Values]:
+    def train(self, parameters: Values, sums: Values, batches: Sequence[Values]) -> tuple[float, Values]:
         """Run this stage's forward and backward of all microbatches.
 
         Args:

@@ -100,9 +100,7 @@ def build_model(recipe: Recipe) -> nn.Module:
 
 _KEPT: Any = KeptActivations | None
 """Type of the cached measurement; None: the model's forward cannot be measured."""
-_NOT_MEASURED: Final = (
-    "the activations that the model keeps could not be measured: formulas estimate them"
-)
+_NOT_MEASURED: Final = "the activations that the model keeps could not be measured: formulas estimate them"
 
 
 def read_recipe_spec(loaded: LoadedRecipe) -> ModelSpec:
@@ -226,11 +224,7 @@ def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
         return
     parts = [*model.named_parameters(), *model.named_buffers()]
     # Some tables have up to two additional rows.
-    tables = [
-        n
-        for n, t in parts
-        if t.dim() == 2 and t.shape[0] - most in range(3) and _is_position_table(n)
-    ]
+    tables = [n for n, t in parts if t.dim() == 2 and t.shape[0] - most in range(3) and _is_position_table(n)]
     if tables:
         raise BadValue(
             f"sequences of {seq_len} tokens exceed the model's table of position embeddings",
@@ -294,9 +288,7 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
         indications = [f.name for glob in _WEIGHT_HINTS for f in sorted(directory.glob(glob))]
         indications += ["a tokenizer"] * has_tokenizer(directory)
         published = (
-            f"the model directory contains {indications[0]}, so the model is pretrained"
-            if indications
-            else None
+            f"the model directory contains {indications[0]}, so the model is pretrained" if indications else None
         )
     if init == "auto" and published is None:
         return None
@@ -307,8 +299,7 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
         where=where or f"model.path={path}",
         got=path,
         allowed="a directory with model.safetensors or pytorch_model.bin, in one file or as shards with an index",
-        hint="model.init=random"
-        + (f", or download the weights: {fetch}" if directory is None and published else ""),
+        hint="model.init=random" + (f", or download the weights: {fetch}" if directory is None and published else ""),
     )
 
 
@@ -332,9 +323,7 @@ def set_token_ids(model: nn.Module, tokenizer_dir: str | Path, *, pretrained: bo
             config.pad_token_id = tokenizer.eos_token_id if pad is None else pad
 
 
-def model_files(
-    model: nn.Module, tokenizer_dir: str | Path, weights: Path | None
-) -> dict[str, str]:
+def model_files(model: nn.Module, tokenizer_dir: str | Path, weights: Path | None) -> dict[str, str]:
     """Return the config files of a run's model, as a dict from file name to text.
 
     These are `config.json`, the generation config, and a list of the tensors in the weight files that the model does

@@ -65,9 +65,7 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
         check_optimizer(loaded.recipe, replace(plan, strategy=strategy), loaded.where, model)
 
 
-def divided_step(
-    recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: Mapping[str, float]
-) -> DividedStep:
+def divided_step(recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: Mapping[str, float]) -> DividedStep:
     """Predict seconds and memory of the towers for a step, in addition to the plan of the language model.
 
     Towers and language model are priced by the same machine model. If the config does not contain the sizes of a tower,
@@ -126,10 +124,7 @@ def plan_submodels(recipe: Recipe, plan: Plan, model: nn.Module, batches: Batche
     try:
         flops = sampled_tower_flops(plan, model, batches)
     except TowerNotTraced as cause:
-        note = (
-            f"sub-models: the encoder does not run on meta tensors ({cause}), so its times are not "
-            "predicted"
-        )
+        note = f"sub-models: the encoder does not run on meta tensors ({cause}), so its times are not predicted"
         return replace(plan, notes=(*plan.notes, note))
     step = divided_step(recipe, plan, model, flops)
     plan = step.planned()

@@ -54,9 +54,7 @@ def check_ranks(
     if tied:
         second = _checksums(model, microbatches, tokens, step)
         wrong += [rank for rank in tied if second[rank] != first[rank]] or tied
-        reason = (
-            "a repeat on the same rank differs" if set(wrong) < set(tied) else "no majority agrees"
-        )
+        reason = "a repeat on the same rank differs" if set(wrong) < set(tied) else "no majority agrees"
     if wrong:
         names = ", ".join(map(str, sorted(wrong)))
         raise RanksDisagree(
@@ -67,9 +65,7 @@ def check_ranks(
         )
 
 
-def _checksums(
-    model: nn.Module, microbatches: Sequence[dict[str, Tensor]], tokens: int, step: int
-) -> list[int]:
+def _checksums(model: nn.Module, microbatches: Sequence[dict[str, Tensor]], tokens: int, step: int) -> list[int]:
     """Run forward and backward; return the checksums of all ranks, by rank."""
     total = torch.zeros((), dtype=torch.int64, device=handle(model).device)
 
@@ -135,10 +131,7 @@ def first_not_finite(model: nn.Module, rerun: Callable[[], Any], stage: int) -> 
     for name, parameter in model.named_parameters():
         note(0, f"parameter `{name}`, before the step,", parameter)
     if not any(gather_objects(bool(hits))):
-        hooks = [
-            m.register_forward_hook(partial(watch, n or "the model"))
-            for n, m in model.named_modules()
-        ]
+        hooks = [m.register_forward_hook(partial(watch, n or "the model")) for n, m in model.named_modules()]
         try:
             rerun()
         finally:

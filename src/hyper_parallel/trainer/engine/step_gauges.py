@@ -156,9 +156,7 @@ class SpanRecorder:
                 Span(lane, name, seconds(start), seconds(end) - seconds(start), category, step=step)
                 for (lane, name, category, step), start, end in self._spans
             ),
-            tuple(
-                Counter(f"{self._lane}/{what}", seconds(mark), n) for what, mark, n in self._samples
-            ),
+            tuple(Counter(f"{self._lane}/{what}", seconds(mark), n) for what, mark, n in self._samples),
         )
 
     def _now(self) -> Any:

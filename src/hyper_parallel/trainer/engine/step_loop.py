@@ -204,9 +204,7 @@ class Loop:
             if self.stage is not None:
                 rows = self._rows(batches, step - 1)
                 with self.recorder.span(*self.stage.inputs_span):
-                    microbatches, count = self.stage.inputs(
-                        inputs.microbatches, rows, batches, step
-                    )
+                    microbatches, count = self.stage.inputs(inputs.microbatches, rows, batches, step)
                 count = inputs.valid_tokens if count is None else count
                 inputs = replace(inputs, microbatches=microbatches, valid_tokens=count)
             loss_sum, grad_norm = self.gradients(inputs)
@@ -215,9 +213,7 @@ class Loop:
             # `skip` stays on the device, so fused optimizers need no synchronization with the host.
             rejected = None if self.stage is None else self.stage.rejects()
             self.update(lr, skip=self.policy.skips(shared) | bool(rejected))
-            result = self.read(
-                shared, step, "the step was not applied", partial(self._locate, inputs, step)
-            )
+            result = self.read(shared, step, "the step was not applied", partial(self._locate, inputs, step))
             routing = statistics(self.count_routing())
         self.recorder.memory(self.gauge.samples)
         seconds = time.perf_counter() - start
@@ -278,17 +274,13 @@ class Loop:
             mean = self.reduce_step_log(loss_sum, 0)[-2].item()
             record = {} if self.stage is None else self.stage.record()
         self.model.train()
-        return EvalResult(
-            mean, count, record.get("preference"), record.get("rollout"), **accuracies
-        )
+        return EvalResult(mean, count, record.get("preference"), record.get("rollout"), **accuracies)
 
     def held_out_loss(self, parts: list[dict[str, Tensor]], count: int) -> Tensor:
         """Return the summed cross entropy of this rank's microbatches divided by `count`, the tokens of all ranks."""
         return forward_loss(self.model, parts, count)
 
-    def inputs(
-        self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None
-    ) -> StepInputs:
+    def inputs(self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None) -> StepInputs:
         """Return the inputs of step number `step`, counted from 1, of data-parallel rank `share` (None: this rank)."""
         with self.recorder.span("data", "data"):
             return self._fetch(batches, step - 1, lr, share)
@@ -302,9 +294,7 @@ class Loop:
         span = self.recorder.span
         scale = 1.0 if self.scale is None else self.scale.value
         if self.stage is None:
-            loss_sum = forward_backward(
-                self.model, inputs.microbatches, inputs.valid_tokens, span, scale=scale
-            )
+            loss_sum = forward_backward(self.model, inputs.microbatches, inputs.valid_tokens, span, scale=scale)
         else:
             step_loss = forward_backward(
                 self.model,
@@ -321,9 +311,7 @@ class Loop:
                 torch._foreach_mul_([local(grad) for grad in grads], 1 / scale)
             return loss_sum, clip_grad_norm_(self.model, self.max_grad_norm)
 
-    def reduce_step_log(
-        self, loss_sum: Tensor, memory_bytes: int, grad_norm: float | Tensor = 0.0
-    ) -> Tensor:
+    def reduce_step_log(self, loss_sum: Tensor, memory_bytes: int, grad_norm: float | Tensor = 0.0) -> Tensor:
         """Combine peak memory, stop and save requests, and the share of the loss of all ranks in one all-reduce.
 
         `grad_norm` is already equal on every rank.
@@ -379,8 +367,7 @@ class Loop:
             raise LossNotFinite(
                 f"the loss or its gradient is not finite; {outcome}",
                 where=f"step {step}",
-                got=f"loss={loss}, grad_norm={norm}"
-                + ("" if (name := locate()) is None else f"; first: {name}"),
+                got=f"loss={loss}, grad_norm={norm}" + ("" if (name := locate()) is None else f"; first: {name}"),
             )
         return output
 
@@ -408,9 +395,7 @@ class Loop:
             submodels, tower = handle(self.model).submodels, None
             if submodels is not None:
                 joint = submodels.joint
-                tower = TowerMicrobatches(
-                    submodels.owners, None if joint is None else joint.schedule
-                )
+                tower = TowerMicrobatches(submodels.owners, None if joint is None else joint.schedule)
             self._grids[size] = cost_grid(self.plan, batches, tower)
         return self._grids[size]
 
@@ -441,19 +426,12 @@ class Loop:
             sources = [(share, i) for i in range(rounds)]
         shares = {source[0] for source in sources if source is not None}
         grid = self._grid(batches)
-        cut = {
-            s: batches.microbatches(index, s, dp, microbatch, rounds, *([grid] if grid else []))
-            for s in shares
-        }
+        cut = {s: batches.microbatches(index, s, dp, microbatch, rounds, *([grid] if grid else [])) for s in shares}
         parts = [None if source is None else cut[source[0]][source[1]] for source in sources]
         names = ["input_ids", "shift_labels", "position_ids"]
         names += [TOKEN_MASK] if handle(self.model).routes else []
-        arrays = [
-            b and {n: a for n in names if (a := getattr(b, n)) is not None} | b.media for b in parts
-        ]
-        tensors = [
-            part and {name: self._on_device(a) for name, a in part.items()} for part in arrays
-        ]
+        arrays = [b and {n: a for n in names if (a := getattr(b, n)) is not None} | b.media for b in parts]
+        tensors = [part and {name: self._on_device(a) for name, a in part.items()} for part in arrays]
         # The data index contains the token counts of all ranks, so no communication is needed.
         return StepInputs(tensors, max(batches.num_valid(index), 1), lr)
 

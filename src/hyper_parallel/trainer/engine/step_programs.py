@@ -258,17 +258,13 @@ def _block_plan(plan: Plan, block: Strategy) -> Plan:
     """Return the plan of a block, without sharding over data-parallel axes that have degree 1 in the block."""
     absent = [a for a in _FSDP if getattr(block, a, 1) == 1]
     layouts = {
-        name: replace(
-            layout, axes=tuple(tuple(a for a in dim if a not in absent) for dim in layout.axes)
-        )
+        name: replace(layout, axes=tuple(tuple(a for a in dim if a not in absent) for dim in layout.axes))
         for name, layout in plan.layouts.items()
     }
     return replace(plan, strategy=block, layouts=layouts)
 
 
-def _traced_world(
-    recipe: Recipe, block: Strategy, position: int
-) -> AbstractContextManager[World | None]:
+def _traced_world(recipe: Recipe, block: Strategy, position: int) -> AbstractContextManager[World | None]:
     """Return a context with a fake world for one rank of a block, or with None if the rank runs no collectives."""
     if block.world_size == 1 and recipe.moe.capacity_factor is None:
         return nullcontext()
@@ -308,9 +304,7 @@ def _loss(model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs
     return F.cross_entropy(logits, shift_labels.flatten(), reduction="sum") / valid_tokens
 
 
-def _loss_of_model(
-    model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs: Tensor
-) -> Tensor:
+def _loss_of_model(model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs: Tensor) -> Tensor:
     """Return the loss that the model computes itself, also from logits that are sharded over tensor-parallel ranks."""
     labels = {"labels": shift_labels, "shift_labels": shift_labels}
     output = model(**inputs, **labels, num_items_in_batch=valid_tokens, use_cache=False)
@@ -326,9 +320,7 @@ def _use_static_forms(model: nn.Module) -> None:
             getattr(model, name)(form)
 
 
-def _check_recipe(
-    recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
-) -> None:
+def _check_recipe(recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]) -> None:
     training = recipe.training
     refused = {
         "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
@@ -405,9 +397,7 @@ def _check_shared(strategy: Strategy, stages: StageModules, where: str) -> None:
 
 
 def _refused(backend: str, feature: str, where: str, hint: str) -> Contradiction:
-    return Contradiction(
-        f"the back end {backend} does not support {feature}", where=where, got=feature, hint=hint
-    )
+    return Contradiction(f"the back end {backend} does not support {feature}", where=where, got=feature, hint=hint)
 
 
 def _clip_function(
@@ -441,9 +431,7 @@ def _clip_function(
         grads |= {name: sum_over(grads[name], "pp") for name in shared if name in grads}
         if strategy.dp_replicate > 1:
             grads = {name: sum_over(grad, "dp_replicate") for name, grad in grads.items()}
-        squares = torch.stack(
-            [g.float().square().sum() / copies[n] for n, g in grads.items()]
-        ).sum()
+        squares = torch.stack([g.float().square().sum() / copies[n] for n, g in grads.items()]).sum()
         for axis, degree in summed_axes.items():
             squares = sum_over(squares, axis) if degree > 1 else squares
         norm = squares.sqrt()

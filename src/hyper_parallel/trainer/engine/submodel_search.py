@@ -101,9 +101,7 @@ def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> Unsu
     )
 
 
-def _no_memory(
-    loaded: LoadedRecipe, steps: Sequence[DividedStep], capacity_bytes: int
-) -> DoesNotFit:
+def _no_memory(loaded: LoadedRecipe, steps: Sequence[DividedStep], capacity_bytes: int) -> DoesNotFit:
     can_shrink = any((step.plan.workload.microbatch or 1) > 1 for step in steps)
     return DoesNotFit(
         "no layout of the parts of the model fits in the memory of a device",

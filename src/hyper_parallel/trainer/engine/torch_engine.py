@@ -112,9 +112,7 @@ class TorchEngine:
             # Count the parameters now, because the first step may pad local shards.
             parameters = {"parameters": self._bytes_by_kind()["parameters"]}
             self._gauge.kinds = lambda: self._bytes_by_kind() | parameters
-        self._snapshots = (
-            None if snapshots is None else self._checkpointer(snapshots, snapshot=True)
-        )
+        self._snapshots = None if snapshots is None else self._checkpointer(snapshots, snapshot=True)
         self._scale = LossScale() if training.dtype == "float16" else None
         self._planned: PlannedSteps | None = None
         self._stack, self._profiles = ExitStack(), ExitStack()
@@ -156,9 +154,7 @@ class TorchEngine:
         self._saver = self._checkpointer(job.checkpoint_dir)
         if self.world_size > 1:
             dist.barrier()
-        self._recorder = SpanRecorder(
-            self.rank, self._world.device, done + 1, self._world.heartbeat
-        )
+        self._recorder = SpanRecorder(self.rank, self._world.device, done + 1, self._world.heartbeat)
         self._loop = self._make_loop(
             self._model,
             self._optimizer,
@@ -189,10 +185,7 @@ class TorchEngine:
         planned = PlannedSteps(self._loop, self._assumed, self._flash, line, self._spill)
         self._recorder.begin_step(0)  # outside the recorded window
         planned.prepare(
-            *(
-                self._loop.inputs(batches, step, schedule.lr(min(step, training.steps)))
-                for step in (done + 1, done + 2)
-            )
+            *(self._loop.inputs(batches, step, schedule.lr(min(step, training.steps))) for step in (done + 1, done + 2))
         )
         self._stack.callback(planned.close)
         self._planned = planned
@@ -372,10 +365,7 @@ class TorchEngine:
         }
 
     def _bytes_by_kind(self) -> dict[str, int]:
-        return {
-            kind: sum(local(tensor).nbytes for tensor in tensors)
-            for kind, tensors in self._state().items()
-        }
+        return {kind: sum(local(tensor).nbytes for tensor in tensors) for kind, tensors in self._state().items()}
 
     def _checkpointer(self, directory: Path, *, snapshot: bool = False) -> Checkpointer:
         choice, plan = self._recipe.checkpoint, self._job.plan

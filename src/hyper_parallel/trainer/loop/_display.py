@@ -84,11 +84,7 @@ def startup_panel(job: Job) -> Panel:
     batch = f"microbatch {work.microbatch} x {work.accumulation_steps} accumulated, sequences of {work.seq_len} tokens"
     rows = {
         "topology": f"{plan.topology}, {plural(plan.num_ranks, 'rank')}"
-        + (
-            ""
-            if job.on_topology
-            else "; not this machine, so no time is compared with the prediction"
-        ),
+        + ("" if job.on_topology else "; not this machine, so no time is compared with the prediction"),
         "model": f"{plan.model.name} ({plan.model.family}), {params} parameters",
         "weights": weights,
         **({"trained": job.trained} if job.trained else {}),

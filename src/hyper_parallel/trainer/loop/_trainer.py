@@ -152,9 +152,7 @@ class _RunState:
 class Trainer:
     """Training loop of one run on one rank; without `stop`, no signal can end it before the last step."""
 
-    def __init__(
-        self, job: Job, engine: Engine, display: Display, stop: StopRequest | None = None
-    ) -> None:
+    def __init__(self, job: Job, engine: Engine, display: Display, stop: StopRequest | None = None) -> None:
         self._job, self._engine, self._display = job, engine, display
         self._batches = job.train_batches()
         self._holdout = job.holdout_batches()
@@ -238,9 +236,7 @@ class Trainer:
         with written(job.output_dir):
             mark_run_directory(job.output_dir)
             if job.ignore_checkpoints and (removed := clear_run_directory(job.output_dir)):
-                self._display.line(
-                    f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}"
-                )
+                self._display.line(f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}")
             if not run.part.is_late:
                 self._write(run.part)
             shown = recipe.model_dump(mode="json")
@@ -314,9 +310,7 @@ class Trainer:
             write_text(directory / "run.json", json.dumps(about, indent=1) + "\n")
         unwritten = [*self._unwritten.errors, *(self._log.unwritten.errors if self._log else ())]
         kernels = tuple(tuple(kernel["operators"]) for kernel in about.get("fused_kernels", ()))
-        return Summary(
-            run.done, *losses, seconds, unwritten=tuple(unwritten), fused_kernels=kernels
-        )
+        return Summary(run.done, *losses, seconds, unwritten=tuple(unwritten), fused_kernels=kernels)
 
     def _close_log(self, failure: type[BaseException] | None, *_: object) -> None:
         """Close the metric files; raise their write errors only if no other exception (`failure`) is propagating."""
@@ -341,9 +335,7 @@ class Trainer:
             self._watch.check()
             raise
 
-    def _continue(
-        self, done: int, extra: dict[str, Any], facts: dict[str, Any], stopping: EarlyStopping
-    ) -> Changes:
+    def _continue(self, done: int, extra: dict[str, Any], facts: dict[str, Any], stopping: EarlyStopping) -> Changes:
         """Restore the data position from a checkpoint; print and return the changes of facts, {} for a new run.
 
         Raises:
@@ -464,9 +456,7 @@ class Trainer:
             tps=per_device,
             tflops=flops / 1e12,
             mfu=flops / plan.peak_flops if plan.peak_flops else 0.0,
-            pred_step_s=plan.whole_step_s
-            if self._job.on_topology and (plan.roles or not result.rollout)
-            else None,
+            pred_step_s=plan.whole_step_s if self._job.on_topology and (plan.roles or not result.rollout) else None,
             **{k: v for k, v in asdict(result).items() if k not in ("stop", "save")},
         )
         for callback in self._callbacks:

@@ -31,9 +31,7 @@ class EarlyStopping:
     @property
     def reason(self) -> str:
         """Explanation of the stop, for the log."""
-        return (
-            f"{self.waited} evaluations in a row were no better than a held-out loss of {self.best}"
-        )
+        return f"{self.waited} evaluations in a row were no better than a held-out loss of {self.best}"
 
     def update(self, loss: float) -> None:
         """Update the counter with the loss of an evaluation."""

@@ -127,13 +127,9 @@ class MetricsLog:
         self._open = ExitStack()
         self._watch = watch or self._open.enter_context(closing(DirectoryWatch(directory)))
         try:
-            self._files = {
-                name: self._open_lines(name, resumed_step) for name in ("metrics", "eval")
-            }
+            self._files = {name: self._open_lines(name, resumed_step) for name in ("metrics", "eval")}
             self._watch.follow("metrics.jsonl")
-            self._trackers += make_trackers(
-                report_to, directory, resumed_step, recipe, self._watch.check
-            )
+            self._trackers += make_trackers(report_to, directory, resumed_step, recipe, self._watch.check)
         except BaseException:
             self.close()
             raise
@@ -198,9 +194,7 @@ class MetricsLog:
 def as_line(record: Any) -> dict[str, Any]:
     """Return a record as a dict for JSON with `step` first, without values that are None, NaN or infinite."""
     items = {"step": record.step, **asdict(record)}.items()
-    return {
-        k: v for k, v in items if v is not None and (not isinstance(v, float) or math.isfinite(v))
-    }
+    return {k: v for k, v in items if v is not None and (not isinstance(v, float) or math.isfinite(v))}
 
 
 def _keep_until(path: Path, step: int) -> str | None:

@@ -57,9 +57,7 @@ def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
     from hyper_parallel.trainer.stages.rewards import check_columns, reward_functions
 
     where, names = loaded.where("grpo.reward_funcs"), loaded.recipe.grpo.reward_funcs
-    splits = [
-        s for s in (packed.train, packed.holdout) if s is not None and not isinstance(s, Stream)
-    ]
+    splits = [s for s in (packed.train, packed.holdout) if s is not None and not isinstance(s, Stream)]
     for name, reward in zip(names, reward_functions(names, where), strict=True):
         if isinstance(reward, ModelReward):
             reward.check(packed.tokenizer_dir, where)

@@ -65,9 +65,7 @@ def run_facts(job: Job) -> dict[str, Any]:
     return values
 
 
-def _section_leaves(
-    section: Section, dumped: dict[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
+def _section_leaves(section: Section, dumped: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of each value in a recipe section; a dict-valued key is a single value."""
     for name, value in dumped.items():
         inner = getattr(section, name)
@@ -287,9 +285,7 @@ def _has_adapters(facts: Mapping[str, Any]) -> bool:
     return _section(facts, "lora") is not None
 
 
-def _refusal(
-    changed: Changes, refused: list[str], facts: Mapping[str, Any], run: Path
-) -> CheckpointMismatch:
+def _refusal(changed: Changes, refused: list[str], facts: Mapping[str, Any], run: Path) -> CheckpointMismatch:
     key, *remaining = refused
     stated = [k for k in refused if k.partition(".")[0] not in _STATED_BY_ALL]
     overrides = [_override(k, changed[k][0]) for k in stated if not k.startswith(MODEL_CONFIG)]

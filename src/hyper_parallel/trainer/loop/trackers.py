@@ -110,9 +110,7 @@ def _known_ids(path: Path) -> dict[str, str]:
         ) from error
 
 
-def _tensorboard(
-    directory: Path, resumed_step: int, check_directory: Callable[[], None]
-) -> Tracker:
+def _tensorboard(directory: Path, resumed_step: int, check_directory: Callable[[], None]) -> Tracker:
     """Return a TensorBoard tracker that appends to an open event file.
 
     TensorBoard's own writer is not used: its thread reopens the path for each record, and dies when the disk is full.

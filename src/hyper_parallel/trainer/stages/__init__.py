@@ -38,9 +38,7 @@ class LearningStage:
     def begin(self, batches: Any) -> None:
         """Prepare for training on `batches`; called once per process, after the weights are loaded."""
 
-    def inputs(
-        self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None
-    ) -> StageInputs:
+    def inputs(self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None) -> StageInputs:
         """Return the inputs of `objective` for a step or an evaluation.
 
         Args:

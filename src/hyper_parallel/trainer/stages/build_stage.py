@@ -43,13 +43,9 @@ def build_stage(
         sampler = Sampler.of_job(job, model)
         publisher = None
         if recipe.grpo.rollout_ranks:
-            publisher = Publisher(
-                job, world, model, done // recipe.grpo.num_iterations, recorder.origin_s
-            )
+            publisher = Publisher(job, world, model, done // recipe.grpo.num_iterations, recorder.origin_s)
         reference = (
-            partial(ReferenceWeights, model, job.output_dir, resumed_directory, inputs)
-            if recipe.grpo.beta
-            else None
+            partial(ReferenceWeights, model, job.output_dir, resumed_directory, inputs) if recipe.grpo.beta else None
         )
         return GrpoStage(sampler, job.plan, data_share(model)[0], publisher, reference, inputs)
     writes = world.rank == 0

@@ -64,9 +64,7 @@ class Environments:
             BadValue: HP102 when `step` does not return (text or None, finite number).
         """
         row, turn = sequence.number, sequence.tokens[self._turn_starts[sequence.number] :]
-        outcome = self._environments[row].step(
-            self._tokenizer.decode(turn, skip_special_tokens=True)
-        )
+        outcome = self._environments[row].step(self._tokenizer.decode(turn, skip_special_tokens=True))
         match outcome:
             case (str() | None as reply, int() | float() as reward) if math.isfinite(reward):
                 self.rewards[row] += float(reward)

@@ -100,9 +100,7 @@ class GrpoStage(LearningStage):
             weights = self.reference()
             self._reference_weights = None if self.settings.reference_on_samplers else weights
         if (reason := slot_cache_refusal(self.sampler.model)) and self.rank == 0:
-            _log.warning(
-                "sampling has no key-value cache, so every token recomputes its prefix: %s", reason
-            )
+            _log.warning("sampling has no key-value cache, so every token recomputes its prefix: %s", reason)
 
     def end(self) -> None:
         """Tell dedicated sampling ranks to end."""
@@ -125,18 +123,14 @@ class GrpoStage(LearningStage):
         tokens = sums[1]
         self._record = self._means(sums, total)
         batch = self._objective_inputs(completions, rewards)
-        batch["weights"] = torch.where(
-            completions.sampled[:, 1:], 1 / (total * lengths)[:, None], 0.0
-        )
+        batch["weights"] = torch.where(completions.sampled[:, 1:], 1 / (total * lengths)[:, None], 0.0)
         padded = {name: x.new_zeros(len(rows), *x.shape[1:]) for name, x in batch.items()}
         padded["shift_labels"].fill_(IGNORE_INDEX)
         for name, x in batch.items():
             padded[name][real] = x
         return _split_batch(padded, size), int(tokens)
 
-    def inputs(
-        self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None
-    ) -> StageInputs:
+    def inputs(self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None) -> StageInputs:
         """Sample and reward completions; return them as microbatches, and their number of tokens over all ranks.
 
         In `microbatches`, each prompt fills `num_generations` consecutive rows, whose labels are the reference answer.
@@ -160,9 +154,7 @@ class GrpoStage(LearningStage):
             for part, logprobs in zip(parts, self._proximal_logprobs, strict=True)
         ], tokens
 
-    def _rollout(
-        self, microbatches: Microbatches, rows: Rows, batches: Any, step: int
-    ) -> tuple[Microbatches, int]:
+    def _rollout(self, microbatches: Microbatches, rows: Rows, batches: Any, step: int) -> tuple[Microbatches, int]:
         """Sample and reward rollout `step`, counted from 1; return its microbatches and global number of tokens."""
         size = len(microbatches[0]["input_ids"])
         completions = self._sample(microbatches, batches, step)
@@ -191,9 +183,7 @@ class GrpoStage(LearningStage):
         self.publisher.publish(step - 1, batches.state_dict(step - 1))
         return self.publisher.collect(step, first, count, microbatches[0]["input_ids"].device)
 
-    def _record_rollout(
-        self, completions: Completions, groups: Tensor, sums: list[Tensor], step: int
-    ) -> float:
+    def _record_rollout(self, completions: Completions, groups: Tensor, sums: list[Tensor], step: int) -> float:
         """Record statistics of rollout `step`; return its number of sampled tokens over all ranks.
 
         `groups` is [prompts, G] weighted rewards; `sums` has each reward function's sum over this rank's completions.
@@ -202,9 +192,7 @@ class GrpoStage(LearningStage):
         ages = (step - 1 - completions.versions).double() * completions.sampled
         flat = (groups.std(1) == 0).sum()
         counts = [groups.sum(), lengths.sum(), completions.stopped.sum(), *sums]
-        squares, flat_groups, age, *totals = self._sum(
-            [groups.square().sum(), flat, ages.sum(), *counts]
-        )
+        squares, flat_groups, age, *totals = self._sum([groups.square().sum(), flat, ages.sum(), *counts])
         total, tokens = groups.numel() * self.plan.strategy.dp, totals[1]
         self._record = record = self._means(totals, total)
         record["reward_std"] = max(squares / total - record["reward"] ** 2, 0.0) ** 0.5
@@ -345,18 +333,13 @@ class GrpoStage(LearningStage):
         }
         names = self.settings.reward_funcs
         internal = {
-            "rows": [
-                row[:end].tolist()
-                for row, end in zip(completions.tokens, completions.ends, strict=True)
-            ],
+            "rows": [row[:end].tolist() for row, end in zip(completions.tokens, completions.ends, strict=True)],
             "stopped": completions.stopped.tolist(),
             "environment_rewards": completions.rewards.tolist(),
             "microbatch": self.plan.workload.microbatch or 1,
             "device": starts.device,
         }
-        scores = [
-            score(n, f, keywords, internal) for n, f in zip(names, self._rewards, strict=True)
-        ]
+        scores = [score(n, f, keywords, internal) for n, f in zip(names, self._rewards, strict=True)]
         values = torch.tensor(scores, dtype=torch.float64, device=starts.device)
         weights = values.new_tensor(self.settings.reward_weights or [1.0] * len(names))
         return weights @ values, list(values.sum(1))

@@ -57,9 +57,7 @@ class KtoStage(PairStage):
         desirable = torch.from_numpy(sequences.desirable(rows))
         return {"reference": reference.reference_logprobs(rows), "desirable": desirable}
 
-    def inputs(
-        self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None
-    ) -> StageInputs:
+    def inputs(self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None) -> StageInputs:
         """Return the first row of each pair, and the step's number of trained tokens.
 
         Each microbatch also has the [B] `row_values`, and `divergence`, the scalar z of the step.
@@ -74,8 +72,7 @@ class KtoStage(PairStage):
         self._divergence = max(sum_of_ratios / self.pairs, 0.0)
         divergence = torch.tensor(self._divergence, dtype=torch.float64, device=self.device)
         parts = [
-            {name: value[0::2].contiguous() for name, value in pair.items()}
-            | {"divergence": divergence}
+            {name: value[0::2].contiguous() for name, value in pair.items()} | {"divergence": divergence}
             for pair in pairs
         ]
         trained_rows = batches.step_batch((step or 1) - 1)[0::2]
@@ -88,9 +85,7 @@ class KtoStage(PairStage):
         ratio = logprobs.sum(-1) - batch["reference"]
         gain = torch.where(good, ratio - batch["divergence"], batch["divergence"] - ratio)
         losses = 1 - torch.sigmoid(settings.beta * gain)
-        weighted = torch.where(
-            good, settings.desirable_weight * losses, settings.undesirable_weight * losses
-        )
+        weighted = torch.where(good, settings.desirable_weight * losses, settings.undesirable_weight * losses)
         score = (settings.beta * ratio).detach().double()
         good, bad = good & real, ~good & real
         facts = [score[good].sum(), score[bad].sum(), good.sum(), bad.sum()]

@@ -55,9 +55,7 @@ class ModelReward:
                 allowed="architectures: a *ForSequenceClassification model with one label",
                 hint="hyper-parallel train RECIPE.yaml stage=rm",
             )
-        reward_tokenizer, run_tokenizer = (
-            load_tokenizer(d) for d in (self.directory, tokenizer_dir)
-        )
+        reward_tokenizer, run_tokenizer = (load_tokenizer(d) for d in (self.directory, tokenizer_dir))
         differences = {
             "vocabulary": reward_tokenizer.get_vocab() != run_tokenizer.get_vocab(),
             "chat template": reward_tokenizer.chat_template != run_tokenizer.chat_template,
@@ -103,9 +101,7 @@ class ModelReward:
         turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
         ids, trained_mask = encode_conversation(tokenizer, Conversation(turns))
         suffix = ids[len(trained_mask) - trained_mask[::-1].index(True) :]
-        conversations = [
-            row + suffix if end else row for row, end in zip(rows, stopped, strict=True)
-        ]
+        conversations = [row + suffix if end else row for row, end in zip(rows, stopped, strict=True)]
         pad, scores = self._model.config.get_text_config().pad_token_id, list[float]()
         for first in range(0, len(conversations), microbatch):
             part = [torch.tensor(row) for row in conversations[first : first + microbatch]]

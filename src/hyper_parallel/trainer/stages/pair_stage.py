@@ -39,9 +39,7 @@ class PairStage(LearningStage):
         work = self.plan.workload
         self.pairs = (work.tokens_per_step or 0) // work.seq_len / 2
 
-    def inputs(
-        self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None
-    ) -> StageInputs:
+    def inputs(self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None) -> StageInputs:
         """Return the microbatches with `row_values` added; the token count is None, which selects the data's count."""
         self._sums.clear()
         self.pairs = float((batches.step_batch((step or 1) - 1) >= 0).sum()) / 2
@@ -60,9 +58,7 @@ class PairStage(LearningStage):
         """
         raise NotImplementedError
 
-    def mean_loss(
-        self, losses: Tensor, scores: Tensor, real: Tensor, magnitudes: Tensor, dtype: torch.dtype
-    ) -> Tensor:
+    def mean_loss(self, losses: Tensor, scores: Tensor, real: Tensor, magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
         """Add a microbatch of N pairs to the statistics; return its summed loss divided by the pairs of the step.
 
         A score is a difference of two sums over the tokens of an answer. Its rounding error is proportional to these
@@ -81,9 +77,7 @@ class PairStage(LearningStage):
         margin, rounding = chosen - rejected, _MAX_ERROR_ULPS * torch.finfo(dtype).eps * sums
         right = torch.where(margin.abs() <= rounding, 0.5, (margin > 0).to(margin.dtype))
         facts = [chosen, rejected, right, torch.ones_like(chosen)]
-        self._sums.append(
-            torch.stack([torch.where(real, fact.double(), 0.0).sum() for fact in facts])
-        )
+        self._sums.append(torch.stack([torch.where(real, fact.double(), 0.0).sum() for fact in facts]))
         return torch.where(real, losses, 0.0).sum() / self.pairs
 
     def totals(self) -> list[float]:

@@ -130,10 +130,7 @@ class Reference:
         values = torch.zeros(rows, dtype=torch.float64, device=self.device)
         for begin in range(0, rows, size * dp):
             own_rows = np.arange(size, dtype=np.int64) + begin + data_share(self.model)[0] * size
-            ids, labels = (
-                torch.from_numpy(a).to(self.device)
-                for a in sequences.read(np.minimum(own_rows, rows - 1))
-            )
+            ids, labels = (torch.from_numpy(a).to(self.device) for a in sequences.read(np.minimum(own_rows, rows - 1)))
             logprobs = self.current_logprobs({"input_ids": ids, "shift_labels": labels})
             inside = torch.from_numpy(own_rows < rows).to(self.device)
             index = torch.from_numpy(own_rows).to(self.device)[inside]
@@ -164,9 +161,7 @@ class ReferenceWeights:
     """
 
     @torch.no_grad()
-    def __init__(
-        self, model: nn.Module, directory: Path, source: Path | None, inputs: RunInputs
-    ) -> None:
+    def __init__(self, model: nn.Module, directory: Path, source: Path | None, inputs: RunInputs) -> None:
         self._model = model
         self._trained = [p for p in model.parameters() if p.requires_grad]
         if source is None:

@@ -35,9 +35,7 @@ class RewardModelStage(PairStage):
 
     def row_values(self, rows: Rows, sequences: Any, *, held_out: bool) -> dict[str, Tensor]:
         """Return {"margin": [len(rows)] target margin of each row's pair}, or {} if the data has no margins."""
-        return (
-            {"margin": torch.from_numpy(sequences.margins(rows))} if sequences.has_margins else {}
-        )
+        return {"margin": torch.from_numpy(sequences.margins(rows))} if sequences.has_margins else {}
 
     def objective(self, scores: Tensor, /, batch: Mapping[str, Any]) -> Tensor:
         """Return the summed loss of a microbatch's pairs divided by the number of pairs in the step.

@@ -37,9 +37,7 @@ def prefix_match(completions: Sequence[str], answer: Sequence[str], **_: Any) ->
     def share(completion: str, right: str) -> float:
         longest = max(len(completion), len(right))
         pairs = zip(completion, right, strict=False)
-        equal = next(
-            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(completion), len(right))
-        )
+        equal = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(completion), len(right)))
         return equal / longest if longest else 1.0
 
     return [share(c.strip(), str(a).strip()) for c, a in zip(completions, answer, strict=True)]
@@ -113,9 +111,7 @@ def check_columns(name: str, function: Reward, columns: Sequence[str], where: st
         )
 
 
-def score(
-    name: str, function: Reward, public: dict[str, Any], internal: dict[str, Any]
-) -> list[float]:
+def score(name: str, function: Reward, public: dict[str, Any], internal: dict[str, Any]) -> list[float]:
     """Call a reward function; return one finite reward per completion.
 
     Args:
@@ -145,9 +141,7 @@ def score(
             got=f"{type(error).__name__}: {error}",
             allowed="one number for every completion; completions are texts",
         ) from error
-    if len(rewards) != num_completions or not all(
-        isinstance(r, Real) and math.isfinite(r) for r in rewards
-    ):
+    if len(rewards) != num_completions or not all(isinstance(r, Real) and math.isfinite(r) for r in rewards):
         raise BadValue(
             "a reward function must return one finite number for every completion",
             where=where,

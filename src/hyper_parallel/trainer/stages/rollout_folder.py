@@ -65,9 +65,7 @@ class RolloutFolder:
         done = begin["done"]
         for path in self._completion_files():
             metadata = _metadata(path)
-            if metadata.get("parts") != str(parts) or (
-                not exact and int(metadata["version"]) > done
-            ):
+            if metadata.get("parts") != str(parts) or (not exact and int(metadata["version"]) > done):
                 path.unlink()
         for version in steps(self.policy):
             if not exact and version > done:
@@ -140,9 +138,7 @@ class RolloutFolder:
         """
         path = self.file(step, part)
         partial = path.with_suffix(".part")
-        tensors = {
-            f.name: getattr(completions, f.name).cpu().contiguous() for f in fields(completions)
-        }
+        tensors = {f.name: getattr(completions, f.name).cpu().contiguous() for f in fields(completions)}
         metadata = {"version": str(version), "parts": str(parts), "seconds": str(seconds)}
         with tensors_written(partial):
             save_file(tensors, partial, metadata)

@@ -159,9 +159,7 @@ class Publisher:
         sampled_s: Longest sampling time of the parts in the last `collect`, in seconds.
     """
 
-    def __init__(
-        self, job: Job, world: World, model: nn.Module, done: int, origin_s: float
-    ) -> None:
+    def __init__(self, job: Job, world: World, model: nn.Module, done: int, origin_s: float) -> None:
         self._folder = RolloutFolder(job.output_dir / "rollouts", world.heartbeat)
         self._job, self._world, self._model, self._done = job, world, model, done
         self._origin_s = origin_s
@@ -182,9 +180,7 @@ class Publisher:
                 begin = {"done": self._done, "data": data, "origin_s": self._origin_s}
                 self._folder.begin(begin, self._settings.shares, exact=self._exact)
             keep = self._settings.max_staleness + 2
-            self._checkpoints = Checkpointer(
-                self._folder.policy, keep=keep, asynchronous=False, fingerprint={}
-            )
+            self._checkpoints = Checkpointer(self._folder.policy, keep=keep, asynchronous=False, fingerprint={})
             if self._world.world_size > 1:
                 dist.barrier()
         is_published = self._exact and version in steps(self._folder.policy)
@@ -203,15 +199,12 @@ class Publisher:
         work = self._job.plan.workload
         share_size = (work.tokens_per_step or 0) // work.seq_len // parts
         shares = [
-            self._folder.read(step, part)
-            for part in range(first // share_size, -(-(first + count) // share_size))
+            self._folder.read(step, part) for part in range(first // share_size, -(-(first + count) // share_size))
         ]
         self.waited_s = time.perf_counter() - begin
         self.sampled_s = max(seconds for _, seconds in shares)
         offset = first - first // share_size * share_size
-        tensors = (
-            torch.cat([getattr(one, f.name) for one, _ in shares]) for f in fields(Completions)
-        )
+        tensors = (torch.cat([getattr(one, f.name) for one, _ in shares]) for f in fields(Completions))
         return Completions(*(x[offset : offset + count].to(device) for x in tensors))
 
     def end(self) -> None:
@@ -253,9 +246,7 @@ class _SamplingRank:
         self._writes = world.rank % grpo.copy_tp == 0
         self._folder = RolloutFolder(job.output_dir / "rollouts", world.heartbeat)
         self._sampler = Sampler.of_job(job, self._model)
-        self._published = Checkpointer(
-            self._folder.policy, keep=1, asynchronous=False, fingerprint=None
-        )
+        self._published = Checkpointer(self._folder.policy, keep=1, asynchronous=False, fingerprint=None)
         self._weights = Weights(-1)
 
     def run(self) -> None:
@@ -266,9 +257,7 @@ class _SamplingRank:
         job, grpo, weights = self._job, self._grpo, self._weights
         batches, first = job.train_batches(), begin["done"] * grpo.num_iterations
         batches.load_state_dict(begin["data"])
-        recorder = SpanRecorder(
-            self._part, self._world.device, first + 1, self._world.heartbeat, "sampler"
-        )
+        recorder = SpanRecorder(self._part, self._world.device, first + 1, self._world.heartbeat, "sampler")
         timeline = self._folder.path / f"timeline.{self._part}.json"
         reference = None
         if grpo.reference_on_samplers:  # saved by the training ranks at the start of the run
@@ -320,10 +309,7 @@ class _SamplingRank:
             self._rows // self._microbatch,
         )
         names = ("input_ids", "shift_labels")
-        return [
-            {name: torch.from_numpy(getattr(x, name)).to(self._world.device) for name in names}
-            for x in parts
-        ]
+        return [{name: torch.from_numpy(getattr(x, name)).to(self._world.device) for name in names} for x in parts]
 
     def _sample(
         self,
@@ -335,14 +321,10 @@ class _SamplingRank:
         """Sample and publish this rank's part of a step, with log-probabilities under `reference` if it is set."""
         begin_s, microbatch = time.perf_counter(), self._microbatch
         with recorder.span("rollout", "compute"):
-            completions = self._sampler.complete(
-                inputs, step, self._part * self._rows, microbatch, self._weights
-            )
+            completions = self._sampler.complete(inputs, step, self._part * self._rows, microbatch, self._weights)
         if reference is not None:
             with recorder.span("reference", "compute"), reference.weights():
-                logprobs = logprobs_of(
-                    self._model, completions.tokens[:, :-1], completions.labels, microbatch
-                )
+                logprobs = logprobs_of(self._model, completions.tokens[:, :-1], completions.labels, microbatch)
             completions = replace(completions, reference_logprobs=logprobs)
         if self._writes:
             seconds = time.perf_counter() - begin_s

@@ -150,9 +150,7 @@ def sample(
     return completions
 
 
-def _decoding_sequences(
-    tokens: Tensor, starts: Tensor, limits: Sequence[int], draws: Tensor
-) -> list[DecodingSequence]:
+def _decoding_sequences(tokens: Tensor, starts: Tensor, limits: Sequence[int], draws: Tensor) -> list[DecodingSequence]:
     """Return the initial decoding state of each row whose limit is at least one token."""
     row_draws = draws.double().cpu().numpy()
     return [

@@ -58,9 +58,7 @@ def register() -> None:
     AttentionInterface.register(TRIAL, context_attention)
     # An omitted mask is ambiguous: kernels differ in their default.
     no_skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    AttentionMaskInterface.register(
-        TRIAL, lambda *sizes, **kwargs: sdpa_mask(*sizes, **kwargs | no_skip)
-    )
+    AttentionMaskInterface.register(TRIAL, lambda *sizes, **kwargs: sdpa_mask(*sizes, **kwargs | no_skip))
 
 
 @torch.compiler.disable
@@ -123,9 +121,7 @@ def context_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _exchange_tokens_for_heads(
-    context: ContextState, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ...]:
+def _exchange_tokens_for_heads(context: ContextState, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     ulysses = context.ulysses
     if query.shape[1] % ulysses:
         raise UnsupportedSharding(
@@ -181,9 +177,7 @@ class RingAttention:
         For each query span, the block with the keys of the same span comes first, because `merge` needs a visible key
         in every row.
         """
-        query_spans, key_spans = (
-            list(_slices(self.view.cut.spans[p])) for p in (self.position, source)
-        )
+        query_spans, key_spans = (list(_slices(self.view.cut.spans[p])) for p in (self.position, source))
         for rows, queries in query_spans:
             for columns, keys in sorted(key_spans, key=lambda pair: pair[1] != queries):
                 if not self.rules.causal:  # all tokens except padding
@@ -321,9 +315,7 @@ def _unpack(flat: Tensor, *like: Tensor) -> Iterator[Tensor]:
     return (part.view(t.shape) for part, t in zip(parts, like, strict=True))
 
 
-def _key_value_blocks(
-    context: ContextState, ring: RingAttention, k: Tensor, v: Tensor
-) -> KeyValueBlocks:
+def _key_value_blocks(context: ContextState, ring: RingAttention, k: Tensor, v: Tensor) -> KeyValueBlocks:
     """Yield (ring position, keys, values), those of this rank first; the next ones are in flight meanwhile."""
     name, ring_size = Purpose.KEYS_AND_VALUES, context.ring_size
     if context.gather_keys:
@@ -345,9 +337,7 @@ def _key_value_blocks(
     yield source, keys, values
 
 
-def _exchange(
-    context: ContextState, flat: Tensor, distance: int, name: Purpose
-) -> tuple[Tensor, Callable[[], None]]:
+def _exchange(context: ContextState, flat: Tensor, distance: int, name: Purpose) -> tuple[Tensor, Callable[[], None]]:
     """Send `flat` to the ring position `distance` steps ahead, and receive from behind; results of `send_receive`."""
     ulysses = context.ulysses
     to, source = (

@@ -158,9 +158,7 @@ class AttentionBlock:
                     first = max(first, first_query + start - self.rules.window + 1)
             yield slice(start, stop), slice(first - first_key, max(first, last) - first_key)
 
-    def _scores(
-        self, q: Tensor, k: Tensor, rows: slice, cols: slice
-    ) -> tuple[Tensor, Tensor | None]:
+    def _scores(self, q: Tensor, k: Tensor, rows: slice, cols: slice) -> tuple[Tensor, Tensor | None]:
         """Return the scores [B, G, (H / G) rows, cols], -inf if masked, and the derivative of the softcap or None."""
         exact, slope, softcap = score_dtype(q.dtype), None, self.rules.softcap
         grouped = _group(q[:, :, rows], k.shape[1]).to(exact)
@@ -181,13 +179,9 @@ class AttentionBlock:
         ops, scale, causal = torch.ops.aten, self.rules.scale, not self.all_seen
         if q.device.type == "cpu":
             k, v = _same_heads(q, k, v)
-            out, lse = ops._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, causal, scale=scale
-            )
+            out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         else:
-            out, lse, *_ = ops._scaled_dot_product_flash_attention(
-                q, k, v, 0.0, causal, False, scale=scale
-            )
+            out, lse, *_ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out.to(score_dtype(q.dtype)), lse
 
     def _fused_backward(

@@ -66,9 +66,7 @@ def shard_data_parallel(
     return tuple(wrapper.modules)
 
 
-def _sharded_dims(
-    model: nn.Module, layouts: dict[str, Layout], strategy: Strategy
-) -> dict[int, int]:
+def _sharded_dims(model: nn.Module, layouts: dict[str, Layout], strategy: Strategy) -> dict[int, int]:
     """Return the dim over which FSDP shards each parameter, by parameter id; 0 if the layout shards no dim."""
     axes = {*strategy.fsdp_axes, "edp"}
     return {
@@ -109,9 +107,7 @@ class _Wrapper:
         self.modules.append(module)
 
 
-def _layers_without_shared_parameters(
-    layers: Sequence[nn.Module], model: nn.Module
-) -> Iterator[nn.Module]:
+def _layers_without_shared_parameters(layers: Sequence[nn.Module], model: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers that share no parameter with other modules; FSDP would copy a shared parameter per module."""
 
     def uses(module: nn.Module) -> Counter[int]:

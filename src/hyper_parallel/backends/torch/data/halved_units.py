@@ -66,14 +66,10 @@ class UnitPass:
         """Gather the parameters for backward; no effect if they are gathered already."""
         self._state._pre_backward(None)
 
-    def _watch_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with a hook on their gradients, which runs when backward leaves the layer."""
         leaves, structure = tree_flatten((args, kwargs))
-        trained = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
+        trained = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not trained or not torch.is_grad_enabled():
             return args, kwargs
         self._num_entered += 1

@@ -60,9 +60,7 @@ class EventSequence:
 
     DONE: Final = 1 << 40
 
-    def __init__(
-        self, lowest: Lowest, number: int, covers: Callable[[Sequence[int]], bool | None]
-    ) -> None:
+    def __init__(self, lowest: Lowest, number: int, covers: Callable[[Sequence[int]], bool | None]) -> None:
         self._lowest, self._number, self._covers = lowest, number, covers
         self._events: list[int] = []
         self._next = 0
@@ -382,9 +380,7 @@ class UnitOrder:
             if nearest is not None and unused[nearest]:
                 p.sharded_param.grad = None
 
-    def _sequence(
-        self, key: tuple[Any, ...], covers: Callable[[Sequence[int]], bool | None]
-    ) -> EventSequence:
+    def _sequence(self, key: tuple[Any, ...], covers: Callable[[Sequence[int]], bool | None]) -> EventSequence:
         if key not in self._sequences:
             self._sequences[key] = EventSequence(self._lowest, len(self._sequences), covers)
         sequence = self._sequences[key]

@@ -72,9 +72,7 @@ class _MoveRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, index: Tensor, size: int, overflow_row: bool, gathers: bool
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, index: Tensor, size: int, overflow_row: bool, gathers: bool) -> Tensor:
         ctx.save_for_backward(index)
         ctx.size, ctx.overflow_row, ctx.gathers = size, overflow_row, gathers
         return (_gather if gathers else _scatter)(rows, index, size, overflow_row)
@@ -108,9 +106,7 @@ def _launch_exchange(
     rows: Tensor, *, send: list[int], receive: list[int], group: dist.ProcessGroup, async_op: bool
 ) -> Callable[[], Tensor]:
     out = rows.new_empty(sum(receive), *rows.shape[1:])
-    return launch_all_to_all(
-        out, rows.contiguous(), group, Purpose.EXPERT_ROWS, receive, send, async_op=async_op
-    )
+    return launch_all_to_all(out, rows.contiguous(), group, Purpose.EXPERT_ROWS, receive, send, async_op=async_op)
 
 
 def _exchange_pair(
@@ -121,9 +117,7 @@ def _exchange_pair(
     return forward, partial(_launch_exchange, send=receive, receive=send, group=group)
 
 
-def _exchange(
-    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None
-) -> Tensor:
+def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return rows
     result: Tensor = collective(*_exchange_pair(send, receive, group), rows)
@@ -143,9 +137,7 @@ class Capacity:
     limit: int | Tensor
 
     @classmethod
-    def from_factor(
-        cls, factor: float, index: Tensor, num_experts: int, real: Tensor | None
-    ) -> Capacity:
+    def from_factor(cls, factor: float, index: Tensor, num_experts: int, real: Tensor | None) -> Capacity:
         """Return the capacity for the experts `index` [N, k] of tokens; `real` [N] masks padding (None: no padding)."""
         slots = math.ceil(factor * index.numel() / num_experts)
         if real is None:
@@ -204,9 +196,7 @@ class _SortedRows:
         return torch.empty_like(self.expert).index_copy_(0, self.order, sorted_slot)
 
 
-def _assign_uneven(
-    chunks: Sequence[_SortedRows], group: dist.ProcessGroup, load: Tensor | None
-) -> list[_Assignment]:
+def _assign_uneven(chunks: Sequence[_SortedRows], group: dist.ProcessGroup, load: Tensor | None) -> list[_Assignment]:
     """Assign a slot in the send buffer to every row of each chunk of tokens, after one exchange of row counts.
 
     Rows of padding are not sent. `load` has the rows per expert that count as kept, over all chunks; None: all that are
@@ -314,9 +304,7 @@ def dispatch(
     pieces = zip(hidden.tensor_split(chunks), assigned, strict=True)
     sends = (partial(rows_to_send, tokens, a) for tokens, a in pieces)
     computed_rows = zip(assigned, _exchange_and_work(sends, assigned, group, work), strict=True)
-    results = [
-        _MoveRows.apply(rows, a.slot, a.num_slots, overflow_row, True) for a, rows in computed_rows
-    ]
+    results = [_MoveRows.apply(rows, a.slot, a.num_slots, overflow_row, True) for a, rows in computed_rows]
     return results[0] if chunks == 1 else torch.cat(results)
 
 

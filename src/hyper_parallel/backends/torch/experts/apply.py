@@ -52,9 +52,7 @@ def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
     return counts
 
 
-def apply_to_experts(
-    model: nn.Module, state: ExpertState, tokens: Tokens, in_decoder: bool
-) -> None:
+def apply_to_experts(model: nn.Module, state: ExpertState, tokens: Tokens, in_decoder: bool) -> None:
     """Wrap the forward of every module of experts on this rank with token dispatch and combination.
 
     `state` gets the names of the modules and their routing counters. `in_decoder` tells whether the experts belong to a
@@ -88,9 +86,7 @@ def apply_to_experts(
             module.forward = _Forward(module, name, state)
 
 
-def _is_supported(
-    module: nn.Module, name: str, state: ExpertState, tokens: Tokens, in_decoder: bool
-) -> bool:
+def _is_supported(module: nn.Module, name: str, state: ExpertState, tokens: Tokens, in_decoder: bool) -> bool:
     """Return whether to wrap a module of experts; else the module runs unchanged. Raise HP205 if neither works."""
     group, capacity, tp = state.group, state.options.capacity_factor, tokens.tp
     in_list = isinstance(module, ExpertList) or is_list(module)
@@ -139,9 +135,7 @@ class _Forward:
     def __init__(self, module: nn.Module, name: str, state: ExpertState) -> None:
         self.module, self.inner, self.name, self.state = module, module.forward, name, state
         self.has_batch_dim = False
-        self.has_child_parameters = any(
-            True for child in module.children() for _ in child.parameters()
-        )
+        self.has_child_parameters = any(True for child in module.children() for _ in child.parameters())
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the combined results for tokens [N, D], or [B, S, D] in some models, by experts and weights [N, k]."""
@@ -164,14 +158,10 @@ class _Forward:
         out = out if selected is None else scatter_rows(out, selected, rows)
         return out.reshape(shape) if self.has_batch_dim else out
 
-    def _dispatch_and_combine(
-        self, hidden: Tensor, index: Tensor, weights: Tensor, real: Tensor | None
-    ) -> Tensor:
+    def _dispatch_and_combine(self, hidden: Tensor, index: Tensor, weights: Tensor, real: Tensor | None) -> Tensor:
         group, factor = self.state.group, self.state.options.capacity_factor
         num_experts: int = self.module.num_experts
-        capacity = (
-            None if factor is None else Capacity.from_factor(factor, index, num_experts, real)
-        )
+        capacity = None if factor is None else Capacity.from_factor(factor, index, num_experts, real)
         padding = self.state.tokens.running.context.padding
         # Padding uses no slots of a capacity, and is not computed if its results are unused.
         computed = real if capacity is not None or (padding and padding.unread) else None

@@ -228,9 +228,7 @@ class BalanceLoss:
         return sums[0] / sums[1]
 
 
-def disable_model_router_loss(
-    model: nn.Module, routing: Routing, alone: bool, replaced: bool
-) -> None:
+def disable_model_router_loss(model: nn.Module, routing: Routing, alone: bool, replaced: bool) -> None:
     """Disable the model's own router loss, which covers the tokens of one rank only.
 
     Router logits are not returned either. If there is one rank only (`alone`), an unknown loss of the model stays

@@ -156,9 +156,7 @@ class DeferredWeights(TorchFunctionMode):
                 node = gradients, _WeightNode.apply(gradients, weight)
                 self._weights[weight.untyped_storage()._cdata] = node
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         kind = _PRODUCTS.get(func)
         options = [*args[2:], *(v for k, v in kwargs.items() if k != "offs")]

@@ -62,9 +62,7 @@ class _Calls:
         call, self._next = self._next, self._next + 1
         first_run = (self.called[call], self.rows[call].shape) if call < len(self.rows) else None
         if first_run != (expert, rows.shape):
-            raise self.refusal(
-                "is called with other shapes or in another order when its block is run again"
-            )
+            raise self.refusal("is called with other shapes or in another order when its block is run again")
         return self.results[call]
 
     def refusal(self, reason: str) -> UnsupportedSharding:
@@ -90,9 +88,7 @@ class _ExpertSlot:
         return self._calls(self._expert, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        raise self._calls.refusal(
-            f"is used other than by a call: its block reads the attribute `{name}`"
-        )
+        raise self._calls.refusal(f"is used other than by a call: its block reads the attribute `{name}`")
 
 
 class ExpertList(SlotList):
@@ -152,9 +148,7 @@ def shard_expert_lists(model: nn.Module, state: ExpertState | None) -> None:
 class ListBlock:
     """Replacement forward of a block whose experts are an `ExpertList`."""
 
-    def __init__(
-        self, block: nn.Module, experts: ExpertList, name: str, state: ExpertState
-    ) -> None:
+    def __init__(self, block: nn.Module, experts: ExpertList, name: str, state: ExpertState) -> None:
         self.inner, self.experts, self.name, self.state = block.forward, experts, name, state
         self._unwrapped = [m for m in block.children() if m is not experts]
 

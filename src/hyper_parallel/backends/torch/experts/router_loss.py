@@ -172,9 +172,7 @@ def _with_stubs(model: nn.Module) -> nn.Module | None:
         return None
     stubbed = copy.copy(model)
     modules = {n: _Stub(m) if n in names else m for n, m in model._modules.items() if m}
-    stubbed.__dict__.update(
-        _modules=modules, _parameters={}, _forward_hooks={}, _forward_pre_hooks={}
-    )
+    stubbed.__dict__.update(_modules=modules, _parameters={}, _forward_hooks={}, _forward_pre_hooks={})
     stubbed.__dict__.pop("forward", None)
     for name in names:
         modules[name].__dict__["value"] = torch.zeros(1, _TOKENS, 2, dtype=torch.float64)
@@ -194,9 +192,7 @@ def _run(stubbed: nn.Module, logits: tuple[Tensor, ...], **flag: bool) -> tuple[
     return out.loss, getattr(out, "aux_loss", None)
 
 
-def _measure(
-    stubbed: nn.Module, size: int, product_keys: bool
-) -> tuple[float, bool, int, float] | None:
+def _measure(stubbed: nn.Module, size: int, product_keys: bool) -> tuple[float, bool, int, float] | None:
     """Return (coefficient, requested, top_k, scale), see `RouterLoss`; None if there is no auxiliary loss.
 
     An unknown definition of the loss has top_k 0.
@@ -209,8 +205,7 @@ def _measure(
     losses, ratios = [], []  # ratios: [k] per draw
     for _ in range(_DRAWS):
         logits = tuple(
-            torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
-            for _ in range(_LAYERS)
+            torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(_LAYERS)
         )
         loss_with, aux = _run(stubbed, logits, **{FLAG: True})
         loss_without, _ = _run(stubbed, logits, **{FLAG: False})

@@ -127,15 +127,11 @@ class StepCapture:
         self._alignment = alignment_bytes
         self._seen_backward = False
         self._owners: dict[int, tuple[int, torch.Tensor]] = {}  # key: id of the tensor
-        self._views = {
-            name: self.view(tensor, name, kind) for name, (tensor, kind) in named.items()
-        }
+        self._views = {name: self.view(tensor, name, kind) for name, (tensor, kind) in named.items()}
         for name, (tensor, _) in named.items():
             self._owners[id(tensor)] = self._views[name].storage, tensor
 
-    def view(
-        self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input"
-    ) -> View:
+    def view(self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input") -> View:
         """Return a tensor as a `View` of its numbered storage; an unknown storage is recorded as state of the step."""
         self._make_resident(tensor)
         storage = self._find(tensor)
@@ -187,9 +183,7 @@ class StepCapture:
         index = self.storages.add(tensor, Entry("numbers", 0, "scratch"))
         view = View(index, torch.uint8, (tensor.untyped_storage().nbytes(),), (1,), 0)
         with unset_fake_temporarily():
-            call = Call(
-                HostConstant(view.as_tensor(tensor.untyped_storage()).clone()), (), {}, ((0, view),)
-            )
+            call = Call(HostConstant(view.as_tensor(tensor.untyped_storage()).clone()), (), {}, ((0, view),))
         self._append(Operator("numbers", allocs=(index,), phase=self.phase), call)
         return index
 
@@ -289,9 +283,7 @@ class StepCapture:
         parts = split_lists(func, views[0], views[1], len(results))
         for number, (part_args, part_kwargs) in enumerate(parts):
             part_results = [(0, results[number][1])] if results and len(parts) > 1 else results
-            call = Call(
-                func, part_args, part_kwargs, tuple(part_results), guards, self._staging_bytes
-            )
+            call = Call(func, part_args, part_kwargs, tuple(part_results), guards, self._staging_bytes)
             reads = storages_in((part_args, part_kwargs))
             writes = [s for s in written_storages if s in reads]
             allocs = tuple(view.storage for _, view in part_results)
@@ -559,13 +551,7 @@ def _unaliased(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, to
     unaliased = {}
     for name, tensor in inputs.items():
         key = tensor.untyped_storage()._cdata
-        repeats = any(
-            n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        unaliased[name] = (
-            tensor.clone(memory_format=torch.contiguous_format)
-            if repeats or key in seen
-            else tensor
-        )
+        repeats = any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        unaliased[name] = tensor.clone(memory_format=torch.contiguous_format) if repeats or key in seen else tensor
         seen.add(key)
     return unaliased

@@ -94,9 +94,7 @@ class PlannedDevice:
         self._expected = check if isinstance(check, ReferenceStep) else None
         storages = enumerate(plan.program.storages)
         self._results = [s for s, storage in storages if storage.at_end and not storage.at_start]
-        self._check = check is not False and (
-            self._expected is not None or captured.run_eager is not None
-        )
+        self._check = check is not False and (self._expected is not None or captured.run_eager is not None)
         simulated = plan.actions if self.hardware.timed is None else ()
         self._clock = clocked(plan.program, machine, simulated)
 
@@ -114,9 +112,7 @@ class PlannedDevice:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    def step(
-        self, inputs: Mapping[str, torch.Tensor], *, trace: bool = False
-    ) -> tuple[Any, Measured]:
+    def step(self, inputs: Mapping[str, torch.Tensor], *, trace: bool = False) -> tuple[Any, Measured]:
         """Run the planned step on new inputs.
 
         Args:
@@ -174,9 +170,7 @@ class PlannedDevice:
         )
 
     def _outputs(self) -> Any:
-        return tree_map_only(
-            View, lambda v: v.as_tensor(self._base(v.storage)).clone(), self.captured.outputs
-        )
+        return tree_map_only(View, lambda v: v.as_tensor(self._base(v.storage)).clone(), self.captured.outputs)
 
     def _timeline(self, samples: list[_Sample]) -> Timeline:
         timed = self.hardware.timed
@@ -185,11 +179,7 @@ class PlannedDevice:
             for moment, tiers in samples
             for name, live in tiers
         )
-        spans = (
-            predicted_timeline(self.plan, self.machine).spans
-            if timed is None
-            else tuple(timed.times().spans or ())
-        )
+        spans = predicted_timeline(self.plan, self.machine).spans if timed is None else tuple(timed.times().spans or ())
         return Timeline("measured", spans, counters)
 
     @contextmanager

@@ -44,9 +44,7 @@ def fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
-def run_with_known_values(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-) -> Any:
+def run_with_known_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
     """Run an operator on `tensors`, the tensors among its arguments; propagate known values through fake tensors.
 
     Operators on real tensors outside of a fake mode run as usual.
@@ -117,8 +115,7 @@ def _from_equal_ranks(func: Any, args: tuple[Any, ...]) -> None:
 
 
 _ARITHMETIC = tuple(
-    getattr(torch.ops.aten, name).Tensor
-    for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
+    getattr(torch.ops.aten, name).Tensor for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
 )
 
 
@@ -127,9 +124,7 @@ def device_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if func is torch.ops.aten.logsumexp.default:
         # exp(x - max) and the maxima, both in the dtype of the result.
         x, dims = args[0], args[1]
-        reduced_numel = math.prod(
-            n for i, n in enumerate(x.shape) if i not in {d % x.ndim for d in dims}
-        )
+        reduced_numel = math.prod(n for i, n in enumerate(x.shape) if i not in {d % x.ndim for d in dims})
         return (x.numel() + reduced_numel) * x.element_size()
     return 0
 

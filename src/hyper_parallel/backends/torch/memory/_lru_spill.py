@@ -128,9 +128,7 @@ class LruSpillMode:
         owned: Function that returns the tensors that FSDP empties and refills in place.
     """
 
-    def __init__(
-        self, num_bytes: int | None, device: torch.device, *, keep_offloaded: bool = False
-    ) -> None:
+    def __init__(self, num_bytes: int | None, device: torch.device, *, keep_offloaded: bool = False) -> None:
         self._mode = OperatorMode(self._operator)
         self._raw_access = RawAccessMode(self._on_raw_access)
         self._resizes = StorageResizes(self._before_resize)
@@ -231,11 +229,7 @@ class LruSpillMode:
         if func in VIEWS and self._is_resident(args[0]):
             return func(*args, **kwargs)
         tensors = [t for t in tensors_in(args, kwargs) if self._is_managed(t)]
-        new = {
-            key: base.nbytes()
-            for key, base in map(_key_and_base, tensors)
-            if key not in self._records
-        }
+        new = {key: base.nbytes() for key, base in map(_key_and_base, tensors) if key not in self._records}
         if new:  # storages allocated outside of the context, such as those of a batch
             self._make_room(sum(new.values()))
         records = {id(k): k for t in tensors if (k := self._record_use(t)) is not None}
@@ -252,9 +246,7 @@ class LruSpillMode:
             self._clock += 1
             for record in records.values():
                 record.last_use = self._clock
-            evicted_bytes = sum(
-                record.num_bytes for record in records.values() if not record.resident
-            )
+            evicted_bytes = sum(record.num_bytes for record in records.values() if not record.resident)
             self.require(needed)
             self._make_room(self._limit if result_bytes is None else evicted_bytes + result_bytes)
         for record in records.values():
@@ -438,9 +430,7 @@ class LruSpillMode:
         self.moved_bytes += record.num_bytes
 
     def _wait_streams(self, record: _Record) -> None:
-        if self._device.type != "cpu" and (
-            record.on_other_stream or self._stream() != self._compute
-        ):
+        if self._device.type != "cpu" and (record.on_other_stream or self._stream() != self._compute):
             self._module.synchronize(self._device)
 
     def __enter__(self) -> Self:
@@ -499,18 +489,12 @@ def _traced_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> i
     with _disable_current_modes():
         try:
             meta_arguments = tree_map_only(torch.Tensor, shape, (args, kwargs))
-            args, kwargs = tree_map_only(
-                torch.device, lambda _: torch.device("meta"), meta_arguments
-            )
+            args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), meta_arguments)
             out = func(*args, **kwargs)
         except Exception:  # no meta kernel, or a size that depends on values
             return None
-    bytes_by_storage = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(out)
-    }
-    return sum(bytes_by_storage.values()) - sum(
-        bytes_by_storage.get(t.untyped_storage()._cdata, 0) for t in arguments
-    )
+    bytes_by_storage = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(out)}
+    return sum(bytes_by_storage.values()) - sum(bytes_by_storage.get(t.untyped_storage()._cdata, 0) for t in arguments)
 
 
 def spill_mode(
@@ -527,9 +511,7 @@ def spill_mode(
     """
     if device.type != "cpu":
         free_bytes = allocatable_bytes(device)
-        budget_bytes = int(
-            FILLED * (free_bytes if budget_bytes is None else min(free_bytes, budget_bytes))
-        )
+        budget_bytes = int(FILLED * (free_bytes if budget_bytes is None else min(free_bytes, budget_bytes)))
     mode = LruSpillMode(budget_bytes, device, keep_offloaded=keep_offloaded)
     mode.owned = owned
     return mode

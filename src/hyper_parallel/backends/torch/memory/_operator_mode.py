@@ -38,9 +38,7 @@ class OperatorMode(TorchDispatchMode):
         self.fake = fake_mode()
         return super().__enter__()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if not _PLAIN.issuperset(types):
             if self.fake is not None:

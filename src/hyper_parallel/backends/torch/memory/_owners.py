@@ -32,9 +32,7 @@ _ALLOWED: Final = frozenset(
 
 class _StubMixin:
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             allowed = getattr(func, "__name__", "") in _ALLOWED
             if not allowed and any(map(_has_no_bytes, tree_leaves((args, kwargs)))):

@@ -84,9 +84,7 @@ class Meter:
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
         if self._capacity is not None and self.live_bytes > self._capacity:
-            raise tier_full(
-                f"the {self.name} tier is full", self.name, self.live_bytes, self._capacity
-            )
+            raise tier_full(f"the {self.name} tier is full", self.name, self.live_bytes, self._capacity)
 
     def reset_peak(self) -> None:
         """Restart the measurement of the peak."""
@@ -191,9 +189,7 @@ class FileTier:
                 hint=_DAMAGED,
             )
         if zlib.crc32(data) != self._sums[storage]:
-            raise TransferFailed(
-                "a flash file differs from the written data", where=str(path), hint=_DAMAGED
-            )
+            raise TransferFailed("a flash file differs from the written data", where=str(path), hint=_DAMAGED)
         if data:
             _bytes_of(target)[:] = data
 

@@ -84,9 +84,7 @@ class RawAccessMode(TorchFunctionMode):
         super().__init__()
         self._raw_access = on_access
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _POINTERS and args and type(args[0]) in _PLAIN:
             self._raw_access(args[0], name in _VALUES)
@@ -146,9 +144,7 @@ class UntrackedEffects:
                 raise self._write_error(storage)
 
     @contextmanager
-    def observe(
-        self, func: Any, tensors: Sequence[Tensor], written: Sequence[Tensor]
-    ) -> Iterator[None]:
+    def observe(self, func: Any, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> Iterator[None]:
         """Observe the call of an operator in this context; check custom operators against their schemas.
 
         Raises:
@@ -171,9 +167,7 @@ class UntrackedEffects:
         if before != [digest(base) for base in bases]:
             raise untracked_write_error(f"an argument of {func}")
 
-    def after_operator(
-        self, func: Any, reads: Sequence[int], writes: Sequence[int], allocated: Sequence[int]
-    ) -> None:
+    def after_operator(self, func: Any, reads: Sequence[int], writes: Sequence[int], allocated: Sequence[int]) -> None:
         """Refuse an operator that reads a storage that no operator has written, and update the set of such storages.
 
         Raises:
@@ -209,9 +203,7 @@ class UntrackedEffects:
         read = {s for operator in operators for s in operator.reads}
         written = {s for operator in operators for s in operator.writes}
         # Only tensors from before the step matter, because others are recorded where the step produces them.
-        self._python.refuse_changes(
-            lambda tensor: self._storages.find(tensor) in read & self._state.keys()
-        )
+        self._python.refuse_changes(lambda tensor: self._storages.find(tensor) in read & self._state.keys())
         for storage, before in self._state.items():
             make_resident(state[storage])
             if storage not in written and digest(state[storage].untyped_storage()) != before:
@@ -253,9 +245,7 @@ class PythonValues:
             return
         self._inspected[id(owner)] = owner, name, dict(python_attributes(owner))
         attributes = {**vars(owner), **getattr(owner, "_buffers", {})}
-        self._tensors += [
-            (owner, name, k, v) for k, v in attributes.items() if isinstance(v, Tensor)
-        ]
+        self._tensors += [(owner, name, k, v) for k, v in attributes.items() if isinstance(v, Tensor)]
 
     def __enter__(self) -> Self:
         self._random = _random_state()

@@ -40,9 +40,7 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
 
     `flash` is the folder of the file tier; None: there is none.
     """
-    if plan.program.storages != captured.program.storages or len(plan.program.operators) != len(
-        captured.calls
-    ):
+    if plan.program.storages != captured.program.storages or len(plan.program.operators) != len(captured.calls):
         raise MemoryPlanInvalid(
             "the storages or operators of the plan differ from those of the captured step",
             got=f"`{plan.program.name}`, {len(plan.program.operators)} operators",
@@ -146,9 +144,7 @@ class ArenaState:
         spill, self._spill = self._spill, None
         staging = self._staging_device(spill)
         try:
-            self.owners.check_bytes(
-                torch.UntypedStorage.nbytes if spill is None else spill.num_bytes
-            )
+            self.owners.check_bytes(torch.UntypedStorage.nbytes if spill is None else spill.num_bytes)
         except StepChanged:
             self.end()
             raise
@@ -223,15 +219,11 @@ class ArenaState:
 
     def _return_state(self) -> None:
         self.owners.restore_tensors()
-        tensors = {
-            s: t for s, t in self.captured.state.items() if not self.owners.kept_by_caller(s)
-        }
+        tensors = {s: t for s, t in self.captured.state.items() if not self.owners.kept_by_caller(s)}
         copies: StorageBytes = {}
         if not self.failed:
             resident, staging = self.storages["device"], self._staging_device()
-            copies = {
-                s: _copy(resident[s], staging) for s in tensors if self.plan.homes[s] == "device"
-            }
+            copies = {s: _copy(resident[s], staging) for s in tensors if self.plan.homes[s] == "device"}
         self._release_device()
         for s, tensor in tensors.items():
             base = tensor.untyped_storage()

@@ -99,9 +99,7 @@ class ReferenceStep:
                     outputs = captured.run_eager(**inputs)
                 if decisions.error is not None:
                     raise decisions.error
-                state = {
-                    k: view.as_tensor(bases[view.storage]) for k, view in captured.named.items()
-                }
+                state = {k: view.as_tensor(bases[view.storage]) for k, view in captured.named.items()}
                 runs.append(StepOutcome.of(outputs, state))
                 del outputs
         return cls(*runs)
@@ -112,9 +110,7 @@ class ReferenceStep:
             expected, dtype = self._first.samples[name]
             actual = got.samples[name][0]
             tolerance = _SPREAD_TOLERANCE * self.spread.get(name, 0.0)
-            if got.digests[name] == digest or (
-                self.spread and is_close(actual, expected, dtype, tolerance)
-            ):
+            if got.digests[name] == digest or (self.spread and is_close(actual, expected, dtype, tolerance)):
                 continue
             is_scalar = expected.numel() == 1
             raise StepChanged(
@@ -217,10 +213,7 @@ def _rolled_back(
     storages = list(storages)
     num_bytes = sum(base.nbytes() for base in storages)
     copy_device = device if has_room(device, num_bytes + allocated_bytes) else torch.device("cpu")
-    before = [
-        (base, torch.UntypedStorage(base.nbytes(), device=copy_device).copy_(base))
-        for base in storages
-    ]
+    before = [(base, torch.UntypedStorage(base.nbytes(), device=copy_device).copy_(base)) for base in storages]
     states = [generator.get_state() for generator in generators]
     devices = [] if device.type == "cpu" else [device]
     try:

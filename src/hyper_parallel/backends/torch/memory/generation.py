@@ -118,9 +118,7 @@ class PlannedSlots(FixedPasses):
         TierFull: HP403 when the offloaded bytes exceed DRAM and flash, with a DRAM size or device budget that suffices.
     """
 
-    def __init__(
-        self, model: Any, fixed: SlotSteps, limits: MemoryLimits, device: torch.device = _CPU
-    ) -> None:
+    def __init__(self, model: Any, fixed: SlotSteps, limits: MemoryLimits, device: torch.device = _CPU) -> None:
         if model.device.type != "cpu":
             raise CaptureUnsupported(
                 "a device budget needs the model in host memory, but it is on another device",
@@ -145,9 +143,7 @@ class PlannedSlots(FixedPasses):
         self._plans = self._plan()
         state = self._plans[0].program
         self.use.state_bytes = sum(
-            size
-            for size, storage in zip(state.sizes, state.storages, strict=True)
-            if storage.persistent
+            size for size, storage in zip(state.sizes, state.storages, strict=True) if storage.persistent
         )
         self.use.predicted_bytes = {
             "device": max(plan.device_bytes for plan in self._plans),
@@ -171,8 +167,7 @@ class PlannedSlots(FixedPasses):
         bind_cache(self.cache, tensors)
         real = {**{k: t for k, (t, _) in model_state(model).items()}, **tensors}
         return [
-            _bind(captured, real, fixed.example(model, prompt=index == 0))
-            for index, captured in enumerate(recorded)
+            _bind(captured, real, fixed.example(model, prompt=index == 0)) for index, captured in enumerate(recorded)
         ]
 
     def _plan(self) -> list[MemoryPlan]:
@@ -205,9 +200,7 @@ class PlannedSlots(FixedPasses):
         self._planned_device = self._open(0)
 
     def _open(self, index: int) -> PlannedDevice:
-        return PlannedDevice(
-            self._captured[index], self._plans[index], self.limits.machine, flash=self._files
-        )
+        return PlannedDevice(self._captured[index], self._plans[index], self.limits.machine, flash=self._files)
 
     def enter_decode(self) -> None:
         """Move the state to the planned device of the decode step, unless it is there already."""
@@ -239,11 +232,7 @@ class PlannedSlots(FixedPasses):
             "dram": measured.dram_bytes,
             "flash": measured.peak_bytes["flash"],
         }
-        self.use.add(
-            MemoryUse(
-                measured_bytes=peaks, seconds=measured.seconds, wait_s=measured.wait_s, steps=1
-            )
-        )
+        self.use.add(MemoryUse(measured_bytes=peaks, seconds=measured.seconds, wait_s=measured.wait_s, steps=1))
         result: Tensor = logits
         return result
 

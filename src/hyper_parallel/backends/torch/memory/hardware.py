@@ -126,9 +126,7 @@ class Hardware:
         pool: DRAM buffers.
     """
 
-    def __init__(
-        self, device: torch.device, machine: MemoryMachine, alignment_bytes: int, copies: CopyMode
-    ) -> None:
+    def __init__(self, device: torch.device, machine: MemoryMachine, alignment_bytes: int, copies: CopyMode) -> None:
         if not isinstance(copies, DeviceApi) and device.type != "cpu":
             copies = DeviceApi.of(device)
         self.device = device

@@ -90,9 +90,7 @@ def run_measured(
     return out, (workspace,) if workspace else (), Events(begin, end, issued_s, reached)
 
 
-def kernel_seconds(
-    operators: Sequence[Operator], timed: Sequence[Timed]
-) -> tuple[float, ...] | None:
+def kernel_seconds(operators: Sequence[Operator], timed: Sequence[Timed]) -> tuple[float, ...] | None:
     """Return the seconds of every operator, measured by events; None if there are no events at all.
 
     Operators without events get 0. If the device waited for the host, the host's seconds are subtracted. If the kernels
@@ -102,10 +100,7 @@ def kernel_seconds(
         return None
     for _, events in timed:  # the events may be on several streams
         events.end.synchronize()
-    kernels = [
-        max(float(e.begin.elapsed_time(e.end)) / 1e3 - e.issued_s * e.reached, 0.0)
-        for _, e in timed
-    ]
+    kernels = [max(float(e.begin.elapsed_time(e.end)) / 1e3 - e.issued_s * e.reached, 0.0) for _, e in timed]
     issue_s = statistics.median(events.issued_s for _, events in timed)
     min_s = issue_s if sum(kernels) < issue_s * len(timed) else 0.0
     seconds = [0.0] * len(operators)
@@ -149,9 +144,7 @@ def columns(call: Call) -> tuple[range, ...]:
     width = max(fitting_columns, -(-num_columns // max(max_pieces, 1)))
     if width >= num_columns:
         return ()
-    return tuple(
-        range(start, min(start + width, num_columns)) for start in range(0, num_columns, width)
-    )
+    return tuple(range(start, min(start + width, num_columns)) for start in range(0, num_columns, width))
 
 
 def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:

@@ -181,9 +181,7 @@ COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that communicate with other ranks."""
 EMPTY = torch.ops.aten.empty.memory_format
 """Operator that allocates uninitialised buffers; owners empty and refill only such buffers in place."""
-TORCH = frozenset(
-    ("aten", "prim", "prims", "profiler", "fsdp", "symm_mem", "inductor", *COMMUNICATION)
-)
+TORCH = frozenset(("aten", "prim", "prims", "profiler", "fsdp", "symm_mem", "inductor", *COMMUNICATION))
 """Namespaces of torch itself, whose schemas and tags are trusted."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
 """Point-to-point operators of c10d."""
@@ -332,10 +330,7 @@ def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if func._opname in _NORMS and not _argument(func, args, kwargs, "training"):
         return []
     return tensors_in(
-        *(
-            args[position] if position < len(args) else kwargs.get(name)
-            for position, name in _written_arguments(func)
-        )
+        *(args[position] if position < len(args) else kwargs.get(name) for position, name in _written_arguments(func))
     )
 
 
@@ -470,15 +465,8 @@ def split_lists(
             return [value[at]]
         return value
 
-    return [
-        (tuple(part(a, i) for a in args), {k: part(v, i) for k, v in kwargs.items()})
-        for i in range(length)
-    ]
+    return [(tuple(part(a, i) for a in args), {k: part(v, i) for k, v in kwargs.items()}) for i in range(length)]
 
 
 def _is_tensor_list(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and bool(value)
-        and all(isinstance(t, (View, torch.Tensor)) for t in value)
-    )
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(t, (View, torch.Tensor)) for t in value)

@@ -79,9 +79,7 @@ def out_variant(call: Call) -> OutVariant | None:
             return _bind_embedding
     if torch.Tag.dynamic_output_shape in func.tags and not _has_fixed_size(call):
         return None
-    if name == "native_batch_norm" and (
-        not isinstance(first, View) or first.stride != views[0].stride
-    ):
+    if name == "native_batch_norm" and (not isinstance(first, View) or first.stride != views[0].stride):
         return None  # this `out` kernel sums in another order if the memory formats differ
     out = _out_overload(func)
     if out is None or [position for position, _ in results] != list(range(len(out[1]))):

@@ -79,9 +79,7 @@ class CaptureSource:
             f"{prop} of {'.'.join(filter(None, owner)) or 'the model'} has changed since the step was recorded",
             got=value if known else None,
             allowed=recorded if known else None,
-            hint=_OF_GROUP.get(prop, _RECAPTURE)
-            if owner[0].startswith("parameter group")
-            else _RECAPTURE,
+            hint=_OF_GROUP.get(prop, _RECAPTURE) if owner[0].startswith("parameter group") else _RECAPTURE,
         )
 
     def _facts(self, seen: dict[int, Any]) -> Iterator[_Fact]:
@@ -149,9 +147,7 @@ class _IdentityStamp:
         # Attributes of a module except torch's own irrelevant ones; at least two, so that `itemgetter` returns a tuple.
         wanted = {"training", "_parameters", "_buffers", "_modules", *_HOOKS}
         self._get = [  # a module of `torch.compile` has its `training` flag in the wrapped module
-            itemgetter(
-                "_modules", *wanted.intersection(vars(item)), *(set(vars(item)) - TORCH_ATTRIBUTES)
-            )
+            itemgetter("_modules", *wanted.intersection(vars(item)), *(set(vars(item)) - TORCH_ATTRIBUTES))
             for item in self._modules
         ]
         inside: list[Any] = list(seen.values())

@@ -132,12 +132,8 @@ class StreamLanes:
     def __init__(self, api: DeviceApi) -> None:
         self._api = api
         self.position: Any = None
-        self._streams = {
-            kind: api.module.Stream(api.device) for kind in COPIES if kind not in _FILES
-        }
-        self._threads = {
-            kind: ThreadPoolExecutor(1, f"hyper-{kind}", api.enter_thread) for kind in _FILES
-        }
+        self._streams = {kind: api.module.Stream(api.device) for kind in COPIES if kind not in _FILES}
+        self._threads = {kind: ThreadPoolExecutor(1, f"hyper-{kind}", api.enter_thread) for kind in _FILES}
         # (storage, target tier) -> newest copy: a thread's future, or columns and index of a copy on a stream
         self._running: dict[tuple[int, str], Any] = {}
         self._compute: Any = None

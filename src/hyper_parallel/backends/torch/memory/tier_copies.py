@@ -44,11 +44,7 @@ class CopyLanes:
         self.position: Any = None  # set by the executor; only `StreamLanes` reads it
         self._when = when
         self._running: dict[tuple[int, str], _Task] = {}
-        self._lanes = (
-            {kind: ThreadPoolExecutor(1, f"hyper-{kind}") for kind in COPIES}
-            if when == "threads"
-            else {}
-        )
+        self._lanes = {kind: ThreadPoolExecutor(1, f"hyper-{kind}") for kind in COPIES} if when == "threads" else {}
 
     def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
         """Issue a copy; arguments as in `StreamLanes.start`."""

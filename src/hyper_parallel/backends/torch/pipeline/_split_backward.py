@@ -127,10 +127,7 @@ def _groups(forks: list[_Fork]) -> list[list[_Fork]]:
 def _run(group: list[_Fork]) -> None:
     leaves = list(dict.fromkeys(leaf for fork in group for leaf in fork.leaves))
     edges = [
-        (GradientEdge(fork.node, i), grad)
-        for fork in group
-        for i, grad in enumerate(fork.grads)
-        if grad is not None
+        (GradientEdge(fork.node, i), grad) for fork in group for i, grad in enumerate(fork.grads) if grad is not None
     ]
     hooks = []
     if len(group) > 1:

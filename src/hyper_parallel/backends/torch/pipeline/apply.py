@@ -138,9 +138,7 @@ class Pipeline:
             self._shared_are_summed = True
         return total
 
-    def forward(
-        self, model: nn.Module, batch: Microbatch, run_last: Callable[[], Tensor]
-    ) -> Tensor | None:
+    def forward(self, model: nn.Module, batch: Microbatch, run_last: Callable[[], Tensor]) -> Tensor | None:
         """Run forward of one batch, which is the same on all ranks.
 
         Return the result of `run_last`, which runs the model on the last stage; None on ranks without that stage.
@@ -309,9 +307,7 @@ class _PipelinePass:
         if received is not None and self._train:
             received = received.detach().requires_grad_()
         pipeline = self._pipeline
-        if (
-            pipeline.tp is not None
-        ):  # the first layer, which sets the shape, may be on another stage
+        if pipeline.tp is not None:  # the first layer, which sets the shape, may be on another stage
             pipeline.tp.running.update(shape=PassShape(pipeline.tokens(batch)))
         running = pipeline.stages.running
         with running.run(stage, received), running.trace_media(self._model, batch):
@@ -378,9 +374,7 @@ class _PipelinePass:
         input_grads, self._weight_steps[stage, i] = input_gradients(roots, grads, inputs)
         self._pass_back(stage, i, input_grads, slopes)
 
-    def _pass_back(
-        self, stage: int, i: int, grads: Sequence[Tensor | None], slopes: Sequence[Tensor]
-    ) -> None:
+    def _pass_back(self, stage: int, i: int, grads: Sequence[Tensor | None], slopes: Sequence[Tensor]) -> None:
         """Pass the gradients of a stage's inputs to the stage and to the part of the model that produced them."""
         if stage:
             self._outgoing["B", stage - 1, i] = (*grads[:1], *slopes)  # type: ignore[assignment]

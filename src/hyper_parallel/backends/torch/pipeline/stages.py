@@ -73,9 +73,7 @@ class MediaTrace(TorchDispatchMode):
             why = f"features of media enter layer {self._layers[0]}, after the first stage"
             raise flow_error(model, why, "pp")
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket not in FILL_OPS and self._depends((args, kwargs)):
             written = args[:1] if func._schema.is_mutable else ()
@@ -340,10 +338,7 @@ def _split(
                     placeholder.__dict__[key] = empty
             model.set_submodule(name, placeholder)
     keep_properties(model)
-    by_stage = {
-        stage: [running._modules[str(i)] for i in ranges[stage]]
-        for stage in strategy.stages_of(pp_rank)
-    }
+    by_stage = {stage: [running._modules[str(i)] for i in ranges[stage]] for stage in strategy.stages_of(pp_rank)}
     activations = (flow.tail, dtype, device)
     return StageModules(running, rank_of, holders, shared, by_stage, *activations, group, ends)
 
@@ -405,9 +400,7 @@ def _outer_modules(
     return ends, ranks_of
 
 
-def _placeholder_result(
-    trailing: int, sizes: tuple[int, ...], dtype: torch.dtype
-) -> Callable[..., Tensor]:
+def _placeholder_result(trailing: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Tensor]:
     """Return a replacement of a module's forward that returns its input, if shapes match, or zeros.
 
     In the result, `sizes` replace the last `trailing` dims of the input. `dtype` is used for integer inputs.
@@ -424,9 +417,7 @@ def _placeholder_result(
     return replacement
 
 
-def _holders(
-    model: nn.Module, ranks_of: dict[str, tuple[int, ...]], pp: int
-) -> dict[str, tuple[int, ...]]:
+def _holders(model: nn.Module, ranks_of: dict[str, tuple[int, ...]], pp: int) -> dict[str, tuple[int, ...]]:
     """Return the pipeline ranks of every state dict entry; entries outside of `ranks_of` are on all ranks."""
     by_tensor: dict[int, set[int]] = {}
     entries = {**model.state_dict(keep_vars=True), **dict(model.named_parameters())}

@@ -67,9 +67,7 @@ class Channel:
             self._arrived[target, key] = structure, [(t.detach(), t.requires_grad) for t in tensors]
             return
         described = [(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors]
-        head = torch.frombuffer(
-            bytearray(pickle.dumps((key, structure, described))), dtype=torch.uint8
-        )
+        head = torch.frombuffer(bytearray(pickle.dumps((key, structure, described))), dtype=torch.uint8)
         data = [_bytes(t.detach()) for t in tensors]
         body = torch.cat(data) if data else torch.empty(0, dtype=torch.uint8)
         sizes = torch.tensor([head.numel(), body.numel()])

@@ -118,11 +118,7 @@ class JointSteps:
                 replace(a, stage=a.stage - 1)
                 for a in schedule.ranks[lane]
                 if not _crosses(a)
-                and (
-                    (a.microbatch or 0) < count
-                    if a.stage
-                    else joins or owners[a.microbatch or 0] == self.tower_rank
-                )
+                and ((a.microbatch or 0) < count if a.stage else joins or owners[a.microbatch or 0] == self.tower_rank)
             )
         return self._actions[count, train]
 
@@ -276,9 +272,7 @@ class Tower:
         used = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None]
         # `start` makes FSDP begin its backward pass even on ranks without features.
         with span("tower backward", "compute"):
-            torch.autograd.backward(
-                [start, *(t for t, _ in used)], [torch.zeros_like(start), *(g for _, g in used)]
-            )
+            torch.autograd.backward([start, *(t for t, _ in used)], [torch.zeros_like(start), *(g for _, g in used)])
 
 
 def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
@@ -326,9 +320,7 @@ class Reader:
         self._counts: dict[int, list[int]] = {}
         self._stages: StageLayers | None = None
 
-    def watch(
-        self, model: nn.Module, summed_over: dist.ProcessGroup | None, stages: StageLayers | None
-    ) -> None:
+    def watch(self, model: nn.Module, summed_over: dist.ProcessGroup | None, stages: StageLayers | None) -> None:
         """Make forward passes of the language part use received features; no effect on stages that read none.
 
         Gradients of features are summed over the ranks `summed_over`; None: every rank has complete gradients.
@@ -425,10 +417,7 @@ class Reader:
         """Send the gradients of the features of one microbatch to the tower ranks that computed the features."""
         if (group := self._summed_over) is not None:
             # Sum copies, because the weight gradients of a pipeline stage may still read these tensors.
-            grads = [
-                None if g is None else all_reduce(g.clone(), group, Purpose.WHOLE_PARAMETERS)
-                for g in grads
-            ]
+            grads = [None if g is None else all_reduce(g.clone(), group, Purpose.WHOLE_PARAMETERS) for g in grads]
         if not self._sends:
             return
         start = 0

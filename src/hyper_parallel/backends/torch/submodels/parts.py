@@ -42,9 +42,7 @@ _KINDS: Final = {"image": "vision", "video": "vision", "audio": "audio"}
 _RECORDINGS: Final = ("hidden_states", "attentions")
 """Fields of a feature method's result with the values of every layer, which the language part does not read."""
 
-_MODEL_ERRORS: Final = (
-    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
-)
+_MODEL_ERRORS: Final = (*(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),)
 """Errors of model code that reads values of meta tensors."""
 _CAUSE_CHARS: Final = 120
 """Characters of an error of model code that notes and refusals quote: about one line of a terminal."""
@@ -103,9 +101,7 @@ class _ParameterUses(FlowTracer):
         super().__init__()
         self.read: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs))
         self.read.update(id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -122,17 +118,13 @@ def divide(model: nn.Module) -> Division:
     modalities = (modalities,) if isinstance(modalities, str) else modalities
     kinds = sorted({_KINDS[m] for m in modalities if m in _KINDS})
     if not kinds or view_of(model).base is None:
-        raise _refusal(
-            model, "its inputs are not text and media", f"inputs: {', '.join(modalities)}"
-        )
+        raise _refusal(model, "its inputs are not text and media", f"inputs: {', '.join(modalities)}")
     tracer = _ParameterUses()
     try:
         with preserve_module_state(model):
             run_on_meta(model, tracer, "tp")
     except UnsupportedSharding as error:
-        raise _refusal(
-            model, "a forward pass with text only cannot be traced", error.what
-        ) from error
+        raise _refusal(model, "a forward pass with text only cannot be traced", error.what) from error
     names = {name: id(p) in tracer.read for name, p in model.named_parameters()}
     if all(names.values()):
         raise _refusal(model, "a forward pass with text only uses every parameter", "no tower")
@@ -180,9 +172,7 @@ def _media_of(model: nn.Module, kind: str) -> frozenset[str]:
         elif modality in getattr(model, "input_modalities", ()):
             raise _refusal(model, f"it has several encoders, and no `{method}`", modality)
     if unknown := sorted(media - accepted.keys()):
-        raise _refusal(
-            model, "its forward does not take the argument of its feature method", unknown[0]
-        )
+        raise _refusal(model, "its forward does not take the argument of its feature method", unknown[0])
     return frozenset(media)
 
 
@@ -191,9 +181,7 @@ def _feature_methods(kind: str) -> list[tuple[str, str]]:
     return [(m, f"get_{m}_features") for m, own in _KINDS.items() if own == kind]
 
 
-def _tower_part(
-    model: nn.Module, kind: str, names: Sequence[str], media: frozenset[str]
-) -> TowerPart:
+def _tower_part(model: nn.Module, kind: str, names: Sequence[str], media: frozenset[str]) -> TowerPart:
     owned, modules = {id(model.get_parameter(name)) for name in names}, list[str]()
     for name, module in model.named_modules():
         parameters = [id(p) for p in module.parameters()]
@@ -286,9 +274,7 @@ def join_parts(whole: nn.Module, tower: TowerModel) -> nn.Module:
     return joined
 
 
-def _join_modules(
-    whole: nn.Module, tower: nn.Module, name: str, modules: Sequence[str]
-) -> nn.Module:
+def _join_modules(whole: nn.Module, tower: nn.Module, name: str, modules: Sequence[str]) -> nn.Module:
     if name in modules:
         return tower
     # `FSDPModule.__new__` would run the constructor.
@@ -328,9 +314,7 @@ class TowerModel(nn.Module):
         decoder, embedding = view_of(model).base, model.get_input_embeddings()  # type: ignore[operator]
         width = embedding.weight.shape[-1]
         dtype = model.get_parameter(min(part.parameters)).dtype
-        embedding.forward = lambda ids: torch.zeros(
-            *ids.shape, width, dtype=dtype, device=ids.device
-        )
+        embedding.forward = lambda ids: torch.zeros(*ids.shape, width, dtype=dtype, device=ids.device)
         decoder.forward = _stop
         kept = {decoder, embedding, *map(model.get_submodule, division.modules)}
         for name in part.modules:
@@ -339,9 +323,7 @@ class TowerModel(nn.Module):
         _remove_children(model, kept | outer)
         for module in (decoder, embedding):
             module._buffers = {}
-        _drop_parameters(
-            model, {id(p) for n, p in model.named_parameters() if n not in part.parameters}
-        )
+        _drop_parameters(model, {id(p) for n, p in model.named_parameters() if n not in part.parameters})
         _empty_modules(model, [name for tower in others for name in tower.modules])
         object.__setattr__(self, COMPLETE, model)  # keep the model itself out of the children
         self._modules, self._parameters = model._modules, model._parameters
@@ -399,19 +381,14 @@ class TowerNotTraced(Exception):
     """Error for a tower whose forward does not run on meta tensors."""
 
 
-def tower_flops(
-    model: nn.Module, batches: Sequence[Mapping[str, NDArray[Any]]]
-) -> dict[str, list[float]]:
+def tower_flops(model: nn.Module, batches: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, list[float]]:
     """Return the FLOPs of each tower's forward on each batch of arrays, by kind of tower, for a model on meta.
 
     Raises:
         TowerNotTraced: A tower's forward fails on meta tensors.
     """
     division = divide(model)
-    return {
-        part.kind: _flops(TowerModel(copy.deepcopy(model), division, part), batches)
-        for part in division.towers
-    }
+    return {part.kind: _flops(TowerModel(copy.deepcopy(model), division, part), batches) for part in division.towers}
 
 
 def _flops(tower: TowerModel, batches: Sequence[Mapping[str, NDArray[Any]]]) -> list[float]:
@@ -455,9 +432,7 @@ def _traced_input(name: str, array: NDArray[Any], dtype: torch.dtype) -> Tensor:
 class _MetaResults(TorchDispatchMode):
     """Dispatch mode in which operators that mix meta tensors with tensors on the CPU return meta tensors."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(tensor.is_meta for tensor in tensors_in(args, kwargs)):
             if func.overloadpacket is torch.ops.aten.index:

@@ -123,9 +123,7 @@ class Region:
     column_products: dict[nn.Module, Callable[[], Any]] = field(default_factory=dict)
     row_products: dict[nn.Module, Callable[[], Any]] = field(default_factory=dict)
     following: Region | None = None
-    passes: tuple[RegionPass, RegionPass] = field(
-        default_factory=lambda: (RegionPass(), RegionPass())
-    )
+    passes: tuple[RegionPass, RegionPass] = field(default_factory=lambda: (RegionPass(), RegionPass()))
 
     @property
     def current(self) -> RegionPass:
@@ -229,8 +227,7 @@ class Region:
             products = {
                 m: make()
                 for m, make in self._pop_column_products().items()
-                if m is module
-                or not (tokens.is_multiplied or m.weight.shape[1] != width or _has_hooks(m))
+                if m is module or not (tokens.is_multiplied or m.weight.shape[1] != width or _has_hooks(m))
             }
             tokens.multiply(products)
         return tokens.products.pop(module)
@@ -277,9 +274,7 @@ class Region:
             lambda part: gather(part, 0, y, Purpose.WEIGHT_GATHER), weight, use, self.current.scope
         )
 
-    def adapter(
-        self, module: nn.Module, x: Tensor, rows: slice | None = None, *, is_part: bool = False
-    ) -> Tensor:
+    def adapter(self, module: nn.Module, x: Tensor, rows: slice | None = None, *, is_part: bool = False) -> Tensor:
         """Return the output of a projection's LoRA adapter for this rank's output features.
 
         Args:
@@ -434,9 +429,7 @@ class LocalHeads:
     """Proxy of a model config that returns the head counts of one rank, and all other attributes unchanged."""
 
     def __init__(self, config: Any, num_heads: int, num_kv_heads: int) -> None:
-        self.__dict__.update(
-            _config=config, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads
-        )
+        self.__dict__.update(_config=config, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_config" not in self.__dict__:
@@ -468,9 +461,7 @@ def set_local_head_counts(attention: nn.Module, config: Any, degree: int) -> Non
             setattr(attention, name, getattr(attention, name) // degree)
 
 
-def exchange_packed(
-    module: nn.Module, parent: nn.Module, style: str, config: Any, state: TpState
-) -> None:
+def exchange_packed(module: nn.Module, parent: nn.Module, style: str, config: Any, state: TpState) -> None:
     """Make a packed projection return the output columns that this rank uses, by an all-to-all if needed.
 
     Args:

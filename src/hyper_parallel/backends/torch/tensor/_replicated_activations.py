@@ -74,9 +74,7 @@ def tied_heads(modules: Mapping[str, nn.Module], split: Mapping[str, str]) -> li
 class _GatheredParameters(dict[str, Any]):
     """Parameter dict of a row-sharded module that all-gathers a parameter when it is read."""
 
-    def __init__(
-        self, params: Mapping[str, Any], gradients: TpGradients, group: ProcessGroup
-    ) -> None:
+    def __init__(self, params: Mapping[str, Any], gradients: TpGradients, group: ProcessGroup) -> None:
         super().__init__(params)
         self.gradients, self.group = gradients, group
 
@@ -100,9 +98,7 @@ def gather_embedding_when_read(
     wrap(model, forward)
 
 
-def use_local_replicated_parameters(
-    model: nn.Module, split: Mapping[str, str], gradients: TpGradients
-) -> None:
+def use_local_replicated_parameters(model: nn.Module, split: Mapping[str, str], gradients: TpGradients) -> None:
     """Replace the parameters of modules without sharded parameters by their local tensors during forward.
 
     The replacement is active during the forward of the layer that contains the module. For modules outside of layers,

@@ -81,9 +81,7 @@ class SpanAttention:
         rows = torch.arange(first, first + grid.span, device=device).clamp_(max=length - 1)
         out = dict(kwargs)
         if out.get("position_embeddings") is not None:
-            out["position_embeddings"] = tuple(
-                t.index_select(1, rows) for t in out["position_embeddings"]
-            )
+            out["position_embeddings"] = tuple(t.index_select(1, rows) for t in out["position_embeddings"])
         if out.get("position_ids") is not None:
             out["position_ids"] = out["position_ids"].index_select(1, rows)
         mask = out.get("attention_mask")
@@ -106,9 +104,7 @@ class SpanAttention:
         return joined.split(widths, dim=-1)  # type: ignore[no-any-return]
 
 
-def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-) -> Any:
+def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
     """Gather keys and values, then run the model's attention; registered in transformers' attention interface."""
     from transformers import AttentionInterface
 

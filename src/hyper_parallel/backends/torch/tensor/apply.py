@@ -130,9 +130,7 @@ def apply_tensor_parallel(
         )
 
 
-def watch_gradients(
-    model: nn.Module, layouts: dict[str, Layout], state: TpState, trial: TensorTrial | None
-) -> None:
+def watch_gradients(model: nn.Module, layouts: dict[str, Layout], state: TpState, trial: TensorTrial | None) -> None:
     """Register the replicated parameters whose gradients are summed over tensor-parallel ranks.
 
     Call this function after FSDP has wrapped the model.
@@ -162,9 +160,7 @@ def watch_gradients(
 class TensorParallel:
     """Installer of tensor-parallel wrappers on the modules of one model; arguments as in `apply_tensor_parallel`."""
 
-    def __init__(
-        self, model: nn.Module, styles: dict[str, str], state: TpState, strategy: Strategy
-    ) -> None:
+    def __init__(self, model: nn.Module, styles: dict[str, str], state: TpState, strategy: Strategy) -> None:
         self.model, self.state, self.strategy = model, state, strategy
         self.modules = dict(model.named_modules())
         # Modules of other pipeline ranks have no parameters here.
@@ -186,9 +182,7 @@ class TensorParallel:
         heads = self.config.num_attention_heads
         kv_heads = getattr(self.config, "num_key_value_heads", heads) if attention else 0
         shard_hidden_over_y = self.state.shard_hidden_over_y
-        program, keys = (
-            block_program(s, kv_heads, shard_hidden_over_y, keys=k) for k in (False, True)
-        )
+        program, keys = (block_program(s, kv_heads, shard_hidden_over_y, keys=k) for k in (False, True))
         region = Region(self.state, name, program, keys, kv_heads)
         ranks = s.tp
         if Purpose.KEY_VALUE_GATHER in program:

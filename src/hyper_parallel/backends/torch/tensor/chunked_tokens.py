@@ -172,9 +172,6 @@ class ChunkExecutor:
         width, ranks = x.shape[-1], group.size()
         tokens = padded(x.reshape(1, -1, width), rows).view(ranks, self.num_chunks, -1, width)
         pair = scatter_pair(1, group, Purpose.SEQUENCE_SCATTER)
-        pending = [
-            PendingCollective(*pair, product(chunk.reshape(1, -1, width)))
-            for chunk in tokens.unbind(1)
-        ]
+        pending = [PendingCollective(*pair, product(chunk.reshape(1, -1, width))) for chunk in tokens.unbind(1)]
         before_wait()
         return torch.cat([collective.finish() for collective in pending], 1)

@@ -39,24 +39,18 @@ def gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
     return collective(*gather_pair(dim, group, name), x)  # type: ignore[no-any-return]
 
 
-def gather_pair(
-    dim: int, group: ProcessGroup, name: Purpose
-) -> tuple[CollectiveLauncher, CollectiveLauncher]:
+def gather_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[CollectiveLauncher, CollectiveLauncher]:
     """Return launchers of the all-gather of `gather` and of its transpose, for `in_flight.start`."""
     back = partial(_launch_scatter, dim=dim, group=group, name=name.backward)
     return partial(_launch_gather, dim=dim, group=group, name=name), back
 
 
-def scatter(
-    x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, leads_to_start: bool = False
-) -> Tensor:
+def scatter(x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, leads_to_start: bool = False) -> Tensor:
     """Reduce-scatter along a dim; backward is an all-gather. See `PendingCollective.finish` for `leads_to_start`."""
     return collective(*scatter_pair(dim, group, name), x, leads_to_start=leads_to_start)  # type: ignore[no-any-return]
 
 
-def scatter_pair(
-    dim: int, group: ProcessGroup, name: Purpose
-) -> tuple[CollectiveLauncher, CollectiveLauncher]:
+def scatter_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[CollectiveLauncher, CollectiveLauncher]:
     """Return launchers of the reduce-scatter of `scatter` and of its transpose, for `in_flight.start`."""
     back = partial(_launch_gather, dim=dim, group=group, name=name.backward)
     return partial(_launch_scatter, dim=dim, group=group, name=name), back
@@ -95,9 +89,7 @@ def reshard(
     """
     ranks = group.size() if neighbours is None else neighbours
 
-    def exchange(
-        shard_dim: int, gather_dim: int, name: Purpose, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def exchange(shard_dim: int, gather_dim: int, name: Purpose, *tensors: Tensor) -> tuple[Tensor, ...]:
         parts = [x.unflatten(shard_dim, (ranks, -1)).movedim(shard_dim, 0) for x in tensors]
         rows = [p.reshape(ranks, -1) for p in parts]
         send = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
@@ -119,17 +111,13 @@ def reshard(
     return paired(forward, partial(exchange, gather_dim, shard_dim, name.backward), *tensors)  # type: ignore[no-any-return]
 
 
-def _launch_gather(
-    x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, async_op: bool
-) -> Callable[[], Tensor]:
+def _launch_gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, async_op: bool) -> Callable[[], Tensor]:
     dim %= x.dim()
     wait = launch_gather_rows(x, group, name, async_op=async_op)
     return lambda: wait().movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _launch_scatter(
-    x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, async_op: bool
-) -> Callable[[], Tensor]:
+def _launch_scatter(x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, async_op: bool) -> Callable[[], Tensor]:
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim % x.dim(), 0).contiguous()
     out = parts.new_empty(parts.shape[1:])
     return launch_reduce_into(out, parts.flatten(0, 1), group, name, async_op=async_op)

@@ -118,9 +118,7 @@ class _Parts(FlowTracer):
         self.vocabulary = 0
         self.tells_columns = False
 
-    def _result_marks(
-        self, packet: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Tensor, marks: int
-    ) -> int:
+    def _result_marks(self, packet: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Tensor, marks: int) -> int:
         if packet in FILL_OPS:
             return 0
         if marks & _LOGITS and not self._is_same_for_columns(packet, inputs, out):
@@ -194,8 +192,6 @@ class _SummandTrial:
                 if isinstance(leaf, torch.Tensor):
                     if style == "head":
                         tracer.vocabulary = leaf.shape[-1]
-                    tracer.mark(
-                        leaf, _PART if style in COLUMN_STYLES else _LOGITS * (style == "head")
-                    )
+                    tracer.mark(leaf, _PART if style in COLUMN_STYLES else _LOGITS * (style == "head"))
 
         return after

@@ -34,17 +34,13 @@ _OTHERS = frozenset(
 class ShardedNorm(TorchFunctionMode):
     """Context for the forward of one norm; its features are sharded over the ranks of `group`."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, name: str, purpose: Purpose = Purpose.NORM_STATISTICS
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, purpose: Purpose = Purpose.NORM_STATISTICS) -> None:
         super().__init__()
         self.group, self.name, self.purpose = group, name, purpose
         self.seen = False
         """True after a mean has been computed over all ranks."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in _OTHERS:
             raise self._refusal(getattr(func, "__name__", str(func)))
         if func in _MEANS:
@@ -67,9 +63,7 @@ class ShardedNorm(TorchFunctionMode):
         local = x.to(wide).mean(-1, keepdim=True)
         return (blocking_sum(local, self.group, self.purpose) / self.group.size()).to(x.dtype)
 
-    def _rms_norm(
-        self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
-    ) -> Tensor:
+    def _rms_norm(self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         wide = self._wide(x, shape)
         eps = torch.finfo(x.dtype).eps if eps is None else eps
         out = (wide * torch.rsqrt(self._mean(wide.square()) + eps)).to(x.dtype)

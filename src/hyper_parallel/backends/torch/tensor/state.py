@@ -87,9 +87,7 @@ class RegatherScope:
         return saved_tensors_hooks(self._pack, _unpack)
 
     @contextmanager
-    def regather_in_backward(
-        self, gathered: Tensor, regather: Callable[[], Tensor]
-    ) -> Iterator[None]:
+    def regather_in_backward(self, gathered: Tensor, regather: Callable[[], Tensor]) -> Iterator[None]:
         """Prevent autograd from saving `gathered` and its views in this context; backward calls `regather` instead.
 
         No code may write to `gathered`. Backward calls `regather` in no-grad mode, in the same order on every rank.
@@ -139,11 +137,7 @@ class TokenGrid:
 
     def part_shape(self, width: int) -> tuple[int, int, int]:
         """Return the shape of a rank's part of a residual stream with `width` features."""
-        return (
-            (1, self.y * self.rows, width // self.y)
-            if self.shard_hidden_over_y
-            else (1, self.rows, width)
-        )
+        return (1, self.y * self.rows, width // self.y) if self.shard_hidden_over_y else (1, self.rows, width)
 
     def parts(self, full: Tensor) -> Tensor:
         """Rearrange [B, S, D] into the concatenated parts of all ranks.
@@ -362,9 +356,7 @@ class TpState:
     def grid_of(self, batch: tuple[int, ...]) -> TokenGrid:
         """Return the sharding of the residual stream of a batch of (B, S) tokens."""
         y = self.groups[Y].size() if Y in self.groups else 1
-        return TokenGrid(
-            batch, self.groups[X].size(), y, self.shard_hidden_over_y, self.shard_sequences_over_y
-        )
+        return TokenGrid(batch, self.groups[X].size(), y, self.shard_hidden_over_y, self.shard_sequences_over_y)
 
     @property
     def grid(self) -> TokenGrid:
@@ -390,11 +382,7 @@ class TpState:
 
     def _enter(self, full: Tensor, is_summand: bool) -> Tensor:
         parts = self.grid.parts(full)
-        return (
-            scatter(parts, 1, self.group, Purpose.SEQUENCE_SCATTER)
-            if is_summand
-            else self.local_part(parts)
-        )
+        return scatter(parts, 1, self.group, Purpose.SEQUENCE_SCATTER) if is_summand else self.local_part(parts)
 
     def local_part(self, parts: Tensor) -> Tensor:
         """Return this rank's part of the concatenated parts of all ranks."""

@@ -90,9 +90,7 @@ def check_symmetric_memory(group: ProcessGroup, device: torch.device) -> None:
         return UnsupportedSharding(problem, where="overlap", got=got, changes=changes)
 
     if device.type not in OPERATORS:
-        raise refusal(
-            "`overlap.tp=symmetric` needs CUDA devices", f"a device of type {device.type}"
-        )
+        raise refusal("`overlap.tp=symmetric` needs CUDA devices", f"a device of type {device.type}")
     if device.type == "cuda":
         try:
             # Also exchanges the addresses of the ranks.

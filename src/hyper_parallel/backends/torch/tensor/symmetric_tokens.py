@@ -44,9 +44,7 @@ class _GatherAndMultiply(torch.autograd.Function):
     """Gather of the tokens [n, D] of P ranks to [P n, D], and products of the result with weights [F, D]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, group: ProcessGroup, part: Tensor, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: ProcessGroup, part: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         name = Purpose.SEQUENCE_GATHER
         tokens, products = gather_and_multiply(part, [w.t() for w in weights], group, name)
         ctx.group = group
@@ -56,9 +54,7 @@ class _GatherAndMultiply(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, tokens_grad: Tensor | None, *grads: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, tokens_grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tokens, *weights = ctx.saved_tensors
         pairs = [(grad, w) for grad, w in zip(grads, weights, strict=True) if grad is not None]
         part_grad = None

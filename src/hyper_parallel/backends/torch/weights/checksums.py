@@ -45,9 +45,7 @@ class PartChecksum:
     value: int
 
     @classmethod
-    def of(
-        cls, name: str, part: Tensor, shape: tuple[int, ...], ranges: Ranges = ()
-    ) -> PartChecksum:
+    def of(cls, name: str, part: Tensor, shape: tuple[int, ...], ranges: Ranges = ()) -> PartChecksum:
         """Return the checksum of `part`, the elements of a tensor within `ranges`; further dims are complete."""
         box = Box(name, (*ranges, *((0, size) for size in shape[len(ranges) :])))
         dtype = str(part.dtype).removeprefix("torch.")

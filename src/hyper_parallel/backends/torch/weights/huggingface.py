@@ -151,17 +151,12 @@ class NameMap:
     gaps: dict[str, str]
 
 
-def map_names(
-    reference: nn.Module | None, wanted: set[str], stored: dict[str, tuple[int, ...]]
-) -> NameMap:
+def map_names(reference: nn.Module | None, wanted: set[str], stored: dict[str, tuple[int, ...]]) -> NameMap:
     """Return the map from stored tensors, given by name and shape, to the parameters and buffers in `wanted`.
 
     `reference` is the result of `hf_reference_model`; None: names in the files are parameter names.
     """
-    full = {
-        key: [StoredPart(key, tuple((0, n) for n in shape), stacked=False)]
-        for key, shape in stored.items()
-    }
+    full = {key: [StoredPart(key, tuple((0, n) for n in shape), stacked=False)] for key, shape in stored.items()}
     if reference is None:
         unknown = [k for k in stored if k not in wanted]
         return NameMap({k: v for k, v in full.items() if k in wanted}, [], unknown, {})

@@ -41,9 +41,7 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (LORA_A, LORA_B)
 
 
-def base_parameters(
-    model: nn.Module, *, remove_duplicate: bool = True
-) -> Iterator[tuple[str, nn.Parameter]]:
+def base_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield `named_parameters` without those of adapters."""
     for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
         if not is_adapter(name):
@@ -101,8 +99,7 @@ def materialize(
     required = {
         name
         for name in owned
-        if not is_adapter(name)
-        and (names is None if isinstance(before[name], nn.Parameter) else before[name].is_meta)
+        if not is_adapter(name) and (names is None if isinstance(before[name], nn.Parameter) else before[name].is_meta)
     }
     required |= owned & {*(names or ())}
     allocate(model, device=device)
@@ -129,8 +126,7 @@ def materialize(
         raise WeightsUninitialised(
             f"no rule initialises `{name}` of {holder}",
             got=f"{len(unset)} such tensors: {', '.join(sorted(unset)[:5])}",
-            allowed="tensors set by `_init_weights` of the Hugging Face model, or by"
-            " `reset_parameters` of the module",
+            allowed="tensors set by `_init_weights` of the Hugging Face model, or by `reset_parameters` of the module",
         )
 
 
@@ -232,11 +228,7 @@ class _Rules:
                 torch.default_generator.manual_seed(module_seed(self._seed, name))
                 rule()
             now = {n: table[key] for n, (table, key, _) in placed.items()}
-        changed = {
-            n
-            for n, tensor in now.items()
-            if tensor is not placed[n][2] or tensor._version != versions[n]
-        }
+        changed = {n for n, tensor in now.items() if tensor is not placed[n][2] or tensor._version != versions[n]}
         values = {n: now[n].detach() for n in changed if n in tensors}
         return values, {n for n in changed if n not in tensors}
 

@@ -314,11 +314,7 @@ def loadable_tensors(model: nn.Module) -> dict[str, Tensor]:
         for name, module in model.named_modules()
         for key in module._non_persistent_buffers_set
     }
-    return {
-        canonical_name(n): t
-        for n, t in named_tensors(model).items()
-        if not (n in skip or is_adapter(n))
-    }
+    return {canonical_name(n): t for n, t in named_tensors(model).items() if not (n in skip or is_adapter(n))}
 
 
 def _keys(source: Source) -> list[str]:

@@ -36,8 +36,7 @@ def weight_order(module: nn.Module) -> str | None:
         return None
     draws = torch.Generator().manual_seed(0)
     values = {
-        n: torch.rand(tuple(module.get_parameter(n).shape), generator=draws) - 0.5
-        for n in names & {"weight", "bias"}
+        n: torch.rand(tuple(module.get_parameter(n).shape), generator=draws) - 0.5 for n in names & {"weight", "bias"}
     }
     for order, matrix in ((OUT_IN, values["weight"]), (IN_OUT, values["weight"].t())):
         x = torch.rand(2, 3, matrix.shape[1], generator=draws) - 0.5
@@ -67,9 +66,7 @@ def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in candidates.items() if orders[type(module)] is not None}
 
 
-def _plain_forward(
-    module: nn.Module, values: dict[str, torch.Tensor], x: torch.Tensor
-) -> torch.Tensor:
+def _plain_forward(module: nn.Module, values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Run the forward of the module's class with `values` in place of its parameters."""
     original = module._parameters
     module.__dict__["_parameters"] = {**original, **values}

@@ -75,9 +75,7 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield canonical_name(name), module
 
 
-def delta(
-    module: nn.Module, x: Tensor, a: Tensor, b: Tensor, part: tuple[int, int] = (0, 1)
-) -> Tensor:
+def delta(module: nn.Module, x: Tensor, a: Tensor, b: Tensor, part: tuple[int, int] = (0, 1)) -> Tensor:
     """Return the output of an adapter, which is added to the output of its module.
 
     Args:
@@ -103,9 +101,7 @@ def _forward(module: nn.Module, x: Tensor) -> Tensor:
     return plain + delta(module, x, module.lora_A, module.lora_B)
 
 
-def adapter_layouts(
-    model: nn.Module, layouts: dict[str, Layout], strategy: Strategy
-) -> dict[str, Layout]:
+def adapter_layouts(model: nn.Module, layouts: dict[str, Layout], strategy: Strategy) -> dict[str, Layout]:
     """Return the layouts of all adapters, derived from the layouts of their weights.
 
     Raises:

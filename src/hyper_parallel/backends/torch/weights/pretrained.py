@@ -214,9 +214,7 @@ class CarriedWeights:
 
     def to_json(self) -> str:
         """Return the content of `CARRIED_FILE` as JSON."""
-        return json.dumps(
-            {"directory": str(self.directory.resolve()), "names": self.names}, indent=1
-        )
+        return json.dumps({"directory": str(self.directory.resolve()), "names": self.names}, indent=1)
 
     @classmethod
     def read(cls, directory: Path) -> CarriedWeights | None:
@@ -275,11 +273,7 @@ def open_carried(carried: CarriedWeights | None, exported: Collection[str]) -> d
         tensors = WeightFiles(carried.directory).tensors
         unused = {name: tensors[name] for name in names}
     except (WeightsUnreadable, KeyError):
-        logger.warning(
-            "omitted from the export: %d unused tensors that %s no longer has, first `%s`", *facts
-        )
+        logger.warning("omitted from the export: %d unused tensors that %s no longer has, first `%s`", *facts)
         return {}
-    logger.info(
-        "written unchanged: %d tensors of %s that the model does not use, first `%s`", *facts
-    )
+    logger.info("written unchanged: %d tensors of %s that the model does not use, first `%s`", *facts)
     return unused
