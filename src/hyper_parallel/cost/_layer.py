@@ -145,8 +145,8 @@ def moved_elements(s: PricingCase) -> tuple[tuple[Array, ...], tuple[Array, ...]
 
     def passes(share: float, direction: str) -> tuple[Array, ...]:
         norms, combines = (table.get(direction, 0.0) for table in (stack.norm_passes, stack.combine_passes))
-        attention, mlp, *others = (stack.passes * share * elements for elements in moved)
-        return attention + norms * (norm + heads), mlp + norms * norm + combines * combined, *others
+        attention, mlp, *routed = (stack.passes * share * elements for elements in moved)
+        return attention + norms * (norm + heads), mlp + norms * norm + combines * combined, *routed
 
     return passes(PASSES[0], "forward"), passes(PASSES[1], "backward")
 

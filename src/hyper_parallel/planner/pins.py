@@ -153,10 +153,10 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
             )
         for key in ("dp_replicate", "dp_shard") if name == "dp" else (name,):
             checked[key] = 0 if key in EXCLUDABLE else 1
-            kept, pinned = shown_pin(key, checked[key]), f"{key}={pins.get(key)}"
-            if key in pins and pinned != kept:
+            implied, pinned = shown_pin(key, checked[key]), f"{key}={pins.get(key)}"
+            if key in pins and pinned != implied:
                 raise BadValue(
-                    f"`{key}` is both excluded and pinned: an exclusion means {kept}",
+                    f"`{key}` is both excluded and pinned: an exclusion means {implied}",
                     got=f"--pin {pinned}",
                     hint=f"leave out --pin {pinned}",
                     where="--exclude",

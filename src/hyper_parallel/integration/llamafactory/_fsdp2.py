@@ -102,10 +102,10 @@ def model_of(parameters: Iterable[Tensor]) -> nn.Module:
     models = {getattr(p, _MODEL, lambda: None)() for p in parameters}
     prepared = models - {None}
     if len(models) != 1 or not prepared:
-        others = ", and other parameters" if None in models else ""
+        suffix = ", and other parameters" if None in models else ""
         raise BadValue(
             "the parameters do not all belong to one model returned by fsdp2_prepare_model",
-            got=f"parameters of {plural(len(prepared), 'such model')}{others}",
+            got=f"parameters of {plural(len(prepared), 'such model')}{suffix}",
             hint="model = fsdp2_prepare_model(accelerator, model, hp_args)",
         )
     return prepared.pop()

@@ -161,23 +161,23 @@ def read_spec(
     entry = cache_file("kept_activations", file, (kept_activations, flow_tracer), scores)
     build = partial(model_from_config, file, torch.float32, trusted=trusted, scores=scores)
     if known and not scores:
-        spec, kept = load_model(path, where=where), None
+        spec, measured = load_model(path, where=where), None
         with suppress(ModelUnreadable):
-            kept = cached(entry, _KEPT, lambda: kept_activations.measure_kept(build()))
-        return _with_kept(spec, kept)
+            measured = cached(entry, _KEPT, lambda: kept_activations.measure_kept(build()))
+        return _with_kept(spec, measured)
     model = build()
-    kept = cached(entry, _KEPT, lambda: kept_activations.measure_kept(model))
-    spec = _with_kept(read_model(model, file.name), kept)
+    measured = cached(entry, _KEPT, lambda: kept_activations.measure_kept(model))
+    spec = _with_kept(read_model(model, file.name), measured)
     return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
 
 
-def _with_kept(spec: ModelSpec, kept: KeptActivations | None) -> ModelSpec:
+def _with_kept(spec: ModelSpec, measured: KeptActivations | None) -> ModelSpec:
     """Return the spec with measured activations, and with a note if only formulas estimate them."""
     formulas = UNMEASURED_ACTIVATIONS.format(family=spec.family)
     notes = tuple(note for note in spec.notes if note != formulas)
-    if kept is None:
+    if measured is None:
         notes = (*notes, _NOT_MEASURED)
-    return replace(spec, kept=kept, notes=notes)
+    return replace(spec, kept=measured, notes=notes)
 
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
@@ -390,13 +390,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         matches = fnmatch.filter(names, pattern)
         if not matches:
             near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-            others = [other for other in patterns if other != pattern]
+            rest = [other for other in patterns if other != pattern]
             raise BadValue(
                 f"`training.freeze` pattern `{pattern}` matches no parameter name",
                 where=where,
                 got=pattern,
                 allowed="globs such as model.embed_tokens.* over the names of parameters",
-                hint=f"'training.freeze={json.dumps([near[0], *others])}'",
+                hint=f"'training.freeze={json.dumps([near[0], *rest])}'",
             )
         for name in matches:
             model.get_parameter(name).requires_grad_(False)
