@@ -126,6 +126,25 @@ def test_steps_of_a_profile_are_compared_with_steps_not_with_epochs(minimal):
         with_steps(loaded, 200)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["training.warmup_ratio=0.1", "training.steps=30"],
+        ["training.epochs=2"],
+        ["training.epochs=2", "training.warmup_ratio=0.1"],
+        ["offload.max_slowdown=1.2"],
+    ],
+)
+def test_a_written_recipe_has_one_of_two_alternative_keys(minimal, tmp_path, overrides):
+    recipe = load_recipe(minimal, overrides).recipe
+    path = tmp_path / "config.yaml"
+    path.write_text(recipe_to_yaml(recipe))
+    assert load_recipe(path).recipe == recipe
+    trained = with_steps(load_recipe(path), 40).recipe if recipe.training.epochs else recipe
+    path.write_text(recipe_to_yaml(trained))
+    assert load_recipe(path, ["checkpoint.resume=must"]).recipe.training == trained.training
+
+
 # --- parallel -------------------------------------------------------------------------------------------------------
 
 

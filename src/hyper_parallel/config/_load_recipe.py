@@ -442,7 +442,7 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
 
 def _with_spaces(value: Any, text: str) -> str | None:
     """Return the text of a mapping such as `{r:8}` with the spaces that YAML needs; None for another value."""
-    return re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text) if _has_joined_key(value) else None
+    return re.sub(r"([{,]\s*[^\s{}\[\],:]+):(?=\S)", r"\1: ", text) if _has_joined_key(value) else None
 
 
 def _has_joined_key(value: Any) -> bool:
@@ -610,8 +610,13 @@ def recipe_to_yaml(recipe: Recipe) -> str:
     """Return the resolved recipe as YAML: a valid recipe that loads to the same values.
 
     With `parallel.auto`, degrees and choices that were not given are omitted, because a written value would fix them.
+    Of two keys in `_ALTERNATIVES` that both have values, the first one is derived from the second, or a default, and is
+    omitted.
     """
     data = recipe.model_dump(mode="json")
+    for (section, name), (_, alternative) in _ALTERNATIVES:
+        if data[section][alternative] is not None:
+            data[section].pop(name)
     if recipe.parallel.auto:
         for name in (*DEGREES, *_CHOSEN):
             if name not in recipe.parallel.model_fields_set:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -134,12 +134,17 @@ def check_stage_layers(strategy: Strategy, layers: int) -> None:
     if explicit and (len(explicit) != stages or sum(explicit) != layers or min(explicit) < 1):
         ends = [layers * stage // stages for stage in range(stages + 1)]
         near = [end - start for start, end in itertools.pairwise(ends)]
+        changes: dict[str, Any] | None = {"parallel.stage_layers": near} if stages <= layers else None
+        if strategy.pp == 1 and len(explicit) > 1 and sum(explicit) == layers and min(explicit) > 0:
+            changes = {"parallel.pp": len(explicit)}
         raise NotDivisible(
             "`stage_layers` must give every stage at least one layer and every layer one stage",
             where="parallel.stage_layers",
             got=f"{list(explicit)}: {len(explicit)} stages, {sum(explicit)} layers",
-            allowed=f"{stages} numbers that add up to {layers}",
-            changes={"parallel.stage_layers": near} if stages <= layers else None,
+            allowed=f"{stages} positive numbers that add up to {layers}"
+            if stages <= layers
+            else f"{layers} stages at most",
+            changes=changes,
         )
 
 

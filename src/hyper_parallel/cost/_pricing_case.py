@@ -467,7 +467,7 @@ class PricingCase:
         return np.asarray((self.c.ep <= 1) & self.machine.stack.is_own_runtime)
 
     def experts(self, layers: Array | float = 1.0) -> Array:
-        """Return the number of expert parameters of `layers` average layers on one expert-parallel rank."""
+        """Return the elements of routed experts on a rank, sharded over ep and etp, in `layers` mean layers."""
         return layers * self.n.expert_weights / (self.c.ep * self.etp)
 
     @cached_property

@@ -1,7 +1,8 @@
-"""Coded errors: one class per code, rendered in one fixed form.
+"""Coded errors, rendered in one fixed form.
 
-Families: configuration 1xx, layout 2xx, plan 3xx, capacity 4xx, back end 5xx, run 6xx, checkpoint 7xx. User
-mistakes raise one of these; `assert` guards our own invariants. HP105 is defined in `_written.py`.
+Families: configuration 1xx, layout 2xx, plan 3xx, capacity 4xx, back end 5xx, run 6xx, checkpoint 7xx. Mistakes of
+users and failures of machines raise one of these; `assert` guards our own invariants. The class of HP105 is in
+`_written.py`.
 """
 
 from collections.abc import Mapping
@@ -83,9 +84,10 @@ class LayoutError(HyperParallelError, code="HP202"):
 
 
 class NotDivisible(HyperParallelError, code="HP203"):
-    """A parallel degree does not divide a size of the model, or a pipeline has more stages than layers.
+    """Parallel degrees do not divide a size of the model or each other, or stages do not match the layers.
 
-    Why: whole attention heads and equal slices keep the result exact. Fix: choose one of the allowed degrees.
+    Examples: heads by tp, experts by ep, more stages than layers, `stage_layers` that do not add up. Why: whole
+    attention heads and equal slices keep the result exact. Fix: choose one of the allowed values.
     """
 
 
@@ -200,9 +202,9 @@ class UnknownDevice(HyperParallelError, code="HP312"):
 
 
 class CardUnreadable(HyperParallelError, code="HP313"):
-    """A card (file with cost-model constants of a device or a software stack) is unreadable or has unknown keys.
+    """A card (file with cost-model constants of a device or a software stack) is missing, unreadable or incomplete.
 
-    Why: an ignored constant would silently change predictions.
+    Also raised for unknown keys. Why: an ignored constant would silently change predictions.
     Fix: use a shipped card as an example, or create a card with `hyper-parallel calibrate`.
     """
 
@@ -549,9 +551,9 @@ class WeightsUnreadable(HyperParallelError, code="HP703"):
 
 
 class TokenizerMissing(HyperParallelError, code="HP706"):
-    """Pretrained weights have no tokenizer.
+    """The directory of pretrained weights has no tokenizer.
 
-    Why: a tokenizer trained on the new text would assign other meanings to the token ids of the weights. Fix: set
+    Why: a tokenizer trained on the recipe's data would give the token ids other meanings than the weights do. Fix: set
     `data.tokenizer` to the directory of the model's own tokenizer.
     """
 

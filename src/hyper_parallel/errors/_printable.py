@@ -47,7 +47,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 class _Abbreviation(reprlib.Repr):
-    """Variant of `repr` that reads only a bounded part of a value."""
+    """Variant of `repr` whose result has a bounded length."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Abbreviation(reprlib.Repr):
 
 
 def abbreviated(value: Any, length: int = 80) -> str:
-    """Return `repr(value)`, shortened to at most `length` characters; reads only the shown part of a large value."""
+    """Return `repr(value)`, shortened to at most `length` characters."""
     text = _Abbreviation(length).repr(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 

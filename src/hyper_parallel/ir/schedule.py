@@ -145,7 +145,7 @@ class StageGraph:
             if source >= target:
                 raise ScheduleError(
                     f"the edge {source}>{target} does not lead to a stage with a larger number",
-                    hint="number the stages in the order of their edges",
+                    hint="remove the edge" if source == target else "number the stages in the order of their edges",
                 )
             if target in self.frozen and source not in self.frozen:
                 raise ScheduleError(

@@ -242,8 +242,9 @@ class Strategy:
     def expert_mesh(self) -> Mesh:
         """Return the expert mesh: `ep` folds over the innermost of dp_shard x cp x tp_x x tp_y.
 
-        The rank with index f inside dp_shard x cp x tp has coordinate f % ep on `ep`, and f // ep on `edp`. Ranks along
-        `edp` have the same experts, whose parameters FSDP shards over `edp`.
+        The rank with index f inside dp_shard x cp x tp, in the default order, has coordinate f % ep on `ep`, and f //
+        ep on `edp`. Ranks along `edp` have the same experts; with FSDP (ZeRO 2 and 3), their parameters are sharded
+        over `edp`.
         """
         inner = self.dp_shard * self.cp * self.tp
         return Mesh(

@@ -96,10 +96,10 @@ class OffloadCandidates:
         return 0 if self.program.storages[s].at_start else self.recomputes.uses[s][0]
 
     def early_stores(self, gaps: Sequence[Gap]) -> list[list[Gap]]:
-        """Return, per position, the gaps whose storage gets its final content there and can be stored before eviction.
+        """Return, per position, the gaps whose storage is last written there before the gap, so its copy can start.
 
-        Gaps on flash are excluded. Storages that are dropped for recomputation are excluded too, because no copy of a
-        storage may be in flight when it is dropped.
+        Excluded are gaps on flash, gaps that start before the step, and storages that are dropped for recomputation,
+        because no copy of a storage may be in flight when it is dropped.
         """
         early: list[list[Gap]] = [[] for _ in self.order]
         dropped = self.recomputes.dropped

@@ -136,10 +136,10 @@ def baseline_seconds(program: MemoryProgram, *, reorder: bool) -> float:
 
 
 def _orders(program: MemoryProgram, reorder: bool) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
-    """Return the orders of operators to plan in, and the sentences of `refine_order`.
+    """Return the operator orders to try, and the sentences of `refine_order` about its changes.
 
-    Without `reorder`, only the recorded order is returned. Without communication, only the refined order is returned.
-    With communication, there is one order per depth of `overlapped`.
+    Without `reorder`, the only order is the recorded one; without communication, the refined one. With communication,
+    there is one per depth of `overlapped`; equal orders are merged.
     """
     if not reorder:
         return [tuple(range(len(program.operators)))], ()

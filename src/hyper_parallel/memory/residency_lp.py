@@ -261,16 +261,17 @@ class ResidencyLP:
         self.add_prefetch(fraction, high, num_bytes, begins)
 
     def add_store(self, fraction: int, final: int, leaves: int, num_bytes: int) -> None:
-        """Add a store of `num_bytes` times a fraction, which may start at position `final`.
+        """Add a store of `num_bytes` times the variable with index `fraction`.
 
-        The bytes leave the device at position `leaves`, or when the store ends if that is later.
+        The storage is last written at position `final`, where the store may start. Its bytes leave the device at
+        position `leaves`, or when the store ends if that is later.
         """
         self._add(self._final[self._sample[final]], fraction, self._channel_units(self._store, num_bytes))
         self._add(self._leave[self._sample[leaves]], fraction, self._channel_units(self._store, num_bytes))
         self.lp.costs[fraction] += self._traffic_cost(self._store.seconds(num_bytes))
 
     def add_prefetch(self, fraction: int, position: int, num_bytes: int, begins: int) -> None:
-        """Add a prefetch of `num_bytes` times a fraction, which must complete before `position`.
+        """Add a prefetch of `num_bytes` times the variable with index `fraction`, complete before `position`.
 
         The bytes are resident from position `begins`.
         """

@@ -31,11 +31,12 @@ def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...
     if files and len(missing) == len(files):
         return {}, ("the weight files are missing: names and shapes are not checked",)
     if missing:
+        files_to_fetch = ", ".join(f"`{file}`" for file in missing[:3])
         raise WeightsUnreadable(
             f"{len(missing)} of {len(files)} weight files are missing",
             where=str(directory / (listing.index or "")),
             got=missing[:3],
-            hint=f"fetch `{missing[0]}` again",
+            hint=f"fetch {files_to_fetch}{' and the others' if len(missing) > 3 else ''} again",
         )
     tensors: dict[str, TensorInfo] = {}
     for file in files:

@@ -182,7 +182,10 @@ def _merged(config: Mapping[str, Any]) -> float:
 
 
 def _outer_flops(p: ParamSpec, positions: int, merged: float) -> float:
-    """Return the forward FLOPs per item of a matrix outside the layers; 0 for a position table."""
+    """Return the forward FLOPs per image or recording of a parameter outside the layers; 0 for vectors and positions.
+
+    `merged` positions of the encoder become one position of the projector.
+    """
     if not _rows(p, merged):
         return 0.0
     is_projector = len(p.shape) == 2 and _PROJECTOR.search(p.name) is not None

@@ -7,8 +7,9 @@ stages of a rank, and tb = ti + tw. The bubble is the step time without transfer
 In a V-shaped schedule, rank r of p holds stages r and 2p - 1 - r. Rank 0 holds the first and the last stage, rank p - 1
 the two in the middle. The loss is computed on the rank that reads the batch, and memory is even over the ranks.
 
-Some schedules need a minimum number of microbatches. For fewer, they are generated with the minimum, and the surplus
+zb_h1 and zbv need a minimum number of microbatches. For fewer, they are generated with the minimum, and the surplus
 microbatches are removed. Dependencies connect only actions of the same microbatch, so the remaining order is valid.
+dualpipev refuses fewer; its overlaps shorten the work, so its docstring states idle time in place of the bubble.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def gpipe(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 
 
 def one_f_one_b(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
-    """Append 1F1B: p - rank - 1 warm-up forwards, then pairs of a forward and a backward.
+    """Append 1F1B: min(m, p - rank - 1) warm-up forwards, pairs of a forward and a backward, remaining backwards.
 
     Bubble (p-1)(tf+tb); min(m, p - rank) microbatches in flight.
     """
@@ -134,8 +135,9 @@ def zbv(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 def dualpipev(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
     """Append DualPipeV: forward and backward of different microbatches overlap in the steady state.
 
-    Needs m >= 2p. With times of one stage and tf = ti, the bubble is (p-1)(tfb + tb - 3 tw). Here tfb >= tb is the time
-    of an overlapped forward and backward. Each rank holds at most 2p + 1 stage activations.
+    Needs m >= 2p; fewer are refused. With times of one stage, tf = ti, and tfb >= tb the time of an overlapped forward
+    and backward, the last rank is idle for (p-1)(tfb + tb - 3 tw), and no rank for longer. Each rank holds at most 2p +
+    1 stage activations.
 
     Source: DeepSeek-AI 2024, DeepSeek-V3 technical report, section 3.2.1 (DualPipe), cut in half so that no rank
         holds parameters twice.

@@ -216,10 +216,11 @@ def _fastest_rounds(
     rows: Sequence[Sequence[StageCost]],
     limits: Sequence[int],
 ) -> Schedule:
-    """Return the fastest compute-only schedule of a sharded tower that computes in rounds within the limits.
+    """Return the fastest tried schedule, without sends and receives, of a sharded tower that computes in rounds.
 
-    The order of the language stages is taken from one of `bases`, which include 1F1B. 1F1B with `lead` and `lag` of 0
-    (see `_in_rounds`) is always within the limits. `rows` and `limits` are as for `_fastest_order`.
+    All `bases` are tried as orders of the language stages, with `lead` and `lag` of 0 and 1 (see `_in_rounds`). 1F1B,
+    which is in `bases`, is always within `limits` with both of 0. `rows` are the costs by stage and microbatch,
+    `limits` the maximum numbers of microbatches in flight per lane.
     """
     best: tuple[float, Schedule] | None = None
     for base, lead, lag in product(bases, (1, 0), (1, 0)):
@@ -300,9 +301,10 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
     graph = lanes.graph(frozen)
     if schedule.graph != graph or len(schedule.ranks) != lanes.count:
         raise ScheduleError(
-            "the schedule does not match the sub-models",
-            got=f"{len(schedule.ranks)} lanes, stages {schedule.graph}",
-            allowed=f"{lanes.count} lanes, stages {graph}",
+            "the schedule has other ranks or stages than the sub-models",
+            got=f"{len(schedule.ranks)} ranks, stages {schedule.graph}",
+            allowed=f"{lanes.count} ranks, stages {graph}",
+            hint="plan the sub-models again, without this schedule",
         )
     if not schedule.has_communication:
         schedule = lower(schedule.compute_only(), reduce_grad=False)

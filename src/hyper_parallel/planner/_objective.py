@@ -154,7 +154,10 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
 
 
 def _least_memory(request: PlanRequest, deadline_s: float | None, limit: float | None, top: int) -> Plan:
-    """Return the Plan with the least peak memory, by bisection over the memory that a device may use."""
+    """Return the plan with the least peak memory found by bisection over the memory that a device may use.
+
+    `limit` is the deadline in seconds per token; None: no deadline.
+    """
     best = find_best(request, top + 1, limit)
     if not best.fits and deadline_s is not None:
         raise _deadline_missed(request, "strategy", deadline_s)

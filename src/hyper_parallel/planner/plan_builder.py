@@ -93,7 +93,7 @@ def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) 
 
 
 def _without_limit(request: PlanRequest, result: BranchAndBound, rows: Columns, position: int) -> PricedStrategy:
-    """Return the strategy of one row, priced with its fastest choices, as if memory were unlimited."""
+    """Return the candidate in row `position`, priced without offload, with its fastest ZeRO stage, ignoring memory."""
     pricer, row = result.pricer, select(rows, np.array([position]))
     chosen = dict(zip(FREED, pricer.choices[int(np.argmax(pricer.selectable))], strict=True))
     strategies = []

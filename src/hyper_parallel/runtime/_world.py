@@ -152,7 +152,8 @@ class World:
         Args:
             device: `cpu`, `cuda`, `npu`, ...; None: the accelerator of this machine, or `cpu` without accelerator.
             deadlines: Maximum time of a rank in a phase of a step. If a rank exceeds its deadline, all ranks of the
-                machine are ended. None: no limit. Ignored on ranks of `launch`, which monitors them itself.
+                machine are ended. None: only torch's default timeout of collectives. On ranks of `launch`, which
+                monitors them itself, only torch's timeout is set.
             debug: Whether torch compares each collective across ranks before running it, which is slow.
             worlds: Sizes of the worlds, in rank order, into which the ranks of torchrun are split; (): a single world.
                 Ignored on ranks of `launch`, which splits them itself.

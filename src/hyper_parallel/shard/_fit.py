@@ -183,8 +183,9 @@ def fit_vocabulary(params: list[Param], sizes: Sizes, notes: list[str]) -> list[
 def check_pairs(params: list[Param], sizes: Sizes) -> None:
     """Raise UnsupportedSharding (HP205) for a module whose parameters have styles that do not fit together.
 
-    Colwise input projections require rowwise output projections, without a replicated projection in between. Attention
-    mixes tokens, so it cannot be replicated if the sequence is sharded. A norm over all heads needs all heads.
+    Refused are: colwise projections without a rowwise one, or the reverse; a replicated matrix of attention, or one of
+    the shape of a colwise matrix beside it; and a replicated norm over the features of all heads, of which a rank has
+    some.
     """
     parents: dict[str, list[Param]] = {}
     for param in params:

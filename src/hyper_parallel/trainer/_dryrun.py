@@ -286,8 +286,8 @@ def _check_support(loaded: LoadedRecipe) -> None:
     if dist.is_initialized():
         raise Contradiction(
             "a dry run cannot run in a process whose torch.distributed is initialized",
-            where="--dry-run",
-            hint="start the dry run without torchrun",
+            where="dry_run",
+            hint="torch.distributed.destroy_process_group() before the dry run, or a new process without torchrun",
         )
     refuse_submodels(loaded, "a dry run traces one layout of the whole model", "--dry-run")
     if loaded.recipe.stage == "rm":

@@ -146,7 +146,9 @@ def _train(job: Job, stop: StopRequest, logs: Path | None = None, snapshots: Pat
         flash, parent = None, job.recipe.offload.flash_dir
         if parent is not None:
             # This process owns the folder, because a killed rank could not remove it.
-            flash = stack.enter_context(run_folder(Path(parent), job.output_dir.name))
+            flash = stack.enter_context(
+                run_folder(Path(parent), job.output_dir.name, "offload.flash_dir=WRITABLE_FOLDER")
+            )
         if logs is None:
             rank = launched_rank()[0]
             if rank == 0:  # before any rank joins a process group

@@ -54,7 +54,7 @@ def snapshot_folder(job: Job) -> Iterator[Path | None]:
             got=f"{format_bytes(needed)} needed, {format_bytes(free)} free",
             hint="checkpoint.snapshot_every=0",
         )
-    with run_folder(MEMORY, f"hyper_parallel-{job.output_dir.name}") as folder:
+    with run_folder(MEMORY, f"hyper_parallel-{job.output_dir.name}", "checkpoint.snapshot_every=0") as folder:
         yield folder
 
 

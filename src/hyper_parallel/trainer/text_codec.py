@@ -133,8 +133,10 @@ class TextCodec:
             if (top := max(previous.token_ids, default=0)) >= self._vocabulary:
                 raise BadValue(
                     "a continuation has a token outside the vocabulary of the model",
+                    where=f"continuation {number}",
                     got=top,
-                    hint="remove `token_ids` from this line, or use the model that wrote it",
+                    allowed=f"0 to {self._vocabulary - 1}",
+                    hint="remove `token_ids` from this line of the input, or use the model that wrote it",
                 )
             sequence.text += previous.token_ids
             sequence.logprobs += previous.logprobs

@@ -1,4 +1,4 @@
-"""Replacement of module forwards for the parallel axes that change the computation of a model."""
+"""Replacement of module forwards for tensor, context and expert parallelism, half-batches and recomputation."""
 
 from __future__ import annotations
 

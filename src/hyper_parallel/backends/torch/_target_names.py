@@ -230,12 +230,16 @@ def check_names(model: nn.Module, config: Any, adaptable: Mapping[str, nn.Module
     absent = (s for s in saved if s not in known and not any(n.endswith(s) for n in modules))
     if missing := [*itertools.islice(absent, _SHOWN)]:
         names = last_names(owners)
+        valid = [s for s in saved if s not in missing]
+        nearest = ", ".join(_nearest([*saved], missing, [*valid, *names]))
         raise BadValue(
             "no module of the model has this name",
             where=where.replace("target_modules", "modules_to_save"),
             got=_shown(missing),
             allowed=names,
-            hint=f"'lora.modules_to_save=[{', '.join(_nearest([*saved], missing, names))}]'",
+            hint=f"'lora.modules_to_save=[{nearest}]'"
+            if where.startswith("lora.")
+            else f"set modules_to_save to [{nearest}] in {where}",
         )
     if targets == "all-linear" or targets is None:
         return adaptable.keys()

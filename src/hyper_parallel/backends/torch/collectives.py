@@ -169,7 +169,7 @@ def launch_gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose, *, as
 def launch_reduce_into(
     out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
 ) -> Callable[[], Tensor]:
-    """Issue a sum of `rows` over ranks; return a function that waits for this rank's slice in `out` and returns it."""
+    """Issue a reduce-scatter of `rows`; return a function that waits for it and returns `out`, this rank's slice."""
     issue = partial(_reduce_scatter, out, rows, group=group, async_op=async_op)
     return _launch("reduce_scatter", issue, out, rows, group, name)
 

@@ -294,7 +294,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_leng
 
 
 def read_model(model: nn.Module, name: str) -> ModelSpec:
-    """Return the description of any module for planning, under the `name` for reports; no parameter values are read."""
+    """Return the `ModelSpec` of any module, for planning. Reports show `name`; no parameter values are read."""
     config = text_config(model)
     hidden = _number(config, "hidden_size", "n_embd", "d_model") or _embedding_width(model)
     view = view_of(model)

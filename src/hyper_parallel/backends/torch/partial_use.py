@@ -56,7 +56,7 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
             f"context parallelism does not support `{min(media)}`, an input of a module outside the decoder",
             where=type(model).__name__,
             got="cp",
-            allowed="dp_replicate, dp_shard, tp, pp",
+            allowed="any layout with cp=1; pp only if forward can run without this input",
             hint="parallel.cp=1",
         )
     parameters = inspect.signature(model.forward).parameters if media else {}

@@ -106,7 +106,9 @@ def model_of(parameters: Iterable[Tensor]) -> nn.Module:
         raise BadValue(
             "the parameters do not all belong to one model returned by fsdp2_prepare_model",
             got=f"parameters of {plural(len(prepared), 'such model')}{suffix}",
-            hint="model = fsdp2_prepare_model(accelerator, model, hp_args)",
+            hint="call once per model, with the parameters of one model only"
+            if len(prepared) > 1
+            else "model = fsdp2_prepare_model(accelerator, model, hp_args)",
         )
     return prepared.pop()
 

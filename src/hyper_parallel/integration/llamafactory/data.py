@@ -141,11 +141,13 @@ def check_template(name: str, model: str, where: str) -> None:
             expected = ((tokenizer.bos_token or "") * begin + text).rstrip()
         if own_text == expected:
             continue
+        problem = f"the model's own chat template, which is used, formats texts unlike the template `{name}`"
+        if expected is None:
+            problem = f"the template `{name}` cannot be compared with the model's own chat template, which is used"
         raise Contradiction(
-            "conversations are formatted with the model's own chat template, which may differ "
-            f"from the template `{name}`",
+            problem if own_text else f"the model has no chat template to use in place of the template `{name}`",
             where=where,
-            got=repr(own_text) if own_text else "a model without one",
-            allowed=repr(expected) if expected else f"null, or one of {', '.join(_TEMPLATES)} where they are the same",
-            hint="template=null",
+            got=f"own template: {own_text!r}" if own_text else "a model without chat template",
+            allowed=f"as `{name}`: {expected!r}" if expected else f"null, or one of {', '.join(_TEMPLATES)} if equal",
+            hint="template=null" if own_text else "add a chat template to the model's tokenizer, then template=null",
         )

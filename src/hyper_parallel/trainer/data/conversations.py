@@ -133,7 +133,7 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 def _prompt_of_pair(values: Values, rules: RecordRules, where: str) -> tuple[list[Message], Message | None]:
     """Return (turns of the prompt, user turn made from a text prompt) of a pair.
 
-    The turns are [] if the record has no key for the prompt. The user turn is None if the prompt is not a text.
+    The turns are [] without a prompt, or with an empty text. The user turn is None if the prompt is not a text.
     """
     prompt = rules.one_of(values, QUESTIONS, where)
     if isinstance(prompt, str) and (prompt or isinstance(values["chosen"], str)):

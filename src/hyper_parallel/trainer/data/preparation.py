@@ -170,7 +170,7 @@ def _join(data: Data, parts: list[PackedData]) -> PackedData:
 
 
 def _pack_validation(data: Data, stage: str, setup: _Setup) -> PackedData:
-    """Return the packed data of `data.validation`, all of it as training split."""
+    """Return the packed data of `data.validation`: all sequences are in `train`, and `holdout` is empty."""
     section = data.model_copy(
         update={
             "source": data.validation,

@@ -138,10 +138,11 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
     if not has_tokenizer(directory):
         raise NoData(
             "the tokenizer directory holds no tokenizer",
-            where=f"data.tokenizer: {directory}",
+            where=f"tokenizer: {directory}",
             allowed=f"a directory with one of {', '.join(VOCABULARIES)}",
+            hint="copy the tokenizer files of the model into this directory",
         )
-    where = f"data.tokenizer: {directory}"
+    where = f"tokenizer: {directory}"
     check_files(directory, tokenizer_files(directory))
     if (directory / _MODEL_CONFIG).is_file():  # check the file before transformers reads it
         read_config_values(directory / _MODEL_CONFIG)
@@ -193,7 +194,7 @@ def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str |
 
 
 def _own_probes(hf: Any) -> list[str]:
-    """Return probe texts that contain a tokenizer's added tokens and some entries of its vocabulary."""
+    """Return probe texts with up to `_MOST_ENTRIES` added tokens of a tokenizer, and some entries of its vocabulary."""
     added = [str(token) for _, token in sorted(hf.added_tokens_decoder.items())][:_MOST_ENTRIES]
     size = len(hf)
     entries = range(0, size, max(1, size // _MOST_ENTRIES))

@@ -56,7 +56,10 @@ class Unbounded(ValueError):
 
 
 def check_files(directory: Path, names: Sequence[str]) -> None:
-    """Raise if a tokenizer file is not a regular file, exceeds 64 MiB, or is a link to a file of another name outside.
+    """Raise if a tokenizer file is not a regular file, exceeds 64 MiB, or links to a foreign file.
+
+    A foreign file is outside of the directory and has another name; blobs in the Hugging Face cache are accepted.
+    Missing files are skipped.
 
     Raises:
         NoData: HP602 naming the file.

@@ -341,7 +341,7 @@ def parsed(value: Any, key: str, where: str) -> Any:
 
 
 def _without_absent(value: Any) -> Any:
-    """Return a value without null entries at any depth; rows of a table have null for every absent key."""
+    """Return a value without keys whose value is null, at any depth; rows of a table have null for every absent key."""
     if isinstance(value, Mapping):
         return {k: _without_absent(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):

@@ -66,11 +66,11 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
 
 
 def divided_step(recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: Mapping[str, float]) -> DividedStep:
-    """Predict seconds and memory of the towers for a step, in addition to the plan of the language model.
+    """Predict the seconds and the memory of a step of the towers and of the language model with plan `plan`.
 
-    Towers and language model are priced by the same machine model. If the config does not contain the sizes of a tower,
-    the FLOP/s of the language model are assumed, and no memory is predicted. Sending features is assumed to be free.
-    `sequence_flops` are the results of `sampled_tower_flops`.
+    If the config lacks the sizes of a tower, the tower is assumed to reach the FLOP/s of the language model, and no
+    memory of any part is predicted. Sending features is assumed to be free. `sequence_flops` are the results of
+    `sampled_tower_flops`.
     """
     assert recipe.parallel.submodels is not None
     strategies, members = submodel_layouts(recipe, plan), recipe.parallel.submodels.members

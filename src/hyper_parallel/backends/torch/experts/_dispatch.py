@@ -86,7 +86,7 @@ class _MoveRows(torch.autograd.Function):
 
 
 def scatter_rows(rows: Tensor, index: Tensor, size: int) -> Tensor:
-    """Return [size, D] with `rows` at distinct indices and zero elsewhere."""
+    """Return [size, D] with `rows` at the indices `index`, which must be distinct, and zero elsewhere."""
     return _MoveRows.apply(rows, index, size, False, False)
 
 

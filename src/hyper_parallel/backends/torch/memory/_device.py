@@ -211,10 +211,12 @@ class PlannedDevice:
             view = expected[name]
             if tuple(value.shape) != view.size or value.dtype != view.dtype:
                 raise StepChanged(
-                    f"input `{name}` does not have the captured shape or type",
+                    f"input `{name}` does not have the captured shape or dtype",
                     got=f"{tuple(value.shape)} {value.dtype}",
                     allowed=f"{view.size} {view.dtype}",
-                    hint="capture and plan a step of this shape, or pad to the captured one",
+                    hint="cast to the captured dtype"
+                    if tuple(value.shape) == view.size
+                    else "pad to the captured shape, or capture and plan a step of this shape",
                 )
 
     def _write_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:

@@ -235,8 +235,8 @@ def _bytes_of(base: torch.UntypedStorage) -> memoryview:
 
 
 @contextmanager
-def run_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Yield a folder for the files of one run; see `temporary_folder`.
+def run_folder(parent: Path, name: str, hint: str) -> Iterator[Path]:
+    """Yield a folder for the files of one run; see `temporary_folder`. `hint` is that of the error.
 
     Raises:
         TransferFailed: HP513 when the folder cannot be created.
@@ -249,6 +249,6 @@ def run_folder(parent: Path, name: str) -> Iterator[Path]:
                 "cannot create a folder for the files of a run",
                 where=str(parent),
                 got=str(error),
-                hint=f"check the permissions of {parent}, or set another folder",
+                hint=hint,
             ) from error
         yield folder

@@ -196,7 +196,9 @@ class PlannedSlots(FixedPasses):
     def begin(self) -> None:
         """Move the state to the planned device of the prompt step."""
         if self.limits.flash is not None:
-            self._files = self._stack.enter_context(run_folder(self.limits.flash, "generate"))
+            self._files = self._stack.enter_context(
+                run_folder(self.limits.flash, "generate", "--flash-dir WRITABLE_FOLDER")
+            )
         self._planned_device = self._open(0)
 
     def _open(self, index: int) -> PlannedDevice:

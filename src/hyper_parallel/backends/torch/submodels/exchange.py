@@ -335,7 +335,9 @@ class Reader:
     def step(self, owner: Callable[[int, int], int] | None = None) -> Iterator[None]:
         """Allow forward passes in this context; `begin` selects the microbatch of each pass.
 
-        `owner` is a function like `Border.owner`; None: that method.
+        Args:
+            owner: Function from (share, index of a microbatch) to the world rank that computes its features; None:
+                `Border.owner`.
         """
         self._owner = owner
         self._counts.clear()

@@ -83,7 +83,7 @@ class RegatherScope:
     _sources: dict[int, _Gathered] = field(default_factory=dict)
 
     def open(self) -> AbstractContextManager[Any]:
-        """Return a context that replaces the gathered tensors that autograd saves by handles."""
+        """Return a context in which autograd saves handles in place of the tensors of `regather_in_backward`."""
         return saved_tensors_hooks(self._pack, _unpack)
 
     @contextmanager

@@ -108,9 +108,10 @@ def tied_names(reference: nn.Module) -> dict[str, str]:
 
 
 def published_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of every parameter and buffer, by name, of a model that transformers loads with `dtype`.
+    """Return the dtype by name of every parameter and saved buffer of a model that transformers loads with `dtype`.
 
-    Some parameters stay in float32, for example the router of deepseek_v3.
+    Some parameters stay in float32, for example the router of deepseek_v3. {} for a model that is not from
+    transformers.
     """
     reference = hf_reference_model(model, dtype)
     if reference is None:

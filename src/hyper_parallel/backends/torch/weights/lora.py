@@ -136,9 +136,10 @@ def adapter_layouts(model: nn.Module, layouts: dict[str, Layout], strategy: Stra
         shards = strategy.mesh().degree(strategy.fsdp_axes)
         if parts > 1 and rank % shards:
             raise NotDivisible(
-                f"{shards} data-parallel ranks do not divide the rank of the adapter",
+                f"FSDP shards this packed adapter over {shards} ranks, which do not divide its dim r",
                 where=name,
-                got=f"lora.r={rank}",
+                got=f"r={rank}",
+                allowed=f"lora.r, or its value in lora.rank_pattern: a multiple of {shards}",
                 changes={"lora.r": round_up(rank, shards)},
             )
         whole = Layout.replicated(2)
