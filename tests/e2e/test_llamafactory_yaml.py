@@ -139,9 +139,10 @@ def test_the_file_trains_as_the_recipe_that_says_the_same(root):
     command("train", str(root / "ours.yaml"), *words)
     assert curve(root / "out") == curve(root / "ours")
     assert len(curve(root / "out")) == 7  # 36 conversations, 1.5 times, in batches of 8
-    kept = yaml.safe_load((root / "out" / "config.yaml").read_text())
-    assert kept["training"]["warmup_steps"] == 3
-    assert kept["lora"]["target_modules"] == "all-linear"
+    kept = load_recipe(root / "out" / "config.yaml").recipe
+    assert kept.training.warmup_steps == 3
+    assert kept.lora is not None
+    assert kept.lora.target_modules == "all-linear"
     assert not (root / "out" / "tensorboard").exists()
 
 
@@ -414,5 +415,5 @@ def test_a_template_that_adds_a_system_text_is_not_that_of_llamafactory(root, tm
     check_template("chatml", str(tmp_path / "model"), "template")
     own = "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}" + CHATML
     (tmp_path / "model" / "chat_template.jinja").write_text(own)
-    with pytest.raises(Contradiction, match="may differ from the template"):
+    with pytest.raises(Contradiction, match="formats texts unlike the template `chatml`"):
         check_template("chatml", str(tmp_path / "model"), "template")

@@ -180,9 +180,12 @@ def _plan_without_split(
             f"the devices cannot be split among the roles: {prices.reason}",
             where=where("grpo.rollout_ranks"),
             got=f"rollout_ranks={grpo.rollout_ranks}, rollout_tp={grpo.rollout_tp}",
-            hint="grpo.rollout_ranks=0 grpo.rollout_tp=1"
-            + " grpo.max_staleness=0" * bool(grpo.max_staleness)
-            + " grpo.reference_role=learner" * (grpo.reference_role == "sampler"),
+            changes={
+                "grpo.rollout_ranks": 0,
+                "grpo.rollout_tp": 1,
+                **({"grpo.max_staleness": 0} if grpo.max_staleness else {}),
+                **({"grpo.reference_role": "learner"} if grpo.reference_role == "sampler" else {}),
+            },
         )
     plan = search(request)
     note = f"the predicted step covers learning only: {prices.reason}"

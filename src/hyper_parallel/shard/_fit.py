@@ -184,8 +184,8 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
     """Raise UnsupportedSharding (HP205) for a module whose parameters have styles that do not fit together.
 
     Refused are: colwise projections without a rowwise one, or the reverse; a replicated matrix of attention, or one of
-    the shape of a colwise matrix beside it; and a replicated norm over the features of all heads, of which a rank has
-    some.
+    the shape of a colwise matrix of the same module; and a replicated norm over the features of all heads, of which a
+    rank has some.
     """
     parents: dict[str, list[Param]] = {}
     for param in params:

@@ -235,7 +235,7 @@ def _bytes_of(base: torch.UntypedStorage) -> memoryview:
 
 
 @contextmanager
-def run_folder(parent: Path, name: str, hint: str) -> Iterator[Path]:
+def run_folder(parent: Path, name: str, hint: str | None = None) -> Iterator[Path]:
     """Yield a folder for the files of one run; see `temporary_folder`. `hint` is that of the error.
 
     Raises:
@@ -249,6 +249,6 @@ def run_folder(parent: Path, name: str, hint: str) -> Iterator[Path]:
                 "cannot create a folder for the files of a run",
                 where=str(parent),
                 got=str(error),
-                hint=hint,
+                hint=hint or "use a folder with free space in which this user may write",
             ) from error
         yield folder
