@@ -54,12 +54,12 @@ class Compute:
 
     @property
     def launched_forward(self) -> Array:
-        """Seconds of the forward and its kernel launches."""
+        """Seconds of the forward, and of one third of `launch`, its approximate share."""
         return self.forward + self.launch / 3.0
 
     @property
     def launched_backward(self) -> Array:
-        """Seconds of the backward and of recomputation, and their kernel launches."""
+        """Seconds of the backward, of recomputation, and of two thirds of `launch`."""
         return self.backward + self.recompute + self.launch / 1.5
 
 

@@ -65,12 +65,13 @@ class SpaceTerm:
 
 
 def activation_bytes(s: PricingCase) -> Array:
-    """Return the bytes that one average layer and microbatch saves for backward, without recomputation.
+    """Return the bytes that one average layer and microbatch saves for backward, before full recomputation.
 
-    The bytes are b T ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)), with letters as in `_layer` and query width q. The
-    second summand, gathered inputs, is 0 if inputs are re-gathered. Dropout saves two masks of h bytes per token.
-    Without sequence parallelism, every rank saves both masks and 4h elements per token unsharded. Without fused
-    attention, the scores of a heads and sequences of s tokens take (2b + 1) a s bytes per token.
+    A dense layer saves b T ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)) bytes, with letters as in `_layer` and query width
+    q. The second summand, gathered inputs, is 0 if inputs are re-gathered. Experts, the statistics of fused attention
+    and the tensors that unfused operators save are added. Dropout saves two masks of h bytes per token. Without
+    sequence parallelism, every rank saves both masks and 4h elements per token unsharded. Without fused attention, the
+    scores take (2b + 1) A S / P bytes per token, for A heads and S tokens per sequence; 0 with selective recomputation.
 
     Source: Korthikanti et al. 2022, section 4 and equation 2, generalised to narrow keys and gated widths.
     """

@@ -153,7 +153,7 @@ _SYMBOLS: Final = (
 
 
 def explain(plan: Plan, width: int | None = None) -> str:
-    """Return all decisions and predictions of a plan as text, wrapped at `width` characters; None: not wrapped."""
+    """Return decisions and predictions of a plan as text, without the certificate; wrapped at `width`, None: not."""
     constants = [f"{s.constant} x {s.factor:.3f}: {s.strategy}" for s in plan.sensitivity]
     sections = (
         _section(_title(plan), _head(plan)),

@@ -176,7 +176,7 @@ class Strategy:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: product of the degrees except `ep`, which folds over other axes."""
+        """Number of ranks: pp * dp_replicate * dp_shard * cp * tp_x * tp_y; `ep` folds over some of these axes."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property

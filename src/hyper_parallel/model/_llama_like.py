@@ -122,7 +122,8 @@ def _attention(config: ConfigView, family: Family, window: int | None) -> tuple[
 def _latent_attention(config: ConfigView, family: Family, hidden: int, heads: int) -> tuple[AttentionSpec, Params]:
     """Return spec and parameters of DeepSeek's latent attention.
 
-    Query and key-value projections are low-rank, with norms between the factors. All heads share the rotary key.
+    Key-value projections are low-rank, and so are query projections if `q_lora_rank` is set, with a norm between the
+    factors. All heads share the rotary key.
 
     Source: DeepSeek-V2 technical report 2024, section 2.1.
     """

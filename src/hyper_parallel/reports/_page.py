@@ -395,7 +395,7 @@ def _measured_memory(run: RunRecord) -> dict[str, float]:
 
 
 def _tier(run: RunRecord, tier: str) -> Chart | None:
-    """Return a chart of the bytes in a memory tier over one planned step; None if it stays empty."""
+    """Return a chart of predicted and measured bytes in a memory tier over one offloaded step; None if all are 0."""
     lines = []
     for kind, style, timeline in zip(("predicted", "measured"), ("dashed", "solid"), run.offload or (), strict=True):
         points = [(c.time_s, c.value) for c in timeline.counters if c.lane == tier]

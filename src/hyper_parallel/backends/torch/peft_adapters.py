@@ -278,7 +278,7 @@ def read_adapter_config(directory: Path) -> Any:
             where=str(file),
             got=", ".join(unsupported[:3]) if kind == _LORA else f"peft_type={kind}",
             allowed="peft_type=LORA with the keys of the section `lora`",
-            hint="merge it with peft (`merge_and_unload`), and train the merged model",
+            hint="merge the adapter with peft (`merge_and_unload`) if peft can, else use the model without it",
         )
     values = {key: config[key] for key in read_keys if key in config}
     try:

@@ -156,7 +156,11 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return the loss of a batch; without `num_items_in_batch`, the mean over the tokens of this rank's data."""
+        """Return this rank's loss of a batch, with the model's outputs if `return_outputs`.
+
+        Without `num_items_in_batch`, the sum over this rank's tokens is divided by the number of labelled tokens of the
+        batch; the parts of context-parallel ranks add up to the mean.
+        """
         if num_items_in_batch is not None or "labels" not in inputs or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         tokens = (inputs["labels"][:, 1:] != -100).sum().clamp(min=1)

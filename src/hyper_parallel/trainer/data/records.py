@@ -487,11 +487,12 @@ def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
             for row in rows:
                 where = f"{path}:{rows.line_num}"
                 if None in row or None in row.values():
+                    command = line_command(path, rows.line_num)
                     raise NoData(
-                        "a row has more or fewer columns than the header",
+                        f"a row has {'more' if None in row else 'fewer'} columns than the header",
                         where=where,
                         allowed=rows.fieldnames,
-                        hint=line_command(path, rows.line_num),
+                        hint=f"quote values with a delimiter or line break; see the row's last line: {command}",
                     )
                 yield where, row
         except csv.Error as error:

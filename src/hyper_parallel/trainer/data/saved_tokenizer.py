@@ -151,11 +151,14 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=trusted)
     except BadValue as error:
         # transformers and tokenizers raise many exception classes for damaged files.
+        cause = error.__cause__
         raise NoData(
             "the tokenizer cannot be loaded",
             where=where,
             got=error.got,
-            hint="fetch the tokenizer files again from where the model was published",
+            hint="install the package that the message names"
+            if isinstance(cause, ImportError)
+            else "fetch the tokenizer files again from where the model was published",
         ) from error
     if tokenizer.is_fast:
         check_parts(tokenizer.backend_tokenizer, where)

@@ -179,7 +179,7 @@ class MetricsLog:
                 self._trackers.remove(tracker)
 
     def _try(self, tracker: Tracker, action: Callable[[], Any]) -> bool:
-        """Run an action of a tracker; return whether it succeeded, and only warn if it failed."""
+        """Run an action of a tracker; return whether it succeeded. Failures are logged, disk errors kept."""
         try:
             action()
         except Exception as error:  # every tracker has its own exception classes
