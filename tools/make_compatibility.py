@@ -52,11 +52,11 @@ PAGE_TEXT = """# Compatibility
 <!-- Written by tools/make_compatibility.py from docs/census.json; do not edit. -->
 
 The table lists types of transformers {transformers} on torch {torch}, shrunk and with random weights, run with
-`hyper-parallel train` by `tools/census.py`. A cell is a run of two steps in float64. On one rank `ok` means that loss and
-gradient norm of the first step equal those of plain transformers on the same tokens to 1e-10. On an axis `ok` means that
-both steps equal those of one rank to 1e-10. The axes have two ranks (`ep`: dp_shard 2, ep 2). `auto` is the layout that
-the planner chooses for 4 ranks, with full recompute. A number in parentheses is a refusal or a failure; its sentence is
-below the table. An empty cell was not run.{older}
+`hyper-parallel train` by `tools/census.py`. A cell is a run of two steps in float64. On one rank `ok` means that loss
+and gradient norm of the first step equal those of plain transformers on the same tokens to 1e-10. On an axis `ok`
+means that both steps equal those of one rank to 1e-10. The axes have two ranks (`ep`: dp_shard 2, ep 2). `auto` is the
+layout that the planner chooses for 4 ranks, with full recompute. A number in parentheses is a refusal or a failure; its
+sentence is below the table. An empty cell was not run.{older}
 
 ## Causal language models
 
