@@ -116,9 +116,9 @@ class Roles:
     def colocated(self) -> list[tuple[float, PlanRequest]]:
         """Return (lower bound, request) for each microbatch size, for ranks that both sample and learn.
 
-        The lower bound is the time of the fastest sampling over all layouts, in seconds per token.
+        The lower bound is the time of the fastest sampling over all layouts, in seconds per token of an optimizer step.
         """
-        bounds, tokens = [], self.request.workload.tokens_per_step or 1
+        bounds, tokens = [], self.grpo.num_iterations * (self.request.workload.tokens_per_step or 1)
         for r, batch in zip(self.requests(self.devices), self._microbatches, strict=True):
             times = [0.0]
             if self.rows and batch:
