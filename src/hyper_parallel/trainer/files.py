@@ -44,10 +44,10 @@ class Damaged(Exception):
 
 
 def check_files(directory: Path, entries: Mapping[str, FileEntry], contents: Iterable[str] = ()) -> None:
-    """Check the sizes of the files in `entries`, given by name, and the checksums of the files in `contents`.
+    """Check the sizes of all files in `entries`, and the checksums of those in `contents`; keys are relative paths.
 
     Raises:
-        Damaged: For the first file that is missing or differs.
+        Damaged: For the first file that is missing, unreadable or different.
     """
     for name, entry in sorted(entries.items()):
         check_size(directory / name, entry.size_bytes)
@@ -70,7 +70,7 @@ def check_size(path: Path, num_bytes: int) -> None:
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy the files `names` from directory `source` to `target`; skip missing files."""
+    """Copy the files with relative paths `names` from directory `source` to `target`; skip missing files."""
     for name in names:
         if (source / name).is_file():
             (target / name).parent.mkdir(exist_ok=True)

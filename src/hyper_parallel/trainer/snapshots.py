@@ -1,6 +1,6 @@
 """Snapshots of training state in host memory (/dev/shm), from which restarted ranks recover.
 
-The folder of the snapshots outlives the ranks, but not the process that launched them.
+The process that launched the ranks owns the folder of the snapshots, so the folder outlives the ranks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def snapshot_folder(job: Job) -> Iterator[Path | None]:
     Raises:
         SnapshotsTooLarge: HP626 when the snapshots would not fit into /dev/shm.
         Contradiction: HP104 for `checkpoint.snapshot_every` under torchrun, which launches the ranks itself.
+        TransferFailed: HP513 when the folder cannot be created.
     """
     from hyper_parallel.trainer.job import under_torchrun
 

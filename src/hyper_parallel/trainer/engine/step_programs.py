@@ -265,7 +265,10 @@ def _block_plan(plan: Plan, block: Strategy) -> Plan:
 
 
 def _traced_world(recipe: Recipe, block: Strategy, position: int) -> AbstractContextManager[World | None]:
-    """Return a context with a fake world for one rank of a block, or with None if the rank runs no collectives."""
+    """Return a context with a fake world for one rank of a block.
+
+    The context has None for a block of a single rank without `moe.capacity_factor`, which runs no collectives.
+    """
     if block.world_size == 1 and recipe.moe.capacity_factor is None:
         return nullcontext()
     return World.fake(position, block.world_size, TRACED)
@@ -406,8 +409,9 @@ def _clip_function(
     layouts: Mapping[str, Layout],
     max_norm: float | None,
 ) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
-    """Return a traceable function from a rank's gradients to their global norm and the summed and clipped gradients.
+    """Return a traceable function from a rank's gradients to their global norm and the clipped gradients.
 
+    The function first sums gradients over `dp_replicate`, and those of parameters shared by stages over `pp`.
     `strategy` is that of all ranks, and `layouts` are keyed by parameter name. None as `max_norm`: no clipping.
     """
     parallel, tp = attached(model), strategy.tp
