@@ -389,7 +389,7 @@ class Generator:
             interrupt: Function, called before each pass, that returns whether to stop and return the results so far.
 
         Raises:
-            BadValue: HP102 when a prompt and its continuation exceed the context of the model.
+            BadValue: HP102 for errors of `PromptBatch`.
             HyperParallelError: Errors of `PlannedSlots` under a budget of device memory.
         """
         batch = PromptBatch(self._codec, prompts, sampling or Sampling(), chat=chat)
