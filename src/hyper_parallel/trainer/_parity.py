@@ -99,10 +99,9 @@ class Parity:
 
     @property
     def first(self) -> Difference | None:
-        """First parameter gradient, by step and then in the model's order, that differs by more than `LIMIT`.
+        """First parameter gradient that differs by more than `LIMIT`, else the first such loss or gradient norm.
 
-        If no parameter gradient differs: the first loss or total gradient norm that differs; None if no metric
-        differs.
+        None if no metric differs.
         """
         wrong = [d for d in self.differences if not d.relative <= LIMIT]
         parameters = [d for d in wrong if d.name not in ("loss", "grad_norm")]
@@ -275,10 +274,7 @@ def _run(job: Job) -> tuple[Steps, list[str]]:
 
 
 def _rank(job: Job) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Train on this rank; return for each step the loss and gradient norm, and squared gradient norms by parameter.
-
-    A squared norm is this rank's share. The shares of all ranks add up to the squared norm of the whole gradient.
-    """
+    """Return for each step the loss and gradient norm, and this rank's share of each parameter's squared norm."""
     training, steps = job.recipe.training, []
     squares: dict[str, float] = {}
     with World.join("cpu") as world, TorchEngine(job, world, Display(0, False)) as engine:

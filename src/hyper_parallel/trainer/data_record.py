@@ -130,10 +130,7 @@ def _compact(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def highlighted(segments: Iterable[Segment], *, coloured: bool) -> Any:
-    """Return segments as rich text with the targets in green or, without `coloured`, between `[[` and `]]`.
-
-    Unprintable characters are escaped.
-    """
+    """Return segments as rich text with the targets in green or, without `coloured`, between `[[` and `]]`."""
     from rich.text import Text
 
     from hyper_parallel.errors import printable

@@ -79,11 +79,7 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 @contextmanager
 def tensors_written(path: Path) -> Iterator[None]:
-    """Convert write errors inside the context to HP105, and remove the incomplete tensor file `path`.
-
-    Raises:
-        OutputNotWritable: HP105 for an error of the operating system or of safetensors.
-    """
+    """Remove tensor file `path` and raise OutputNotWritable (HP105) if the context fails to write the file."""
     from safetensors import SafetensorError
 
     try:
@@ -137,10 +133,7 @@ def check_writable(directory: Path, key: str) -> None:
 
 
 def _try_to_create(path: Path, parent: Path) -> str:
-    """Try to create `path` below `parent`; return the reason of a failure, or "".
-
-    The trial creates `path` in a temporary subdirectory, because all ranks of torchrun run it at the same time.
-    """
+    """Try to create `path` in a temporary subdirectory of `parent`; return the reason of a failure, or ""."""
     if path == Path():
         return ""
     try:

@@ -179,12 +179,7 @@ def load(
 
 
 def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) -> Any:
-    """Load the model in directory `export`; an adapter is merged into `base`, the directory or hub id of its model.
-
-    Raises:
-        WeightsUnreadable: HP703 when the weight files cannot be read, or lack parameters.
-        CheckpointMismatch: HP702 when an adapter was trained on other base weights.
-    """
+    """Load the model in directory `export`; an adapter is merged into `base`, the directory or hub id of its model."""
     try:
         model, report = from_pretrained(base, getattr(torch, dtype) if dtype else "auto", trusted)
         if (export / ADAPTER_CONFIG).is_file():
@@ -300,10 +295,6 @@ class Generator:
     of `load`.
 
     Attributes:
-        device: Device of the model or, with a budget, of its computation.
-        model: Loaded model.
-        tokenizer: Tokenizer of transformers.
-        memory: Argument `memory`.
         memory_use: Predicted and measured memory of the last generation; None without a budget or before a generation.
     """
 
@@ -357,10 +348,7 @@ class Generator:
         return replace(generation, memory=self.memory_use)
 
     def continue_tokens(self, prompt_ids: list[int], limit: int, media: PromptMedia | None = None) -> list[int]:
-        """Return the token ids, at most `limit`, of the greedy answer to an encoded chat prompt, without stop token.
-
-        A budget of device memory is ignored.
-        """
+        """Return at most `limit` token ids of the greedy answer to an encoded chat prompt, without the stop token."""
         sampling, stops = Sampling(limit, temperature=0), self._codec.stop_token_ids(chat=True)
         sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), limit, media=media)
         passes = _passes_of_one(self.model, sequence)

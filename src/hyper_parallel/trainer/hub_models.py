@@ -93,10 +93,7 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
 
 
 def _folder(loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dict[str, HubName]) -> str:
-    """Return the folder with the downloaded files `part` if `text` is a hub id; return other texts unchanged.
-
-    Presets that need no weights are returned unchanged too. Raise HP304 if `model.path` is a missing path.
-    """
+    """Return the folder with the downloaded files `part` if `text` is a hub id to download, else `text`."""
     name = parse_name(text)
     if name is None:
         if key != "model.path" or not _is_missing(text):

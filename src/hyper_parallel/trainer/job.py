@@ -187,10 +187,7 @@ class Job:
         return batches.sequences_seen(step) / batches.rows.unit / batches.num_sequences
 
     def holdout_batches(self) -> Batches | None:
-        """Return the batches of an evaluation, with about `training.eval_tokens` tokens.
-
-        Return None without held-out data, or if pairs are held out and there is less than one pair.
-        """
+        """Return the batches of an evaluation of about `training.eval_tokens` tokens; None if too few are held out."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
         if held_out is None:
@@ -265,10 +262,7 @@ def under_torchrun() -> bool:
 
 
 def _training_ranks(recipe: Recipe) -> int | None:
-    """Return the number of ranks started by torchrun that train the language model; None without torchrun.
-
-    Sampling ranks, and ranks that only run encoders, do not count. Raise HP104 if no rank is left to train.
-    """
+    """Return the number of ranks started by torchrun that train the language model; None without torchrun."""
     if not under_torchrun():
         return None
     from hyper_parallel.runtime import launched_rank
@@ -519,10 +513,7 @@ def _check_degrees(loaded: LoadedRecipe, training_ranks: int | None) -> None:
 
 
 def _check_weights(loaded: LoadedRecipe) -> Path | None:
-    """Return the directory of the pretrained weights, None for random weights.
-
-    Raise HP706 for weights without a tokenizer, and HP104 for exported adapters of random weights.
-    """
+    """Return the directory of the pretrained weights, None for random weights; check tokenizer and adapters."""
     from hyper_parallel.trainer.engine.recipe_model import weights_directory
 
     recipe, where = loaded.recipe, loaded.where("model.path")
@@ -674,10 +665,7 @@ def _check_checkpoint(loaded: LoadedRecipe) -> None:
 def _check_newest(job: Job, loaded: LoadedRecipe) -> None:
     """Check that the run can resume from its newest checkpoint.
 
-    Raises:
-        Contradiction: HP104 for a checkpoint after the last step of the run.
-        CheckpointMismatch: HP702 if a fact of `run_facts` has changed that must not change, or if optimizer arguments
-            do not fit the saved state.
+    Raise HP104 for a checkpoint after the last step, and HP702 if `run_facts` or the optimizer do not fit it.
     """
     directory, last_step = job.resume_dir, job.recipe.training.steps
     saved_steps = [] if job.recipe.checkpoint.resume == "never" else steps(directory)

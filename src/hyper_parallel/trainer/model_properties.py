@@ -82,8 +82,7 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
 
     Raises:
         Contradiction: HP104 when packed documents may attend to each other, when a token attends to its own label,
-            when layers may compute different results on half-batches of `overlap`, or when flash attention would not
-            mask documents.
+            when layers may differ on half-batches of `overlap`, or when flash attention would not mask documents.
         ModelUnreadable: HP305 when transformers cannot build the model.
     """
     recipe = loaded.recipe

@@ -124,10 +124,7 @@ def claim_run_directory(place: Path, recipe: Recipe) -> None:
 
 
 def write_editable(path: Path, text: str) -> None:
-    """Write a text file of a run and record its checksum; first rename an existing file with another content.
-
-    An existing file is overwritten only if it is as the run wrote it, or contains `text` already.
-    """
+    """Write a text file of a run; an existing file that the run has not written so is renamed, not overwritten."""
     place = path.parent
     known = _known(place)
     is_edited = path.is_file() and file_facts(path) != known.get(path.name)
@@ -159,10 +156,7 @@ def check_plain(path: Path) -> None:
 
 
 def clear_run_directory(place: Path) -> list[str]:
-    """Remove the files of an earlier run before a new run starts over; return the names of cleared entries.
-
-    A sample.txt that a user has edited is kept.
-    """
+    """Remove the files of an earlier run, except an edited sample.txt; return the names of cleared entries."""
     removed = []
     known = _known(place)
     is_own = lambda path: path.name != _SAMPLE or known.get(_SAMPLE) == file_facts(path)  # noqa: E731
@@ -219,10 +213,7 @@ def check_claimable(place: Path, recipe: Recipe | None = None) -> None:
 
 
 def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
-    """Yield the entries of a directory except names in `own`, logs, folders of logs, and files of file systems or git.
-
-    Log files of ranks, such as logs/rank_0.log, are yielded as part of their folder.
-    """
+    """Yield the entries of a directory except names in `own`, (folders of) logs, and files of file systems or git."""
     for path in sorted(place.iterdir()):
         name = path.name
         if name in own or (_HARMLESS.fullmatch(name) and not path.is_symlink()):
@@ -356,7 +347,7 @@ def _relative(path: Path, folder: Path) -> Path | None:
 def run_lock(directory: Path) -> Iterator[None]:
     """Create and lock a run directory inside the context, and remove incomplete files of a killed process.
 
-    If this process is killed, the lock is released when the last rank that it forked has ended.
+    If this process is killed, the lock holds until the last rank that it forked has ended.
 
     Raises:
         RunInUse: HP720 naming the process that holds the lock.

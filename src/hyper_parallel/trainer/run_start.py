@@ -60,8 +60,8 @@ def run_job(job: Job) -> Summary | None:
         OutputNotWritable: HP105 when the run directory cannot be written, or has other files but no marker.
         RunInUse: HP720 when another run writes to the run directory.
         Interrupted: A signal has ended the run; the exception's `step` is the step of the saved checkpoint.
-        RankFailed: HP601 when a rank died.
-        RankHung: HP620 when a rank hung.
+        RankFailed: HP601 when a rank died and `training.max_restarts` is 0.
+        RankHung: HP620 when a rank hung and `training.max_restarts` is 0.
         RestartsUsedUp: HP621 when ranks failed after the last restart.
         TransferFailed: HP513 when no folder can be created in `offload.flash_dir`.
         HyperParallelError: A coded error of a rank, unchanged.
@@ -109,7 +109,6 @@ def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
     data at the same paths, and every rank prepares the run again from `loaded`. An interrupt ends the actors at once.
 
     Raises:
-        RankFailed: HP601 with the machine of the actor that died first.
         HyperParallelError: See `run_job` and `launch_on_ray`.
     """
     portable = replace(loaded, recipe=with_absolute_paths(loaded.recipe))

@@ -41,10 +41,7 @@ class Interrupted(KeyboardInterrupt):
 class StopRequest:
     """Request to end the run after the current step, in memory shared with ranks that are forked later.
 
-    The first signal prints its name and `promise`, the consequence of the request, on standard error of rank 0.
-
-    Attributes:
-        signum: Number of the first signal; None: no signal, or a forked rank.
+    The first signal sets `signum`, and prints `promise`, the consequence of the request, on standard error of rank 0.
     """
 
     def __init__(self, promise: str = _PROMISE) -> None:

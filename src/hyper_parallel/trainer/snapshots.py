@@ -27,7 +27,7 @@ SNAPSHOTS_KEPT: Final = 2  # a rank may be killed while it writes the newest sna
 def snapshot_folder(job: Job) -> Iterator[Path | None]:
     """Yield a new folder for the snapshots of the ranks launched by this process; None without snapshots.
 
-    The folder is removed at the end of the context. If this process is killed, the next run on the machine removes it.
+    The folder is removed at the end of the context or, if this process is killed, by the next run with snapshots.
 
     Raises:
         SnapshotsTooLarge: HP626 when the snapshots would not fit into /dev/shm.

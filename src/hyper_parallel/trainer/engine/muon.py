@@ -93,10 +93,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _matrices(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[nn.Parameter]:
-        """Yield each linear weight that `parameter` stacks, as a view with its gradient and a view of its momentum.
-
-        Yield nothing for a parameter without a gradient.
-        """
+        """Yield each linear weight of a parameter that has a gradient, as a view with its gradient and momentum."""
         if parameter.grad is None:
             return
         state = self.state[parameter]

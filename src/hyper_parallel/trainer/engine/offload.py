@@ -170,11 +170,7 @@ class PlannedSteps:
             return StepOutcome.of(outputs, state), self._spill.emptied_storages
 
     def _record_outside_peak(self, activity: str) -> None:
-        """Update the peak device bytes outside planned steps; collective over all ranks.
-
-        Raises:
-            BudgetImpossible: HP402 on all ranks if `activity` exceeded the budget on any rank.
-        """
+        """Update the peak device bytes outside planned steps; raise HP402 if `activity` exceeded a rank's budget."""
         most = self._spill.peak_bytes
         if not self._on_cpu:
             most = torch.accelerator.max_memory_allocated(self._torch_device)
@@ -259,10 +255,9 @@ class PlannedSteps:
         )
 
     def _plan_or_refuse(self) -> MemoryPlan:
-        """Return this rank's memory plan of the recorded step; collective over all ranks.
+        """Return this rank's memory plan of the recorded step; collective. Raise HP402 on all ranks if a rank has none.
 
-        Raises:
-            BudgetImpossible: HP402 on all ranks, with a budget that suffices on every rank.
+        The error proposes a budget that suffices on every rank.
         """
         budget = self._budget
         # Minimum of a step without a plan; on an accelerator the allocator determines it.

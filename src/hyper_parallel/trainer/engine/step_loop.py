@@ -87,7 +87,7 @@ class StepInputs:
     Attributes:
         microbatches: Model inputs by name, for each microbatch of this rank; with sub-models, None for a microbatch
             without inputs on this rank.
-        valid_tokens: Number of target tokens in the step, over all ranks; at least 1.
+        valid_tokens: Number of target tokens in the step, over all ranks.
         lr: Learning rate.
     """
 
@@ -138,10 +138,8 @@ class SkipPolicy:
     def after(self, output: StepResult, step: int, rejected: bool = False) -> bool:
         """Count a finished step, which the learning stage may have `rejected`; return whether it was skipped.
 
-        Steps that only the loss scale skips do not count.
-
         Raises:
-            LossNotFinite: HP604 after `MAX_CONSECUTIVE_SKIPS` skipped steps in a row.
+            LossNotFinite: HP604 after `MAX_CONSECUTIVE_SKIPS` skipped steps in a row, other than by the loss scale.
         """
         spike = self.max_norm is not None and output.grad_norm > self.max_norm
         skipped = spike or rejected or not output.finite

@@ -201,10 +201,6 @@ def _with_memory_plan(
     """Add the memory plan of `offload` to program `gradients`; return the new program and its predicted memory.
 
     Optimizer states, and all values of program `update`, stay on the device.
-
-    Raises:
-        BudgetImpossible: HP402 when no memory plan fits the budget, or `update` exceeds it.
-        TierFull: HP403 when only host memory is too small.
     """
     assumed = OffloadMachine.of(recipe, plan, torch.device("cpu"))
     states = sum(
@@ -265,10 +261,7 @@ def _block_plan(plan: Plan, block: Strategy) -> Plan:
 
 
 def _traced_world(recipe: Recipe, block: Strategy, position: int) -> AbstractContextManager[World | None]:
-    """Return a context with a fake world for one rank of a block.
-
-    The context has None for a block of a single rank without `moe.capacity_factor`, which runs no collectives.
-    """
+    """Return a context with a fake world for one rank of a block, or with None for a single rank without capacity."""
     if block.world_size == 1 and recipe.moe.capacity_factor is None:
         return nullcontext()
     return World.fake(position, block.world_size, TRACED)

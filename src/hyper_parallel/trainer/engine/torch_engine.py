@@ -127,10 +127,7 @@ class TorchEngine:
         self._stack.close()
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Load the newest intact checkpoint or snapshot; return its step and extra values.
-
-        Return (0, {}) if none exists or the run starts over (`checkpoint.resume=never`).
-        """
+        """Load the newest intact checkpoint or snapshot; return its step and extra values, (0, {}) for a new run."""
         if self._job.ignore_checkpoints:
             return 0, {}
         source, memory = self._checkpointer(self._job.resume_dir), self._snapshots

@@ -36,9 +36,6 @@ class Environments:
         prompts: Text of each prompt.
         answers: Text of each reference answer.
         seeds: Seed of each environment.
-
-    Attributes:
-        rewards: Sum of the rewards of each completion so far.
     """
 
     def __init__(

@@ -182,10 +182,7 @@ def _decode_exact(
 def _decode_in_slots(
     decoder: Decoder, weights: Weights, environments: Environments | None
 ) -> Iterator[DecodingSequence]:
-    """Yield a sequence after each token sampled for it; load newer weights when due.
-
-    After a finished turn, append the environment's reply if it leaves room for a further token.
-    """
+    """Yield a sequence after each token sampled for it; load newer weights when due; append replies that fit."""
     while True:
         for sequence in decoder.run():
             yield sequence
