@@ -107,7 +107,7 @@ class EncodingHelpers:
             process.join()
 
     def submit(self, batch: Sequence[Unit]) -> bool:
-        """Send a batch to an idle worker; return False without an idle worker. Raise an earlier batch's exception."""
+        """Send a batch to an idle worker; return False if none is idle. Raise the exception of an earlier batch."""
         if self._number and not self._processes:
             self._start()
         for connection in [c for c in self._busy if c.poll()]:
@@ -317,7 +317,7 @@ def _sample(source: Source, hf: Any, max_records: int, max_bytes: int, num_examp
 
 
 def _batch(records: Iterator[list[Document]], size: int) -> Iterator[list[Document]]:
-    """Yield the next `size` records, or fewer if their text exceeds an eighth of `MAX_BYTES`."""
+    """Yield at most `size` records, until their text reaches an eighth of `MAX_BYTES`."""
     remaining = MAX_BYTES // 8
     for _ in range(size):
         unit = next(records, None)

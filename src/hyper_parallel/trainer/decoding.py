@@ -168,7 +168,7 @@ class Decoder:
             yield from self.step()
 
     def step(self) -> list[DecodingSequence]:
-        """Run a forward pass and return the sequences that got a new token; [] if only parts of prompts were read."""
+        """Run a forward pass and return the sequences that got a new token, possibly none."""
         self._admit()
         if not self._slots:
             self.passes.run_idle()

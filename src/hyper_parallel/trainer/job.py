@@ -130,7 +130,7 @@ class Job:
 
     @property
     def model_dir(self) -> Path:
-        """Directory with config and tokenizer of the model, from which checkpoints can be exported."""
+        """Directory with config and tokenizer of the model, which exports of checkpoints copy."""
         return self.output_dir / "model"
 
     @property

@@ -2,8 +2,8 @@
 
 The marker is a small file that identifies the directory of a run. A missing or empty directory is created and marked. A
 directory with other files but no marker is rejected before data is prepared or a rank starts. Exceptions are log files,
-files of file systems or git, and folders that the recipe lets the run fill. In a marked directory the names below
-belong to the run, and all other files are kept.
+files such as `.gitkeep`, and the folders `data.cache_dir` and `offload.flash_dir`. In a marked directory the names
+below belong to the run, and all other files are kept.
 
 A part of a run consists of the steps trained by one process, with the same recipe and plan:
 
@@ -124,7 +124,7 @@ def claim_run_directory(place: Path, recipe: Recipe) -> None:
 
 
 def write_editable(path: Path, text: str) -> None:
-    """Write a text file of a run; an existing file that the run has not written so is renamed, not overwritten."""
+    """Write a text file of a run; an existing file that was edited to another text is renamed, not overwritten."""
     place = path.parent
     known = _known(place)
     is_edited = path.is_file() and file_facts(path) != known.get(path.name)
@@ -188,7 +188,7 @@ def _is_marked(place: Path) -> bool:
 def check_claimable(place: Path, recipe: Recipe | None = None) -> None:
     """Raise OutputNotWritable (HP105) for a directory with files but without the marker of a run.
 
-    Logs, files of file systems or git, and `data.cache_dir` and `offload.flash_dir` of the recipe, are permitted.
+    Log files, files such as `.gitkeep`, and `data.cache_dir` and `offload.flash_dir` of the recipe, are permitted.
     """
     if not place.is_dir() or _is_marked(place):
         return
@@ -213,7 +213,7 @@ def check_claimable(place: Path, recipe: Recipe | None = None) -> None:
 
 
 def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
-    """Yield the entries of a directory except names in `own`, (folders of) logs, and files of file systems or git."""
+    """Yield the entries of a directory except names in `own`, log files, folders of logs, and marks of other tools."""
     for path in sorted(place.iterdir()):
         name = path.name
         if name in own or (_HARMLESS.fullmatch(name) and not path.is_symlink()):
@@ -408,7 +408,7 @@ class RunPart:
         self.is_late = step > 0 and (directory / _PART_FILES[0]).is_file()
 
     def keep(self) -> None:
-        """Copy config.yaml and plan.json into the folder of this part, and remove parts that start at later steps."""
+        """Copy config.yaml and plan.json into the folder of this part, add part.json, and remove later parts."""
         parts = self._directory / _PARTS
         parts.mkdir(exist_ok=True)
         for path in parts.iterdir():

@@ -227,7 +227,7 @@ def _finished(summary: Summary | None, stop: StopRequest) -> Summary | None:
 
 
 def _start_time_s(pid: int) -> float:
-    """Return the start time of a process in seconds since the epoch, read from /proc/PID/stat."""
+    """Return the start time of a process in seconds since the epoch; without /proc/PID/stat, the current time."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         running_s = float(Path("/proc/uptime").read_text().split()[0])

@@ -187,7 +187,7 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
     Raises:
         ModelUnreadable: HP305 naming the model family and the first differing parameter.
         NotDivisible: HP203 for a dimension that a layout does not divide.
-        RuleError: HP204 for a sharding rule that matches no parameter.
+        RuleError: HP204 for invalid sharding rules.
         UnsupportedSharding: HP205 for an unsupported layout.
         DoesNotFit: HP401 for a plan on this machine that needs more than 16 times the memory of a rank.
     """

@@ -236,7 +236,7 @@ class MemoryGauge:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure the step that runs inside the context, and discard earlier measurements."""
+        """Measure the step that runs inside the context, and discard earlier samples."""
         self.samples = []
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)

@@ -261,7 +261,7 @@ def _block_plan(plan: Plan, block: Strategy) -> Plan:
 
 
 def _traced_world(recipe: Recipe, block: Strategy, position: int) -> AbstractContextManager[World | None]:
-    """Return a context with a fake world for one rank of a block, or with None for a single rank without capacity."""
+    """Return a context with a fake world for a rank of a block; None for one rank without `moe.capacity_factor`."""
     if block.world_size == 1 and recipe.moe.capacity_factor is None:
         return nullcontext()
     return World.fake(position, block.world_size, TRACED)

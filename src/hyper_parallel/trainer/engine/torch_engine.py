@@ -147,7 +147,7 @@ class TorchEngine:
         return done, extra
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
-        """Prepare for the steps after step `done`: open the checkpoints, begin the learning stage, plan the memory."""
+        """Prepare for the steps after step `done`: open checkpoints, begin the stage and, with offload, plan memory."""
         job, training = self._job, self._recipe.training
         if self._base is not None:
             self._inputs.check(BASE, self._base.checksum, str(job.weights))

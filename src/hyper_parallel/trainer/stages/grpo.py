@@ -95,7 +95,7 @@ class GrpoStage(LearningStage):
                 reward.inputs = self.run_inputs
 
     def begin(self, batches: Any) -> None:
-        """Create and save the reference weights, and warn if sampling runs without a key-value cache."""
+        """Create and save the reference weights, if any; warn if sampling runs without a key-value cache."""
         if self.reference is not None:
             weights = self.reference()
             self._reference_weights = None if self.settings.reference_on_samplers else weights

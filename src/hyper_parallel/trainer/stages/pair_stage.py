@@ -80,7 +80,7 @@ class PairStage(LearningStage):
         return torch.where(real, losses, 0.0).sum() / self.pairs
 
     def totals(self) -> list[float]:
-        """Return the four statistics of the step or evaluation, summed over the microbatches of all ranks."""
+        """Return the sums over all ranks of the four statistics that `objective` has collected since `inputs`."""
         zeros = torch.zeros(4, dtype=torch.float64, device=self.device)
         return all_reduce_sum(torch.stack([zeros, *self._sums]).sum(0))
 
