@@ -248,8 +248,8 @@ class DataSample:
 def sample_data(loaded: LoadedRecipe, max_records: int, num_examples: int, *, progress: bool = False) -> DataSample:
     """Encode the first records of a recipe's data as training does, and count them.
 
-    `max_records` and 16 MiB of text are divided evenly among the sources. Each source has at least one record and at
-    most `num_examples` examples. With `progress`, a progress bar is shown if a tokenizer is trained.
+    `max_records` and 16 MiB of text are divided evenly among the sources, but at least one record of each is read. Each
+    source gets at most `num_examples` examples. With `progress`, a progress bar is shown if a tokenizer is trained.
 
     Raises:
         HyperParallelError: Errors of finding the model's config, reading the data and loading the tokenizer.
@@ -300,7 +300,7 @@ def _sample(source: Source, hf: Any, max_records: int, max_bytes: int, num_examp
     number = 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) - 1
     with EncodingHelpers(hf, stage, counts, number) as helpers:
         while batch := list(_batch(records, min(_BATCH, max_records - seen))):
-            # This process encodes the first records, until it has enough examples.
+            # Here: the first records, more until there are enough examples, and batches while all workers are busy.
             if seen < _OWN_RECORDS or len(examples) < num_examples or not helpers.submit(batch):
                 for unit, encoded in encoded_units(batch, hf, stage):
                     tally.add(unit, encoded, stage)

@@ -129,8 +129,7 @@ class PlannedSteps:
 
         Raises:
             CaptureUnsupported: HP511 for a step that cannot be replayed from its recorded operators.
-            BudgetImpossible: HP402 when no plan, or a warm-up step, fits the budget on any rank; the hint sets a larger
-                budget.
+            BudgetImpossible: HP402 when the memory plan or a warm-up step of a rank exceeds the budget.
             TierFull: HP403 when a tier has no space for the state.
         """
         if self._flash is not None:
@@ -170,7 +169,7 @@ class PlannedSteps:
             return StepOutcome.of(outputs, state), self._spill.emptied_storages
 
     def _record_outside_peak(self, activity: str) -> None:
-        """Update the peak device bytes outside planned steps; raise HP402 if `activity` exceeded a rank's budget."""
+        """Update the peak device bytes outside planned steps; collective. Raise HP402 if they exceed the budget."""
         most = self._spill.peak_bytes
         if not self._on_cpu:
             most = torch.accelerator.max_memory_allocated(self._torch_device)
@@ -255,10 +254,7 @@ class PlannedSteps:
         )
 
     def _plan_or_refuse(self) -> MemoryPlan:
-        """Return this rank's memory plan of the recorded step; collective. Raise HP402 on all ranks if a rank has none.
-
-        The error proposes a budget that suffices on every rank.
-        """
+        """Return this rank's memory plan of the recorded step; collective. Raise HP402 on all ranks if any has none."""
         budget = self._budget
         # Minimum of a step without a plan; on an accelerator the allocator determines it.
         least = max(gather_objects(self._spill.least_bytes if self._on_cpu else 0))
