@@ -274,7 +274,7 @@ def _run(job: Job) -> tuple[Steps, list[str]]:
 
 
 def _rank(job: Job) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Return for each step the loss and gradient norm, and this rank's share of each parameter's squared norm."""
+    """Return, per step, loss and gradient norm, and this rank's share of squared gradient norms by parameter."""
     training, steps = job.recipe.training, []
     squares: dict[str, float] = {}
     with World.join("cpu") as world, TorchEngine(job, world, Display(0, False)) as engine:

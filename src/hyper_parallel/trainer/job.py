@@ -187,7 +187,7 @@ class Job:
         return batches.sequences_seen(step) / batches.rows.unit / batches.num_sequences
 
     def holdout_batches(self) -> Batches | None:
-        """Return the batches of an evaluation of about `training.eval_tokens` tokens; None if too few are held out."""
+        """Return evaluation batches of about `training.eval_tokens` tokens; None if too few sequences are held out."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
         if held_out is None:

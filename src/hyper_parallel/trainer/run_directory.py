@@ -345,7 +345,7 @@ def _relative(path: Path, folder: Path) -> Path | None:
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Create and lock a run directory inside the context, and remove incomplete files of a killed process.
+    """Create a run directory, lock it inside the context, and remove incomplete files of a killed process.
 
     If this process is killed, the lock holds until the last rank that it forked has ended.
 

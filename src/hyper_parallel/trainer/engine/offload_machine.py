@@ -97,7 +97,7 @@ def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
 
     On a CPU the budget is `budget_bytes`, the memory of a rank's device according to the topology. On an accelerator
     the budget is the smaller of `budget_bytes` and the device's memory, minus the memory used outside of torch's
-    allocator, minus `MARGIN`. Device contexts, collective libraries and other processes use memory outside of it.
+    allocator, minus the share `MARGIN` of the rest. Device contexts and other processes use memory outside of it.
     """
     if device.type == "cpu":
         text = f"offload: budget auto = {format_bytes(budget_bytes)}, the memory of a rank"
