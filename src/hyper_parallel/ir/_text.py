@@ -130,7 +130,10 @@ def _tier(plan: Plan, tier: str) -> str:
 
 
 def _losers(plan: Plan) -> list[Rejected]:
-    """Return at most `LOSERS_SHOWN` rejected strategies: slower ones, after one (or only those) not known to be slower."""
+    """Return at most `LOSERS_SHOWN` rejected strategies, those that are faster or have no predicted time first.
+
+    Of the latter, at most one is returned if a slower strategy exists.
+    """
     big = [r for r in plan.rejected if (r.step_s or 0.0) < plan.step_s]
     fit = [r for r in plan.rejected if r not in big]
     return [*big[: 1 if fit else LOSERS_SHOWN], *fit][:LOSERS_SHOWN]

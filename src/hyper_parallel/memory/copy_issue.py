@@ -44,7 +44,7 @@ class OutgoingCopy:
 
     Attributes:
         destination: Tier that the storage is copied to.
-        detaches: Whether the source is released when the copy ends; False if an operator still needs the storage.
+        detaches: Whether the source is released when the copy ends.
     """
 
     storage: int
@@ -60,8 +60,8 @@ def issue_positions(
 ) -> list[tuple[int, Gap, MemoryActionKind]]:
     """Return the latest position at which to issue each reload, with copies of one direction in series.
 
-    The deadline of a `prefetch` is the end of its gap, that of a `copy_in` is the start of its `prefetch`. `starts_s`
-    has the expected start of every position in seconds.
+    The deadline of a `prefetch` is the end of its gap, that of a `copy_in` is the start of its `prefetch`. Gaps until
+    the end of the step have no reload. `starts_s` has the expected start of every position in seconds.
 
     Returns:
         List of (position before which to issue, gap, `prefetch` or `copy_in`), in order of issue.
