@@ -170,7 +170,7 @@ def _dump(path: Path, data: dict[str, Any]) -> None:
 
 
 def _numbers_of(card: DeviceCard | StackCard) -> dict[str, Any]:
-    """Return the content of a card file for all numbers of a card that have a source, rounded to 4 digits."""
+    """Return the content of a card file for all numbers of a card that have a source, with 4 significant digits."""
 
     def number(path: str, value: float) -> dict[str, Any]:
         prior = {"prior": card.priors[path]} if path in card.priors else {}

@@ -251,7 +251,7 @@ def fit_stack(
 ) -> tuple[DeviceCard, StackCard]:
     """Return cards with kernel launch time and fixed time per step fitted to two small measured steps.
 
-    The factor `compute` is fitted too if a layer is faster than the sum of its kernels.
+    `StackCard.compute` is fitted too if a layer takes less time than the sum of its kernels.
 
     Args:
         steps: Two measured steps that differ only in their number of layers, the one with fewer layers first.

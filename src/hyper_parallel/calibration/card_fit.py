@@ -151,10 +151,7 @@ class Fit:
 
 
 def write_cards(folder: Path, fit: Fit) -> list[Path]:
-    """Write a complete card file for every card that a fit may change, and return the paths of the files.
-
-    Raise OutputNotWritable (HP105) if a file exists and is not a card, or cannot be written.
-    """
+    """Write a file for every card that a fit may change, and return the paths; errors are those of `write_card`."""
     names = {name for constant in CONSTANTS for name in constant.cards}
     paths = {name: Path(folder) / f"{name}.yaml" for name in sorted(names)}
     for path in paths.values():

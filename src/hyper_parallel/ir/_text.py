@@ -130,10 +130,7 @@ def _tier(plan: Plan, tier: str) -> str:
 
 
 def _losers(plan: Plan) -> list[Rejected]:
-    """Return at most `LOSERS_SHOWN` rejected strategies, those that are faster or have no predicted time first.
-
-    Of the latter, at most one is returned if a slower strategy exists.
-    """
+    """Return at most `LOSERS_SHOWN` rejected strategies; only one may be faster or unpriced if a slower one exists."""
     big = [r for r in plan.rejected if (r.step_s or 0.0) < plan.step_s]
     fit = [r for r in plan.rejected if r not in big]
     return [*big[: 1 if fit else LOSERS_SHOWN], *fit][:LOSERS_SHOWN]
@@ -157,10 +154,7 @@ _SYMBOLS: Final = (
 
 
 def explain(plan: Plan, width: int | None = None) -> str:
-    """Return decisions and predictions of a plan as text, without `Plan.certificate`.
-
-    `width` is the number of characters per line; None: lines are not wrapped.
-    """
+    """Return decisions and predictions of a plan as text without `Plan.certificate`; lines are wrapped at `width`."""
     constants = [f"{s.constant} x {s.factor:.3f}: {s.strategy}" for s in plan.sensitivity]
     sections = (
         _section(_title(plan), _head(plan)),

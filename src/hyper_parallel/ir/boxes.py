@@ -162,12 +162,7 @@ def _divide(size: int, splits: Iterable[Split]) -> Runs:
 
 @functools.lru_cache(maxsize=256)  # many parameters have equal sizes
 def _is_unambiguous(size: int, splits: tuple[tuple[int, int], ...]) -> bool:
-    """Return whether every rank stores the same indices in mesh order and in FSDP's order; see `runs_of_splits`.
-
-    Args:
-        size: Size of the dim.
-        splits: Degree and blocks of each axis that shards the dim.
-    """
+    """Return whether each rank stores equal indices in mesh order and in FSDP's order; `splits` is (degree, blocks)."""
     degrees = [degree for degree, _ in splits]
     if all(blocks == 1 for _, blocks in splits) or size % math.prod(degrees) == 0:
         return True

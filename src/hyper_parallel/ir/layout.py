@@ -59,7 +59,7 @@ class Mesh:
         devices: Device ids in row-major order of the axes; empty means 0, 1, 2, ...
 
     Raises:
-        MeshError: HP201 for a repeated axis or device, a degree below 1, or a number of devices other than the size.
+        MeshError: HP201 for a repeated axis or device, a degree below 1, or a wrong number of devices.
     """
 
     axes: tuple[tuple[str, int], ...]

@@ -136,9 +136,8 @@ class SubmodelsPlan:
         schedule: Pipeline schedule of all parts, as extended CSV (`Schedule.to_csv`). Empty: towers run on the first
             stage if `inline`, else in rounds, and every tower rank encodes one microbatch per round.
         wait_s: Seconds by which the step is longer than that of the language part alone.
-        lanes: Chart of the simulated step, one line of text per lane and part.
-        certificate: Seconds of this step, and a lower bound over all assignments of ranks to parts; None without a
-            search.
+        lanes: Chart of the simulated step, as lines of text.
+        certificate: `Plan.whole_step_s`, and a lower bound over all assignments of ranks; None without a search.
         inline: Whether the ranks of the first pipeline stage also run the towers.
     """
 
@@ -348,7 +347,7 @@ class Plan:
         peak_flops: Peak FLOP/s of one device in the compute dtype.
         workload: Batch numbers and number formats, all resolved.
         strategy: Degrees and choices.
-        layouts: Parameter name pattern (`*` for the layer index) to layout.
+        layouts: Parameter name pattern (`*` for the layer index) to layout; empty if this version cannot run the plan.
         step_s: Predicted seconds per step.
         cost: Terms whose sum is `step_s`.
         memory: Terms of the predicted peak of the fullest device.

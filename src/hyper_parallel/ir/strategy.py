@@ -1,9 +1,9 @@
 """Strategy and workloads: how a step is divided over devices, and the batch sizes of training and generation.
 
-A `Strategy` is the value of a recipe's `parallel:` section. A `SequenceCut` defines the tokens of each context-parallel
-rank. The ranks form a ring of n places with u Ulysses ranks each; rank r is at place r // u and is Ulysses rank r % u.
-With n > 1 the sequence is split into 2 n chunks, and place j has chunks j and 2 n - 1 - j ("zigzag"). Every place then
-has equal work under a causal mask. The u ranks of a place have equal slices of its concatenated chunks:
+A `SequenceCut` defines the tokens of each context-parallel rank. The ranks form a ring of n places with u Ulysses ranks
+each; rank r is at place r // u and is Ulysses rank r % u. With n > 1 the sequence is split into 2 n chunks, and place j
+has chunks j and 2 n - 1 - j ("zigzag"). Every place then has equal work under a causal mask. The u ranks of a place
+have equal slices of its concatenated chunks:
 
     n=2, u=1   rank 0: chunks 0 3    rank 1: chunks 1 2
     n=1, u=2   rank 0: first half    rank 1: second half
@@ -100,7 +100,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Parallel degrees of the mesh axes, and all other choices of how a model is parallelized.
+    """Parallel degrees of the mesh axes, and other choices of how a model is parallelized.
 
     Attributes:
         pp: Pipeline stages.
@@ -127,8 +127,7 @@ class Strategy:
         etp: Tensor-parallel ranks of one expert; None: tp without expert parallelism, else 1.
         zero: 0: nothing is sharded over dp_shard x cp; 1: optimizer states only; None: FSDP, see
             `reshard_after_forward`.
-        recompute_layers: Number of layers per rank that `recompute` applies to, from the first of each stage; None:
-            all.
+        recompute_layers: Number of layers per rank that `recompute` applies to, see `recomputed`; None: all.
         offload: Whether a memory plan offloads bytes that exceed device memory to host memory.
         overlap: Overlap of communication and computation inside of layers.
         order: Mesh axes, outer to inner.
@@ -199,8 +198,8 @@ class Strategy:
     def recomputed(self, stages: Sequence[Sequence[int]]) -> frozenset[int]:
         """Return the decoder layers that a pipeline rank recomputes in full.
 
-        Only `recompute="full"` selects layers. With `recompute_layers`, these are the first layers of every stage,
-        chosen from the stages in turn. Backward reaches them last, when activations of later layers are already freed.
+        Only `recompute="full"` selects layers. `recompute_layers` limits them to the first layers of the stages, chosen
+        from the stages in turn. Backward reaches these last, when activations of later layers are already freed.
 
         Args:
             stages: Layers of every stage of the rank, in model order.
@@ -375,8 +374,7 @@ class SequenceCut:
     def distances(self, window: int | None) -> tuple[int, ...]:
         """Return the ring distances d, ascending, at which queries of any place j attend to keys of place j - d.
 
-        Places are counted modulo n. Without a window, the distances are 1 to n - 1. A distance that a sliding window
-        excludes needs no ring step.
+        Places are counted modulo n. Without a window, all d from 1 to n - 1 are returned.
         """
         return tuple(
             d

@@ -1,8 +1,7 @@
 """TaskGraph: tasks on executors with dependencies. Timeline: spans of work on lanes, simulated or measured.
 
 An executor runs one task at a time: the compute stream of a rank, a copy engine, a link, a worker of a pool. A lane is
-the row of a timeline with the tasks of one executor. Executors may share the cores of one device; `Cores` has their
-rates by the number of busy executors.
+the row of a timeline with the tasks of one executor. Executors may share the cores of one device, see `Cores`.
 
 Tasks are listed in an order that respects every dependency. So the graph has no cycle, and executors that run tasks in
 list order cannot deadlock. Durations of tasks are integer nanoseconds.

@@ -101,8 +101,8 @@ def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
 def _pack(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]:
     """Return an offset for every item, and the bytes of the arena.
 
-    More than `_MANY_ITEMS` items are stacked. Otherwise, the first round is first fit by size. The next round begins
-    with items that are live when many bytes are live. After each later round, items that end at an address above the
+    More than `_MANY_ITEMS` items are stacked. Otherwise, the first round is first fit by size. The second round places
+    items first that are live when many bytes are live. After each further round, items that end at an address above the
     live peak move forward in the order (squeaky wheel optimization, Joslin and Clements 1999).
     """
     size = np.array([sizes[item[0].storage] for item in items], np.int64)

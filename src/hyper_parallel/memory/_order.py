@@ -269,8 +269,7 @@ def _hoist_limit(
 def _sink_bookkeeping(program: MemoryProgram, before: list[set[int]], order: Sequence[int]) -> tuple[int, ...]:
     """Return the order with operators without FLOPs delayed while a collective that they depend on is in flight.
 
-    Operators with `ordered` are not delayed. A delayed operator runs when the collective is done, or when another
-    operator needs its result.
+    Operators with `ordered` stay. A delayed operator runs when the collective is done, or another needs its result.
     """
     operators = program.operators
     clock, running = ProgramClock(program), set[int]()

@@ -6,8 +6,7 @@ parallelism shards first and FSDP shards the result, so `dp_shard` is the innerm
     model.layers.*.mlp.up_proj.weight     [mlp:tp_x.dp_shard, embed]
     model.layers.*.mlp.down_proj.weight   [embed:dp_shard, mlp:tp_x]
 
-If each part of a weight of stacked projections is sharded separately, tensor parallelism shards its rows and FSDP its
-columns:
+For stacked projections that are sharded separately, tensor parallelism shards the rows of each and FSDP the columns:
 
     model.layers.*.mlp.gate_up_proj.weight   [gate_up/2:tp_x, embed:dp_shard]
 """
