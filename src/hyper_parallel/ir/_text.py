@@ -150,7 +150,7 @@ _SYMBOLS: Final = (
     "W matrix elements of a layer, h hidden width, q and k query and key width, f MLP width, V vocabulary",
     "b bytes of the compute format, peak and share of the FLOP/s of a device, s fitted dim that halves a matmul's rate",
 )
-"""Meaning of the letters in `CostTerm.formula`."""
+"""Meaning of the letters that several formulas of cost terms share."""
 
 
 def explain(plan: Plan, width: int | None = None) -> str:

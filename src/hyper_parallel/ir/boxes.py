@@ -13,8 +13,6 @@ tensor parallelism, each rank uses the outputs of a slice of every part, at head
 heads than ranks, several ranks use the same head. See `equal_parts` for weights whose ranks store the slices that they
 use. Other weights are stored in equal slices of all rows. After the projection, an all-to-all then moves activations:
 rank s sends to rank t the output columns that s computes and t uses.
-
-This module imports no framework and computes with integers only.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ operators. `replay` computes the peak per tier from the actions.
 
 Pinning host memory is slow, so a step allocates none: for every size, the maximum number of buffers in use is allocated
 before the step. Pinned allocators round requests up to a power of two, so buffers are carved from slabs of such sizes.
-Planner and executor share `slabs`, so planned and allocated bytes agree.
 """
 
 from __future__ import annotations

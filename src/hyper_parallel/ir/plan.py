@@ -464,12 +464,13 @@ class Plan:
         Raises:
             PlanUnreadable: HP306 if the text is not JSON, exceeds a limit, has another schema version, or has a value
                 of a wrong type or range.
+            LayoutError: HP202 for a layout that its class does not allow.
         """
         try:
             data = parse_json(text, _LIMITS)
         except ValueError as error:  # also raised beyond a limit of `_LIMITS`
             at = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise _unreadable("is not valid JSON", f"{where}{at}", str(error)[:120]) from error
+            raise _unreadable("cannot be read as JSON", f"{where}{at}", str(error)[:120]) from error
         if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
             version = data.get("version") if isinstance(data, dict) else type(data).__name__
             problem = f"does not have the schema version {PLAN_VERSION}"

@@ -116,7 +116,7 @@ class Strategy:
         gathered_inputs: Whether gathered inputs of matmuls are kept for backward or re-gathered in backward.
         cp_kind: Form of context-parallel attention: zigzag ring, Ulysses, both, or gathered keys and values.
         cp_ulysses: Ulysses ranks inside cp if `cp_kind` is `hybrid`; the ring then has cp / cp_ulysses places.
-        schedule: Pipeline schedule; with a `schedule_file`, it only determines the placement of stages.
+        schedule: Pipeline schedule; a `schedule_file` replaces its order of actions, but not its placement of stages.
         schedule_file: CSV file with the actions of every pipeline rank, instead of a generated schedule; "": none.
         virtual_stages: Pipeline stages per rank.
         stage_layers: Decoder layers of each (virtual) stage, in model order; (): balanced by cost.

@@ -180,8 +180,7 @@ def _hoist_collectives(
 ) -> tuple[int, ...]:
     """Return the order with collectives, but not messages, hoisted just early enough to end before their first use.
 
-    Dependencies and `depth` limit how far a collective moves, see `overlapped`. Operators without FLOPs that prepare
-    its operands move with it.
+    Dependencies and `depth` limit how far a collective moves, see `overlapped`.
     """
     operators = program.operators
     starts = list(accumulate((operators[i].seconds for i in order), initial=0.0))

@@ -4,8 +4,7 @@ A position is an index in the order of the operators. A store copies a storage f
 it back: `copy_in` from flash to DRAM, `prefetch` from DRAM to the device. The copies of one direction run in series.
 
 Reloads are issued as late as possible, computed backwards from their deadlines. Stores may run as soon as their content
-is final. Reloads that lack memory are retried in the order of their issue. A reload sleeps until the memory that it
-waits for may be free, so a long queue costs little.
+is final. Reloads that lack memory are retried in the order of their issue.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class Rounding:
         return self._solve(target_bytes, {}, limit_s) is not None
 
     def expected_waits_s(self, choice: ResidencyChoice) -> np.ndarray:
-        """Return the seconds of waits at every position according to the linear program; 0 if it is no sample."""
+        """Return the seconds of waits at every position according to the linear program; 0 at unsampled positions."""
         result = np.zeros(len(self._order))
         result[choice.builder.model.positions] = self._expected_waits_s(choice)[:-1]
         return result
@@ -178,7 +178,7 @@ class Rounding:
         return waits.clip(0.0)
 
     def most_fractional(self, choice: ResidencyChoice) -> list[int | OffloadCandidate]:
-        """Return the `_NUM_FRACTIONAL` storages to recompute, and candidates, whose fractions are closest to 0.5."""
+        """Return storages to recompute and candidates, `_NUM_FRACTIONAL` of each, with fractions closest to 0.5."""
         recomputed = {s: float(choice.optimum.fractions[fraction]) for s, fraction in choice.builder.recomputed.items()}
         offloaded = _fractions(choice.builder, choice.optimum, choice.candidates)
         return [

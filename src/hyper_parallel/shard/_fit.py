@@ -95,7 +95,7 @@ def module_of(name: str) -> str:
 
 
 def starred(name: str) -> str:
-    """Return the name with every number between dots, such as a layer index, replaced by `*`."""
+    """Return the name with every part after a dot that is a number, such as a layer index, replaced by `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
