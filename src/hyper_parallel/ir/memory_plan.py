@@ -185,6 +185,11 @@ def replay(program: MemoryProgram, homes: tuple[MemoryTier, ...], actions: Itera
 
     Bytes are allocated and released in the order of the actions, so the result does not depend on copy speed.
 
+    Args:
+        program: Storages and operators of the step.
+        homes: Tier of every persistent storage between steps.
+        actions: Actions in order.
+
     Checks:
         * operands are on the device with their latest content;
         * no storage is released or written while a copy or a collective uses it;

@@ -26,6 +26,7 @@ class OffloadCandidate:
 
     Attributes:
         gaps: One gap; two for both ends of the step; one over the whole step if no operator uses the storage.
+        num_bytes: Rounded bytes of the storage.
         idle_s: Duration of the gaps in seconds.
     """
 

@@ -25,9 +25,9 @@ class Gap:
     """Range of positions in the operator order during which a storage is off the device.
 
     Attributes:
+        storage: Index of the storage.
         first: Position after which the storage is evicted; -1: the storage is off the device at the start of the step.
-        last: Position before which the storage is reloaded; the number of operators: it stays off until the end of the
-            step.
+        last: Position before which the storage is reloaded; the number of operators: not before the end of the step.
         tier: Tier that holds the storage during the gap.
     """
 
@@ -42,6 +42,7 @@ class OutgoingCopy:
     """Copy in flight out of the device or out of DRAM.
 
     Attributes:
+        storage: Index of the storage.
         destination: Tier that the storage is copied to.
         detaches: Whether the source is released when the copy ends.
     """

@@ -7,11 +7,10 @@ Collectives and messages (point-to-point sends and receives) overlap computation
 `join`, which waits for them. The model runs them one after another, in the order in which they begin: process groups
 have separate queues, but share the link.
 
-No plan can deadlock, whatever each rank decides about memory. All ranks begin their communication in the recorded
-order. In the recorded run, every collective was waited for immediately. Proof: among the unfinished operators, take the
-one that finished first in that run. Before it, its ranks wait only for operators that finished earlier in that run, and
-these are finished. So it can finish. A collective is joined no earlier than it begins. A message is joined where an
-operator needs it, after the communication that began before this operator in the recorded run (see `dependencies`).
+Ranks cannot deadlock, whatever each rank decides about memory. All ranks begin their communication in the recorded
+order. Before an operator, a rank waits only for operators that finished before it in the recorded run, in which every
+collective was waited for immediately. A message is joined where an operator needs it, after the communication that
+began before this operator in the recorded run (see `dependencies`).
 """
 
 from __future__ import annotations

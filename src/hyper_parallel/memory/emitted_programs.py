@@ -114,6 +114,9 @@ class Search:
     """Search for emitted programs in one order of the operators, with a cache.
 
     Attributes:
+        program: Operators and storages.
+        machine: Copy channels and capacities.
+        order: Operator index at each position.
         rounding: Rounded linear program, which returns the choice for a target.
         identity: Program without offload and recomputation.
         best_seen: Program of least peak so far.

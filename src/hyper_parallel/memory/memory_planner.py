@@ -365,12 +365,7 @@ def _write(path: Path, key: str, plan: MemoryPlan, timed: bool) -> None:
 
 
 def _read(path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _Goal) -> MemoryPlan:
-    """Return the plan in a cache file, replayed, timed, and checked against the goal and the machine.
-
-    Raises:
-        ValueError: The file must not be used.
-        MemoryPlanInvalid: HP404 for an illegal action.
-    """
+    """Return the replayed and timed plan in a cache file; raise ValueError or MemoryPlanInvalid if it is not usable."""
     cached = read(_CachedPlan, path, _LIMITS)
     if cached.fingerprint != key:
         raise ValueError("it belongs to another program, machine, goal or planner")

@@ -84,10 +84,8 @@ class Chain:
 class ChainFinder:
     """Finder of the recomputation chain of a storage, and of the dead inputs to retain for it.
 
-    Example: a float32 copy inside a norm can be recomputed from the bfloat16 residual, which has half its size but is
-    dead by then and needs a matmul to recompute. So the residual is retained, and storages that are cheap to recompute
-    from it are dropped. An input is retained if the storages that are recomputed from it without FLOPs have together at
-    least 1.5 times its bytes.
+    A dead input is retained if the storages that are recomputed from it without FLOPs have together at least 1.5 times
+    its bytes. Example: the bfloat16 residual, from which the float32 copy inside a norm is recomputed.
     """
 
     def __init__(self, program: MemoryProgram, chains: UseDef) -> None:
@@ -110,7 +108,7 @@ class ChainFinder:
         return self.find(storage, gap[1])
 
     def find(self, storage: int, until: int, depth: int = MAX_CHAIN) -> Chain | None:
-        """Return the chain that recomputes `storage` before position `until`; None if that is impossible."""
+        """Return the chain that recomputes `storage` before `until`, dead inputs up to `depth`; None if impossible."""
         program, chains = self.program, self.chains
         producer = chains.producer[storage]
         if producer < 0:
