@@ -221,7 +221,7 @@ class Choice:
         storage: Index of the storage.
         what: The decision. `stream`: the storage starts the step off the device.
         first: Position of the first of the two uses in the order of operators; -1 for `stream`.
-        last: Position of the second use.
+        last: Position of the second use; the number of operators: the end of the step.
         tier: Memory that holds the storage between the uses; `device` for `recompute`.
         reason: Sentence for the report of the plan.
     """

@@ -285,7 +285,7 @@ class Emitter:
         return 0 if self.budget is None else self.budget - self.ledger.live["device"]
 
     def _may_prefetch_early(self, number: int, gap: Gap, position: int) -> bool:
-        """Return whether an early reload fits together with the bytes planned until its use; if not, queue it again."""
+        """Return whether an early reload fits together with the bytes planned until its use; if not, let it sleep."""
         if self.budget is None:
             return True
         size = self.program.sizes[gap.storage]
