@@ -1,7 +1,7 @@
 """Constants of cards that a fit may change, with their priors; and writing of card files.
 
-A card file contains every number with its source, and fitted numbers also with their prior. The path of a number is its
-key in the file, such as `passes` or `matmul.bfloat16`.
+A card file contains every number that has a source, with this source, and fitted numbers also with their prior. The
+path of a number is its key in the file, such as `passes` or `matmul.bfloat16`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ CONSTANTS: Final = (
     Constant("bias passes", 0.40, _STACKS, ("bias_passes",)),
     Constant("expert overlap", 0.30, _MODERN, ("overlap_ep",), rest=True),
 )  # fmt: skip
-"""Constants that `hyper-parallel calibrate --runs` may change."""
+"""Constants that `hyper-parallel calibrate --runs` fits by regression."""
 
 
 def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANTS) -> Cards:
@@ -123,7 +123,7 @@ def with_prior_values(cards: Cards) -> Cards:
 
 
 def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, name: str) -> None:
-    """Write a card file with a device card, a stack card or both."""
+    """Write a card file with a device card, a stack card or both; raise OutputNotWritable (HP105) if impossible."""
     data: dict[str, Any] = {"name": name}
     if device is not None:
         data |= {"devices": list(device.devices), "device": _numbers_of(device)}
@@ -170,7 +170,7 @@ def _dump(path: Path, data: dict[str, Any]) -> None:
 
 
 def _numbers_of(card: DeviceCard | StackCard) -> dict[str, Any]:
-    """Return the content of a card file for all numbers of a card that have a source; others are defaults."""
+    """Return the content of a card file for all numbers of a card that have a source, with 4 significant digits."""
 
     def number(path: str, value: float) -> dict[str, Any]:
         prior = {"prior": card.priors[path]} if path in card.priors else {}

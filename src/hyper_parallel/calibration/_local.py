@@ -1,9 +1,9 @@
 """Cards of this machine, fitted to micro-benchmarks of its ranks and to short training steps of several layouts.
 
 Micro-benchmarks measure the speed of kernels and links. On a CPU, most of a small step is host work: operator launches,
-hooks of the parallel axes, and waits of ranks for a core. The step time is linear in the constants of host work, such
-as the seconds of a launch. The constants are fitted by non-negative least squares of relative errors, regularized
-towards the micro-benchmarks.
+hooks of the parallel axes, and waits of ranks for a core. The predicted step time is about linear in the constants of
+host work, such as the seconds of a launch. `fit_probes` fits them by non-negative least squares of relative errors,
+regularized towards the micro-benchmarks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ROUNDS: Final = 2
 _FASTEST: Final = 1e9
 """Multiple of a link's bandwidth that stands for a link of zero cost."""
 _TINY: Final = 1e-9
-"""Substitute for zero in a denominator."""
+"""Substitute for zero in numbers that must be positive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
 
 
 def _glob(name: str) -> str:
-    """Return a glob for a device name, with a wildcard in place of the cores per rank, which depend on the ranks."""
+    """Return a glob for a device name, with a wildcard in place of the cores per rank."""
     plain = re.sub(r" \(.* cores .*\)$", "", name)
     return re.sub(r"([\[\]*?])", "?", plain) + "*"
 
@@ -164,7 +164,7 @@ def _fit_shares(
     flops: Callable[[float, list[Array]], Array],
     bounds: tuple[float, float],
 ) -> tuple[float, dict[str, float]] | None:
-    """Return (size constant, dict from dtype to fraction of the peak FLOP/s), fitted by least squares of log ratios.
+    """Fit a size constant and fractions of the peak FLOP/s by least squares of log ratios.
 
     Args:
         rates: Dict from dtype to rows of sizes, with the measured seconds last.
@@ -173,7 +173,7 @@ def _fit_shares(
         bounds: Range of the size constant.
 
     Returns:
-        None without measurements.
+        (size constant, dict from dtype to fraction of the peak FLOP/s); None without measurements.
     """
     from scipy.optimize import minimize_scalar
 
@@ -204,7 +204,7 @@ def _attention_flops(head: float, sizes: list[Array]) -> Array:
 
 
 def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tuple[float, float]:
-    """Return (fraction of the link bandwidth, factor on the latency) from the smallest and the largest all-gather."""
+    """Return (fraction of the link bandwidth, factor on the latency) by the smallest and largest all-gather."""
     if not rates.rings:
         return base.link, base.latency
     ranks = float(supernode.num_devices)
@@ -251,6 +251,8 @@ def fit_stack(
 ) -> tuple[DeviceCard, StackCard]:
     """Return cards with kernel launch time and fixed time per step fitted to two small measured steps.
 
+    `StackCard.compute` is fitted too if a layer takes less time than the sum of its kernels.
+
     Args:
         steps: Two measured steps that differ only in their number of layers, the one with fewer layers first.
         card: Device card of the machine.
@@ -265,7 +267,7 @@ def fit_stack(
     measured = (many.seconds - few.seconds) / layers
     work = float(np.diff(priced(replace(card, kernel_s=0.0), base))[0]) / layers
     microbatches = many.workload.accumulation_steps or 1
-    # Hidden launches determine the time of a layer when its work is shorter; otherwise they are added to the work.
+    # If launches overlap kernels, they determine the time of a small layer; otherwise they are added to its work.
     floor = measured if card.launch_hidden else max(measured - work, 0.0)
     fitted = replace(
         card,

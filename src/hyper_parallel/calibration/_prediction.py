@@ -59,12 +59,12 @@ class Cards:
         return matching_card(self.device.values(), name) or device_card(name, kind)
 
     def stack_for(self, name: str) -> StackCard:
-        """Return the stack card `name`, of this object or else a shipped one; raise CardUnreadable if there is none."""
+        """Return the stack card `name`, of this object or else shipped; raise CardUnreadable (HP313) if none exists."""
         return self.stack.get(name) or stack_card(name)
 
 
 def read_cards(folder: str | Path | None = None) -> Cards:
-    """Return all shipped cards, replaced by cards of the same name in `folder`.
+    """Return all shipped cards and the cards in files `*.yaml` of `folder`, which replace cards of the same name.
 
     Raises:
         CardUnreadable: HP313 when a file of the folder is not a card.
@@ -176,9 +176,9 @@ def predict_file(source: str | Path, output: str | Path, cards: Cards | None = N
     """Predict the run in every row of a CSV file, and write a CSV file with the predictions added.
 
     Columns added: predicted_step_s, predicted_tok_s_dev, predicted_mem_gib, interval_low_s, interval_high_s, a column
-    `term: NAME` per cost term (seconds), assumptions. An empty `step_s`, `tok_s_dev` or `mem_gib` is filled with the
-    prediction; a measured value is never replaced. A row that lacks a required value, or describes an impossible run,
-    is not predicted; `assumptions` then has the reason.
+    `term: NAME` per cost term (seconds), assumptions; also id, step_s, tok_s_dev and mem_gib if absent. A `step_s`,
+    `tok_s_dev` or `mem_gib` that is not stated is filled with the prediction; other text is kept. A row that is invalid
+    or describes an impossible run is not predicted; `assumptions` then has the reason.
 
     Args:
         source: CSV file to read; see `RunRow` for its columns.

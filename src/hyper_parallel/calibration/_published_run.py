@@ -24,7 +24,7 @@ from hyper_parallel.topology import Quantity, Supernode, load_topology, preset_n
 from hyper_parallel.units import TFLOP, GiB
 
 _TOO_MANY_SEQUENCES: Final = 100_000
-"""Value of column `gbs` from which it counts tokens, not sequences: no run has this many sequences per step."""
+"""Value of column `gbs` from which a multiple of `seq` counts tokens, not sequences."""
 
 _PRECISIONS: Final = (
     (r"fp4", "nvfp4"), (r"mx-?fp8|fp8[-_ ]?mx", "mxfp8"), (r"fp8|float8|e4m3", "float8_e4m3fn"),
@@ -58,7 +58,7 @@ _STACKS: Final = (
 )  # fmt: skip
 """(pattern for the stack of a run, stack card); the first match wins."""
 _LAST_UNFUSED: Final = 2022
-"""Runs from sources up to this year are assumed to have no fused attention, which became common in 2023."""
+"""Runs of other stacks from sources up to this year are assumed to have no fused attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class PublishedRun:
     model: ModelSpec
     supernode: Supernode  # of the device, or of the known device with the nearest peak FLOP/s
     stack: str  # name of the stack card
-    known_stack: bool  # whether the card is for this stack, not for a similar one
+    known_stack: bool  # whether the row names a known stack; else `stack` is a substitute
     seq_len: int  # tokens per sequence
     devices: int
     degrees: Mapping[str, int]  # tp, cp, pp, vpp, ep, etp, dp
@@ -118,7 +118,7 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
         cells: Dict from column to text.
 
     Raises:
-        RowError: When a required number is missing or not a number, or the degrees do not fit the devices.
+        RowError: When a required value is missing, a cell is invalid, the device is unknown, or the run is impossible.
         ModelUnreadable: HP305 when no model has this shape.
     """
     row = RunRow.of(cells)
@@ -179,7 +179,7 @@ def _first(table: Sequence[tuple[str, str]], text: str) -> str | None:
 
 
 def _preset(row: RunRow, notes: list[str]) -> ModelSpec | None:
-    """Return the shipped model named in the row; None if there is none, or if the row states the model's shape."""
+    """Return the shipped model named in the row; None if there is none, or if the row states part of the shape."""
     if any(getattr(row, name) for name in SHAPE):
         return None
     dashed = re.sub(r"(?<=[a-zA-Z])(?=\d)", "-", row.model, count=1)
@@ -227,7 +227,7 @@ def _matmul_format(row: RunRow, notes: list[str]) -> str:
 
 
 def _recomputation(row: RunRow, notes: list[str]) -> str | None:
-    """Return `none`, `selective` or `full`; None when the row does not state it."""
+    """Return `none`, `selective` or `full`; None when the row does not state it, or states another text."""
     text = row.recompute.lower().strip()
     sure = text.rstrip("?")
     if not stated(sure) and sure != "none":
@@ -272,7 +272,7 @@ def _supernode(row: RunRow, notes: list[str]) -> Supernode:
 
 
 def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
-    """Return (name of the stack card of a run, whether this is the card of exactly the stack that the row names)."""
+    """Return (name of the stack card of a run, whether the stack is known); the card may be that of a similar stack."""
     text = f"{row.stack} {row.notes}".lower()
     if name := _first(_STACKS, text):
         old = re.search(r"20(1\d|2[0-4])[01]\d", row.source)
@@ -289,7 +289,7 @@ def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
 
 
 def _stand_in(zero: int) -> str:
-    """Return the name of the stack card that is used for an unknown stack, by ZeRO stage."""
+    """Return the name of the stack card for runs of unknown stacks with a ZeRO stage."""
     return "torch-fsdp" if zero == 3 else "megatron"
 
 
@@ -307,7 +307,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
     """Return the model of a row that states layers, hidden size and heads.
 
     Raises:
-        RowError: When the numbers do not form a model.
+        RowError: When the numbers contradict each other, or the width of an expert is missing.
         ModelUnreadable: HP305 for numbers that the model family does not allow.
     """
     assert row.layers, "it is stated"
@@ -364,7 +364,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
 
 
 def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
-    """Return a block whose MLP has no gate unless `gated`, with `shared` shared experts added."""
+    """Return a block whose MLP has no gate unless `gated`, with `shared` shared experts added if it has experts."""
     mlp, params = block.mlp, block.params
     if mlp is None:
         return block

@@ -66,7 +66,7 @@ FOLDS: Final[Mapping[str, Callable[[PublishedRun], str]]] = {
 
 
 def read_runs(path: str | Path) -> list[PublishedRun]:
-    """Return the runs in the valid rows of a CSV file; invalid rows are skipped."""
+    """Return the runs in the valid rows of a CSV file; invalid rows are skipped. Raise the errors of `read_rows`."""
     runs = []
     for row in read_rows(path)[1]:
         try:
@@ -112,7 +112,7 @@ class Fit:
     runs: tuple[PublishedRun, ...]  # runs used in the fit
     before: Array  # residual of every run with the prior values
     after: Array  # residual of every run with the fitted cards
-    left_out: Array  # residual of every run with cards fitted without its fold
+    left_out: Array  # residual of every run with cards fitted without its fold; `after` without cross-validation
     # half width of the 80 % interval in natural logarithm: by kind of model, from runs whose model was left out; and
     # under `KIND_unknown_stack`, from runs whose stack was left out and predicted with the card of another stack
     interval: Mapping[str, float]
@@ -151,7 +151,7 @@ class Fit:
 
 
 def write_cards(folder: Path, fit: Fit) -> list[Path]:
-    """Write a complete card file for every card that a fit may change, and return the paths of the files."""
+    """Write a file for every card that a fit may change, and return the paths; errors are those of `write_card`."""
     names = {name for constant in CONSTANTS for name in constant.cards}
     paths = {name: Path(folder) / f"{name}.yaml" for name in sorted(names)}
     for path in paths.values():
@@ -174,7 +174,7 @@ def fit_runs(
         runs: Runs; those without a measured step time are ignored.
         shipped: Cards to fit, starting from their priors.
         constants: Constants to fit.
-        leave_out: Kind of fold for cross-validation, a key of `FOLDS`; None: no cross-validation.
+        leave_out: Kind of fold for cross-validation, a key of `FOLDS`; None: intervals use the residuals of the fit.
 
     Raises:
         RunsUnreadable: HP314 if no run has a measured step time.
@@ -317,7 +317,7 @@ def _solve(now: Array, slopes: Array, factors: Array, weights: Array, prior_stds
 
 
 def _memory_not_too_low(cards: Cards, runs: Sequence[PublishedRun]) -> Cards:
-    """Return cards with the smallest `reserve_bytes` per stack with which no predicted memory is below the measured."""
+    """Return cards with `reserve_bytes` of stacks raised until no predicted memory is below the measured memory."""
     for run in runs:
         short = (run.row.mem_gib or 0.0) * GiB - float(predict(run, cards).scores.memory_bytes[0])
         if short > 0.0:

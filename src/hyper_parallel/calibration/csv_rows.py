@@ -35,7 +35,7 @@ _YES_NO: Final = {"true": "1", "yes": "1", "false": "0", "no": "0"}
 
 
 class RowError(ValueError):
-    """Error for a row that lacks a required value or describes an impossible run; the text names the problem."""
+    """Error for a row that lacks a required value, has an invalid one, or describes an impossible run."""
 
 
 def stated(text: str | None) -> str:
@@ -66,7 +66,7 @@ def _whole(cell: str, maximum: int = 10**12) -> int | None:
 
 
 def _zero(cell: str) -> int | None:
-    """Return the ZeRO stage in a cell, such as 2, ZeRO-2 or stage 2 (FSDP is 3); None for no information."""
+    """Return the ZeRO stage in a cell, such as 2, ZeRO-2 or stage 2 (FSDP is 3); None if it is not stated."""
     text = stated(cell).lower()
     stage = re.fullmatch(r"(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])(?:\.0*)?", text)
     if text and not stage and "fsdp" not in text:
@@ -97,7 +97,7 @@ Measured = Annotated[float | None, BeforeValidator(_measured)]
 
 
 class RunRow(BaseModel):
-    """Row of the CSV with parsed cells; None: not stated. docs/explanation/cost_model.md describes the columns."""
+    """Row of the CSV with parsed cells; None: not stated. docs/reference/predict_csv.md lists the columns."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -145,7 +145,7 @@ class RunRow(BaseModel):
         """Return the parsed row of a dict from column to text.
 
         Raises:
-            RowError: When a cell contains other text where a number is expected.
+            RowError: When a cell in a column of numbers is invalid; see the module docstring.
         """
         try:
             return cls.model_validate(cells)

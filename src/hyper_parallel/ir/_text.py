@@ -1,4 +1,4 @@
-"""Methods of `Plan` that return text: a summary panel, a full explanation, and the differences of two plans."""
+"""Methods of `Plan` that return text, such as a summary panel, a full explanation and the differences of two plans."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TERMS_SHOWN: Final = 3
 LOSERS_SHOWN: Final = 2
 NOTES_SHOWN: Final = 4
 _DETAILS: Final = ("searched:", "the space that was searched:")
-"""Beginnings of notes about the search, which `explain` shows and `panel` omits."""
+"""Beginnings of notes about the search. `explain` shows these notes, `summary` omits them."""
 _BRIEF_WIDTH: Final = 80
 """Characters per line of `brief`: the default width of a terminal."""
 
 
 def panel(plan: Plan, half_width: float | None = None, width: int = 80) -> str:
-    """Return a plan as a panel of about 25 lines: strategy, time, memory, largest terms, rejected plans, notes.
+    """Return a plan as a panel of text: strategy, time, memory, largest terms, rejected strategies, notes.
 
     Args:
         plan: The plan.
@@ -57,11 +57,12 @@ def _cut(line: str) -> str:
 
 
 def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]:
-    """Return the summary panel of a plan, as a dict from row label to lines of text.
+    """Return the summary panel of a plan, as a dict from row label to lines of text; empty rows are omitted.
 
     Args:
         plan: The plan.
-        half_width: h of the 80 % prediction interval from `step_s / e**h` to `step_s * e**h`; None: no interval.
+        half_width: h of the 80 % prediction interval from `step_s / e**h` to `step_s * e**h`; None: no interval. It is
+            not shown for plans with `roles`.
     """
     w, s = plan.workload, plan.strategy
     terms = sorted(plan.cost, key=lambda t: -t.seconds)[:TERMS_SHOWN]
@@ -91,7 +92,7 @@ def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]
 
 
 def one_line(plan: Plan) -> str:
-    """Return model, machine, strategy, step time and memory of a plan in one line."""
+    """Return model, machine, strategy, step time, MFU and memory of a plan in one line."""
     return (
         f"{plan.model.name} on {plan.num_ranks} devices of {plan.topology}: {plan.degrees}, "
         f"{format_seconds(plan.whole_step_s)} per step, MFU {plan.predicted_mfu:.1%}, {_tier(plan, 'hbm')}"
@@ -108,7 +109,7 @@ def html(plan: Plan) -> str:
 
 
 def _interval(plan: Plan, half_width: float | None) -> str:
-    if half_width is None or plan.roles:  # the interval holds for steps without sampling
+    if half_width is None or plan.roles:  # the interval was measured for steps without sampling
         return ""
     low, high = (format_seconds(plan.step_s * math.exp(d)) for d in (-half_width, half_width))
     return f", {low} to {high} in 80 % of cases"
@@ -120,7 +121,7 @@ def _tokens_per_second(plan: Plan) -> float:
 
 
 def _tier(plan: Plan, tier: str) -> str:
-    """Return the peak bytes of a tier as text, with its capacity if known."""
+    """Return the peak bytes of a tier as text; for `hbm` also the capacity, if known."""
     total = sum(t.bytes for t in plan.memory if t.tier == tier)
     if tier != "hbm" or not plan.memory_capacity_bytes:
         return f"{format_bytes(total)} per device in {tier}"
@@ -129,7 +130,7 @@ def _tier(plan: Plan, tier: str) -> str:
 
 
 def _losers(plan: Plan) -> list[Rejected]:
-    """Return at most `LOSERS_SHOWN` rejected strategies: first a faster one that exceeds memory, then slower ones."""
+    """Return at most `LOSERS_SHOWN` rejected strategies; only one may be faster or unpriced if a slower one exists."""
     big = [r for r in plan.rejected if (r.step_s or 0.0) < plan.step_s]
     fit = [r for r in plan.rejected if r not in big]
     return [*big[: 1 if fit else LOSERS_SHOWN], *fit][:LOSERS_SHOWN]
@@ -149,11 +150,11 @@ _SYMBOLS: Final = (
     "W matrix elements of a layer, h hidden width, q and k query and key width, f MLP width, V vocabulary",
     "b bytes of the compute format, peak and share of the FLOP/s of a device, s fitted dim that halves a matmul's rate",
 )
-"""Meaning of the letters in `CostTerm.formula`."""
+"""Meaning of the letters that several formulas of cost terms share."""
 
 
 def explain(plan: Plan, width: int | None = None) -> str:
-    """Return decisions and predictions of a plan as text, without the certificate; wrapped at `width`, None: not."""
+    """Return decisions and predictions of a plan as text without `Plan.certificate`; lines are wrapped at `width`."""
     constants = [f"{s.constant} x {s.factor:.3f}: {s.strategy}" for s in plan.sensitivity]
     sections = (
         _section(_title(plan), _head(plan)),
@@ -181,7 +182,7 @@ def _wrapped(text: str, width: int) -> Iterator[str]:
 
 
 def _wrap(text: str, width: int, head: str, indent: int) -> list[str]:
-    """Return a text in lines of `width` characters; later lines are indented by `indent` blanks."""
+    """Return a text wrapped at `width` characters; the first line begins with `head`, others with `indent` blanks."""
     return textwrap.wrap(
         text, width, initial_indent=head, subsequent_indent=" " * indent,
         break_long_words=False, break_on_hyphens=False,
@@ -313,7 +314,7 @@ def _collectives(plan: Plan) -> Iterator[str]:
 
 
 def _stages(plan: Plan) -> Iterator[str]:
-    """Yield a line per pipeline stage; consecutive equal stages share a line."""
+    """Yield a line per pipeline stage, if there are several. Consecutive stages of equal size and cost share a line."""
     if len(plan.stages) < 2:
         return
     index = 0
@@ -346,7 +347,7 @@ def _front(plan: Plan) -> Iterator[str]:
 
 
 def diff(a: Plan, b: Plan) -> str:
-    """Return the differences of two plans, a line `path: left -> right` per value; `-` is an absent value."""
+    """Return a line `path: left -> right` per different value, without rejected strategies, stages and notes."""
     left, right = dict(_flat(a)), dict(_flat(b))
     return "\n".join(
         f"{path}: {left.get(path, '-')} -> {right.get(path, '-')}"

@@ -9,12 +9,10 @@ sender to a receiver are the intersections of their boxes, whatever the two layo
     ->    [2:4, 0:3]  [4:6, 0:3]        transfers
 
 A packed weight stacks projections, its parts: query, key and value (or gate and up) are rows of one matrix. Under
-tensor parallelism, each rank computes with a slice of every part, at head boundaries. With fewer key and value heads
-than ranks, several ranks use the same head. If all parts have equal sizes, each rank also stores these slices.
-Otherwise, the weight is stored in equal slices of all rows. After the projection, an all-to-all then moves activations:
+tensor parallelism, each rank uses the outputs of a slice of every part, at head boundaries. With fewer key and value
+heads than ranks, several ranks use the same head. See `equal_parts` for weights whose ranks store the slices that they
+use. Other weights are stored in equal slices of all rows. After the projection, an all-to-all then moves activations:
 rank s sends to rank t the output columns that s computes and t uses.
-
-This module imports no framework and computes with integers only.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def merge(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Return the runs of one dim with adjacent runs merged and empty runs removed."""
+    """Return the runs of one dim without empty runs; a run that starts at the end of the previous one is merged."""
     merged: list[tuple[int, int]] = []
     for start, stop in runs:
         if start < stop and merged and merged[-1][1] == start:
@@ -145,8 +143,8 @@ def runs_of_splits(size: int, splits: Sequence[Split]) -> Runs | None:
         splits: Divisions by the mesh axes, outer to inner.
 
     Returns:
-        The runs of the rank. None if the result depends on the order: FSDP divides after tensor parallelism, and some
-        rank would then store other indices than in mesh order.
+        The runs of the rank. None if some rank stores other indices in mesh order than in the order of FSDP, which
+        divides after tensor parallelism.
     """
     divided = tuple((degree, blocks) for degree, blocks, _ in splits)
     return _divide(size, splits) if _is_unambiguous(size, divided) else None
@@ -160,14 +158,9 @@ def _divide(size: int, splits: Iterable[Split]) -> Runs:
     return merge(runs)
 
 
-@functools.lru_cache(maxsize=256)  # many parameters of thousands of ranks have few sizes
+@functools.lru_cache(maxsize=256)  # many parameters have equal sizes
 def _is_unambiguous(size: int, splits: tuple[tuple[int, int], ...]) -> bool:
-    """Return whether every rank stores the same indices in mesh order and in FSDP's order; see `runs_of_splits`.
-
-    Args:
-        size: Size of the dim.
-        splits: Degree and blocks of each axis that shards the dim.
-    """
+    """Return whether each rank stores equal indices in mesh order and in FSDP's order; `splits` is (degree, blocks)."""
     degrees = [degree for degree, _ in splits]
     if all(blocks == 1 for _, blocks in splits) or size % math.prod(degrees) == 0:
         return True
@@ -238,7 +231,7 @@ def choose_senders(have: Sequence[Mapping[Box, int]]) -> dict[Box, int]:
 
 
 def divided_dims(outer: Box, parts: Iterable[Box]) -> list[int]:
-    """Return the dims, ascending, in which the range of any box in `parts` differs from that of `outer`."""
+    """Return the dims, ascending, in which the range of at least one box in `parts` differs from that of `outer`."""
     different = {d for part in parts for d, r in enumerate(part.ranges) if r != outer.ranges[d]}
     return sorted(different)
 
@@ -246,9 +239,8 @@ def divided_dims(outer: Box, parts: Iterable[Box]) -> list[int]:
 def tile(outer: Box, parts: Sequence[Box]) -> bool:
     """Return whether the boxes `parts` tile `outer`: every element of `outer` is in exactly one box.
 
-    All boxes must lie inside `outer`. A box is determined by its corners, counted with alternating signs. So the boxes
-    tile `outer` if and only if the sum of their signed corners equals the signed corners of `outer`. The time is linear
-    in the number of boxes.
+    All boxes must lie inside `outer`. The boxes tile `outer` if and only if the sum of their corners, counted with
+    alternating signs, equals that of `outer`.
     """
     divided = divided_dims(outer, parts)
     signs = [(-1) ** sum(bits) for bits in itertools.product((0, 1), repeat=len(divided))]

@@ -6,8 +6,8 @@ neighbouring ids, so inner axes lie on faster links.
     Mesh((("dp_shard", 2), ("tp_x", 4)))      ranks 0..3 are one tensor-parallel group, 4..7 the other
 
 A layout is indexed by tensor dim, like a partition spec: for every dim the ordered tuple of mesh axes that shard it,
-outermost first. Axes with partial sums are listed separately; all other axes replicate. Printed form:
-`W[mlp:tp_x, embed:tp_y.dp_shard] @ hbm`.
+outermost first. Axes with partial sums are listed separately, as are axes along which only one rank has the tensor.
+All other axes replicate. Printed form: `[mlp:tp_x, embed:tp_y.dp_shard] @ hbm`.
 
 Uneven sizes follow torch's chunk rule, axis by axis: each axis cuts the slices of the previous axis into slices of
 ceil(size / degree); the last slices may be shorter or empty. Order is part of the value: (tp_x, dp_shard) and
@@ -57,6 +57,9 @@ class Mesh:
     Attributes:
         axes: Pairs of axis name and degree, outer to inner.
         devices: Device ids in row-major order of the axes; empty means 0, 1, 2, ...
+
+    Raises:
+        MeshError: HP201 for a repeated axis or device, a degree below 1, or a wrong number of devices.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -139,17 +142,14 @@ class Mesh:
         return self.device(position)
 
     def group(self, device: int, axes: str | Sequence[str]) -> tuple[int, ...]:
-        """Return the devices that differ from `device` only on `axes`, in order; the first axis varies slowest."""
+        """Return the devices of `device`'s group over `axes`, ordered by coordinate; the first axis varies slowest."""
         group = [self.coordinate(device)]
         for axis in (axes,) if isinstance(axes, str) else axes:
             group = [{**c, axis: i} for c in group for i in range(self.degree(axis))]
         return tuple(self.at(c) for c in group)
 
     def groups(self, axes: str | Sequence[str], most: int | None = None) -> tuple[tuple[int, ...], ...]:
-        """Return the first `most` groups over `axes` (None: all), in the order of their first devices.
-
-        Every device is in exactly one group.
-        """
+        """Return the first `most` groups over `axes` (None: all), in the order of their first devices."""
         groups: list[tuple[int, ...]] = []
         seen: set[int] = set()
         for device in self.devices or range(self.size):
@@ -181,6 +181,9 @@ class Layout:
             dim. With gate and up in one weight, `gate_up/2:tp_x` gives a rank its slice of each of the two parts.
         one_of: Axes along which only one rank has the tensor and the other ranks have nothing. Example: an expert that
             is a module of its own, `[mlp, embed] @ hbm, one of ep`.
+
+    Raises:
+        LayoutError: HP202 for an axis used twice, or a number of names or parts other than the number of dims.
     """
 
     axes: tuple[tuple[str, ...], ...]
@@ -228,13 +231,13 @@ class Layout:
         return replace(self, parts=tuple(parts if i == dim else n for i, n in enumerate(old)))
 
     def check(self, mesh: Mesh) -> None:
-        """Raise LayoutError if the layout uses an axis that the mesh does not have."""
+        """Raise LayoutError (HP202) if the layout uses an axis that the mesh does not have."""
         missing = [a for a in (*self.sharding_axes, *self.partial) if a not in mesh.names]
         if missing:
             raise LayoutError("a layout uses an axis that the mesh does not have", got=missing, allowed=mesh.names)
 
     def split(self, dim: int, *axes: str) -> Layout:
-        """Return the layout with `axes` appended to the axes that shard a dim, as the innermost axes."""
+        """Return the layout with `axes` added as the innermost axes of a dim; raise LayoutError (HP202) if illegal."""
         if not 0 <= dim < len(self.axes):
             raise LayoutError(
                 f"dim {dim} is out of range for a layout of {len(self.axes)} dims",
@@ -331,6 +334,7 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
 
     The split factor of an axis is a product: the degrees of all axes that are inner in the mesh but outer in the dim,
     and the number of stacked parts of the dim. Both forms assign the same elements when every slice has equal size.
+    Axes of `Layout.one_of` become `Replicate`.
     """
     holder = {a: i for i, dim in enumerate(layout.axes) for a in dim}
     entries: list[Placement] = []
@@ -349,10 +353,10 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
 
 
 class Purpose(StrEnum):
-    """Purpose of a collective, as named in formulas, run-time counters, traces and plans.
+    """Purpose of a collective, as named in run-time counters, traces and plans.
 
-    A collective and its transpose in backward have different purposes, related by `backward`: a gather of tokens in
-    forward is a scatter of their gradients in backward.
+    Property `backward` is the purpose of the transposed collective in backward. For example, a gather of tokens in
+    forward becomes a scatter of their gradients.
     """
 
     # FSDP, and its replicas
@@ -363,7 +367,7 @@ class Purpose(StrEnum):
     REPLICA_GRADIENTS = "replica gradients"
     UNIT_ORDER = "order of FSDP units"
 
-    # Tensor parallelism: borders of blocks
+    # Tensor parallelism: boundaries of blocks
     SEQUENCE_GATHER = "sequence gather"
     SEQUENCE_SCATTER = "sequence scatter"
     RELAYOUT = "relayout"
@@ -479,7 +483,7 @@ def redistribute(
 ) -> tuple[CollectiveStep, ...]:
     """Return the sequence of collectives from one layout to another in which a rank sends the fewest bytes.
 
-    Among sequences with equal bytes, the shortest is returned.
+    Among sequences with equal bytes, the shortest is returned; () for equal layouts.
 
     Args:
         src: Layout of the tensor before the steps.
@@ -489,8 +493,8 @@ def redistribute(
         dtype_bytes: Width of one element.
 
     Raises:
-        LayoutError: HP202 when a layout does not fit the shape or the mesh, when the memory kinds differ, or when only
-            `dst` has partial sums over an axis.
+        LayoutError: HP202 when a layout does not fit the shape or the mesh, or has stacked parts or `one_of` axes; also
+            when the memory kinds differ, or only `dst` has partial sums over an axis.
     """
     for layout in (src, dst):
         _check(layout, mesh, shape)
@@ -555,7 +559,7 @@ def _without_trivial(layout: Layout, mesh: Mesh) -> Layout:
 def _steps(
     layout: Layout, axes: Sequence[str], mesh: Mesh, shape: Sequence[int], dtype_bytes: int
 ) -> Iterator[CollectiveStep]:
-    """Yield every collective or local slice that can be applied to a layout."""
+    """Yield every collective or local slice over one of `axes` that can be applied to a layout."""
     part = layout.max_local_shape(shape, mesh)
     for axis in axes:
         peers = mesh.degree(axis) - 1

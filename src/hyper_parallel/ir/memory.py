@@ -2,11 +2,10 @@
 
 A storage is one allocation. Tensors are not modelled: a view is an address inside a storage and owns no bytes. A
 `MemoryPlan` is a memory program in a chosen order, with residency actions (copies, releases, recomputation) between the
-operators. Every number of a plan, such as its peak per tier, is computed by `replay` from the actions.
+operators. `replay` computes the peak per tier from the actions.
 
 Pinning host memory is slow, so a step allocates none: for every size, the maximum number of buffers in use is allocated
 before the step. Pinned allocators round requests up to a power of two, so buffers are carved from slabs of such sizes.
-Planner and executor share `slabs`, so planned and allocated bytes agree.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Storage:
     Attributes:
         name: Parameter name, state name, or name of the operator that allocates it.
         num_bytes: Requested bytes, before rounding by the allocator.
-        kind: Category of the content, for reports and filters only.
+        kind: Category of the content.
         at_start: Whether the storage exists before the first operator of the step.
         at_end: Whether the storage must exist after the last operator, for use after the step.
     """
@@ -80,14 +79,14 @@ class Operator:
         repeatable: Whether a second run on equal inputs gives bitwise equal results without side effects.
         ordered: Whether the operator must keep its order relative to other ordered operators: it draws random numbers,
             communicates, or checks that the step still takes the recorded branch.
-        scratch_bytes: Requested bytes of each concurrent staging allocation outside the arena, for results that cannot
-            be written to a planned address; on an accelerator also the workspace of the kernel.
+        scratch_bytes: Requested bytes of each concurrent staging allocation outside the arena: results that cannot be
+            written to a planned address, and workspace of the kernel.
         group: Process group of the collective; empty: no communication. A collective is started by `run`, proceeds in
             parallel to the compute lane, and ends at its `join`.
         comm_s: Seconds on the communication lane.
-        purpose: `Purpose` of the communication; empty: FSDP, or no communication.
         message: Whether the operator is a point-to-point message. Its `join` is as late as its operands permit, because
             the peer may be late. Without a group, the operator waits for earlier messages.
+        purpose: `Purpose` of the communication; empty: FSDP, or no communication.
     """
 
     name: str
@@ -142,7 +141,7 @@ class MemoryProgram:
 
     @cached_property
     def staging_bytes(self) -> int:
-        """Bytes of the staging allocations outside the arena: the maximum over all operators."""
+        """Bytes of the staging allocations outside the arena: the largest sum of `scratch_bytes` of one operator."""
         sizes = (sum(round_up(n, self.alignment_bytes) for n in op.scratch_bytes) for op in self.operators)
         return max(sizes, default=0)
 
@@ -189,7 +188,7 @@ class MemoryAction:
             `copy_out` (host to file). `wait` waits for the latest copy of a storage into `tier`. `detach` releases the
             bytes of a storage in `tier`, `free` its bytes in every tier.
         target: Operator index for `OF_OPERATORS`, else storage index.
-        tier: For `wait`: destination of the copy. For `detach`: the tier whose bytes are released.
+        tier: For `wait`: destination of the copy. For `detach`: the tier whose bytes are released. Unused otherwise.
     """
 
     kind: MemoryActionKind
@@ -221,8 +220,8 @@ class Choice:
     Attributes:
         storage: Index of the storage.
         what: The decision. `stream`: the storage starts the step off the device.
-        first: Position of the first of the two uses; -1 for `stream`.
-        last: Position of the second use.
+        first: Position of the first of the two uses in the order of operators; -1 for `stream`.
+        last: Position of the second use; the number of operators: the end of the step.
         tier: Memory that holds the storage between the uses; `device` for `recompute`.
         reason: Sentence for the report of the plan.
     """
@@ -239,10 +238,10 @@ class HostBuffers:
     """Number of pinned host buffers of every size: in use now, and the maximum so far.
 
     Args:
-        reserved: Dict from size to the number of buffers reserved for that size.
+        reserved: Dict from size in bytes to the number of buffers for which `fits` keeps room.
 
     Attributes:
-        most: Dict from size to the maximum number of buffers in use so far.
+        most: Dict from size in bytes to the maximum number of buffers in use so far.
     """
 
     def __init__(self, reserved: Mapping[int, int] | None = None) -> None:
@@ -263,7 +262,7 @@ class HostBuffers:
         self._now[size] -= 1
 
     def fits(self, size: int, capacity_bytes: int) -> bool:
-        """Return whether all slabs stay within `capacity_bytes` if one more buffer of `size` bytes is used."""
+        """Return whether a buffer of `size` bytes is free, or all slabs stay within `capacity_bytes` with one more."""
         if self._now[size] < max(self.most[size], self._reserved[size]):
             return True
         asked = size, capacity_bytes
@@ -346,7 +345,7 @@ def slabs(buffers: Mapping[int, int]) -> list[tuple[int, dict[int, int]]]:
     while any(left.values()):
         largest = next(size for size, count in left.items() if count)
         total = sum(size * count for size, count in left.items())
-        # The largest power of two that the remaining buffers fill, so that little is unused.
+        # The largest power of two that the remaining buffers fill, but at least the largest buffer.
         slab = max(1 << (total.bit_length() - 1), 1 << (largest - 1).bit_length())
         parts, free = dict[int, int](), slab
         for size in left:

@@ -56,7 +56,7 @@ class _Walk(Residency):
     def __init__(self, program: MemoryProgram) -> None:
         super().__init__(program)
         self.program = program
-        self.at = 0  # action at which bytes are allocated or released
+        self.at = 0  # first action during which a change of allocated bytes counts
         self.in_flight: list[set[str]] = [set() for _ in program.storages]  # destinations
         self.version = [0] * len(program.storages)
         self.seen: dict[int, tuple[int, ...]] = {}  # versions that each operator's first run read
@@ -103,18 +103,18 @@ class _Walk(Residency):
     def run(self, at: int, action: MemoryAction) -> None:
         op, is_recompute = self.program.operators[action.target], action.kind == "recompute"
         if is_recompute != (action.target in self.seen):
-            raise self.illegal(at, action, "it never ran" if is_recompute else "it ran before")
+            raise self.illegal(at, action, "the operator never ran" if is_recompute else "the operator ran before")
         for s in self.program.touched[action.target]:
             if s in op.allocs:
                 if "device" in self.valid[s]:
-                    raise self.illegal(at, action, f"its result {self.name(s)} already exists")
+                    raise self.illegal(at, action, f"the result {self.name(s)} already exists")
             elif not self.valid[s].get("device") or "device" in self.in_flight[s]:
                 raise self.illegal(at, action, f"{self.name(s)} is not on the device")
             if self.communicating and (self.is_in_use(s) if s in op.writes else self.is_being_filled(s)):
                 raise self.illegal(at, action, f"{self.name(s)} is in use by a collective in flight")
         inputs = tuple(self.version[s] for s in op.reads if s not in op.allocs)
         if is_recompute and (not op.repeatable or op.writes or inputs != self.seen[action.target]):
-            raise self.illegal(at, action, "running it again would not give the same result")
+            raise self.illegal(at, action, "the operator cannot be recomputed with the same result")
         self.seen[action.target] = inputs
         for s in op.writes:
             if self.is_copying(s, "device"):
@@ -126,36 +126,36 @@ class _Walk(Residency):
 
     def join(self, at: int, action: MemoryAction) -> None:
         if self.communicating.pop(action.target, 0) is not None:
-            raise self.illegal(at, action, "its collective was not started, or is already joined")
+            raise self.illegal(at, action, "the collective was not started, or is already joined")
 
     def copy(self, at: int, action: MemoryAction) -> None:
         s, (source, to) = action.target, COPIES[action.kind]
         # The source may still be the destination of another copy: lanes run in issue order, and the second copy waits.
         if not self.valid[s].get(source):
-            raise self.illegal(at, action, f"no current content in {source}")
+            raise self.illegal(at, action, f"the storage has no current content in {source}")
         if self.valid[s].get(to):
-            raise self.illegal(at, action, f"the content is already in {to}")
+            raise self.illegal(at, action, f"the current content is already in {to}")
         if to in self.in_flight[s]:
-            raise self.illegal(at, action, f"another copy into {to} is running")
+            raise self.illegal(at, action, f"another copy of the storage into {to} is in flight")
         if source == "device" and self.is_being_filled(s):
-            raise self.illegal(at, action, "it is in use by a collective in flight")
+            raise self.illegal(at, action, "the storage is in use by a collective in flight")
         self.apply(action)
         self.in_flight[s].add(to)
 
     def wait(self, at: int, action: MemoryAction) -> None:
         if action.tier not in self.in_flight[action.target]:
-            raise self.illegal(at, action, "no copy into this tier is in flight")
+            raise self.illegal(at, action, "no copy of the storage into this tier is in flight")
         self.in_flight[action.target].remove(action.tier)
 
     def release(self, at: int, action: MemoryAction) -> None:
         s = action.target
         for tier in self.valid[s] if action.kind == "free" else [action.tier]:
             if tier not in self.valid[s]:
-                raise self.illegal(at, action, f"it has no bytes in {tier}")
+                raise self.illegal(at, action, f"the storage has no bytes in {tier}")
             if self.is_copying(s, tier):
-                raise self.illegal(at, action, f"a copy of it in {tier} is still running")
+                raise self.illegal(at, action, f"a copy of the storage from or to {tier} may be in flight")
             if tier == "device" and self.is_in_use(s):
-                raise self.illegal(at, action, "it is in use by a collective in flight")
+                raise self.illegal(at, action, "the storage is in use by a collective in flight")
         self.at = at + 1
         self.apply(action)
 
@@ -174,7 +174,7 @@ class _Walk(Residency):
             want = {home: True} if storage.at_end else {}
             if self.valid[s] != want or self.in_flight[s]:
                 raise MemoryPlanInvalid(
-                    f"at the end of the step, {self.name(s)} is in the wrong memory tier",
+                    f"at the end of the step, {self.name(s)} is in a wrong memory tier, outdated or still being copied",
                     got=f"{self.valid[s]}, copies running: {sorted(self.in_flight[s])}",
                     allowed=str(want),
                 )
@@ -183,18 +183,23 @@ class _Walk(Residency):
 def replay(program: MemoryProgram, homes: tuple[MemoryTier, ...], actions: Iterable[MemoryAction]) -> Replay:
     """Apply all actions of a memory plan, check each of them, and return peaks and live ranges.
 
-    Bytes are allocated in program order (see `Residency`), so the result does not depend on copy speed.
+    Bytes are allocated and released in the order of the actions, so the result does not depend on copy speed.
+
+    Args:
+        program: Storages and operators of the step.
+        homes: Tier of every persistent storage between steps.
+        actions: Actions in order.
 
     Checks:
         * operands are on the device with their latest content;
         * no storage is released or written while a copy or a collective uses it;
         * the results of a collective are not read before its `join`;
         * a recomputed operator reads the contents of its first run;
-        * every operator runs once;
-        * persistent storages end in their home tier with their latest content.
+        * every operator has one `run`, and every collective is joined;
+        * at the end, every storage with `at_end` has its latest content in its home tier, and no other bytes exist.
 
     Raises:
-        MemoryPlanInvalid: HP404, naming the first illegal action.
+        MemoryPlanInvalid: HP404 for the first failed check.
     """
     walk = _Walk(program)
     for index, storage in enumerate(program.storages):
@@ -247,7 +252,7 @@ class MemoryPlan:
         homes: Tier of every persistent storage between steps; `device` for all others.
         actions: Actions in order.
         seconds: Simulated seconds of the step, copies included.
-        choices: Decisions: one per storage and interval between two uses in which it is offloaded or recomputed.
+        choices: Decisions to offload, recompute or stream a storage, one per storage and interval between two uses.
         statement: Sentences about the decisions, also about rejected ones and the reasons.
         addresses: Every live range on the device, with its offset in the arena.
         arena_bytes: Bytes of the arena, the one device allocation that contains all addresses.

@@ -2,7 +2,7 @@
 
 A plan for reinforcement learning has a `RolesPlan`: the split of the devices into samplers and learners. A plan for a
 multimodal model may have a `SubmodelsPlan`: the ranks of its parts, which are the language part and the towers. A tower
-is an encoder of images or audio. Loading refuses a plan with a number out of its range.
+is an encoder of images or audio. Loading a file refuses numbers that are out of range.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class RolesPlan:
         rollout_ranks: Ranks that only sample; 0: learners sample between steps (colocated).
         rollout_tp: Tensor-parallel ranks of one sampler replica.
         max_staleness: Number of rollouts that samplers may run ahead of learning.
-        sample_s: Seconds to sample one rollout, without contention.
-        learn_s: Seconds to learn from one rollout: optimizer steps, and forwards of the reference model.
-        step_s: Simulated steady-state seconds per optimizer step, sampling included.
-        sampler_bytes: Peak bytes of a sampling rank.
-        rejected: Splits that were not chosen: the next best with the chosen staleness and placement (separate ranks or
-            colocated), and the best one for every other staleness and placement.
+        sample_s: Seconds to sample one rollout, while ranks of the other role are idle.
+        learn_s: Seconds to learn from one rollout, while ranks of the other role are idle: optimizer steps and extra
+            forward passes, such as those of the reference model.
+        step_s: Steady-state seconds per optimizer step, sampling included.
+        sampler_bytes: Peak bytes of a rank while it samples.
+        rejected: Splits that were not chosen. Each has a staleness and a placement: separate ranks or colocated. Listed
+            are the next best for the chosen combination of both, and the best one for every other combination.
     """
 
     rollout_ranks: Annotated[int, Field(ge=0, le=MOST_RANKS)]
@@ -79,7 +80,7 @@ def role_tasks(
     Args:
         sample_s: Seconds of a sampling rank per step.
         learn_s: Seconds of a learning rank per step.
-        max_staleness: Steps that sampling may run ahead; None: learners sample between steps.
+        max_staleness: Steps that sampling may run ahead; None: learners sample between steps, on their own lanes.
         steps: Number of steps.
         ranks: (number of learning ranks, number of sampling ranks). Ranks of one role work in lockstep, so the numbers
             matter only if ranks share cores.
@@ -110,7 +111,7 @@ class PartPlan:
         name: `language`, `vision` or `audio`.
         ranks: Ranks of the part.
         degrees: Strategy of the part as text.
-        forward_s: Seconds of all forwards of a step on one rank of the part; in a pipeline, of its busiest stage.
+        forward_s: Seconds of all forwards of a step on one rank of the part; in a pipeline, on its busiest rank.
         backward_s: Seconds of all backwards on that rank; 0 for a frozen part.
         memory: Terms of the predicted peak of one rank, for this part only; empty: not predicted.
     """
@@ -135,11 +136,9 @@ class SubmodelsPlan:
         schedule: Pipeline schedule of all parts, as extended CSV (`Schedule.to_csv`). Empty: towers run on the first
             stage if `inline`, else in rounds, and every tower rank encodes one microbatch per round.
         wait_s: Seconds by which the step is longer than that of the language part alone.
-        lanes: Chart of the simulated step, one line of text per lane and part.
-        certificate: Seconds of this step, and a lower bound over all assignments of ranks to parts; None without a
-            search.
-        inline: Whether the ranks of the first pipeline stage also run the towers, because the recipe has no
-            `parallel.submodels`.
+        lanes: Chart of the simulated step, as lines of text.
+        certificate: `Plan.whole_step_s`, and a lower bound over all assignments of ranks; None without a search.
+        inline: Whether the ranks of the first pipeline stage also run the towers.
     """
 
     parts: tuple[PartPlan, ...]
@@ -219,7 +218,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """Identity of the model that a plan was made for; the plan is refused for other models."""
+    """Name, sizes and fingerprint of the model of a plan. `flops_per_token` counts forward and backward."""
 
     name: str
     family: str
@@ -239,8 +238,8 @@ class StageCost:
         forward_s: Seconds of F.
         input_grad_s: Seconds of I.
         weight_grad_s: Seconds of W.
-        send_forward_s: Seconds on the link to send the output to the next stage, if on another rank.
-        send_backward_s: Seconds on the link to send the gradient to the previous stage.
+        send_forward_s: Seconds on the link to send the output to the next stage; 0 for the last stage.
+        send_backward_s: Seconds on the link to send the gradient to the previous stage; 0 for the first stage.
         activation_bytes: Bytes resident from the start of F to the end of B or I.
         weight_grad_input_bytes: Part of `activation_bytes` that is resident until the end of W.
         unshard_s: Seconds to gather the parameters.
@@ -281,7 +280,7 @@ class Stage:
     Attributes:
         first_layer: Index of the first decoder layer of the stage.
         layers: Number of decoder layers. The first stage also has the embedding, the last stage the head.
-        recomputed: Number of layers that recompute their activations in backward.
+        recomputed: Number of layers to which `Strategy.recompute` applies.
         cost: Cost of one microbatch.
     """
 
@@ -293,12 +292,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Value of the chosen strategy and a lower bound over all strategies: proof of the distance from the optimum.
+    """Seconds per step of the chosen strategy and a lower bound: proof of the distance from the optimum.
 
     Attributes:
-        objective: Minimized quantity: `step-time`, `memory`, ...
-        value: Value of the chosen strategy, in seconds per step or bytes.
-        bound: Lower bound of the value over all strategies of the search space.
+        objective: Objective of the search: `step-time`, `memory`, ...
+        value: Seconds per step of the chosen strategy.
+        bound: Lower bound of the seconds per step over all strategies of the search space.
         priced: Number of complete strategies that were priced.
         simulated: Number of strategies whose schedule was simulated.
         cut: Dict from reason to the number of pruned partial strategies (nodes of the branch and bound).
@@ -315,7 +314,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """Relative gap between value and bound; 0 after a complete search."""
+        """Relative gap between value and bound, 1 - bound / value; 0 if they are equal."""
         return max(0.0, 1.0 - self.bound / self.value) if self.value else 0.0
 
 
@@ -348,13 +347,13 @@ class Plan:
         peak_flops: Peak FLOP/s of one device in the compute dtype.
         workload: Batch numbers and number formats, all resolved.
         strategy: Degrees and choices.
-        layouts: Parameter name pattern (`*` for the layer index) to layout.
+        layouts: Parameter name pattern (`*` for the layer index) to layout; empty if this version cannot run the plan.
         step_s: Predicted seconds per step.
         cost: Terms whose sum is `step_s`.
         memory: Terms of the predicted peak of the fullest device.
         memory_capacity_bytes: Bytes of device memory (HBM) of the fullest device.
         collectives: Predicted collectives of one step.
-        rejected: Runners-up, best first.
+        rejected: Faster strategies that exceed memory, then runners-up, best first.
         stages: Virtual pipeline stages with the cost of one microbatch; input of `planner.simulate_plan`.
         pace: Speed of a pipeline rank while 1, 2, ... pipeline ranks are busy, relative to its speed while all are
             busy. Empty if every rank has its own cores.
@@ -414,7 +413,7 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of model, workload, strategy and layouts, which determine the run."""
+        """Hash of model, workload, strategy and layouts, as 16 hexadecimal digits."""
         inputs = [encode(v) for v in (self.model, self.workload, self.strategy, self.layouts)]
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -455,22 +454,23 @@ class Plan:
     diff = _text.diff
 
     def to_json(self) -> str:
-        """Return the plan as indented JSON with keys in field order, the content of a plan file."""
+        """Return the plan and its fingerprint as indented JSON with keys in field order, the content of a plan file."""
         return json.dumps({**encode(self), "fingerprint": self.fingerprint}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
-        """Return the plan in the text of a plan file.
+        """Return the plan in the text of the plan file `where`; the fingerprint in the text is ignored.
 
         Raises:
-            PlanUnreadable: HP306 if the text is not JSON, has another schema version, or has a value of a wrong type or
-                range.
+            PlanUnreadable: HP306 if the text is not JSON, exceeds a limit, has another schema version, or has a value
+                of a wrong type or range.
+            LayoutError: HP202 for a layout that its class does not allow.
         """
         try:
             data = parse_json(text, _LIMITS)
         except ValueError as error:  # also raised beyond a limit of `_LIMITS`
             at = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise _unreadable("is not valid JSON", f"{where}{at}", str(error)[:120]) from error
+            raise _unreadable("cannot be read as JSON", f"{where}{at}", str(error)[:120]) from error
         if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
             version = data.get("version") if isinstance(data, dict) else type(data).__name__
             problem = f"does not have the schema version {PLAN_VERSION}"
@@ -490,7 +490,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Return the plan in a file; see `from_json` for the errors."""
+        """Return the plan in a file; raise PlanUnreadable (HP306) if it cannot be read, else as in `from_json`."""
         try:
             text = read_text(Path(path), _LIMITS)
         except (OSError, ValueError) as error:
@@ -499,7 +499,7 @@ class Plan:
 
 
 def _unreadable(problem: str, where: str, got: object, data: object = None) -> PlanUnreadable:
-    """Return the error for a plan file; `data` is its decoded content, from which the hint recreates the plan."""
+    """Return the error for a plan file with the content `data`; the hint plans again for its model and topology."""
     words = ["MODEL"]
     match data:
         case {"model": {"name": str(model)}, "topology": str(topology)}:

@@ -45,14 +45,14 @@ _OVERLAP: Final = re.compile(r"\((.+)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Action of a pipeline rank: a computation, message, gather or reduction on one stage.
+    """Action of a pipeline rank, such as a computation, a message or a gather of parameters.
 
     Attributes:
         stage: Stage, counted from the start of the model; -1 for OVERLAP_F_B, whose parts each have a stage.
         kind: Kind of action.
         microbatch: Index of the microbatch; None for UNSHARD, RESHARD, REDUCE_GRAD and OVERLAP_F_B.
-        parts: Actions of an OVERLAP_F_B.
-        other: Stage at the other end of a message; None for the neighbour in the chain.
+        parts: Computations of an OVERLAP_F_B; empty for other kinds.
+        other: Stage at the other end of a message; None if that is the neighbour in the chain, and for other kinds.
     """
 
     stage: int
@@ -75,7 +75,7 @@ class Action:
 
     @property
     def slots(self) -> int:
-        """Time slots of the action in a printed schedule: 1 for F, I and W, 2 for B, 0 for communication."""
+        """Time slots of the action in `grid`: 1 for F, I or W, 2 for B, the sum over an OVERLAP_F_B, 0 otherwise."""
         return sum(_SLOTS.get(leaf.kind, 0) for leaf in self.leaves)
 
     def __str__(self) -> str:
@@ -163,7 +163,7 @@ class StageGraph:
         """Return the graph written in CSV cells, such as `0>2`, `0 frozen`, `1 copied`, `1 sharded`.
 
         Raises:
-            ScheduleError: HP320 for a cell of another form.
+            ScheduleError: HP320 for a cell of another form, or an edge that the class does not allow.
         """
         edges = []
         marked = {word: set[int]() for word in ("frozen", "copied", "sharded")}
@@ -187,14 +187,14 @@ class Schedule:
     """Pipeline schedule: the ordered actions of every rank.
 
     Attributes:
-        name: Name of a generated schedule, such as `1f1b`; `csv` for a schedule that was read from a file.
+        name: Name shown in messages, such as `1f1b` or the path of a schedule file.
         stages: Number of stages over all ranks, virtual stages included.
         microbatches: Number of microbatches of a step.
         ranks: Actions of each rank, in order; idle time is not stored.
         graph: Edges between stages; None for the chain 0, 1, 2, ...
 
     Raises:
-        ScheduleError: HP320 when the graph has a stage that the schedule lacks.
+        ScheduleError: HP320 when an edge of the graph leads to a stage that the schedule lacks.
     """
 
     name: str
@@ -228,13 +228,13 @@ class Schedule:
         return self.graph is None or stage not in self.graph.frozen
 
     def inputs(self, action: Action) -> tuple[int, ...]:
-        """Return the stages whose results a computation needs: outputs for F, gradients for B and I."""
+        """Return the stages whose results an action needs: outputs for F, gradients for B and I, () for other kinds."""
         if action.kind == "F":
             return self.before(action.stage)
         return self.after(action.stage) if action.kind in ("B", "I") else ()
 
     def messages(self, action: Action) -> tuple[Action, ...]:
-        """Return the sends of a computation's result: one per stage that needs it, on this rank or another."""
+        """Return the sends of the result of F, B or I: one per stage that needs it, on any rank. () for other kinds."""
         kind = _SENDS.get(action.kind)
         if kind is None:
             return ()
@@ -246,7 +246,8 @@ class Schedule:
         """Return the groups of computations that run at the same time, because a sharded stage has collectives.
 
         Returns:
-            Dict from each computation of a sharded stage to its group, itself included, as (action, rank) pairs.
+            Dict from each computation of a sharded stage to its group, itself included, as (action, rank) pairs. Group
+            n has the n-th computation of every replica; there is no group if a replica has none.
         """
         rounds: dict[Action, tuple[tuple[Action, int], ...]] = {}
         for stage in self.graph.sharded if self.graph else ():
@@ -260,7 +261,7 @@ class Schedule:
 
     @property
     def has_communication(self) -> bool:
-        """True if the schedule contains sends and receives, as in torch's `compute_comms` form."""
+        """True if the schedule contains a send or a receive, as in torch's `compute_comms` form."""
         return any(a.kind.startswith(("SEND", "RECV")) for rank in self.ranks for a in rank)
 
     def leaves(self) -> Iterator[tuple[int, int, Action]]:
@@ -337,7 +338,7 @@ class Schedule:
         """Return the schedule in a CSV text as written by `to_csv`, extended or not; empty cells are idle time.
 
         Raises:
-            ScheduleError: HP320 for a cell that is not an action, with its row and column, or a file without actions.
+            ScheduleError: HP320 for a cell that is not an action, with its row and column, a bad graph, or no actions.
         """
         ranks: list[list[Action]] = []
         graph = None
@@ -378,9 +379,9 @@ def grid(
         schedule: Schedule to print.
         rows: `slots`: one row per time slot and one column per rank, as torch prints; `ranks`: transposed.
         starts: Start slot of every action of every rank, from `mpmd.unit_starts`. Bubbles are then empty cells, and
-            `..` marks the second slot of an action. None: actions follow one another without gaps.
+            `..` marks later slots of an action. None: every action has one slot, and there are no gaps.
         mark: (rank, position) of an action to print between `>` and `<`.
-        around: Number of slots to show before and after the marked action; None: all.
+        around: Number of slots to show before and after the marked action; None, or no `mark`: all.
     """
     cells: dict[tuple[int, int], str] = {}
     for rank, actions in enumerate(schedule.ranks):

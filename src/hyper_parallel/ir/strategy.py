@@ -1,9 +1,9 @@
 """Strategy and workloads: how a step is divided over devices, and the batch sizes of training and generation.
 
-A `Strategy` is the value of a recipe's `parallel:` section. A `SequenceCut` defines the tokens of each context-parallel
-rank. The ranks form a ring of n places with u Ulysses ranks each; rank r is at place r // u and is Ulysses rank r % u.
-With n > 1 the sequence is split into 2 n chunks, and place j has chunks j and 2 n - 1 - j ("zigzag"). Every place then
-has equal work under a causal mask. The u ranks of a place have equal slices of its concatenated chunks:
+A `SequenceCut` defines the tokens of each context-parallel rank. The ranks form a ring of n places with u Ulysses ranks
+each; rank r is at place r // u and is Ulysses rank r % u. With n > 1 the sequence is split into 2 n chunks, and place j
+has chunks j and 2 n - 1 - j ("zigzag"). Every place then has equal work under a causal mask. The u ranks of a place
+have equal slices of its concatenated chunks:
 
     n=2, u=1   rank 0: chunks 0 3    rank 1: chunks 1 2
     n=1, u=2   rank 0: first half    rank 1: second half
@@ -26,8 +26,8 @@ from hyper_parallel.units import divisors, round_up
 
 BlockShape = Literal["1d", "2d", "weight"]
 BLOCK_SHAPES: Final[tuple[BlockShape, ...]] = ("1d", "2d", "weight")
-"""Use of two tensor-parallel axes by a block. `1d`: tp_x * tp_y as one axis (Megatron with sequence parallelism); `2d`:
-activations are moved on y; `weight`: weights are moved on y."""
+"""Use of two tensor-parallel axes by a block. `1d`: tp_x * tp_y ranks as one axis, as in Megatron with sequence
+parallelism. `2d`: collectives over tp_y carry activations. `weight`: weights are gathered over tp_y."""
 _SORTED_AXES: Final = sorted(AXES)
 MOST_RANKS: Final = 1 << 20
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
@@ -83,7 +83,8 @@ class Overlap:
     def parts(self, sequences: int, length: int) -> int:
         """Return the number of parts, 1 or 2, into which layers split a microbatch of [sequences, length] tokens.
 
-        With sequences = length the result is 1, because the two dims of a tensor could not be distinguished by size.
+        The result is 2 with `half_batch` and an even number of sequences. With sequences = length it is 1, because the
+        two dims of a tensor could not be distinguished by size.
         """
         return 2 if self.half_batch and sequences % 2 == 0 and sequences != length else 1
 
@@ -99,12 +100,12 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Parallel degrees of the mesh axes, and all other choices of how a model is parallelized.
+    """Parallel degrees of the mesh axes, and other choices of how a model is parallelized.
 
     Attributes:
         pp: Pipeline stages.
-        dp_replicate: Data-parallel replicas with full parameters (the outer axis of HSDP).
-        dp_shard: FSDP ranks.
+        dp_replicate: Data-parallel replicas, the outer axis of HSDP.
+        dp_shard: Data-parallel ranks over which FSDP shards; see `zero`.
         cp: Context-parallel ranks.
         tp_x: Tensor-parallel ranks on x; with tp_y = 1, this is 1-D tensor parallelism with sequence parallelism.
         tp_y: Tensor-parallel ranks on y, the second direction of 2-D tensor parallelism.
@@ -115,7 +116,7 @@ class Strategy:
         gathered_inputs: Whether gathered inputs of matmuls are kept for backward or re-gathered in backward.
         cp_kind: Form of context-parallel attention: zigzag ring, Ulysses, both, or gathered keys and values.
         cp_ulysses: Ulysses ranks inside cp if `cp_kind` is `hybrid`; the ring then has cp / cp_ulysses places.
-        schedule: Pipeline schedule; with a `schedule_file`, it only determines the placement of stages.
+        schedule: Pipeline schedule; a `schedule_file` replaces its order of actions, but not its placement of stages.
         schedule_file: CSV file with the actions of every pipeline rank, instead of a generated schedule; "": none.
         virtual_stages: Pipeline stages per rank.
         stage_layers: Decoder layers of each (virtual) stage, in model order; (): balanced by cost.
@@ -126,11 +127,13 @@ class Strategy:
         etp: Tensor-parallel ranks of one expert; None: tp without expert parallelism, else 1.
         zero: 0: nothing is sharded over dp_shard x cp; 1: optimizer states only; None: FSDP, see
             `reshard_after_forward`.
-        recompute_layers: Number of layers per rank that `recompute` applies to, from the first of each stage; None:
-            all.
+        recompute_layers: Number of layers per rank that `recompute` applies to, see `recomputed`; None: all.
         offload: Whether a memory plan offloads bytes that exceed device memory to host memory.
         overlap: Overlap of communication and computation inside of layers.
         order: Mesh axes, outer to inner.
+
+    Raises:
+        ValueError: When `order` does not have each axis of `AXES` once.
     """
 
     pp: Degree = 1
@@ -193,10 +196,10 @@ class Strategy:
         return Mesh(tuple((name, int(getattr(self, name))) for name in self.order))
 
     def recomputed(self, stages: Sequence[Sequence[int]]) -> frozenset[int]:
-        """Return the decoder layers that a pipeline rank recomputes in full: the first layers of each of its stages.
+        """Return the decoder layers that a pipeline rank recomputes in full.
 
-        The layers are chosen from all stages in turn. Backward reaches the first layers of a stage last, when the
-        activations of later layers are already freed.
+        Only `recompute="full"` selects layers. `recompute_layers` limits them to the first layers of the stages, chosen
+        from the stages in turn. Backward reaches these last, when activations of later layers are already freed.
 
         Args:
             stages: Layers of every stage of the rank, in model order.
@@ -221,7 +224,7 @@ class Strategy:
 
     @property
     def reduces_once(self) -> bool:
-        """True if FSDP reduces gradients and gathers parameters once per step, not once per microbatch."""
+        """True if FSDP reduces gradients once per step, not once per microbatch."""
         return self.pp > 1 or self.zero_stage == 1
 
     @property
@@ -236,15 +239,14 @@ class Strategy:
 
     @property
     def fsdp_axes(self) -> tuple[str, ...]:
-        """Axes over which FSDP shards parameters: dp_shard, and cp, whose ranks use the same parameters."""
+        """Axes over which FSDP shards: dp_shard and cp, without those of degree 1."""
         return tuple(a for a in ("dp_shard", "cp") if getattr(self, a) > 1)
 
     def expert_mesh(self) -> Mesh:
         """Return the expert mesh: `ep` folds over the innermost of dp_shard x cp x tp_x x tp_y.
 
         The rank with index f inside dp_shard x cp x tp, in the default order, has coordinate f % ep on `ep`, and f //
-        ep on `edp`. Ranks along `edp` have the same experts; with FSDP (ZeRO 2 and 3), their parameters are sharded
-        over `edp`.
+        ep on `edp`. Ranks along `edp` have the same experts.
         """
         inner = self.dp_shard * self.cp * self.tp
         return Mesh(
@@ -372,7 +374,7 @@ class SequenceCut:
     def distances(self, window: int | None) -> tuple[int, ...]:
         """Return the ring distances d, ascending, at which queries of any place j attend to keys of place j - d.
 
-        Without a window, these are 1 to n - 1. With a sliding window, most distances are absent and need no ring step.
+        Places are counted modulo n. Without a window, all d from 1 to n - 1 are returned.
         """
         return tuple(
             d
@@ -400,18 +402,15 @@ def sees_all(queries: Interval, keys: Interval, window: int | None) -> bool:
 
 
 PROMPT_CHUNK: Final = 512
-"""Maximum number of prompt tokens per prefill pass.
-
-The limit bounds the bytes of activations; 512 tokens suffice for efficient matmuls. The value was not tuned.
-"""
+"""Maximum number of tokens of each prompt per prefill pass. The limit bounds the bytes of activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Batch sizes and number formats of one optimizer step.
 
-    Two of the three batch numbers (tokens per step, microbatch, accumulation steps) suffice; `resolve` derives the
-    third from the data-parallel degree.
+    The batch numbers are tokens per step, microbatch and accumulation steps. `resolve` derives those that are None from
+    the others and the data-parallel degree.
 
     Attributes:
         seq_len: Tokens per sequence.
@@ -439,7 +438,7 @@ class Workload:
         """Return the workload with all three batch numbers set, for a data-parallel degree.
 
         Raises:
-            BatchMismatch: HP308 if `tokens_per_step` is no multiple of `seq_len` * `dp`, or if the three batch numbers
+            BatchMismatch: HP308 if `tokens_per_step` is no multiple of `seq_len` * `dp`, or if the batch numbers
                 contradict each other.
         """
         tokens, micro, steps = self.tokens_per_step, self.microbatch, self.accumulation_steps
@@ -464,7 +463,7 @@ class Workload:
         return replace(self, tokens_per_step=tokens, microbatch=micro, accumulation_steps=steps)
 
     def _refuse_batch(self, tokens: int, dp: int, per_rank: int) -> NoReturn:
-        """Raise BatchMismatch (HP308) for `per_rank` sequences per step of a data-parallel rank."""
+        """Raise BatchMismatch (HP308): the batch numbers contradict `per_rank` sequences per step and rank."""
         sequences = f"{per_rank} sequences per step of a data-parallel rank"
         got = f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}"
         if self.microbatch is not None and self.accumulation_steps is not None:

@@ -1,11 +1,10 @@
 """TaskGraph: tasks on executors with dependencies. Timeline: spans of work on lanes, simulated or measured.
 
 An executor runs one task at a time: the compute stream of a rank, a copy engine, a link, a worker of a pool. A lane is
-the row of a timeline with the tasks of one executor. Executors may share the cores of one device: while more executors
-are busy than there are cores, all slow down equally.
+the row of a timeline with the tasks of one executor. Executors may share the cores of one device, see `Cores`.
 
 Tasks are listed in an order that respects every dependency. So the graph has no cycle, and executors that run tasks in
-list order cannot deadlock. Times of tasks are integer nanoseconds, so results are exact.
+list order cannot deadlock. Durations of tasks are integer nanoseconds.
 
 `sim.simulate` turns a task graph into a timeline. A measured run is a timeline too, so a report can show both together.
 `masking` computes exposed and masked communication of a measured step from its collectives (`Flight`).
@@ -50,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Cores, caches and memory that executors share: the more executors are busy, the slower is each.
+    """Cores, caches and memory that executors share, as the rate of each executor by the number of busy executors.
 
     Attributes:
         rates: Rate of each executor while 1, 2, ... executors are busy; 1 is the rate without contention. If more are
@@ -80,7 +79,7 @@ class TaskGraph:
         cores: Cores that some executors share; None: every executor has its own cores.
 
     Raises:
-        TaskGraphError: HP321 when a task depends on itself or a later one, or has a negative duration.
+        TaskGraphError: HP321 when a task depends on a task that is not listed before it, or has a negative duration.
     """
 
     tasks: tuple[Task, ...]
@@ -110,8 +109,8 @@ class Span:
         name: Name of the work: `forward`, `all_gather dp_shard`.
         start_s: Seconds from the start of the timeline.
         duration_s: Length of the interval in seconds.
-        category: Cost term: compute, communication, optimizer, data, wait.
-        step: Training step.
+        category: Category of the work, such as compute, communication, copy or wait.
+        step: Training step; None: not recorded.
     """
 
     lane: str
@@ -157,7 +156,7 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """End of the last span, in seconds from the start of the timeline."""
+        """End of the last span, in seconds from the start of the timeline; 0 without spans."""
         return max((span.end_s for span in self.spans), default=0.0)
 
 
@@ -167,7 +166,7 @@ class Flight:
 
     Attributes:
         purpose: Purpose of the collective.
-        work: (kind of collective, bytes), which determine its duration without contention.
+        work: (kind of collective, bytes), the key of its duration without contention; see `masking`.
         start_s: Time at which the collective was issued, in seconds.
         wait_s: Time at which the rank began to wait for the collective.
         resume_s: Time at which the wait ended.

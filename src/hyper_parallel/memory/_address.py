@@ -1,9 +1,9 @@
 """Assignment of static addresses: every live range on the device gets an offset in one buffer, the arena.
 
-Coloring intervals of unequal sizes is NP-hard. First fit (for few live ranges) and stacking (for many) need at most a
-few percent more than the lower bound, the live peak: the maximum of bytes live at one time. Ranges that cover the whole
-step lie at the bottom, in an order that does not depend on other ranges. A storage that is resident at both ends of the
-step but not in between has one address at both ends, where the next step finds it.
+The optimal assignment is NP-hard, so offsets are found by first fit (for few live ranges) or stacking (for many). The
+live peak, the maximum of bytes live at one time, is a lower bound of the arena. Ranges that cover the whole step lie at
+the bottom, in an order that does not depend on other ranges. A storage that is resident at both ends of the step but
+not in between has one address at both ends, where the next step finds it.
 
 An item is one live range, or two ranges of a storage that must get the same address.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from hyper_parallel.ir import Extent, MemoryPlan
 
 _TIGHT = 1.002  # ratio of arena to live peak at which packing stops
-_MANY_ITEMS = 3000  # more items are stacked instead of first fit
+_MANY_ITEMS = 3000  # more items are stacked instead of placed by first fit
 _ROUNDS = 12  # rounds of first fit
 _HOT_FRACTION = 0.9  # fraction of the live peak; ranges live at times above it are placed first
 _PROMOTION = 0.65  # factor on the rank of an item that ends at an address above the live peak
@@ -101,9 +101,9 @@ def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
 def _pack(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]:
     """Return an offset for every item, and the bytes of the arena.
 
-    The first round is first fit by size. Later rounds begin with the items that are live at the peak. After each round,
-    items that end at an address above the live peak move forward in the order (squeaky wheel optimization, Joslin and
-    Clements 1999). More than `_MANY_ITEMS` items are stacked: this takes a fifth of the time and wastes less space.
+    More than `_MANY_ITEMS` items are stacked. Otherwise, the first round is first fit by size. The second round places
+    items first that are live when many bytes are live. After each further round, items that end at an address above the
+    live peak move forward in the order (squeaky wheel optimization, Joslin and Clements 1999).
     """
     size = np.array([sizes[item[0].storage] for item in items], np.int64)
     times = np.array([sum(e.stop - e.start for e in item) for item in items], np.int64)
@@ -153,7 +153,7 @@ def _pack_in_stacks(
     times: np.ndarray,
     live: np.ndarray,
 ) -> tuple[np.ndarray, int]:
-    """Return the best result of `_stack` over three orders of the items: offsets, and bytes of the arena."""
+    """Return the `_tightest` result of `_stack` for three orders of the items: offsets, and bytes of the arena."""
     floor = int(live.max())
     most = [max(int(live[e.start : max(e.stop, e.start + 1)].max()) for e in item) for item in items]
     hot = np.array(most, np.int64) * _HEAT_CLASSES // max(floor, 1)

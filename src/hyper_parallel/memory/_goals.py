@@ -2,7 +2,7 @@
 
 Both goals search programs: lists of actions such as run, copy and free. A target is a number of device bytes that the
 search tries not to exceed. A program is judged by its simulated time and by the arena, the device buffer that its
-addresses need. If no program fits a budget, the error names sufficient bytes.
+addresses need.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hyper_parallel.units import format_bytes
 
 _PACKING_SLACK_OK = 1.02  # ratio of arena to live peak below which no further program is packed
 _PROGRAMS_PER_TARGET = 3  # programs packed per target; four times as many for small programs
-_LARGE_PROGRAM = 300  # number of operators of a large program
+_LARGE_PROGRAM = 300  # maximum number of operators of a small program
 _MAX_TARGETS = 5  # maximum number of targets tried for a budget
 # Divisors of the budget for the bytes left free for gaps between addresses: at the first target, at later targets.
 _PACKING_RESERVES = (256, 50)
@@ -37,13 +37,13 @@ _PlanFor = Callable[[MemoryMachine], EmittedProgram | None]
 
 
 def least_time(search: Search, budget: int, finish: _Finish, limit_s: float = float("inf")) -> _PlannedProgram:
-    """Return the fastest program whose arena and staging buffers fit the budget, with its plan.
+    """Return the fastest program found whose arena and staging buffers fit the budget, with its plan.
 
     `finish` assigns addresses to a program and returns its plan. Programs that take longer than `limit_s` are excluded.
 
     Raises:
-        BudgetImpossible: HP402 when no program fits the budget and the time.
-        TierFull: HP403 when a program would fit with more DRAM or flash.
+        BudgetImpossible: HP402 when no program is found that fits the budget and the time.
+        TierFull: HP403 when, without a time limit, a program would fit with more DRAM or flash.
     """
     best = _fastest_within(search, budget, finish, limit_s)
     if best is not None:
@@ -61,13 +61,13 @@ def least_time(search: Search, budget: int, finish: _Finish, limit_s: float = fl
 
 
 def _fastest_within(search: Search, budget: int, finish: _Finish, limit_s: float) -> _PlannedProgram | None:
-    """Return the fastest program whose arena fits the budget, with its plan; None if there is none.
+    """Return the fastest program found whose arena and staging buffers fit the budget, with its plan; else None.
 
     Gaps between addresses also take bytes of the budget, so the target peak is lowered in steps.
     """
     arena_budget = budget - search.program.staging_bytes
     best: _PlannedProgram | None = None
-    fastest_s = float("inf")  # of all emitted programs, whether their arenas fit or not
+    fastest_s = float("inf")  # of all programs tried, whether their arenas fit or not
     tries = _PROGRAMS_PER_TARGET * (1 if len(search.program.operators) > _LARGE_PROGRAM else 4)
     aim = arena_budget - arena_budget // _PACKING_RESERVES[0]
     fits = working_set_bytes(search.program) <= arena_budget
@@ -141,10 +141,10 @@ def _quality(result: _PlannedProgram) -> tuple[float, float]:
 
 
 def least_peak(search: Search, limit_s: float, finish: _Finish) -> _PlannedProgram:
-    """Return the program of least peak that takes at most `limit_s` seconds, with its plan.
+    """Return the program of least peak found that takes at most `limit_s` seconds, with its plan.
 
-    The result is `search.identity`, without offload and recomputation, if no program has a lower peak. `finish` assigns
-    addresses to a program and returns its plan.
+    A program with a slightly higher peak is returned if its arena is smaller. The result is `search.identity`, without
+    offload and recomputation, if no program is better. `finish` assigns addresses and returns the plan of a program.
     """
     identity = search.identity
     programs = {identity.actions: identity}
@@ -163,11 +163,11 @@ def least_peak(search: Search, limit_s: float, finish: _Finish) -> _PlannedProgr
 
 
 def _descending_peaks(search: Search, limit_s: float, *, refused: bool = False) -> list[EmittedProgram]:
-    """Return programs with descending peaks that take at most `limit_s` seconds, `search.identity` first.
+    """Return `search.identity`, then programs with descending peaks that take at most `limit_s` seconds.
 
-    The target is bisected twice: first with the linear program alone, which is quick and almost exact, then with
-    emitted programs. An emitted program counts with its own peak, which may differ from the target. With `refused`, the
-    result only serves an error message, so fewer infeasible targets are tried, because these take longest.
+    The target is bisected twice: first with the linear program alone, then with emitted programs. An emitted program
+    counts with its own peak, which may differ from the target. With `refused`, the bisection is coarser and tries fewer
+    infeasible targets, which take longest.
     """
     best = search.identity
     low, high = working_set_bytes(search.program), best.peak
@@ -273,7 +273,7 @@ def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFu
 
 
 def merge_errors(errors: Sequence[HyperParallelError]) -> HyperParallelError | None:
-    """Merge the errors of several plans into one whose required capacities suffice for every plan; None for []."""
+    """Return one error for several plans, with capacities that suffice for all plans they can help; None for []."""
     full = [error for error in errors if isinstance(error, TierFull)]
     other_errors = [error for error in errors if error not in full]
     if other_errors or not full:  # more DRAM does not resolve all errors

@@ -99,7 +99,7 @@ class InFlightCopies:
         self.stored_early: set[int] = set()
 
     def finish(self, item: OutgoingCopy) -> None:
-        """Wait for an outgoing copy; if `item.detaches`, release the source of the copy.
+        """Wait for an outgoing copy, if it is in flight; if `item.detaches`, release the source of the copy.
 
         Otherwise, release the copy in DRAM if nothing needs it any more.
         """
@@ -166,7 +166,7 @@ class InFlightCopies:
         self.incoming[s, "dram"] = None
 
     def await_arrival(self, s: int) -> None:
-        """Wait for the copy of a storage to the device, then release host copies without a later use."""
+        """Wait for the copy of a storage to the device; release host copies that neither home nor eviction needs."""
         if (s, "device") not in self.incoming:
             return
         arrivals: tuple[MemoryTier, ...] = ("dram", "device")

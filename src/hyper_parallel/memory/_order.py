@@ -7,8 +7,8 @@ their results.
 
 With several ranks, collectives are then hoisted to overlap computation. They keep their recorded order on every rank,
 whatever its memory plan is (see `def_use`). Operators without FLOPs that prepare the operands of a collective move with
-it. An early collective keeps its result alive for longer, so each collective begins as late as possible. All
-communication is assumed to run in series.
+it. An early collective keeps its result alive for longer, so each collective begins no earlier than needed to end
+before its first use. All communication is assumed to run in series.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _sink(
     order: tuple[int, ...],
     movable: Callable[[Operator], bool],
 ) -> tuple[int, ...]:
-    """Return the order with every operator that is `movable` right before the first operator that depends on it."""
+    """Return the order with every operator that is `movable`, and not `ordered`, right before its first dependent."""
     place = {index: position for position, index in enumerate(order)}
     after: list[list[int]] = [[] for _ in program.operators]
     for index, deps in enumerate(before):
@@ -136,7 +136,7 @@ def _sink(
 
 
 def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | None:
-    """Return a sentence if an optimizer operator, such as a gradient norm, needs every gradient; else None."""
+    """Return a sentence if an optimizer operator, such as a gradient norm, needs all (several) gradients; else None."""
     gradients = [s for s, storage in enumerate(program.storages) if storage.kind == "gradient"]
     bits = {s: 1 << k for k, s in enumerate(gradients)}
     if len(gradients) < 2:
@@ -164,7 +164,7 @@ DEPTHS = (1, 2)
 
 
 def overlapped(program: MemoryProgram, order: Sequence[int], depth: int) -> tuple[int, ...]:
-    """Return the legal order `order` with communication moved to overlap computation.
+    """Return `order`, a legal order, with communication moved to overlap computation.
 
     `depth` is the maximum number of collectives of one kind (operator and group) whose results await their first use.
     0: collectives stay, only operators that wait for them move.
@@ -178,9 +178,9 @@ def overlapped(program: MemoryProgram, order: Sequence[int], depth: int) -> tupl
 def _hoist_collectives(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...], depth: int
 ) -> tuple[int, ...]:
-    """Return the order with each collective hoisted just early enough to end before its first use.
+    """Return the order with collectives, but not messages, hoisted just early enough to end before their first use.
 
-    The operators that only prepare a collective's operands move with it. See `overlapped` for `depth`.
+    Dependencies and `depth` limit how far a collective moves, see `overlapped`.
     """
     operators = program.operators
     starts = list(accumulate((operators[i].seconds for i in order), initial=0.0))
@@ -266,9 +266,9 @@ def _hoist_limit(
 
 
 def _sink_bookkeeping(program: MemoryProgram, before: list[set[int]], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the order with operators without FLOPs delayed while the collective that they read from is in flight.
+    """Return the order with operators without FLOPs delayed while a collective that they depend on is in flight.
 
-    A delayed operator runs when the collective is done, or when another operator needs its result.
+    Operators with `ordered` stay. A delayed operator runs when the collective is done, or another needs its result.
     """
     operators = program.operators
     clock, running = ProgramClock(program), set[int]()

@@ -26,6 +26,7 @@ class OffloadCandidate:
 
     Attributes:
         gaps: One gap; two for both ends of the step; one over the whole step if no operator uses the storage.
+        num_bytes: Rounded bytes of the storage.
         idle_s: Duration of the gaps in seconds.
     """
 
@@ -45,7 +46,7 @@ class OffloadCandidate:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Position ranges [low, high) in which no operator uses the storage on the device."""
+        """Position ranges [low, high) of the gaps; no operator uses the storage there."""
         return tuple((gap.first + 1, gap.last) for gap in self.gaps)
 
 
@@ -85,9 +86,9 @@ class OffloadCandidates:
         return self.program.storages[s].at_start and gap.first < min(self.writes[s], default=self.n)
 
     def content_since(self, gap: Gap) -> int:
-        """Return the position of the last write before a gap, or of the allocation; then the content may be copied.
+        """Return the position from which the content at the start of a gap may be copied.
 
-        0: the content exists from the start of the step.
+        This is the position of its last write, else of its allocation; 0 if it exists from the start of the step.
         """
         s = gap.storage
         index = bisect_right(self.writes[s], gap.first)

@@ -4,8 +4,7 @@ A position is an index in the order of the operators. A store copies a storage f
 it back: `copy_in` from flash to DRAM, `prefetch` from DRAM to the device. The copies of one direction run in series.
 
 Reloads are issued as late as possible, computed backwards from their deadlines. Stores may run as soon as their content
-is final. Reloads that lack memory are retried in the order of their issue. A reload sleeps until the memory that it
-waits for may be free, so a long queue costs little.
+is final. Reloads that lack memory are retried in the order of their issue.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class Gap:
     """Range of positions in the operator order during which a storage is off the device.
 
     Attributes:
+        storage: Index of the storage.
         first: Position after which the storage is evicted; -1: the storage is off the device at the start of the step.
-        last: Position before which the storage is reloaded; the number of operators: it stays off until the end of the
-            step.
+        last: Position before which the storage is reloaded; the number of operators: not before the end of the step.
         tier: Tier that holds the storage during the gap.
     """
 
@@ -43,8 +42,9 @@ class OutgoingCopy:
     """Copy in flight out of the device or out of DRAM.
 
     Attributes:
+        storage: Index of the storage.
         destination: Tier that the storage is copied to.
-        detaches: Whether the source is released when the copy ends; False if an operator still needs the storage.
+        detaches: Whether the source is released when the copy ends.
     """
 
     storage: int
@@ -60,8 +60,8 @@ def issue_positions(
 ) -> list[tuple[int, Gap, MemoryActionKind]]:
     """Return the latest position at which to issue each reload, with copies of one direction in series.
 
-    The deadline of a `prefetch` is the end of its gap, that of a `copy_in` is the start of its `prefetch`. `starts_s`
-    has the expected start of every position in seconds.
+    The deadline of a `prefetch` is the end of its gap, that of a `copy_in` is the start of its `prefetch`. Gaps until
+    the end of the step have no reload. `starts_s` has the expected start of every position in seconds.
 
     Returns:
         List of (position before which to issue, gap, `prefetch` or `copy_in`), in order of issue.

@@ -4,14 +4,13 @@ Views need no special rule, because the capture resolves every view to its stora
 access to the storage, and creating a view is no access.
 
 Collectives and messages (point-to-point sends and receives) overlap computation from their action `run` to their action
-`join`, which waits for them. They run one after another, in the order in which they begin. A collective library has one
-queue per process group, but groups share the link. So groups one after another take as long as concurrent groups.
+`join`, which waits for them. The model runs them one after another, in the order in which they begin: process groups
+have separate queues, but share the link.
 
-No plan can deadlock, whatever each rank decides about memory. All ranks begin their communication in the recorded
-order. In the recorded run, every collective was waited for immediately. Proof: among the unfinished operators, take the
-one that finished first in that run. Before it, its ranks wait only for operators that finished earlier in that run, and
-these are finished. So it can finish. A collective is joined no earlier than it begins. A message is joined where an
-operator needs it, after the communication that began before this operator in the recorded run (see `dependencies`).
+Ranks cannot deadlock, whatever each rank decides about memory. All ranks begin their communication in the recorded
+order. Before an operator, a rank waits only for operators that finished before it in the recorded run, in which every
+collective was waited for immediately. A message is joined where an operator needs it, after the communication that
+began before this operator in the recorded run (see `dependencies`).
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class CommsInFlight:
         return result
 
     def is_writing(self, storage: int) -> bool:
-        """Return whether a collective in flight still writes a storage."""
+        """Return whether an operator in flight still writes a storage."""
         return bool(self._running) and bool(self._conflicts({storage}, set()))
 
     def defer_release(self, storage: int, position: int) -> bool:
@@ -154,9 +153,9 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
     """Return, per operator, the set of operators that must run before it, derived from the recorded order.
 
     Dependencies are true (read after write), anti (write after read) and output (write after write) dependencies.
-    Operators that communicate also keep their mutual order, and so do operators that draw random numbers or check a
-    branch. An operator that needs a message stays after all collectives and message batches recorded before it, so that
-    ranks never wait for each other in a cycle.
+    Operators that communicate also keep their mutual order, and so do other operators with `ordered`. An operator that
+    needs a message stays after all collectives and message batches recorded before it, so that ranks never wait for
+    each other in a cycle.
     """
     before: list[set[int]] = []
     writer: dict[int, int] = {}
@@ -200,9 +199,9 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
 def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[MemoryAction, ...]:
     """Return the actions of a step without offload and recomputation, in an order.
 
-    Every operator runs once, and every storage is freed after its last use. A collective is joined before an operator
-    uses its results or changes its operands. If a `free` waits for the collective, it is joined before the first
-    operator after its end.
+    Every operator runs once, and every storage without `at_end` is freed after its last use. A collective is joined
+    before an operator uses its results or changes its operands. If a `free` waits for the collective, it is joined
+    before the first operator after its end.
     """
     uses = use_definitions(program, order).uses
     freed = [s for s, storage in enumerate(program.storages) if not storage.at_end]
@@ -242,5 +241,5 @@ def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[Memo
 
 
 def working_set_bytes(program: MemoryProgram) -> int:
-    """Return the largest sum of operand and result bytes of one operator, a lower bound of every plan's peak."""
+    """Return the maximum over operators of the bytes of operands and results, a lower bound of every plan's peak."""
     return max((sum(program.sizes[s] for s in op.touched) for op in program.operators), default=0)

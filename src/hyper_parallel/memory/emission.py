@@ -29,7 +29,7 @@ class Emitter:
     Args:
         candidates: Program, machine, order and recomputation.
         gaps: Gaps of the evicted storages.
-        budget_bytes: Limit of device bytes; operators and early reloads wait for memory to stay below. None: no limit.
+        budget_bytes: Device bytes that operators and early reloads wait for memory not to exceed. None: no limit.
         planned: Expected device bytes at every position; emission adds the bytes of early reloads in place.
         pauses_s: Expected seconds of waiting at every position; None: no waits.
     """
@@ -77,7 +77,7 @@ class Emitter:
         return np.diff([*self._waited_s, self.ledger.clock.wait_s])
 
     def _ends(self) -> list[set[int]]:
-        """Return, per position, the storages to evict or release after its operator."""
+        """Return, per position, the storages to evict, drop or release after its operator."""
         ends: list[set[int]] = [set() for _ in self.order]
         for s, position in self.evictions:
             ends[position].add(s)
@@ -117,10 +117,7 @@ class Emitter:
         return tuple(self.ledger.actions)
 
     def _clear(self) -> None:
-        """Release every copy of a storage outside the tier that holds the storage between steps.
-
-        Cancelled evictions leave such copies.
-        """
+        """Release copies of storages outside of their home tiers, which cancelled evictions leave."""
         for s, storage in enumerate(self.program.storages):
             if storage.at_end and self.copies.homes[s] in self.ledger.valid[s]:
                 for tier in [t for t in self.ledger.valid[s] if t != self.copies.homes[s]]:
@@ -253,7 +250,7 @@ class Emitter:
             self.copies.finish(item)
 
     def _reload(self, number: int, gap: Gap, kind: MemoryActionKind, position: int) -> None:
-        """Issue a planned reload, or let it sleep in the queue if it lacks memory."""
+        """Issue a planned reload, unless it is no longer needed; let it sleep in the queue if it lacks memory."""
         s = gap.storage
         self.late_reloads.pop(s, None)
         if position > gap.last:
@@ -288,7 +285,7 @@ class Emitter:
         return 0 if self.budget is None else self.budget - self.ledger.live["device"]
 
     def _may_prefetch_early(self, number: int, gap: Gap, position: int) -> bool:
-        """Return whether an early reload fits together with the bytes planned until its use; if not, queue it again."""
+        """Return whether an early reload fits together with the bytes planned until its use; if not, let it sleep."""
         if self.budget is None:
             return True
         size = self.program.sizes[gap.storage]
@@ -330,7 +327,7 @@ class Emitter:
         self.copies.incoming[s, "device"] = None
 
     def _make_room(self, need: int, keep: set[int], position: int) -> None:
-        """Wait for stores and communication in flight until `need` more device bytes fit the budget."""
+        """Wait for stores and communication in flight, if any, until `need` more device bytes fit the budget."""
         assert self.budget is not None
         clock = self.ledger.clock
         while self.ledger.live["device"] + need > self.budget:

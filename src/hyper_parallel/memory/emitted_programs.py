@@ -39,15 +39,15 @@ class EmittedProgram:
     """Emitted program with the bytes and seconds counted by the emitter.
 
     Attributes:
-        actions: Actions in program order.
+        actions: Actions in order.
         homes: Tier of every storage between steps.
         seconds: Simulated seconds.
         peaks: Peak bytes per tier.
         dram_bytes: Bytes of the host slabs that the DRAM buffers need.
-        gaps: Gaps of offloaded storages: ranges of operators during which a storage is off the device.
+        gaps: Gaps of offloaded storages: ranges of positions during which a storage is off the device.
         recomputes: Recomputed storages; None: nothing is offloaded or recomputed.
         statement: Phrase about the residency choice, for the statement of the plan.
-        waited_s: Seconds that the device waits for copies before each operator, in program order, and at the end.
+        waited_s: Seconds that the device waits for copies at every position of the order, and at the end.
     """
 
     actions: tuple[MemoryAction, ...]
@@ -89,10 +89,9 @@ def assign_tiers(
 ) -> list[Gap]:
     """Return the gaps of the chosen candidates, each with the tier to evict to.
 
-    In the order of their idle time, storages are put into DRAM while they fit the fraction `share`; the others go to
-    flash. The rest of the DRAM is for copies between device and flash. All chosen candidates are assumed to be in DRAM
-    at the same time, which is an upper bound; replay gives the exact peak. Without flash, or with unlimited DRAM, all
-    storages go to DRAM.
+    Without flash, or with unlimited DRAM, all storages go to DRAM. Otherwise, DRAM gets the storages with the shortest
+    idle times that fit the fraction `share` of it; the others go to flash. The rest of the DRAM is for copies between
+    device and flash. All chosen candidates are assumed to be in DRAM at the same time, an upper bound.
     """
     flash = machine.copy_out is not None and machine.copy_in is not None
     room = machine.dram_bytes
@@ -115,6 +114,9 @@ class Search:
     """Search for emitted programs in one order of the operators, with a cache.
 
     Attributes:
+        program: Operators and storages.
+        machine: Copy channels and capacities.
+        order: Operator index at each position.
         rounding: Rounded linear program, which returns the choice for a target.
         identity: Program without offload and recomputation.
         best_seen: Program of least peak so far.
@@ -142,8 +144,8 @@ class Search:
     def programs(self, target: int, limit_s: float = float("inf"), lowers: bool = False) -> list[EmittedProgram]:
         """Return emitted programs for a target in device bytes that respect the capacities of DRAM and flash.
 
-        The programs may miss the target or the time limit; the caller checks. With `lowers`, only the fastest program
-        is wanted, so each result lowers `limit_s`.
+        The programs may miss the target or the time limit; the caller checks. The search ends at the first program that
+        meets both. With `lowers`, it lowers `limit_s` to the time of this program and continues.
         """
         result: list[EmittedProgram] = []
         emissions: list[tuple[ResidencyChoice, EmittedProgram]] = []
@@ -181,7 +183,7 @@ class Search:
         *,
         lowers: bool,
     ) -> EmittedProgram:
-        """Return the program improved by local search: reverse the decisions whose fractions are closest to 0.5."""
+        """Return the program improved by local search, which reverses decisions whose fractions are closest to 0.5."""
         enough = 0, 0, 0.0 if lowers else limit_s
         for _ in range(_POLISH_PASSES):
             before = best

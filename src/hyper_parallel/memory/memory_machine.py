@@ -101,7 +101,7 @@ class MemoryMachine:
         return replace(self, **channels)
 
     def channel(self, kind: str) -> Channel:
-        """Return the channel of a copying action, such as `store` or `prefetch`."""
+        """Return the channel of a copying action, such as `store`; raise ValueError if the machine lacks it."""
         channel: Channel | None = getattr(self, kind)
         if channel is None:
             raise ValueError(f"the plan uses {kind}, but the machine has no flash tier")

@@ -2,9 +2,9 @@
 
 The goal is the least peak at a bounded slowdown, or the least time under a byte budget. There are five passes: ordering
 of operators, a linear program for offload and recomputation, rounding to whole storages, emission of actions, and
-address assignment. Each candidate plan is judged by exact replay and simulation of its actions, not by an estimate.
+address assignment. Each candidate is judged by simulation of its actions, and the plan is replayed.
 
-A cache file is named by the fingerprint of all inputs of a plan (program, machine, goal, planner version) and holds the
+A cache file is named by the fingerprint of the inputs of a plan (program, machine, goal, planner version) and holds the
 decisions. Reading it replays and times the actions and checks the addresses. If a check fails, the failure is logged
 and the step is planned again.
 """
@@ -84,7 +84,8 @@ def plan_memory(
         program: Operators with their seconds.
         machine: Channels and capacities.
         budget_bytes: Device bytes for the arena and the staging buffers; the result is the fastest plan found.
-        max_slowdown: Allowed extra time as a fraction (0.02 is 2 %); the result is the plan of least peak found.
+        max_slowdown: Allowed extra time as a fraction (0.02 is 2 %) of the time without offload and recomputation; the
+            result is the plan of least peak found.
         move: Kinds of storages that may leave the device; None: all but inputs and outputs.
         recompute: Whether results may be dropped and recomputed.
         reorder: Whether operators may be reordered; results do not change.
@@ -92,7 +93,8 @@ def plan_memory(
             `max_slowdown`, 0 for `budget_bytes`. `seconds` of the plan assume the channels of `machine`.
 
     Returns:
-        A plan whose replay passed. If offload and recomputation do not help, a plan without them, with the reason.
+        A plan whose replay passed. If offload and recomputation do not help, a plan without them, with the reason in
+        `statement`.
 
     Raises:
         BadValue: HP102 unless exactly one goal is set, or if the margin is negative.
@@ -108,7 +110,6 @@ def plan_memory(
     if bandwidth_margin is not None and bandwidth_margin < 0:
         raise BadValue("`bandwidth_margin` must not be negative", got=bandwidth_margin, allowed="0 or more")
     goal = _Goal(budget_bytes, max_slowdown, recompute, reorder, move, bandwidth_margin)
-    # Collections of cycles take a quarter of the planning time.
     with paused_garbage_collection():
         orders, statement = _orders(program, reorder)
         if not program.communicates:
@@ -118,7 +119,7 @@ def plan_memory(
 
 @contextmanager
 def paused_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection of cycles inside the context."""
+    """Disable garbage collection of cycles inside the context, because it slows planning."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -156,7 +157,7 @@ def _plan_best_order(
     orders: Sequence[tuple[int, ...]],
     statement: tuple[str, ...],
 ) -> MemoryPlan:
-    """Plan in the orders that are fastest and of least peak without offload, and return the better plan."""
+    """Return the better of the plans for two orders, those that are fastest and of least peak without offload."""
     unmoved = {order: identity_program(program, order) for order in orders}
     fast = min(orders, key=lambda o: (unmoved[o].seconds, unmoved[o].peak))
     small = min(orders, key=lambda o: (unmoved[o].peak, unmoved[o].seconds))
@@ -340,7 +341,7 @@ def plan_memory_cached(
 
 
 def fingerprint(program: MemoryProgram, machine: MemoryMachine, goal: object) -> str:
-    """Return the hash of all inputs of a plan as text; equal inputs give equal hashes in every process."""
+    """Return the hash of program, machine and goal as text; equal inputs give equal hashes in every process."""
     # `repr` of a frozen dataclass of numbers is exact, but slow for thousands of operators.
     units = program.alignment_bytes, program.address_bytes
     digest = hashlib.sha256(repr((PLANNER, machine, goal, units)).encode())
@@ -364,12 +365,7 @@ def _write(path: Path, key: str, plan: MemoryPlan, timed: bool) -> None:
 
 
 def _read(path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _Goal) -> MemoryPlan:
-    """Return the plan in a cache file, replayed, timed, and checked against the goal and the machine.
-
-    Raises:
-        ValueError: The file must not be used.
-        MemoryPlanInvalid: HP404 for an illegal action.
-    """
+    """Return the replayed and timed plan in a cache file; raise ValueError or MemoryPlanInvalid if it is not usable."""
     cached = read(_CachedPlan, path, _LIMITS)
     if cached.fingerprint != key:
         raise ValueError("it belongs to another program, machine, goal or planner")

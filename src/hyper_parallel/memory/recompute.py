@@ -43,8 +43,8 @@ class Recomputes:
     def added_seconds(self, program: MemoryProgram) -> dict[int, float]:
         """Return, per position, a lower bound of the compute seconds that recomputation adds to a program.
 
-        An operator counts if one of its results is certainly absent: dropped, or past its last use. Results of
-        collectives and messages do not count, because they may still be on the device.
+        An operator counts if one of its results is certainly absent: dropped, or past its last use. Storages that
+        collectives or messages access do not count, because they may still be on the device.
         """
         communicated = {s for op in program.operators if op.group or op.message for s in op.touched}
 
@@ -84,9 +84,8 @@ class Chain:
 class ChainFinder:
     """Finder of the recomputation chain of a storage, and of the dead inputs to retain for it.
 
-    Example: a float32 copy inside a norm can be recomputed from the bfloat16 residual, which has half its size but is
-    dead by then and needs a matmul to recompute. So the residual is retained, and storages that are cheap to recompute
-    from it are dropped. An input is retained if the storages that depend on it are together clearly larger.
+    A dead input is retained if the storages that are recomputed from it without FLOPs have together at least 1.5 times
+    its bytes. Example: the bfloat16 residual, from which the float32 copy inside a norm is recomputed.
     """
 
     def __init__(self, program: MemoryProgram, chains: UseDef) -> None:
@@ -102,14 +101,14 @@ class ChainFinder:
         self.retained = {x for x, freed in enumerate(dependent_bytes) if 2 * freed >= 3 * program.sizes[x] > 0}
 
     def for_longest_gap(self, storage: int) -> Chain | None:
-        """Return the chain that recomputes a storage at the end of its longest gap between uses; None if impossible."""
+        """Return the chain that recomputes a storage at the end of its longest gap between uses; None without one."""
         gap = longest_gap(self.chains.uses[storage])
         if gap is None or not self.program.sizes[storage] or self.program.storages[storage].at_start:
             return None
         return self.find(storage, gap[1])
 
     def find(self, storage: int, until: int, depth: int = MAX_CHAIN) -> Chain | None:
-        """Return the chain that recomputes `storage` before position `until`; None if that is impossible."""
+        """Return the chain that recomputes `storage` before `until`, dead inputs up to `depth`; None if impossible."""
         program, chains = self.program, self.chains
         producer = chains.producer[storage]
         if producer < 0:
@@ -148,7 +147,7 @@ class ChainFinder:
         return Chain(tuple(operators), tuple(helpers), tuple(inputs), tuple(retained), seconds)
 
     def _better_retained(self, s: int, chain: Chain | None) -> bool:
-        """Return whether a dead input `s` is retained instead of recomputed by `chain`.
+        """Return whether a dead input `s` is retained instead of recomputed by `chain`: whether `self.retained` has it.
 
         While `self.retained` is None, it is retained if `chain` is None, needs FLOPs, or retains more bytes than `s`.
         """

@@ -218,7 +218,7 @@ class ResidencyLP:
     def add_dram_bytes(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
         """Add `num_bytes` times a fraction to the bytes in DRAM at positions [low, high).
 
-        If the machine has flash, part of these bytes may pass through a DRAM buffer to flash.
+        Unlimited DRAM needs no rows. If the machine has flash, part of these bytes may pass through a buffer to flash.
         """
         if self._dram_bytes is None:
             return
@@ -295,12 +295,12 @@ class ResidencyLP:
         self._add(self._longer[self._sample[position]], fraction, seconds / self._unit_s)
 
     def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
-        """Return the optimum with the least waits within a target of device bytes; None if the target is infeasible.
+        """Return the optimum with the least waits and recomputation within a target; None if the target is infeasible.
 
         No fraction may be added afterwards.
 
         Args:
-            target_bytes: Device bytes.
+            target_bytes: Maximum of device bytes at the sampled positions.
             reserve: Dict from position to bytes to keep free there. The number of positions is the key for the end of
                 the step: there, the store channel stays free for the time in which it could copy that many bytes.
         """
@@ -323,7 +323,7 @@ class ResidencyLP:
         return LPOptimum(result[: self._num_fractions], self.step_s + float(waits.sum()), waits)
 
     def violated_positions(self, optimum: LPOptimum, target_bytes: int) -> np.ndarray:
-        """Return, for each interval between samples that exceeds the target, the position with the most bytes.
+        """Return the position with the most bytes of each interval between samples that clearly exceeds the target.
 
         Adding these positions as samples is the separation step of the sampled program.
         """

@@ -20,8 +20,7 @@ from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import ChainFinder, choose_recomputes
 from hyper_parallel.memory.residency_lp import LPOptimum
 
-# Maximum number of decisions of each kind to flip. With 6, small programs are within 10 % of exhaustive search.
-_NUM_FRACTIONAL = 6
+_NUM_FRACTIONAL = 6  # maximum number of decisions of each kind to flip
 _MAX_REFINEMENTS = 12  # maximum number of refinements of the sampled positions per target
 _NEGLIGIBLE_WAIT = 1e-5  # fraction of the step time
 _NEARLY_WHOLE = 0.98  # larger fractions count as 1 and leave no rounding error
@@ -143,7 +142,7 @@ class Rounding:
         return self._solve(target_bytes, {}, limit_s) is not None
 
     def expected_waits_s(self, choice: ResidencyChoice) -> np.ndarray:
-        """Return the seconds that the device waits at every position according to the linear program."""
+        """Return the seconds of waits at every position according to the linear program; 0 at unsampled positions."""
         result = np.zeros(len(self._order))
         result[choice.builder.model.positions] = self._expected_waits_s(choice)[:-1]
         return result
@@ -179,7 +178,7 @@ class Rounding:
         return waits.clip(0.0)
 
     def most_fractional(self, choice: ResidencyChoice) -> list[int | OffloadCandidate]:
-        """Return the `_NUM_FRACTIONAL` storages to recompute, and candidates, whose fractions are closest to 0.5."""
+        """Return storages to recompute and candidates, `_NUM_FRACTIONAL` of each, with fractions closest to 0.5."""
         recomputed = {s: float(choice.optimum.fractions[fraction]) for s, fraction in choice.builder.recomputed.items()}
         offloaded = _fractions(choice.builder, choice.optimum, choice.candidates)
         return [

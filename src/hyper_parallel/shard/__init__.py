@@ -1,4 +1,4 @@
-"""HyperShard: sharding rules, the parameter layouts they give, and the table of a step's collectives. No framework."""
+"""HyperShard: sharding rules, the parameter layouts derived from them, and the table of a step's collectives."""
 
 from hyper_parallel.shard._boundary import (
     BlockWidths,

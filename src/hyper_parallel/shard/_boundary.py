@@ -1,9 +1,9 @@
-"""Types of the boundary table, which lists every collective of a training step (`_table`).
+"""Types of the boundary table, which lists collectives of a training step (`_table`).
 
 A `Boundary` is one collective, `TokenCut` the sharding of tokens, and `BlockWidths` the sizes of a block. A block is
 the attention or the MLP of a decoder layer.
 
-Formulas are plain arithmetic on `Number`. With ints they give the exact bytes of one strategy, padding included
+Formulas are plain arithmetic on `Number`. With ints they give whole bytes of one strategy, padding included
 (`TokenCut.of`). With arrays they evaluate many candidate strategies at once, and sizes are not rounded up.
 """
 
@@ -33,12 +33,12 @@ class Boundary:
     kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all or send_recv
     axes: tuple[str, ...]  # mesh axes of the group
     ranks: Number  # ranks of the group
-    # elements of the full tensor: output of a gather, input of a scatter or reduction; all_to_all: input of one rank
+    # elements of the full tensor: output of a gather, input of a scatter or reduction; else those that one rank passes
     elements: Number
     purpose: Purpose
     format: Format = "compute"
-    forward: Number = 0  # calls in the forward of one microbatch and layer
-    backward: Number = 0  # calls in the backward
+    forward: Number = 0  # calls in the forward of one microbatch, and of one layer if the collective is part of layers
+    backward: Number = 0  # calls in the backward, counted likewise
     recomputed: Number = 0  # additional calls if backward recomputes the layer
     # additional calls if gathered inputs are freed after forward, and backward does not recompute the layer
     regathered: Number = 0
@@ -134,7 +134,7 @@ def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:
         ranks: Number g of ranks of the group.
 
     Cost: (g-1)/g of `whole_bytes` for all-gather, reduce-scatter and all-to-all, and twice that for all-reduce.
-    Broadcast and send_recv send `whole_bytes`. Fractions of bytes are rounded down per call.
+    Broadcast and send_recv send `whole_bytes`; a single rank sends nothing. For ints, fractions of bytes are dropped.
     Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms, section 3.
     """
     if kind in ("broadcast", "send_recv"):

@@ -49,7 +49,7 @@ def derived_rules(params: Shapes, linear: frozenset[str], num_heads: int, num_kv
 
     Args:
         params: Shape of each parameter by full name, layer index included.
-        linear: Names of the modules that compute x W^T + b. No other module is sharded.
+        linear: Names of the modules that compute x W^T + b. No other weight matrix is sharded.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
     """
@@ -84,9 +84,9 @@ def _members(base: str, leaves: tuple[str, ...], linear: frozenset[str]) -> list
 
 
 def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str, str] | None:
-    """Return the style of each projection of an MLP, by module name.
+    """Return the style of each projection of an MLP, by module name; None if `base` has no MLP projections.
 
-    Empty if the shapes are not those of an MLP, so that it is replicated; None if `base` has no MLP projections.
+    Empty, so that the MLP is replicated, if its shapes do not match or another parameter may act on its hidden width.
     """
     for leaves, last in _FEED_FORWARD:
         names = _members(base, (*leaves, last), linear)
@@ -112,7 +112,7 @@ def _attention(
 
     Empty if its shapes or parameters are not recognised, so that it is replicated; None if `base` is not attention.
     """
-    # Modules with these names are checked against the heads of the config.
+    # Only a module whose name says so is taken for attention.
     named = "attn" in base.rpartition(".")[2] or "attention" in base.rpartition(".")[2]
     for leaves, outs in _ATTENTION if named else ():
         into = _members(base, leaves, linear)

@@ -1,7 +1,7 @@
 """Checks that tensor parallelism computes the same result as one device, given the sharding style of each parameter.
 
-A style is a key of `STYLES`. Style `whole` or `replicate` replicates a parameter; the others shard it. A check either
-accepts a style, replaces it and adds a note for the user, or raises. Inexact combinations are refused.
+A style is a key of `STYLES`. A check accepts a style, replaces it and adds a note for the user, or raises. Inexact
+combinations are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Param:
         owner: Module or parameter that the rule of the style names.
         style: Key of `STYLES` or `REFUSED`; None if no rule matches.
         parts: Number of stacked projections that are sharded separately.
-        role: Quantity that the degree must divide: heads, kv_heads or width; None for a replicated parameter.
+        role: Quantity that the degree must divide: heads, kv_heads or width; None if it is not known or not sharded.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Param:
 
     @property
     def in_attention(self) -> bool:
-        """True if the module is a direct child of an attention module."""
+        """True if the parameter or its module is a direct child of an attention module."""
         # A rule that names a parameter names a direct parameter of the attention module.
         holder = self.module if self.owner == self.name else self.parent
         # Encoders of the BERT kind have `attention.self.query` and `attention.output.dense`.
@@ -95,7 +95,7 @@ def module_of(name: str) -> str:
 
 
 def starred(name: str) -> str:
-    """Return the name with every layer index replaced by `*`."""
+    """Return the name with every part after a dot that is a number, such as a layer index, replaced by `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -104,7 +104,7 @@ def rule_hint(rules: Mapping[str, str]) -> str:
 
 
 def is_covered(params: list[Param]) -> bool:
-    """Return whether the residual stream can be sharded: every parameter except norms has a supported style."""
+    """Return whether the residual stream can be sharded: all parameters have a supported style, norms perhaps none."""
     return all(_is_norm(param) if param.style is None else param.style not in (*REFUSED, WHOLE) for param in params)
 
 
@@ -112,8 +112,8 @@ def keep_whole(params: list[Param], sizes: Sizes, notes: list[str], staged: bool
     """Return the parameters, with style `whole` where no implemented rule exists, and add a note with their names.
 
     Raises:
-        UnsupportedSharding: HP205 if a parameter without a rule lies between sharded projections, or if no parameter
-            would be sharded. Also with two axes, ep, latent attention, or, unless `staged`, with pp.
+        UnsupportedSharding: HP205 if a parameter without a rule lies between sharded projections, if no parameter would
+            be sharded, or for a strategy with tp_y, ep, latent attention or (unless `staged`) pp.
     """
     result = [replace(p, style=WHOLE) if p.style in (None, *REFUSED) else p for p in params]
     into = {p.parent for p in result if len(p.shape) == 2 and p.style in COLUMN_STYLES}
@@ -168,7 +168,7 @@ def _is_norm(param: Param) -> bool:
 
 
 def fit_vocabulary(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Return the parameters, with embedding and head replicated if tp does not divide the vocabulary size."""
+    """Return the parameters; if tp does not divide the vocabulary size, replicate embedding and head and add a note."""
     rows = {p.shape[0] for p in params if p.style in ("vocab", "head")}
     if not rows or all(size % sizes.tp == 0 for size in rows | {sizes.vocab_size}):
         return params
@@ -212,7 +212,7 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
 def check_widths(params: list[Param]) -> None:
     """Raise UnsupportedSharding (HP205) if a layer has a colwise projection without a rowwise one of equal width.
 
-    A rowwise projection without a colwise projection of equal width is refused too.
+    The reverse is refused too. Key and value projections, and layers with a `qkv` projection, are not checked.
     """
     layers: dict[str, list[Param]] = {}
     for param in params:

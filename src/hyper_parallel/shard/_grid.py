@@ -8,8 +8,8 @@ with tp_y = 1 the shape is 1d:
     2d       [out:tp_x, in:tp_y]     [out:tp_y, in:tp_x]     [T/tp_x, D/tp_y]
     weight   [out:tp_x.tp_y, in]     [out:tp_y, in:tp_x]     [T/P, D], weights gathered over y
 
-T tokens, D hidden size, `:` precedes the axes that shard a dim. The residual stream is [T/tp_x, D/tp_y] if all matrices
-of all layers are in 2d blocks, else [T/P, D]. In the first case its norms are sharded over tp_y.
+T tokens, D hidden size, `:` precedes the axes that shard a dim. The residual stream is [T/tp_x, D/tp_y] under the
+conditions of `shards_hidden_over_y`, else [T/P, D]. In the first case its norms are sharded over tp_y.
 
 Sources: Xu et al. 2021 (GSPMD), section 3.2; Pope et al. 2022, sections 3.2.2 and 3.2.3 (2-D weight-stationary and
 weight-gathered layouts).
@@ -44,7 +44,7 @@ def shards_queries_by_token(strategy: Strategy) -> bool:
 def shards_hidden_over_y(params: list[Param], strategy: Strategy) -> bool:
     """Return whether the hidden dim of the residual stream is sharded over y.
 
-    This requires that all matrices of the layers are in 2d blocks.
+    This requires a norm of the residual stream, and 2d blocks that contain all matrices except embedding and head.
     """
     if strategy.tp_y == 1 or {strategy.attention_shape, strategy.mlp_shape} != {"2d"}:
         return False

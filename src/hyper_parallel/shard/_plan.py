@@ -6,7 +6,7 @@ parallelism shards first and FSDP shards the result, so `dp_shard` is the innerm
     model.layers.*.mlp.up_proj.weight     [mlp:tp_x.dp_shard, embed]
     model.layers.*.mlp.down_proj.weight   [embed:dp_shard, mlp:tp_x]
 
-For a weight of stacked projections, tensor parallelism shards the rows of each part and FSDP shards the columns:
+For stacked projections that are sharded separately, tensor parallelism shards the rows of each and FSDP the columns:
 
     model.layers.*.mlp.gate_up_proj.weight   [gate_up/2:tp_x, embed:dp_shard]
 """
@@ -51,8 +51,8 @@ class ShardPlan:
 
     Attributes:
         layouts: Layout of each parameter, by the name in the input.
-        styles: Final style by module name, or by parameter name if a rule names the parameter. Without tensor
-            parallelism every style is `replicate`, except `experts` for routed experts.
+        styles: Final style by module name, or by parameter name if a rule names the parameter; for experts by the name
+            of the module that contains them all. Without tensor parallelism, all other styles are `replicate`.
         notes: Deviations from the model's own plan, with reasons.
         hidden_cut: Whether the hidden dim of the residual stream is sharded over tp_y.
         whole_stream: Whether every tensor-parallel rank holds the residual stream of all tokens.
@@ -96,7 +96,8 @@ def plan_layouts(
 
     Raises:
         NotDivisible: HP203 when a degree does not divide heads or widths.
-        RuleError: HP204 when a rule matches no parameter, has an unknown style, or gives tied parameters two layouts.
+        RuleError: HP204 when a rule of the strategy matches no parameter or has an unknown style, when a style does not
+            fit its parameter, or when tied parameters get two layouts.
         UnsupportedSharding: HP205 for unsupported axes, and for modules that cannot be sharded exactly.
     """
     listed = list(params)

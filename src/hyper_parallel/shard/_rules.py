@@ -50,7 +50,7 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
         "unsupported": "a module whose plan uses a style that is not implemented",
     }
 )
-"""Meaning of each unsupported style of Hugging Face plans; modules with such a style are replicated."""
+"""Meaning of each unsupported style of Hugging Face plans."""
 
 _FROM_HUGGING_FACE: Final = {
     **{style: style for style in ("colwise", "rowwise", "packed_colwise", "packed_rowwise")},
@@ -84,8 +84,8 @@ def match(pattern: str, name: str) -> str | None:
 def applies(rule: Rule, param: str) -> str | None:
     """Return the name of the parameter or module to which a rule assigns its style; None if the rule does not apply.
 
-    A rule with a sharding style must name the parameter, or the module that owns the parameter. A rule with `experts`
-    or a replicating style also applies to all submodules.
+    A rule with `experts`, `replicate`, `whole` or a key of `REFUSED` also applies to the parameters of submodules. Any
+    other rule must name the parameter, or the module that owns the parameter.
     """
     owner = match(rule.pattern, param)
     if owner is None or "." not in param[len(owner) + 1 :]:

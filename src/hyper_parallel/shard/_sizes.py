@@ -4,8 +4,8 @@ Key and value projections with fewer heads than ranks are replicated, and each h
 
 A packed projection stacks several projections in one weight, such as query, key and value. If its parts have equal
 divisible sizes, each part is sharded: every rank has the rows that it uses. FSDP then shards the columns, so the number
-of columns must be divisible and a bias is not allowed. Any other packed projection is sharded into equal slices of all
-rows, and ranks exchange columns of the output.
+of columns must be divisible and a bias is not allowed. With one tensor-parallel axis, any other packed projection is
+sharded into equal slices of all rows, and ranks exchange columns of the output.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _check_blocks(strategy: Strategy, workload: Workload) -> None:
 def check_context(strategy: Strategy, num_heads: int) -> None:
     """Raise NotDivisible (HP203) if attention cannot be sharded over the context-parallel ranks.
 
-    Sequences of any length are padded. The Ulysses degree must divide the query heads of a tensor-parallel rank. Key
-    and value heads are repeated if a tensor-parallel rank has fewer of them than Ulysses ranks.
+    Sequences of any length are padded. The Ulysses degree must divide cp and the query heads of a tensor-parallel rank.
+    Its key and value heads are repeated as needed. `cp_ulysses` above 1 requires `cp_kind` hybrid.
     """
     s = strategy
     if s.cp == 1:
@@ -184,7 +184,7 @@ def fit_sizes(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param
 
 
 def _role(param: Param, sizes: Sizes) -> str | None:
-    """Return the quantity that the degree must divide: heads, kv_heads or width; None for a replicated parameter."""
+    """Return the quantity that the degree must divide: heads, kv_heads or width; None if no dim is sharded."""
     if param.style not in _CUT or (param.style == "rowwise" and len(param.shape) != 2):
         return None
     split = -1 if param.style == "rowwise" else 0
@@ -201,7 +201,7 @@ def _role(param: Param, sizes: Sizes) -> str | None:
 
 
 def _width(param: Param) -> int:
-    """Return the size that the degree must divide for role `width`: of a gate_up weight half the rows."""
+    """Return the size that the degree must divide for role `width`; for a gate_up weight, half the rows."""
     return param.cut_size // (2 if param.style == "gate_up" else 1)
 
 
@@ -275,7 +275,7 @@ def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisi
 
 
 def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
-    """Return the parameter, with style `kv_replicate` if the ranks do not divide the key and value heads."""
+    """Return the parameter, with style `kv_replicate` and a note if the ranks do not divide the key and value heads."""
     s, heads = sizes.strategy, sizes.num_kv_heads
     if param.style == "kv_replicate" and param.role != "kv_heads":
         raise RuleError(
@@ -315,7 +315,8 @@ def packed_parts(param: Param, sizes: Sizes) -> tuple[Part, ...]:
 def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> Param:
     """Return a packed projection, with `parts` set if each of its parts is sharded separately.
 
-    If not, the projection is sharded into equal row slices, and a note tells the user the reason.
+    If not, the projection is sharded into equal row slices. With one axis, a note then tells the user the reason. With
+    two axes, an unsupported projection raises UnsupportedSharding (HP205).
     """
     s = sizes.strategy
     shards = s.mesh().degree(s.fsdp_axes)

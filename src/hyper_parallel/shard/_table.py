@@ -1,7 +1,7 @@
-"""Boundary table: every collective of a training step, with kind, axes, elements of the full tensor, and calls.
+"""Boundary table: the collectives of a training step, with kind, axes, elements of the full tensor, and calls.
 
-The runtime executes these collectives, `cost.step_collectives` counts their bytes, and the search predicts their
-seconds. Sizes are ints of one strategy or arrays over candidates, see `_boundary`.
+The runtime executes these collectives. `cost.step_collectives` counts their bytes, and adds collectives that run once
+per step. Sizes are ints of one strategy or arrays over candidates, see `_boundary`.
 
 T: tokens of a microbatch on a data- and context-parallel rank; P = x y tensor-parallel ranks; n: padded tokens per
 tensor-parallel rank between blocks; D: hidden size; q, k: rows of query and key projections; F: MLP width. The
@@ -10,13 +10,13 @@ become scatters and vice versa.
 
     1d        gather and scatter over (x, y)        P n D each
     2d        gather over x                         P n D / y
-              attention: scatter q, k, v over y     T (q + 2 k) / x; reduced for k, v when heads are fewer than ranks
-                         gather over y              T D / x
+              attention: scatter q, k, v over y     T (q + 2 k) / x; k, v all-reduced if P does not divide their heads
+                         gather over y              T q / x
               MLP: scatter each input over y        P n F / x
                    gather over y                    P n F / x
               scatter over x                        P n D / y
     weight    gather and scatter over x             x n D each
-              each weight gathered over y           out in / x; gathered in forward and in backward
+              each weight gathered over y           out in / x; again in backward, where its gradient is scattered
               attention: gather k, v over y         T 2 k / x
 
 A 2d block adds an all-to-all over y of n D on each side if the hidden dim of the residual stream is not sharded.
@@ -108,7 +108,7 @@ def block_boundaries(
 def block_program(
     strategy: Strategy, kv_heads: int, hidden_cut: bool, *, keys: bool = False
 ) -> dict[Purpose, Boundary]:
-    """Return the collectives in the forward of a block by purpose, without sizes: `elements` is 0.
+    """Return a collective for each purpose in the forward of a block, without sizes: `elements` is 0.
 
     Args:
         strategy: Degrees and block shapes.
@@ -154,7 +154,7 @@ def _mlp_over_y(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
 def _attention_over_y(block: BlockWidths, cut: TokenCut, token: Number) -> Iterator[Boundary]:
     """Yield the collectives over y of 2d attention: reduce-scatters to heads or tokens, then all-gathers."""
     tokens = pick(token, cut.spans, cut.tokens)
-    # With fewer key heads than ranks, every y rank gets the sum and selects the head of its queries.
+    # If the ranks do not divide the key heads, every y rank gets the sum and selects the heads of its queries.
     doubled = (block.kv_heads % cut.tp > 0) * (1 - token)
     for p in block.inputs:
         rows = tokens * _rows_per_x_rank(p, block, cut)
@@ -229,8 +229,8 @@ def head_norm_boundaries(cut: TokenCut) -> Iterator[Boundary]:
 def context_boundaries(attention: AttentionSpec, cut: TokenCut, gather: Number) -> Iterator[Boundary]:
     """Yield the collectives of one layer's context-parallel attention, for the heads of a tensor-parallel rank.
 
-    Ulysses exchanges tokens for heads of queries, keys, values and output; keys and values are repeated if they have
-    fewer heads than ranks. The ring passes keys and values in forward and backward, and their gradients in backward.
+    Ulysses exchanges tokens for heads of queries, keys, values and output; key and value heads are repeated up to a
+    multiple of the ranks. The ring passes keys and values in forward and backward, and their gradients in backward.
 
     Args:
         attention: Attention of the layer; MLA expands its latent to all heads.
@@ -264,7 +264,7 @@ def expert_boundaries(
     hidden: Number, experts: int, ranks: Number, rows: Number, sent: Number = None,
     received: Number = None, cut_experts: Number = 1,
 ) -> Iterator[Boundary]:  # fmt: skip
-    """Yield the collectives of routed experts for one layer and microbatch: dispatch and combine.
+    """Yield the collectives of routed experts for one layer and microbatch: row counts, dispatch and combine.
 
     A row is the hidden state of one token for one of its experts.
 
@@ -275,7 +275,7 @@ def expert_boundaries(
         rows: Rows of this rank's tokens, T k / P if every token chooses k experts.
         sent: Rows sent to experts on other ranks; None: uniform routing.
         received: Rows received for experts of this rank; None: uniform routing.
-        cut_experts: Ranks that shard one expert. They gather each other's rows.
+        cut_experts: Ranks that shard one expert. They gather each other's rows, and scatter the results.
     """
     group, local = ("all_to_all", ("ep",), ranks), rows * hidden
     yield Boundary(*group, experts, Purpose.EXPERT_ROW_COUNTS, "count", forward=1, recomputed=1)
@@ -290,7 +290,7 @@ def expert_boundaries(
 
 
 def half_batch_boundaries(ranks: Number) -> Iterator[Boundary]:
-    """Yield the agreement of `ranks` expert-parallel ranks to run a pass of the model on half-batches."""
+    """Yield the all-reduce by which `ranks` expert-parallel ranks agree to run a forward pass on half-batches."""
     yield Boundary("all_reduce", ("ep",), ranks, 1, Purpose.HALF_BATCHES, "count", forward=1)
 
 
