@@ -11,7 +11,7 @@ nodes in the same order, so they issue collectives in the same order.
     chunks          `pending = PendingCollective(launch, transpose, x)` ... `pending.finish()`
     half-batches    `Turns`: two halves of a microbatch alternate; each is suspended during its collective
 
-Sources: Wang et al. 2024 (Domino), section 3, for half-batches; the schedule of backward is ours.
+Source of half-batches: Wang et al. 2024 (Domino), section 3.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Flight:
 
 
 class _Start(torch.autograd.Function):
-    """Autograd node that issues the collective; its outputs are placeholders, the result is that of `_Finish`."""
+    """Autograd node that issues the collective; it returns its inputs, and `_Finish` returns the result."""
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, launch: CollectiveLauncher, *tensors: Tensor) -> Any:

@@ -204,7 +204,7 @@ class _LayerTrace(SlotList):
                 bit += 1
 
     def record_uses(self, marks: int, layer: int) -> None:
-        """Record the modules and parameters from which the inputs of a layer, with these marks, were computed."""
+        """Record the modules and parameters from which the inputs or outputs of a layer, with these marks, come."""
         for i in range(self.flow.layers):
             skips = marks & self._output(i) and i != layer - 1
             if skips or (marks & self._private(i) and i != layer):
@@ -292,7 +292,7 @@ _TABLES: Final = (
 
 @contextmanager
 def preserve_module_state(model: nn.Module) -> Iterator[None]:
-    """Restore attributes, buffers, children and hooks of all modules at the end of the context."""
+    """Restore attributes, buffers, children, hooks and experts implementation of a model when the context ends."""
     tables = [t for m in model.modules() for t in (vars(m), *(vars(m)[name] for name in _TABLES))]
     saved = [(table, dict(table)) for table in tables]
     experts = _experts_implementation(model)
@@ -307,7 +307,7 @@ def preserve_module_state(model: nn.Module) -> Iterator[None]:
 
 
 def _experts_implementation(model: nn.Module) -> dict[str, Any] | None:
-    """Return the experts implementation of a transformers model per sub-config; early 5.x has only a setter."""
+    """Return the experts implementation per sub-config of a transformers model; None for a model without a setter."""
     if not hasattr(model, "set_experts_implementation"):
         return None
     config: Any = model.config

@@ -64,7 +64,7 @@ def import_peft() -> Any:
 
 
 def base_of(directory: Path) -> str:
-    """Return the directory or hub id of the base model that the adapter in a directory names; raise HP703 without."""
+    """Return the directory or hub id of the base model that an adapter names; raise HP703 if it names none."""
     file, base = directory / ADAPTER_CONFIG, None
     with suppress(OSError, ValueError, KeyError, TypeError):
         base = read_json(file, ADAPTER_LIMITS)["base_model_name_or_path"]
@@ -87,7 +87,8 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
         where: Recipe key or file that selects the modules, for errors.
 
     Raises:
-        BadValue: HP102 when a name matches no module.
+        BadValue: HP102 for a name that matches no module, an invalid or slow pattern, or a rank above every dim of the
+            linear modules, and when peft rejects the configuration.
         UnsupportedSharding: HP205 for a module that does not support an adapter.
     """
     peft, adaptable = import_peft(), adaptable_modules(model)
@@ -212,7 +213,7 @@ _UNREAD: Final = (
     "task_type", "peft_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "peft_version", "runtime_config",
 )  # fmt: skip
-"""Keys of a `LoraConfig` that affect neither the choice of adapted modules nor the adapter matrices A and B."""
+"""Keys of a `LoraConfig` that affect neither the selected modules nor the adapter matrices A and B."""
 _OTHER_INITIAL: Final = ("gaussian", "eva", "orthogonal")
 """Prefixes of the initialization methods that do not change the base weights."""
 

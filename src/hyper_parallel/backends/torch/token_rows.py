@@ -50,7 +50,7 @@ class Tokens:
         return torch.arange(stop - start, device=device) if stop - start < rows else None
 
     def select_real(self, selected: Tensor | None, rows: int) -> Tensor | None:
-        """Return a mask of the rows `selected` by `token_rows`, False for batch padding; None without padding."""
+        """Return a mask of the rows `selected` by `token_rows`, False for batch padding; None without such padding."""
         if (padding := self.running.context.padding) is None:
             return None
         real = rows_of_half(padding.real)

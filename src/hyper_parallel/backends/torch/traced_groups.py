@@ -16,7 +16,7 @@ from torch import Tensor
 from hyper_parallel.backends.step_program import group_name
 
 TRACED: Final = "traced"
-"""Name of the back end of `torch.distributed`."""
+"""Name by which the back end is registered in `torch.distributed`."""
 
 _OPERATORS = torch.ops._c10d_functional
 

@@ -1,8 +1,8 @@
 """Causal language-model loss over a vocabulary that may be sharded over ranks.
 
 One autograd function computes the cross entropy of T tokens from local logits [T, V / tp]. Ranks exchange two numbers
-per token (log-sum-exp and the logit of the target) in one all-gather. Backward recomputes the softmax from the logits,
-so that forward saves only one number per token and the logits. Arithmetic is float64 for float64 logits, else float32.
+per token (log-sum-exp and the logit of the target) in one all-gather. Backward recomputes the softmax from the saved
+logits. Arithmetic is float64 for float64 logits, else float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hyper_parallel.ir import Purpose
 IGNORED: Final = -100
 """Label without loss: `ignore_index` of `torch.nn.functional.cross_entropy` and of Hugging Face labels."""
 _BLOCK_ELEMENTS = 1 << 24
-"""Elements of logits converted at a time, to bound temporaries."""
+"""Maximum elements of logits converted at a time, to bound temporaries."""
 
 
 def _blocks(logits: Tensor) -> range:
@@ -108,7 +108,7 @@ def cross_entropy(
         logits: Output [..., V] of this rank's head, which may be sharded by tokens or by columns.
         targets: Target ids [T] of all tokens in the full vocabulary.
         ignore_index: Value in `targets` that marks tokens without a target.
-        summed: False: return the cross entropy of every token, 0 where the target is `ignore_index`.
+        summed: False: return the cross entropy of every token, [T], 0 where the target is `ignore_index`.
     """
     split = None if tp is None or tp.head == "whole" else tp.head
     if tp is not None:

@@ -54,7 +54,7 @@ class Rounds:
             self._language[1].begin(index)
 
     def run(self, action: Action) -> None:
-        """Fail: a tower in rounds has no actions."""
+        """Raise AssertionError, because a tower in rounds has no actions."""
         raise AssertionError(f"{action} is no action of a round")
 
     def end(self) -> None:
