@@ -128,11 +128,7 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
 
 
 def audit(model: nn.Module) -> None:
-    """Compare the shape and the local index ranges of every parameter with its planned layout.
-
-    Raises:
-        AuditError: HP206 with the first parameter that was added or removed, else with the first that differs.
-    """
+    """Raise HP206 for a parameter that was added or removed, or whose shape or local index ranges are not planned."""
     attached = handle(model)
     plan, rank = attached.plan, attached.ranks.rank
     main, experts = _with_flat_fsdp_axis(plan.mesh, rank), plan.strategy.expert_mesh()

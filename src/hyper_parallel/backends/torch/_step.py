@@ -245,11 +245,7 @@ def _no_loss(
 
 
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the target ids [B, S] of a batch, as `token_logprobs` defines them.
-
-    Raises:
-        NoLoss: HP514 when the batch has no targets.
-    """
+    """Return the target ids [B, S] of a batch, as `token_logprobs` defines them; raise HP514 if it has none."""
     targets: Tensor | None = batch.get("shift_labels")
     if targets is not None:
         return targets
@@ -326,11 +322,11 @@ def forward_backward(
         objective: `objective(first, batch) -> scalar`, in place of the cross entropy. The loss of the step is the sum
             of these scalars over microbatches and data-parallel ranks. For a mean over the step, the objective itself
             must divide by the number of tokens of the step.
-        over: First argument of the objective. logprobs: [B, S], see `token_logprobs`; for a reward model, the scores of
-            the tokens. logits: [N, V] of the N tokens that this rank owns, while the batch has items [N, ...] and
-            targets `shift_labels` [N]. The objective must be a sum over tokens, because it is summed over ranks.
-            output: return value of the model, only without pipeline stages. None: logprobs for a causal language model
-            or a reward model, else output.
+        over: First argument of the objective. logprobs: [B, S], see `token_logprobs`. logits: [N, V] of the N tokens
+            that this rank owns, while the batch has items [N, ...] and targets `shift_labels` [N]. The objective must
+            be a sum over tokens, because it is summed over ranks. output: return value of the model, only without
+            pipeline stages. None: logprobs for a causal language model, scores [B, S] of the tokens for a reward
+            model, else output.
         scale: Factor of the gradients; the returned loss is not scaled.
 
     Returns:

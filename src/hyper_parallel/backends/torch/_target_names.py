@@ -43,12 +43,9 @@ _PATTERN_HINTS: Final = {
 
 
 def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
-    """Return the names that match a Python regular expression in full.
+    """Return the names that match a Python regular expression in full; raise HP102 if it is invalid, long or slow.
 
     `where` is the recipe key or file that contains the pattern.
-
-    Raises:
-        BadValue: HP102 for an invalid or too long expression, and when matching all names takes too long.
     """
     shown = f"{pattern:.120}"
     try:
@@ -83,10 +80,8 @@ def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
 def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
     """Return a copy of a `peft.LoraConfig` with the names of modules in place of its regular expressions.
 
-    `chosen` are the names of the modules that the configuration selects.
-
-    Raises:
-        BadValue: HP102 for an invalid or slow pattern, and for a pattern that matches too many names.
+    `chosen` are the names of the modules that the configuration selects. Raise HP102 for a pattern that is invalid,
+    slow, or matches too many names.
     """
     config, names = copy.copy(config), sorted(chosen)
     pattern = isinstance(config.target_modules, str) and config.target_modules != "all-linear"
@@ -101,10 +96,8 @@ def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
 def chosen_names(config: Any, names: Iterable[str], where: str) -> set[str]:
     """Return the names, among those of all modules, that a `peft.LoraConfig` selects by peft's rules.
 
-    Its `target_modules` must be names or a regular expression.
-
-    Raises:
-        BadValue: HP102 for an invalid or slow pattern, and for a `layers_pattern` that is not a name.
+    Its `target_modules` must be names or a regular expression. Raise HP102 for an invalid or slow pattern, and for a
+    `layers_pattern` that is not a name.
     """
     targets, excluded = config.target_modules, config.exclude_modules or ()
     if isinstance(targets, str):
@@ -203,11 +196,7 @@ def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def all_linear(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> str | list[str]:
-    """Return the `target_modules` with which peft selects exactly the modules that support an adapter.
-
-    Raises:
-        UnsupportedSharding: HP205 when no module supports an adapter.
-    """
+    """Return the `target_modules` with which peft selects all `adaptable` modules; raise HP205 if there are none."""
     if not adaptable:
         raise UnsupportedSharding(
             "no module of this model supports an adapter",

@@ -33,7 +33,7 @@ def current_purpose() -> Purpose | None:
 
 
 def is_coalesced() -> bool:
-    """Return whether all messages of the group that is being issued are issued before the first wait."""
+    """Return whether the message being issued is one of several that are all issued before the first wait."""
     return _current.get()[1]
 
 

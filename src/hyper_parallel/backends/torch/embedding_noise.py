@@ -25,7 +25,7 @@ _BLOCK_ELEMENTS: Final = 1 << 22
 
 
 def hash32(x: Tensor) -> Tensor:
-    """Return the lowbias32 hash of 32-bit numbers: C. Wellons, Prospecting for Hash Functions, 2018."""
+    """Return the lowbias32 hash of 32-bit numbers. Source: C. Wellons, Prospecting for Hash Functions, 2018."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & _LOW
     x = (x ^ (x >> 15)) * 0x846CA68B & _LOW
     return x ^ (x >> 16)

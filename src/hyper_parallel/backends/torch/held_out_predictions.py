@@ -71,8 +71,7 @@ class HeldOutPredictions:
     def accuracies(self, num_tokens: int, device: torch.device) -> dict[str, float]:
         """Return `token_accuracy` and `answer_accuracy` over all ranks, by name.
 
-        The dict is empty unless `num_tokens`, the number of targets of all ranks, is positive and all were counted. It
-        has no `answer_accuracy` if rows are sharded over ranks.
+        The dict is empty unless all `num_tokens` targets were counted, and has no `answer_accuracy` for sharded rows.
         """
         zeros = torch.zeros(4, dtype=torch.int64, device=device)
         sums = torch.stack([zeros, *self._sums]).sum(0)

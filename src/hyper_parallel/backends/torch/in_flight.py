@@ -137,10 +137,7 @@ def collective(
 
 
 def offer_turn() -> None:
-    """Suspend this half-batch if the other one will soon start a collective; no effect outside of half-batches.
-
-    Called within a long computation, so that the link is not idle until the computation ends.
-    """
+    """Suspend this half-batch if the other one will soon start a collective; no effect outside of half-batches."""
     if (half := _running_half()) is not None:
         half.turns.offer(half.index)
 
@@ -239,7 +236,7 @@ class Turns:
         self._soon_starting.clear()
 
     def suspend(self, index: int, leads_to_start: bool = False) -> None:
-        """Suspend the running call, which belongs to half-batch `index`, and run the other half-batch.
+        """Suspend the running call of half-batch `index` and run the other half-batch.
 
         `leads_to_start` tells that the call will start a collective soon after it is resumed.
         """

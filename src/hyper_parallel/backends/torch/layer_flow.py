@@ -68,11 +68,7 @@ class LayerFlow:
 
 
 def trace_layer_flow(model: nn.Module) -> LayerFlow:
-    """Trace a model on meta tensors and return the data flow between its layers.
-
-    Raises:
-        UnsupportedSharding: HP205 with the reason why the model cannot be divided into pipeline stages.
-    """
+    """Return the data flow between a model's layers, traced on meta tensors; raise HP205 if stages cannot run it."""
     view = view_of(model)
     if view.base is None:
         raise flow_error(model, "it has no list of decoder layers", "pp")
@@ -98,8 +94,7 @@ def flow_error(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
 def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs: Tensor) -> Any:
     """Return the output of a model's forward under `tracer`, with the arguments of a training step and `extra_inputs`.
 
-    Raises:
-        UnsupportedSharding: HP205 when the forward cannot run on meta tensors, or does not support `axis`.
+    Raise HP205 for `axis` if the forward cannot run on meta tensors.
     """
     inputs = trial_inputs(model, TOKENS)
     ids = inputs["input_ids"]

@@ -107,7 +107,7 @@ def is_reversible(model: nn.Module) -> bool:
 
 
 def _require_dims(params: Sequence[tuple[str, tuple[int, ...], Any]], strategy: Strategy) -> None:
-    """Raise HP205 for scalar parameters if FSDP manages the model."""
+    """Raise HP205 for scalar parameters with data or context parallelism, which use FSDP."""
     scalar = next((name for name, shape, _ in params if not shape), None)
     if scalar is not None and strategy.dp * strategy.cp > 1:
         degrees = f"dp_replicate={strategy.dp_replicate}, dp_shard={strategy.dp_shard}"

@@ -69,11 +69,7 @@ class ModelView:
     layers: nn.ModuleList
 
     def final_norm(self) -> nn.Module:
-        """Return the norm after the layers: a child of the base with a usual name, else its last child that is a norm.
-
-        Raises:
-            UnsupportedSharding: HP205 if the base has no norm.
-        """
+        """Return the norm after the layers, a child of the base found by its name or class; raise HP205 without one."""
         base: nn.Module = self.base
         for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
             if isinstance(norm := getattr(base, name, None), nn.Module):

@@ -46,11 +46,7 @@ _KEYS = "lora.target_modules"
 
 
 def import_peft() -> Any:
-    """Import peft and return the module.
-
-    Raises:
-        MissingDependency: HP501 when it is not installed.
-    """
+    """Import peft and return the module; raise HP501 if it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -146,7 +142,8 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
     `model` has peft's layers, without the `PeftModel` around it. `config` is kept for exports of the adapter `name`.
 
     Raises:
-        UnsupportedSharding: HP205 for adapters of modules that are not linear, and for adapters other than plain LoRA.
+        UnsupportedSharding: HP205 for adapters of modules that are not linear, adapters other than plain LoRA, and
+            modules of `modules_to_save` that share a weight with another module.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper

@@ -33,7 +33,7 @@ _MARKER: Final = "max_seq_len_cached"
 
 
 def document_lengths(positions: Tensor) -> Tensor:
-    """Return the length of each token's document, [B, S]: a run of consecutive positions, which begins at 0."""
+    """Return the length of each token's document, [B, S]. A document is a run of consecutive positions from 0."""
     number = positions.shape[1]
     index = torch.arange(number, device=positions.device).expand_as(positions)
     is_last = positions.diff(dim=1, append=positions[:, -1:]) != 1

@@ -108,7 +108,7 @@ def cross_entropy(
         logits: Output [..., V] of this rank's head, which may be sharded by tokens or by columns.
         targets: Target ids [T] of all tokens in the full vocabulary.
         ignore_index: Value in `targets` that marks tokens without a target.
-        summed: False: return the cross entropy of every token, [T], 0 where the target is `ignore_index`.
+        summed: False: return the cross entropy of every token, 0 where the target is `ignore_index`.
     """
     split = None if tp is None or tp.head == "whole" else tp.head
     if tp is not None:
@@ -130,7 +130,7 @@ def loss_function(tp: TpState | None, add: Callable[[Tensor, Tensor], Tensor] | 
     """Return a function that replaces the `loss_function` of a Hugging Face model and accepts sharded logits.
 
     `add(loss, share)` returns the loss plus the router loss, weighted by `share`: the microbatch's share of the targets
-    over which the loss is averaged.
+    over which the loss is averaged. None: training adds no router loss.
     """
 
     def causal_lm_loss(

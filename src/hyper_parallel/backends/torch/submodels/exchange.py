@@ -54,9 +54,8 @@ Source = tuple[int, int] | None
 class JointSteps:
     """Joint schedules of a tower and the pipeline of the language part, for one rank.
 
-    All shares run the same schedule, each with its own microbatches. A schedule of a sharded tower covers whole rounds:
-    one microbatch per tower rank. If a step has fewer microbatches, the tower passes of missing ones are empty, and
-    their other actions are omitted.
+    All shares run the same schedule, each with its own microbatches. A schedule of a sharded tower is rounded up to one
+    microbatch per tower rank; tower passes of missing microbatches are empty.
 
     Attributes:
         layout: Lanes of the schedule, and the tower's ranks of each share.
@@ -99,7 +98,7 @@ class JointSteps:
         return [self.tower[owner] for owner in owners[:count]]
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return one entry per microbatch: (share, index) if the tower rank computes its features, else None."""
+        """Return (share, index), or None if another rank encodes it, per microbatch of the share of a tower rank."""
         return self.layout.sources(self.schedule(count), tower_rank)[:count]
 
     def actions(self, count: int, train: bool) -> tuple[Action, ...]:
@@ -332,9 +331,8 @@ class Reader:
     def step(self, owner: Callable[[int, int], int] | None = None) -> Iterator[None]:
         """Allow forward passes in this context; `begin` selects the microbatch of each pass.
 
-        Args:
-            owner: Function from (share, index of a microbatch) to the world rank that computes its features; None:
-                `Border.owner`.
+        `owner` is a function from (share, index of a microbatch) to the world rank that computes its features; None:
+        `Border.owner`.
         """
         self._owner = owner
         self._counts.clear()

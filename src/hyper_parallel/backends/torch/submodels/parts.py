@@ -140,9 +140,9 @@ def divide(model: nn.Module) -> Division:
 
 
 def _check_kinds(model: nn.Module, kinds: Sequence[str], names: Mapping[str, bool]) -> None:
-    """Raise HP205 if parameters of a model with several towers cannot be assigned to one part each.
+    """Raise HP205 if the parameters of a model with several towers cannot be assigned to one part each.
 
-    `names` are those of all parameters, with True for those that a forward pass with text only uses.
+    `names` has the names of all parameters; True: a forward pass with text only uses the parameter.
     """
     for name, is_language in names.items():
         kind = tower_kind(name)
@@ -163,7 +163,7 @@ def _check_modules(model: nn.Module, towers: Sequence[TowerPart]) -> None:
 
 
 def _media_of(model: nn.Module, kind: str) -> frozenset[str]:
-    """Return the forward arguments that the feature methods of a tower kind read; raise HP205 without methods."""
+    """Return the forward arguments that the feature methods of a tower kind read; raise HP205 if one is missing."""
     accepted, media = inspect.signature(model.forward).parameters, set[str]()
     for modality, method in _feature_methods(kind):
         owner = next((m for m in model.modules() if hasattr(type(m), method)), None)
@@ -382,7 +382,9 @@ class TowerNotTraced(Exception):
 
 
 def tower_flops(model: nn.Module, batches: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, list[float]]:
-    """Return the FLOPs of each tower's forward on each batch of arrays, by kind of tower, for a model on meta.
+    """Return the FLOPs of each tower's forward on each batch of arrays, by kind of tower.
+
+    The model is on the meta device.
 
     Raises:
         TowerNotTraced: A tower's forward fails on meta tensors.

@@ -214,7 +214,7 @@ class _Rules:
         return torch.zeros(old.shape, dtype=old.dtype)
 
     def _run(self, name: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
-        """Run one rule on `tensors`, with all other tensors below the module on the meta device.
+        """Run one rule on `tensors`; all other tensors of the module and its descendants are on the meta device.
 
         Returns:
             The entries of `tensors` that the rule changed, and the names of other tensors that it changed.

@@ -105,8 +105,8 @@ def take_inventory(model: nn.Module, files: WeightFiles) -> Inventory:
     Values are compared only if a parameter is stored under several names.
 
     Raises:
-        WeightsUnreadable: HP703 for a parameter that is missing, unknown, of another shape, or stored under two names
-            with different values, and for a conversion of transformers that fails.
+        WeightsUnreadable: HP703 for a parameter that is missing, unknown, of another shape, or read from two stored
+            tensors with different values, and for a conversion of transformers that fails.
     """
     return _InventoryBuilder(model, files).build()
 

@@ -256,7 +256,7 @@ def carried_weights(model: nn.Module) -> CarriedWeights | None:
 def carried_of(model: nn.Module, directory: Path) -> CarriedWeights | None:
     """Return the unused tensors in `directory` that an export writes unchanged.
 
-    None, with a warning, if the files cannot be read or do not fit the model.
+    The result is None, with a warning, if the files cannot be read or do not fit the model.
     """
     try:
         inventory = take_inventory(model, WeightFiles(directory))

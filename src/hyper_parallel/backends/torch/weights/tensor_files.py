@@ -38,11 +38,7 @@ class Stored:
         return self.read(tuple((0, 0) for _ in self.shape)).element_size() * math.prod(self.shape)
 
     def read(self, ranges: Ranges) -> Tensor:
-        """Return the elements within `ranges`, without conversion.
-
-        Raises:
-            WeightsUnreadable: HP703 when the file cannot be read.
-        """
+        """Return the elements within `ranges`, without conversion; raise HP703 if the file cannot be read."""
         try:
             # An empty tuple of ranges reads the full tensor.
             part: Tensor = self.slices[tuple(slice(a, b) for a, b in ranges) or ...]
