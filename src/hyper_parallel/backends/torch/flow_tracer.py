@@ -1,7 +1,7 @@
 """Dispatch mode that runs a forward pass on meta tensors and records from which origins every tensor was computed.
 
 Origins are inputs such as token ids, and parameters or activations that the caller marks. An integer per storage, its
-marks, has one bit per origin. The result of an operator has the marks of all its inputs.
+marks, has one bit per origin. The result of an operator has the marks of all inputs whose values the operator reads.
 
 Tensors that depend on a parameter are meta tensors. All other tensors (ids, positions, masks) have values, so that code
 that reads their values works. The sequence length is a prime number that divides no dimension of a model. A dimension

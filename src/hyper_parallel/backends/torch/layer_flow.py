@@ -68,7 +68,7 @@ class LayerFlow:
 
 
 def trace_layer_flow(model: nn.Module) -> LayerFlow:
-    """Return the data flow between a model's layers, traced on meta tensors; raise HP205 if stages cannot run it."""
+    """Trace a model on meta tensors; return the data flow between its layers, or raise HP205 if pp cannot split it."""
     view = view_of(model)
     if view.base is None:
         raise flow_error(model, "it has no list of decoder layers", "pp")

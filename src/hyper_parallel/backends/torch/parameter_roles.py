@@ -48,7 +48,7 @@ UNDECAYED: Final = (
     ParameterKind.STATE,
     ParameterKind.VECTOR,
 )
-"""Roles without weight decay."""
+"""Kinds of parameters without weight decay."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from hyper_parallel.units import MiB
 ADAPTER_CONFIG = "adapter_config.json"
 """File that identifies the directory of an adapter, named by peft."""
 ADAPTER_LIMITS = Limits(16 * MiB, num_elements=200_000, depth=10, finite=True)
-"""Limits for reading an adapter configuration, which names every adapted module at most twice."""
+"""Limits for reading an adapter configuration."""
 _KEYS = "lora.target_modules"
 
 

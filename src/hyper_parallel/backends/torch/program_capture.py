@@ -432,7 +432,7 @@ class _Builder:
             return
         if (source := _same_value(node, name)) is not None:
             if source in self._folded:
-                value = self._folded[source]  # views may need the strides of an alias
+                value = self._folded[source]  # run aliases too: later views may depend on their strides
                 same = name in _SAME_VALUE
                 self._folded[node] = node.target(value, **node.kwargs) if same else value
             else:

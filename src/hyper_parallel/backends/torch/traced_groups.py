@@ -71,7 +71,7 @@ class TracedGroup(dist.ProcessGroup):
 
 
 def _create(options: Any, _: Any) -> TracedGroup:
-    ranks = options.global_ranks_in_group or range(options.group_size)  # none in the default group
+    ranks = options.global_ranks_in_group or range(options.group_size)  # the default group lists no ranks
     return TracedGroup(ranks, options.group_rank, options.group_id)
 
 

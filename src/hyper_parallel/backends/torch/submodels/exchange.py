@@ -54,8 +54,8 @@ Source = tuple[int, int] | None
 class JointSteps:
     """Joint schedules of a tower and the pipeline of the language part, for one rank.
 
-    All shares run the same schedule, each with its own microbatches. A schedule of a sharded tower is rounded up to one
-    microbatch per tower rank; tower passes of missing microbatches are empty.
+    All shares run the same schedule, each with its own microbatches. For a sharded tower, the number of microbatches is
+    rounded up to whole rounds; the tower's passes of missing microbatches are empty.
 
     Attributes:
         layout: Lanes of the schedule, and the tower's ranks of each share.

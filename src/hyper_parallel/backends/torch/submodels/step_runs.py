@@ -107,7 +107,7 @@ class Joint:
         return self._owners[index]
 
     def begin(self, index: int) -> None:
-        """Select the microbatch of the next forward on the first stage of the language part."""
+        """Select the microbatch of the next forward on a language stage that reads features."""
         assert self._language is not None
         self._language[1].begin(index)
 

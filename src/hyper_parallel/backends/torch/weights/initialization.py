@@ -192,7 +192,7 @@ class _Rules:
             return {}
         values, touched = self._run(name, {n: self._unset(n) for n in self.own[name]})
         if touched:
-            # The rule changes tensors of descendants, for example by scaling an output projection: run on their values.
+            # The rule changes tensors of descendants, for example scales a projection: run it on their values.
             inputs = {n: self._unset(n) for n in self.own[name]}
             for n in touched:
                 inputs[n] = self.values(n.rpartition(".")[0]).get(n, self._unset(n))
