@@ -9,8 +9,8 @@
     memory         recorded and planned steps within a memory budget
     submodels      encoders of multimodal models on separate ranks
 
-A subpackage imports only earlier ones in the order weights, tensor, context, experts, data, pipeline, submodels. Only
-`weights` is imported by `memory`. No subpackage imports `Handle`.
+A subpackage imports only earlier ones in the order weights, tensor, context, experts, data, pipeline, submodels.
+`memory` imports only `weights`. No subpackage imports `Handle`.
 """
 
 from hyper_parallel.backends.torch._flow_checks import check_flow, unsplit_axes

@@ -77,13 +77,13 @@ class LogitsHook:
             self.transform = None
 
     def logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the log-probabilities [B, S] of all targets, 0 for -100; arguments as in `LogitsTransform`."""
+        """Return log-probabilities [B, S] of all targets from this rank's logits and targets; 0 for the target -100."""
         own = cross_entropy(self.tp, logits, targets.reshape(-1), summed=False)
         # The model must not return a view: FSDP registers its hooks on the outputs.
         return -self._gather_tokens(own, targets)
 
     def scores(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the scores [B, S] of all tokens, in float32 or wider; arguments as in `LogitsTransform`."""
+        """Return scores [B, S] of all tokens, in float32 or wider, from the logits of this rank's tokens."""
         if self.tp is not None:
             self.tp.running.update(loss_consumed=True)
         wide = logits.reshape(-1).to(torch.promote_types(logits.dtype, torch.float32))

@@ -190,7 +190,7 @@ def place_parameters(
             layout = layouts[name]
             experts = "ep" in layout.sharding_axes and expert_mesh is not None
             mesh = expert_mesh["ep"] if experts else tp_mesh
-            mesh = None if layout.one_of else mesh  # each parameter is on one rank of the axis
+            mesh = None if layout.one_of else mesh  # no other rank of the axes `one_of` has the parameter
             placed[id(param)] = _shard(param, layout, mesh, device, dtype)
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = placed[id(param)]

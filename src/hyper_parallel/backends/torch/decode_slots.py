@@ -151,7 +151,7 @@ class Passes:
 class SlotPasses(Passes):
     """Executor of passes with a KV cache, for a model for which `slot_cache_refusal` returns None.
 
-    `length` is the maximum number of tokens per sequence, prompt included.
+    `length` is the maximum number of tokens per sequence that the model reads: the last generated one is not read.
     """
 
     def __init__(self, model: Any, slots: int, length: int) -> None:
@@ -251,7 +251,7 @@ class SlotSteps:
     Attributes:
         slots: Number of slots.
         prompt_tokens: Maximum number of tokens per slot in the prompt step; with a single slot, the exact number.
-        length: Maximum number of tokens per sequence, prompt included.
+        length: Maximum number of tokens per sequence that the model reads.
     """
 
     slots: int

@@ -142,7 +142,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 class _Run:
     """Forward pass on meta tensors that counts operators, saved bytes, and the rows that experts read.
 
-    A storage that autograd saves several times counts once, for the innermost running module of `_watch`.
+    A storage that autograd saves several times counts once, for the innermost running module that `_watch` observes.
     """
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, kinds: list[int], length: int) -> None:

@@ -12,11 +12,11 @@ same order of all passes of a step, and run their own passes in this order: befo
 the passes of the first tower, then those of the next one. Every pass follows the passes whose results it needs, so
 ranks cannot deadlock.
 
-Alternatively, a tower and a pipeline of the language part run under one joint schedule. A lane is its list of actions
-for one pipeline rank, or for a rank with a tower only. Stage 0 of the schedule is the tower. Copies of the tower on
-several ranks use no collectives during the step, and sum their gradients at its end. A sharded tower runs its
-collectives in the order of the schedule. With tensor parallelism, several tower ranks may share a lane. They take
-turns: one of them encodes a microbatch. The others meanwhile run a sharded tower without one, for its collectives.
+Alternatively, a tower and a pipeline of the language part run under one joint schedule, whose stage 0 is the tower. A
+lane is the list of actions of one pipeline rank, or of a rank with a tower only. Copies of the tower on several ranks
+use no collectives during the step, and sum their gradients at its end. A sharded tower runs its collectives in the
+order of the schedule. With tensor parallelism, several tower ranks may share a lane. They take turns: one of them
+encodes a microbatch. The others meanwhile run a sharded tower without a microbatch, for its collectives.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class JointSteps:
         return [self.tower[owner] for owner in owners[:count]]
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return (share, index), or None if another rank encodes it, per microbatch of the share of a tower rank."""
+        """Return the result of `Border.sources` for a tower rank under the joint schedule, one entry per microbatch."""
         return self.layout.sources(self.schedule(count), tower_rank)[:count]
 
     def actions(self, count: int, train: bool) -> tuple[Action, ...]:
@@ -346,9 +346,9 @@ class Reader:
         self._index = index
 
     def receive(self, label: str, number: int) -> Any:
-        """Return the features that tower `number` of `borders` has computed in place of the model's call `label`.
+        """Return the features that tower `number` of `borders` has sent for the model's call named `label`.
 
-        Raise HP622 if the tower has computed other calls.
+        Raise HP622 if the next features are those of another call.
         """
         received = self._message(number)
         found, output = received.popleft() if received else ("no further features", None)
