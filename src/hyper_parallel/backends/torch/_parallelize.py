@@ -128,7 +128,7 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
 
 
 def audit(model: nn.Module) -> None:
-    """Raise HP206 for a parameter that was added or removed, or whose shape or local index ranges are not planned."""
+    """Raise HP206 if a parameter was added or removed, or if its shape or local index ranges differ from the plan."""
     attached = handle(model)
     plan, rank = attached.plan, attached.ranks.rank
     main, experts = _with_flat_fsdp_axis(plan.mesh, rank), plan.strategy.expert_mesh()

@@ -318,7 +318,7 @@ def _without_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
 def _halves(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
 ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] | None:
-    """Return (args, kwargs) for each half-batch; None if an argument cannot be halved, see `_split_argument`."""
+    """Return (args, kwargs) for each half-batch; None if an argument cannot be halved or describes packed documents."""
     if any(v is not None and n.startswith(_PACKED_ARGUMENTS) for n, v in kwargs.items()):
         return None
     halves = _split_argument((args, tuple(kwargs.values())), batch)

@@ -199,7 +199,10 @@ class _LayerTrace(SlotList):
                 bit += 1
 
     def record_uses(self, marks: int, layer: int) -> None:
-        """Record the modules and parameters from which the inputs or outputs of a layer, with these marks, come."""
+        """Record the modules and parameters that a layer uses, from the marks of its inputs or outputs.
+
+        Raise HP205 if another layer passes it more than the activations of the preceding layer.
+        """
         for i in range(self.flow.layers):
             skips = marks & self._output(i) and i != layer - 1
             if skips or (marks & self._private(i) and i != layer):
@@ -212,7 +215,7 @@ class _LayerTrace(SlotList):
                 getattr(self.flow, kind)[name].add(layer)
 
     def detach_origins(self, layer: int, out: Any) -> Any:
-        """Return the output `out` of a layer as meta tensors whose only origin is this layer."""
+        """Record the structure of a layer's output `out`; return `out` as meta tensors whose only origin is the layer."""
         leaves, spec = tree_flatten(out)
         on_meta = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_meta]
         position = next((i for i in on_meta if leaves[i].is_floating_point()), None)

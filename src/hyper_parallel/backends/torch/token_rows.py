@@ -100,7 +100,7 @@ def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
 
 
 def watch_padding(model: nn.Module, tokens: Tokens) -> None:
-    """Add a hook that records the batch's padding in the `PassContext`, after the hook that shards sequences."""
+    """Add a hook that records the batch's padding in the `PassContext`, and removes the argument `token_mask`."""
     names = list(inspect.signature(model.forward).parameters)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

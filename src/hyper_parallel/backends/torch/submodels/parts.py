@@ -382,7 +382,7 @@ class TowerNotTraced(Exception):
 
 
 def tower_flops(model: nn.Module, batches: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, list[float]]:
-    """Return the FLOPs of each tower's forward on each batch of arrays, by kind of tower.
+    """Return the FLOPs of each tower's forward on each batch of arrays, by kind of tower; 0 without media.
 
     The model is on the meta device.
 
