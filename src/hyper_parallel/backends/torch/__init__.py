@@ -1,14 +1,16 @@
-"""The PyTorch back end: it applies a plan to a model, and runs forward, backward and reductions over ranks.
+"""PyTorch back end: it applies a plan to a model, and runs forward, backward and reductions over ranks.
 
-    _parallelize   applies a plan to a model and returns its `Handle`, with functions of the subpackages:
+    _parallelize   applies a plan to a model and attaches a `Handle`, the state of the model on this rank
+    _step          runs the forward and backward passes of one optimizer step
+
     tensor         tensor and sequence parallelism on one or two axes      context    context parallelism
     experts        token dispatch, routing, load balancing                 pipeline   stages and their schedule
     data           FSDP                                                    weights    initial values and files
     memory         recorded and planned steps within a memory budget
     submodels      encoders of multimodal models on separate ranks
 
-A subpackage imports only earlier ones in the order weights, tensor, context, experts, data, pipeline, submodels. No
-subpackage imports `Handle`: each one owns the state that its part of a forward pass needs.
+A subpackage imports only earlier ones in the order weights, tensor, context, experts, data, pipeline, submodels.
+`memory` imports only `weights`. No subpackage imports `Handle`.
 """
 
 from hyper_parallel.backends.torch._flow_checks import check_flow, unsplit_axes

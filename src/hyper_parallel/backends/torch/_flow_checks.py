@@ -25,8 +25,8 @@ class ForwardTrials:
 
     Attributes:
         flow: Data flow between the layers; None without pipeline parallelism.
-        attention_calls: Number of calls of transformers' attention interface in each layer, for context parallelism.
-        tensor: Result for tensor parallelism with replicated activations; None for other plans.
+        attention_calls: Number of calls of transformers' attention interface in each layer; empty if cp is 1.
+        tensor: Result for tensor parallelism; None without it, and for a decoder with sharded activations.
     """
 
     flow: LayerFlow | None
@@ -35,9 +35,10 @@ class ForwardTrials:
 
 
 def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None) -> ForwardTrials:
-    """Run trial passes, without other ranks; raise HP205 if the forward does not support an axis of the plan.
+    """Run the trial forward passes that the axes of a plan need, in one process, and return their results.
 
-    `shard_plan` is the result of `resolve_layouts`; None: call it here if tensor parallelism needs the layouts.
+    Raise HP205 if the forward does not support an axis. `shard_plan` is the result of `resolve_layouts`; None: it is
+    called here if tensor parallelism needs the layouts.
     """
     strategy = plan.strategy
     refuse_random_modules(model, strategy)
@@ -51,7 +52,7 @@ def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None
 
 
 def unsplit_axes(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return (axis, reason) for each of the mesh axes `pp` and `cp` that a model's forward pass does not support."""
+    """Return (axis, reason) for each of the mesh axes pp and cp that a model's forward does not support."""
     trials: dict[str, Callable[[], object]] = {
         "pp": lambda: trace_layer_flow(model),
         "cp": lambda: count_attention_calls(model, Strategy(cp=2)),

@@ -1,4 +1,7 @@
-"""Replacement of module forwards for tensor, context and expert parallelism, half-batches and recomputation."""
+"""Replacement of module forwards for tensor, context and expert parallelism, recomputation and half-batches.
+
+A half-batch is one half of the sequences of a microbatch, see `half_batch`.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +49,11 @@ class ShardedModel:
 
     Attributes:
         shard_plan: Layouts and sharding styles of the complete model.
-        layouts: Layout of each parameter on this rank, by name.
+        layouts: Layout of each parameter on this rank's pipeline stages, by name.
         shapes: Unsharded shape of each of these parameters, by name.
         stages: Pipeline stages of this rank; None without pipeline parallelism.
         trials: Results of the trial forward passes.
-        experts: State of expert parallelism and routing; None without experts.
+        experts: State of expert parallelism and routing; None for a model without routed experts.
         balance: Load-balancing loss of experts; None without it.
     """
 
@@ -71,11 +74,11 @@ class ShardedModel:
 def replace_forwards(
     model: nn.Module, plan: Plan, mesh: DeviceMesh | None, sharded: ShardedModel
 ) -> tuple[TpState | None, ContextState | None, HalfBatch | None, list[nn.Module]]:
-    """Replace forwards for tensor, context and expert parallelism, half-batches (`half_batch`) and recomputation.
+    """Replace the forwards of a model's modules as its plan requires.
 
     Returns:
-        States of tensor and context parallelism and the executor of half-batches, each None if the plan does not use
-        it, and the decoder layers of this rank.
+        State of tensor parallelism, state of context parallelism and executor of half-batches, each None if the plan
+        does not use it; then the layers of this rank.
     """
     strategy, view = plan.strategy, view_of(model)
     compute = getattr(torch, plan.workload.compute_dtype)
@@ -102,7 +105,6 @@ def replace_forwards(
     layers = [layer for stage in by_stage for layer in stage]
     halves = None
     if strategy.overlap.half_batch:
-        # Wrappers around a layer's forward must not return before the layer is done.
         experts_group = None if sharded.experts is None else sharded.experts.group
         halves = HalfBatch(strategy.overlap, tp, per_module, experts_group)
         halves.watch(model)

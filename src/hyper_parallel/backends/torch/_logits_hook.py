@@ -5,7 +5,8 @@ parallelism). A user's objective is computed from one of three values:
 
     logprobs   [B, S]  log-probability of every target, for full sequences, equal on all tp and cp ranks; backward
                        counts each gradient once, although these ranks have equal values
-    logits     [N, V]  logits of the N tokens that this rank owns; every token is owned by one of the tp and cp ranks
+    logits     [N, V]  logits of the N tokens that this rank owns. Each token has one owner among the tp and cp ranks,
+                       but tp ranks that all compute the full logits own the same tokens
     scores     [B, S]  scores of a reward model, which has one logit per token, in place of log-probabilities
 """
 
@@ -35,7 +36,7 @@ from hyper_parallel.backends.torch.vocab_parallel_loss import (
 from hyper_parallel.ir import Purpose
 
 LogitsTransform = Callable[[Tensor, Tensor], Tensor]
-"""Function of this rank's shard of the logits and this rank's target ids [B, S / cp]."""
+"""Function of this rank's shard of the logits and of the target ids [B, S / cp] of its cp rank."""
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class LogitsHook:
     """Replacement of the `loss_function` of a model.
 
     Attributes:
-        default_loss: Cross entropy, which the model returns without a transform.
+        default_loss: Function that computes the loss if `transform` is None.
         tp: State of tensor parallelism; None without it.
         context: State of context parallelism; None without it.
         transform: Function whose result the model returns in place of its loss; None: return the loss.
@@ -67,7 +68,7 @@ class LogitsHook:
     def intercept(self, transform: LogitsTransform) -> Iterator[None]:
         """Make forward passes in this context return `transform(logits, shift_labels)` as their loss.
 
-        The batch of such a pass must contain `shift_labels`.
+        The arguments of such a pass must contain `shift_labels`.
         """
         self.transform, self.called = transform, False
         try:
@@ -76,7 +77,7 @@ class LogitsHook:
             self.transform = None
 
     def logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return log-probabilities [B, S] from this rank's logits and targets; 0 where the target is -100."""
+        """Return log-probabilities [B, S] of all targets from this rank's logits and targets; 0 for the target -100."""
         own = cross_entropy(self.tp, logits, targets.reshape(-1), summed=False)
         # The model must not return a view: FSDP registers its hooks on the outputs.
         return -self._gather_tokens(own, targets)
@@ -108,7 +109,7 @@ class LogitsHook:
         return rows[index >= 0]
 
     def own_tokens(self, like: Tensor) -> Tensor:
-        """Return the indices of this rank's tokens in the flattened batch `like` [B, S]; -1 marks padding."""
+        """Return the indices of this rank's tokens in the flattened full batch `like` [B, S]; -1 marks padding."""
         index = torch.arange(like.numel(), device=like.device).view(like.shape)
         if self.context is not None:
             index = self.context.local_tokens(index, -1)
@@ -123,7 +124,7 @@ class LogitsHook:
 def replace_loss(
     model: nn.Module, tp: TpState | None, context: ContextState | None, balance: BalanceLoss | None
 ) -> LogitsHook | None:
-    """Replace the loss of a causal language model or a reward model; return None for other models."""
+    """Replace and return the loss function of a causal language model or a reward model; return None for others."""
     is_causal = has_causal_loss(model)
     if not is_causal and not scores_tokens(model):
         return None
@@ -137,7 +138,7 @@ def replace_loss(
 def cut_batch(batch: Mapping[str, Any], like: Tensor, index: Tensor) -> dict[str, Any]:
     """Return a batch with only the tokens at `index` in the flattened batch; entries of -1 are skipped.
 
-    Tensors [B, S, ...] become [N, ...]. Items whose first two dims differ from those of `like` [B, S] are unchanged.
+    Tensors whose first two dims are those of `like` [B, S] become [N, ...]. Other items are unchanged.
     """
     own = index[index >= 0]
 

@@ -50,7 +50,7 @@ def apply_plan(
     """Apply the layouts and the strategy of a plan to a model, in place.
 
     Args:
-        model: Model with real parameters, equal on every rank, or with meta parameters.
+        model: Model whose parameters have equal values on every rank, or are on the meta device.
         plan: The plan; its layouts must equal those that sharding rules give for the model.
         ranks: Ranks of the model, with process groups and device meshes.
         routing: Options of expert routing; None: the model's own routing.
@@ -59,10 +59,11 @@ def apply_plan(
         sync_replicas: False: no gradients are all-reduced over dp_replicate; the caller sums them.
 
     Returns:
-        `model` itself, with the same class and the same parameter names.
+        `model` itself, with this rank's shards of the parameters of its pipeline stages, under unchanged names.
 
     Raises:
         PlanMismatch: HP307 when the layouts of the plan differ from those of the model.
+        UnsupportedSharding: HP205 when the model does not support an axis or option of the plan.
         AuditError: HP206 when a parameter does not have its planned layout afterwards.
     """
     strategy = plan.strategy
@@ -72,7 +73,7 @@ def apply_plan(
     hook = replace_loss(model, tp, context, balance)
     if stages is not None:
         stages.install(model)
-    # A reversible backward recomputes layers without FSDP's hooks: only the root gathers parameters.
+    # The backward of reversible layers recomputes them without FSDP's hooks: only the root gathers parameters.
     units = [] if is_reversible(model) else layers
     synced = plan if sync_replicas else replace(plan, strategy=replace(strategy, dp_replicate=1))
     own = units, sharded.expert_modules, sharded.layouts
@@ -96,7 +97,7 @@ def apply_plan(
 
 
 def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routing) -> ShardedModel:
-    """Check the model against its plan, then keep only this rank's shards of the parameters."""
+    """Check the model against its plan, then shard its parameters in place over the axes tp, pp and ep."""
     strategy, mesh = plan.strategy, ranks.mesh
     shard_plan = resolve_layouts(model, plan)
     alone = strategy.world_size == 1
@@ -127,11 +128,7 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
 
 
 def audit(model: nn.Module) -> None:
-    """Compare the shape and the local index ranges of every parameter with its planned layout.
-
-    Raises:
-        AuditError: HP206 with the first parameter that differs.
-    """
+    """Raise HP206 if a parameter was added or removed, or if its shape or local index ranges differ from the plan."""
     attached = handle(model)
     plan, rank = attached.plan, attached.ranks.rank
     main, experts = _with_flat_fsdp_axis(plan.mesh, rank), plan.strategy.expert_mesh()
@@ -159,7 +156,7 @@ def audit(model: nn.Module) -> None:
 
 
 def _with_flat_fsdp_axis(mesh: Mesh, rank: int) -> tuple[Mesh, dict[str, int]]:
-    """Return the mesh and the coordinate of `rank` with dp_shard and cp merged into FSDP's axis.
+    """Return the mesh with dp_shard and cp merged into FSDP's axis, and the coordinate of `rank` on this mesh.
 
     For uneven sizes, one split into dp_shard * cp slices differs from a split by dp_shard and then by cp.
     """
@@ -183,14 +180,17 @@ def place_parameters(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Move parameters and buffers to the device and shard parameters over ranks, without communication."""
+    """Shard parameters over tp and ep ranks without communication, cast them to `dtype`, and move them to the device.
+
+    Buffers are moved too. Integer parameters keep their dtype. Meta tensors stay on the meta device.
+    """
     placed: dict[int, nn.Parameter] = {}  # by id of the original, so that tied parameters stay tied
     for name, param in [*model.named_parameters(remove_duplicate=False)]:
         if id(param) not in placed:
             layout = layouts[name]
             experts = "ep" in layout.sharding_axes and expert_mesh is not None
             mesh = expert_mesh["ep"] if experts else tp_mesh
-            mesh = None if layout.one_of else mesh  # no other rank of the axis has the parameter
+            mesh = None if layout.one_of else mesh  # no other rank of the axes `one_of` has the parameter
             placed[id(param)] = _shard(param, layout, mesh, device, dtype)
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = placed[id(param)]

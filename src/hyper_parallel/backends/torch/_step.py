@@ -1,11 +1,12 @@
 """Forward and backward of one optimizer step, by the same call on every layout, optionally with a custom objective.
 
 A step is a list of microbatches. Without pipeline stages, each microbatch runs forward and backward in turn; with
-stages, the plan's schedule decides the order. In both cases the gradients are those of the step's loss, a sum over
-tokens divided once by `num_tokens`. The losses that ranks return with `num_tokens` add up to the loss of the step.
+stages, the plan's schedule decides the order. The built-in loss of a step is the sum of the cross entropy over target
+tokens, divided once by their number `num_tokens`. The losses that ranks return with `num_tokens` add up to this loss.
 
-An objective is a function of a model result and a microbatch, `objective(first, batch) -> scalar`. Its arguments are
-the same as on one device. Ranks that share a microbatch compute the same value, and backward counts its gradient once.
+An objective is a function of a model result and a microbatch, `objective(first, batch) -> scalar`, in place of the
+cross entropy. Ranks that share a microbatch compute the same value, and backward counts its gradient once. With
+`over="logits"`, each rank instead computes the objective of its own tokens, and the values are summed.
 """
 
 from __future__ import annotations
@@ -53,8 +54,7 @@ def _no_span(name: str, kind: str) -> AbstractContextManager[None]:
 def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
     """Return the log-probabilities of the next tokens from one forward pass.
 
-    Logits stay sharded over vocabulary and tokens. The result is differentiable, as on one device. Every rank of the
-    model must call this function.
+    Without pipeline stages, the result is differentiable. Every rank of the model must call this function.
 
     Args:
         model: A causal language model that passed through `parallelize`.
@@ -62,12 +62,12 @@ def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
             else `input_ids` shifted likewise, except where a 2-D `attention_mask` is 0.
 
     Returns:
-        Log-probability of the next token at each position, [B, S], float64 for float64 logits, else float32. It is 0
-        without a target: at the last position and where the target is -100. Ranks with the same data get equal values
-        for full sequences, also under context parallelism.
+        Log-probability of the target at each position, [B, S], float64 for float64 logits, else float32. It is 0 where
+        the target is -100; shifted labels have this target at the last position. Ranks with the same data get equal
+        values for full sequences, also under context parallelism.
 
     Raises:
-        NoLoss: HP514 when the model returns no logits, or the batch has no targets.
+        NoLoss: HP514 when the model does not compute logits of next tokens, or the batch has no targets.
         UnsupportedSharding: HP205 with pipeline stages and gradients enabled; use `forward_backward` instead.
     """
     attached = handle(model)
@@ -103,8 +103,8 @@ def _objective_loss(
 ) -> Tensor:
     """Return this rank's loss of one microbatch, a scalar on which backward is called.
 
-    The sum over cp ranks is the objective's value for the microbatch, plus the router loss in training. `share` is the
-    weight of this microbatch in the router loss of the step.
+    The sum over cp ranks is the objective's value for the microbatch, plus the router loss if gradients are enabled.
+    `share` is the weight of this rank's microbatch in the router loss of the step.
     """
     scores = over is None and scores_tokens(model)
     over = over or ("logprobs" if scores or _has_token_loss(model, attached) else "output")
@@ -115,7 +115,7 @@ def _objective_loss(
                 'with pipeline stages, no rank has the model\'s full output, which over="output" needs',
                 where=type(model).__name__,
                 allowed=OVER[:2],
-                hint='over="logprobs"',
+                hint='over="logprobs" for a causal language model, else a plan without pipeline stages',
             )
         value = _value(objective, model(**_forward_kwargs(model, batch)), batch)
     elif over == "logprobs":
@@ -133,7 +133,7 @@ def _objective_loss(
             value = sum_forward(value, attached.tp.group, Purpose.LOSS)
     else:
         raise BadValue(
-            "unknown value of `over`, the first argument of an objective",
+            "unknown value of `over`, which selects the first argument of an objective",
             got=over,
             allowed=OVER,
             hint='over="logprobs"',
@@ -237,7 +237,7 @@ def _no_loss(
     got: str | None = None,
     allowed: str | None = None,
 ) -> NoLoss:
-    """Return an error whose hint is an objective of the model's output, which no pipeline rank has in full."""
+    """Return an HP514 error; without pipeline stages, its hint is an objective of the model's output."""
     hint = 'forward_backward(model, microbatches, objective=..., over="output")'
     return NoLoss(
         what,
@@ -249,11 +249,7 @@ def _no_loss(
 
 
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the target ids [B, S] of a batch, as `token_logprobs` defines them.
-
-    Raises:
-        NoLoss: HP514 when the batch has no targets.
-    """
+    """Return the target ids [B, S] of a batch, as `token_logprobs` defines them; raise HP514 if it has none."""
     targets: Tensor | None = batch.get("shift_labels")
     return shifted(_labels_of(model, batch)) if targets is None else targets
 
@@ -272,7 +268,7 @@ def _labels_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             where=type(model).__name__,
             got=sorted(batch),
             allowed="shift_labels, labels or input_ids",
-            hint='batch["labels"] = batch["input_ids"], with -100 where no loss is wanted',
+            hint='add the token ids [B, S] as batch["labels"], with -100 where no loss is wanted',
         )
     return labels
 
@@ -284,7 +280,7 @@ def _forward_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
 def _has_token_loss(model: nn.Module, attached: Handle) -> bool:
     """Return whether the loss that a model computes is the next-token cross entropy.
 
-    This excludes encoder-decoder models, whose labels are not shifted.
+    This excludes reward models, and encoder-decoder models, whose labels are not shifted.
     """
     takes = "labels" in _forward_parameters(model) or _accepts_any_kwargs(model)
     classifies = _is_encoder_decoder(model) or scores_tokens(model)
@@ -302,7 +298,7 @@ def _accepts_any_kwargs(model: nn.Module) -> bool:
 
 
 def _forward_kwargs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items of a batch, except targets, that the model's forward accepts."""
+    """Return the arguments of the model's forward in a batch: accepted items except targets, and the `token_mask`."""
     named, free = _forward_parameters(model), _accepts_any_kwargs(model)
     accepted = batch if free else {*named, TOKEN_MASK}
     return {k: v for k, v in batch.items() if k in accepted and k not in TARGETS}
@@ -321,7 +317,7 @@ def forward_backward(
     """Compute the gradients of one step; call `clip_grad_norm_` and the optimizer afterwards.
 
     Args:
-        model: A model that passed through `parallelize`.
+        model: A model that passed through `parallelize` or `parallelize_submodels`.
         microbatches: Microbatches of this data-parallel rank; the tp, cp and pp ranks of one data-parallel rank pass
             the same ones. Each has the arguments of the model's forward, with `labels` or with `shift_labels`, which
             are already shifted. An objective may use further items. After `parallelize_submodels`, pass the
@@ -335,10 +331,10 @@ def forward_backward(
             of these scalars over microbatches and data-parallel ranks. For a mean over the step, the objective itself
             must divide by the number of tokens of the step.
         over: First argument of the objective. logprobs: [B, S], see `token_logprobs`. logits: [N, V] of the N tokens
-            that this rank owns, while the batch has items [N, ...] and targets `shift_labels` [N]. Every token has one
-            owner, and the objective must be a sum over tokens, because it is summed over ranks. output: return value
-            of the model, only without pipeline stages. None: logprobs for a causal language model, scores of the
-            tokens for a reward model, else output.
+            that this rank owns, while the batch has items [N, ...] and targets `shift_labels` [N]. The objective must
+            be a sum over tokens, because it is summed over ranks. output: return value of the model, only without
+            pipeline stages. None: logprobs for a causal language model, scores [B, S] of the tokens for a reward
+            model, else output.
         scale: Factor of the gradients; the returned loss is not scaled.
 
     Returns:
@@ -348,6 +344,8 @@ def forward_backward(
     Raises:
         NoLoss: HP514 when the model or the microbatches have no loss.
         BadObjective: HP515 when an objective does not return a scalar that depends on its first argument.
+        BadValue: HP102 for `num_tokens` with an objective, and for an unknown `over`.
+        UnsupportedSharding: HP205 for inputs, or a value of `over`, that the axes of the plan do not support.
     """
     return _run(model, microbatches, num_tokens, span, objective, over, train=True, scale=scale)
 
@@ -361,7 +359,7 @@ def forward_loss(
     objective: Objective | None = None,
     over: Over | None = None,
 ) -> Tensor:
-    """Return the loss of `microbatches` without gradients; see `forward_backward`."""
+    """Return the loss of `microbatches` without computing gradients; arguments and errors as in `forward_backward`."""
     return _run(model, microbatches, num_tokens, _no_span, objective, over, train=False)
 
 
@@ -417,16 +415,16 @@ def _run_losses(
     scale: float,
     step: StepActions | None = None,
 ) -> Tensor:
-    """Run microbatches on a rank of the language model; `step` exchanges features with separate encoders."""
+    """Run microbatches and return their loss; `step` exchanges features with encoders on separate ranks."""
     strategy = attached.plan.strategy
     axes = [axis for axis in ("pp", "cp") if getattr(strategy, axis) > 1]
-    # Items that only the objective reads are no arguments of the forward.
+    # A microbatch may have items that only the objective reads: they are no arguments of the forward.
     parts = microbatches if objective is None else [_forward_kwargs(model, p) for p in microbatches]
     for part in parts:
         refuse_other_inputs(model, axes, part)
     local_only = num_tokens is not None
     if attached.average:
-        # FSDP averages gradients of a loss that is already divided by all tokens of the step.
+        # FSDP divides gradients by dp, but the loss is already divided by the tokens of all data-parallel ranks.
         scale *= strategy.dp
     if objective is None:
         _check_loss(model, attached)
@@ -541,7 +539,8 @@ def data_share(model: nn.Module) -> tuple[int, int]:
 def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
     """Return the microbatches that this rank must pass to `forward_backward`, in order.
 
-    An encoder rank computes features for microbatches of other ranks; every other rank runs its own microbatches.
+    A rank with an encoder after `parallelize_submodels` computes features for microbatches of other ranks. All other
+    ranks run their own microbatches.
 
     Args:
         model: A model that passed through `parallelize` or `parallelize_submodels`.
@@ -549,8 +548,8 @@ def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
 
     Returns:
         (data-parallel rank, index) of each microbatch. A rank with the language model lists its own microbatches first.
-        Then follow those for which the rank's encoders compute features. For an entry None, pass None in place of a
-        microbatch, so that all ranks of an encoder run the same number of passes.
+        The microbatches for which the rank's encoders compute features follow. For an entry None, pass None in place of
+        a microbatch, so that all ranks of an encoder run the same number of passes.
     """
     submodels = handle(model).submodels
     if submodels is not None:
@@ -584,12 +583,11 @@ def _set_last(attached: Handle, last: bool) -> None:
 def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm`.
 
-    The norm is that of the unsharded gradients on any layout. Local sums of squares, divided by the number of ranks
-    with the same elements, are summed over ranks.
+    The norm is that of the unsharded gradients on any layout. Every rank of the model must call this function.
 
     Args:
-        model: A model that passed through `parallelize`.
-        max_norm: Maximum norm; None: measure without scaling.
+        model: A model that passed through `parallelize` or `parallelize_submodels`.
+        max_norm: Maximum norm; None or infinity: measure without scaling.
 
     Returns:
         The norm before scaling: a scalar tensor, not a DTensor, equal on every rank.
@@ -610,7 +608,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
 
 
 def _square_sum(model: nn.Module, local_gradients: list[Tensor]) -> Tensor:
-    """Return the sum of squares of all gradients over ranks; append this rank's gradients to `local_gradients`."""
+    """Return the sum of squares of all gradients over ranks; append this rank's shards of them to `local_gradients`."""
     attached = handle(model)
     by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     wide = torch.float32  # dtype of the sum: equal on all ranks, also on a rank without gradients
@@ -641,9 +639,9 @@ def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
 
     Returns:
         Counts and auxiliary loss. None for a model without experts, or when no token was routed and the model has no
-        pipeline stages. The counts [layers, E + 1] are float64 and equal on every rank: the number of tokens routed to
-        each of E experts, and in the last column the number of routed tokens that were not dropped. The loss is None
-        if the model has no auxiliary loss.
+        pipeline stages. The counts [layers, E + 1] are float64 and equal on every rank. Columns 0 to E - 1 are the
+        number of tokens routed to each expert. The last column is the number of (token, expert) pairs that were not
+        dropped. The loss is None if training adds no auxiliary loss.
     """
     attached = handle(model)
     total = None if attached.experts is None else collect_routing(model, attached.experts)
@@ -652,7 +650,7 @@ def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
 
 
 def end_step(model: nn.Module) -> RoutingStatistics | None:
-    """Return the routing statistics of a step, equal on every rank, and reset the counts; see `count_routing`.
+    """Return the routing statistics of a step, equal on every rank, by a call of `count_routing`.
 
     Every rank calls this function after each optimizer step. It returns None for a model without experts, and when no
     token was routed.

@@ -1,8 +1,8 @@
 """Selection of the modules that get LoRA adapters: matching of names, supported modules, suggestions for wrong names.
 
 peft matches the patterns of a configuration with `re`, which has no time limit, and a received configuration may
-contain a pattern with exponential backtracking. Here every pattern that is not a plain name suffix is matched with a
-time limit, and peft gets the matching names instead.
+contain a pattern with exponential backtracking. Here these patterns are matched with a time limit, and peft gets the
+matching names instead. peft itself matches only plain name suffixes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLAIN: Final = re.compile(r"[\w.-]+")
 _LONGEST: Final = 10_000
 """Maximum characters of a pattern; a pattern that lists all modules of a layer has a few hundred."""
 _MOST_S: Final = 0.5
-"""Maximum seconds for all names; a pattern without nested repetitions takes microseconds per name."""
+"""Maximum seconds to match all names; a pattern without nested repetitions takes microseconds per name."""
 _MOST_NAMES: Final = 2000
 """Maximum names that a key of `rank_pattern` or `alpha_pattern` may match: peft compares each module with each name."""
 
@@ -39,16 +39,13 @@ _PATTERN_HINTS: Final = {
     "lora.target_modules: rank_pattern": "lora.rank_pattern={}",
     "lora.target_modules: alpha_pattern": "lora.alpha_pattern={}",
 }
-"""Hint for an invalid or slow pattern by its place in a recipe; other patterns are in an adapter's configuration."""
+"""Hint for an invalid or slow pattern, by its key in a recipe."""
 
 
 def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
-    """Return the names that match a Python regular expression in full.
+    """Return the names that match a Python regular expression in full; raise HP102 if it is invalid, long or slow.
 
     `where` is the recipe key or file that contains the pattern.
-
-    Raises:
-        BadValue: HP102 for an invalid expression, and when matching all names takes too long.
     """
     shown = f"{pattern:.120}"
     try:
@@ -61,7 +58,7 @@ def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
             f"the pattern is not a valid regular expression: {error!s:.200}",
             where=where,
             got=shown,
-            hint=_PATTERN_HINTS.get(where, "correct the pattern in adapter_config.json"),
+            hint=_PATTERN_HINTS.get(where, "replace the pattern by module names"),
         ) from None
     end_s, matching = time.perf_counter() + _MOST_S, set()
     for name in names:
@@ -75,16 +72,16 @@ def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
                 where=where,
                 got=shown,
                 allowed="name suffixes, or an expression without nested repetitions",
-                hint=_PATTERN_HINTS.get(where, "correct the pattern in adapter_config.json"),
+                hint=_PATTERN_HINTS.get(where, "replace the pattern by module names"),
             ) from None
     return matching
 
 
 def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
-    """Return a copy of a `peft.LoraConfig` with names of the `chosen` modules in place of its patterns.
+    """Return a copy of a `peft.LoraConfig` with the names of modules in place of its regular expressions.
 
-    Raises:
-        BadValue: HP102 for an invalid or slow pattern, and for patterns that match too many names.
+    `chosen` are the names of the modules that the configuration selects. Raise HP102 for a pattern that is invalid,
+    slow, or matches too many names.
     """
     config, names = copy.copy(config), sorted(chosen)
     pattern = isinstance(config.target_modules, str) and config.target_modules != "all-linear"
@@ -99,10 +96,8 @@ def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
 def chosen_names(config: Any, names: Iterable[str], where: str) -> set[str]:
     """Return the names, among those of all modules, that a `peft.LoraConfig` selects by peft's rules.
 
-    Its `target_modules` must be names or a regular expression.
-
-    Raises:
-        BadValue: HP102 for an invalid or slow pattern, and for a `layers_pattern` that is not a name.
+    Its `target_modules` must be names or a regular expression. Raise HP102 for an invalid or slow pattern, and for a
+    `layers_pattern` that is not a name.
     """
     targets, excluded = config.target_modules, config.exclude_modules or ()
     if isinstance(targets, str):
@@ -129,7 +124,10 @@ def _with_ends(ends: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def _in_layers(config: Any, names: Iterable[str], where: str) -> set[str]:
-    """Return the names whose first index after a `layers_pattern` is in `layers_to_transform`."""
+    """Return the names whose first index after a `layers_pattern` is in `layers_to_transform`.
+
+    Without patterns, at least two names must precede the index.
+    """
     wanted, patterns = config.layers_to_transform, config.layers_pattern or ()
     wanted = {wanted} if isinstance(wanted, int) else {*wanted}
     patterns = {patterns} if isinstance(patterns, str) else {*patterns}
@@ -144,7 +142,6 @@ def _in_layers(config: Any, names: Iterable[str], where: str) -> set[str]:
     for name in names:
         parts = name.split(".")
         for i in range(1, len(parts) - 1):
-            # Without patterns, at least two names must precede the index.
             fits = not patterns and i > 1
             fits = fits or not patterns.isdisjoint(name_suffixes(".".join(parts[:i])))
             if fits and parts[i].isdecimal():
@@ -155,7 +152,7 @@ def _in_layers(config: Any, names: Iterable[str], where: str) -> set[str]:
 
 
 def _plain_keys(patterns: Mapping[str, Any], names: list[str], where: str) -> dict[str, Any]:
-    """Return `patterns` with each key that is not a plain suffix replaced by the full names that it matches."""
+    """Return `patterns` with each key that is not a plain name suffix replaced by the names that it matches."""
     plain: dict[str, Any] = {}
     for pattern, value in patterns.items():
         if _PLAIN.fullmatch(pattern):
@@ -173,14 +170,19 @@ def _plain_keys(patterns: Mapping[str, Any], names: list[str], where: str) -> di
     return plain
 
 
-_SHOWN: Final = 5  # maximum names in an error message
+_SHOWN: Final = 5
+"""Maximum number of names in an error message."""
 _MAMBA: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _REFUSED_BY_PEFT: Final = dict.fromkeys(_MAMBA, ("out_proj", "conv1d"))
-"""Names of modules to which peft adds no adapters, by model type, because fused kernels read their weights."""
+"""Names of modules that peft refuses to adapt, by model type, because fused kernels read their weights."""
 
 
 def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that support an adapter, by name: linear modules except the head and those peft refuses."""
+    """Return the modules that support an adapter, by name.
+
+    These are the linear modules, except the head, the modules that peft refuses, and, in a model with fused experts,
+    modules with one of the `NAMES_OF_EXPERTS`.
+    """
     head, config = head_of(model), getattr(model, "config", None)
     excluded = {*_REFUSED_BY_PEFT.get(getattr(config, "model_type", ""), ())}
     if _has_fused_experts(model):
@@ -194,11 +196,7 @@ def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def all_linear(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> str | list[str]:
-    """Return the `target_modules` with which peft selects exactly the modules that support an adapter.
-
-    Raises:
-        UnsupportedSharding: HP205 when no module supports an adapter.
-    """
+    """Return the `target_modules` with which peft selects all `adaptable` modules; raise HP205 if there are none."""
     if not adaptable:
         raise UnsupportedSharding(
             "no module of this model supports an adapter",
@@ -220,8 +218,9 @@ def check_names(model: nn.Module, config: Any, adaptable: Mapping[str, nn.Module
     """Return the names of the modules that get an adapter; `where` is the recipe key or file with the names.
 
     Raises:
-        BadValue: HP102 for names that match no module.
-        UnsupportedSharding: HP205 for modules that do not support an adapter.
+        BadValue: HP102 for names that match no module, and for an invalid or slow pattern.
+        UnsupportedSharding: HP205 for a selected module that does not support an adapter, unless the configuration has
+            `exclude_modules` or `layers_to_transform`.
     """
     modules = {n: m for n, m in model.named_modules() if n}
     saved, targets = config.modules_to_save or (), config.target_modules
@@ -302,7 +301,7 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def _nearest(listed: Iterable[str], missing: Iterable[str], names: list[str]) -> list[str]:
-    """Return the listed names that exist, and the closest existing name for each missing one."""
+    """Return the listed names that exist in `names`, and the closest of `names` for the first missing ones."""
     suggestions = [name for name in listed if name in names]
     for name in missing[:_SHOWN]:
         suggestions += difflib.get_close_matches(name[:120], names, n=1)

@@ -1,4 +1,4 @@
-"""Collectives on local tensors over one process group; each names its `Purpose`, by which calls are counted and timed.
+"""Collectives on local tensors over one process group; callers name a `Purpose`, by which they are counted and timed.
 
 A differentiable collective is a pair of functions: one for the forward, one for the gradient. No function dispatches a
 DTensor operator, because in eager mode the dispatch costs more than the small operators themselves.
@@ -33,16 +33,16 @@ def current_purpose() -> Purpose | None:
 
 
 def is_coalesced() -> bool:
-    """Return whether the messages that are being issued are coalesced: all are issued before the first wait."""
+    """Return whether the message being issued is one of several that are all issued before the first wait."""
     return _current.get()[1]
 
 
 @contextmanager
 def flights_to(listener: Callable[[Flight], None]) -> Iterator[None]:
-    """Pass the times of each collective of this package to `listener`, after the wait for the collective.
+    """Pass the times of each collective of this module to `listener`, after the wait for the collective.
 
-    This covers collectives of the current thread inside the context. Times are host times, which say nothing about
-    collectives on an accelerator.
+    This covers collectives that the current thread issues inside the context, except in compiled code. Times are those
+    of the host: on an accelerator, a wait may return before the collective is complete.
     """
     token = _listener.set(listener)
     try:
@@ -83,7 +83,7 @@ def _new_flight() -> _Flight | None:
 
 @contextmanager
 def purpose(name: Purpose, coalesced: bool = False) -> Iterator[None]:
-    """Set the purpose of collectives issued in this context; the innermost context applies."""
+    """Set the purpose of the collectives issued in this context, unless the code is compiled; see `is_coalesced`."""
     if torch.compiler.is_compiling():  # recorders see eager code only
         yield
         return
@@ -137,7 +137,7 @@ def all_to_all(
         out: Received rows.
         x: Rows to send, first those for rank 0, then those for rank 1, and so on.
         group: Process group.
-        name: Purpose.
+        name: Purpose of the collective.
         receive: Number of rows from each rank; None: equal numbers.
         send: Number of rows to each rank; None: equal numbers.
     """
@@ -169,7 +169,7 @@ def launch_gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose, *, as
 def launch_reduce_into(
     out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
 ) -> Callable[[], Tensor]:
-    """Issue a reduce-scatter of `rows`; return a function that waits for it and returns `out`, this rank's slice."""
+    """Issue a reduce-scatter of `rows` into `out`; return a function that waits for it and returns `out`."""
     issue = partial(_reduce_scatter, out, rows, group=group, async_op=async_op)
     return _launch("reduce_scatter", issue, out, rows, group, name)
 
@@ -208,8 +208,8 @@ def await_collective(
 ) -> Tensor:
     """Wait for a collective and return `out`.
 
-    The argument `sent` keeps the sent tensor alive during the wait. If a rank hangs, a monitor reads `kind`, `group`
-    and `name` from the stack frame of this function.
+    The argument `sent` keeps the sent tensor alive during the wait. If a rank hangs, `runtime.supervision` reads the
+    arguments from the stack frame of this function.
     """
     begin_s = time.perf_counter() if flight is not None else 0.0
     if work is not None:

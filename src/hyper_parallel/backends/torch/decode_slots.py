@@ -3,10 +3,10 @@
     slot      place of one sequence; in a KV cache, its keys and values [H, N, K] per layer, at most N tokens
     pass      forward pass over the next tokens of some slots; returns the last logits of each slot
 
-With a cache, the tokens of a pass are left-padded to [B, S]. A token at position p is stored in column p of its slot.
-Attention masks all columns beyond the query's position, so a slot needs no clearing for a new sequence. Padding is
-stored in the extra column N. The model may have passed through `parallelize`: the cache then has the heads and layers
-of this rank.
+In a KV cache of several slots, a token at position p is stored in column p of its slot. Attention masks all columns
+beyond the query's position, so a slot needs no clearing for a new sequence. The tokens of a pass are left-padded to
+[B, S], and padding is stored in the extra column N. The model may have passed through `parallelize`: the cache then has
+the heads and layers of this rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Write:
 
     Attributes:
         rows: Slot of each sequence in the pass, [B].
-        span: The slots as a slice if they are contiguous, else None.
+        span: The same slots as a slice if they are consecutive, else None.
         columns: Column of each token of the pass, [B, S].
         width: Number of columns that attention reads.
     """
@@ -107,11 +107,11 @@ class Passes:
         """Move the sequence of one slot to another slot."""
 
     def run_idle(self) -> None:
-        """Run a pass on one padding token, so that the collectives of ranks with work complete."""
+        """Run a pass on a placeholder token, so that the collectives of ranks with work complete."""
         self.read_tokens([0], [[0]], [0])
 
     def combine_flags(self, busy: bool, halted: bool) -> tuple[bool, bool]:
-        """Return whether any rank has work, and whether any rank is interrupted.
+        """Return whether any rank is `busy` (has sequences to decode), and whether any rank is `halted` (interrupted).
 
         Replicas with full parameters share no collectives in a pass: there the flags of this rank are returned.
         """
@@ -151,7 +151,7 @@ class Passes:
 class SlotPasses(Passes):
     """Executor of passes with a KV cache, for a model for which `slot_cache_refusal` returns None.
 
-    `length` is the maximum number of tokens read per sequence.
+    `length` is the maximum number of tokens per sequence that the model reads: the last generated one is not read.
     """
 
     def __init__(self, model: Any, slots: int, length: int) -> None:
@@ -200,7 +200,7 @@ class SlotPasses(Passes):
         return None if logits is None else logits[:, -1]
 
     def move_sequence(self, source: int, target: int) -> None:
-        """Copy the cache of one slot to another; see `Passes`."""
+        """Copy the keys and values of one slot to another; see `Passes`."""
         for layer in self._layers:
             if layer.is_initialized:
                 layer.keys[target] = layer.keys[source]
@@ -244,14 +244,14 @@ class WholePasses(Passes):
 
 @dataclass(frozen=True)
 class SlotSteps:
-    """Fixed shapes of a prompt step and of a decode step; both run all slots, and slots without tokens read padding.
+    """Two passes of fixed shapes: the prompt step on several tokens per slot, and the decode step on one.
 
-    With a single slot there is no padding, and the prompt step needs no mask.
+    Both run all slots; slots without tokens read padding. A single slot has no padding, and its prompt step no mask.
 
     Attributes:
         slots: Number of slots.
         prompt_tokens: Maximum number of tokens per slot in the prompt step; with a single slot, the exact number.
-        length: Maximum number of tokens read per sequence.
+        length: Maximum number of tokens per sequence that the model reads.
     """
 
     slots: int
@@ -266,7 +266,7 @@ class SlotSteps:
         return Cache(layers=[_SlotLayer(self.slots, self.length) for _ in layers])
 
     def example(self, model: Any, *, prompt: bool) -> dict[str, Tensor]:
-        """Return inputs of the prompt step, or else of the decode step, with placeholder values."""
+        """Return inputs with placeholder values of the prompt step, or of the decode step if not `prompt`."""
         if self.slots == 1:
             part = [0] * (self.prompt_tokens if prompt else 1)
             return self.inputs(model, [0], [part], [0], prompt=prompt)
@@ -326,7 +326,7 @@ class SlotSteps:
 class FixedPasses(Passes):
     """Executor of passes in fixed shapes: each pass runs the prompt step or the decode step of `SlotSteps`.
 
-    The model is one for which `why_no_static_cache` returns None.
+    The model is one for which `why_no_own_cache` returns None.
     """
 
     def __init__(self, model: Any, fixed: SlotSteps) -> None:
@@ -361,9 +361,9 @@ class GrowingPasses(Passes):
 
     Args:
         model: Language model, also with images or audio as inputs.
-        media: Arrays of the prompt's images and audio by argument name of the forward; with media, the model computes
-            positions itself.
-        per_token: Names of the arrays that have one number for each token.
+        media: Numpy arrays of the prompt's images and audio by argument name of the forward; with media, the model
+            computes positions itself.
+        per_token: Names of those arrays that have one number for each token of the prompt.
     """
 
     def __init__(self, model: Any, media: Mapping[str, Any] | None = None, per_token: Collection[str] = ()) -> None:
@@ -377,7 +377,7 @@ class GrowingPasses(Passes):
         self._memory: dict[str, Any] = {}
 
     def read_tokens(self, rows: Ints, tokens: Sequence[Ints], starts: Ints) -> Tensor:
-        """Run the next tokens of the sequence; a pass from position 0 begins a new one. See `Passes`."""
+        """Run the model on the next tokens; a pass from position 0 begins a new sequence. See `Passes`."""
         (ids,), (start,) = tokens, starts
         if start == 0:
             self._text, self._memory = [], {}
@@ -387,7 +387,8 @@ class GrowingPasses(Passes):
         if self._media:
             kwargs |= {} if self._memory else self._padded_media()
         elif self._caches:
-            # A model may derive positions from the cache of its first layer; a recurrent layer has no length.
+            # Without positions, a model derives them from the cache of its first layer, which has no length if the
+            # layer is recurrent.
             positions = torch.arange(len(self._text) - len(read), len(self._text))
             kwargs["position_ids"] = positions.to(self._device).unsqueeze(0)
         with torch.no_grad():
@@ -412,7 +413,7 @@ class GrowingPasses(Passes):
         return logits
 
     def _padded_media(self) -> dict[str, Tensor]:
-        """Return the media arrays and an attention mask; arrays in `per_token` are padded to the sequence length."""
+        """Return the media and an attention mask by name; arrays in `per_token` are padded to the sequence length."""
         size = len(self._text)
         # Some models derive the positions of a prompt only with a mask.
         arrays = {"attention_mask": torch.ones(1, size, dtype=torch.long, device=self._device)}
@@ -471,11 +472,12 @@ def slot_cache_refusal(model: Any) -> str | None:
 def passes_of(model: Any, slots: int, length: int) -> Passes:
     """Return an executor of passes: with a KV cache if the model supports one, else on full sequences.
 
-    `slots` and `length` are those of `SlotPasses`. Without a KV cache, the executor has one slot if the other rows or
-    the padding of a batch would change the results of a sequence.
+    `slots` and `length` are those of `SlotPasses`. Without a KV cache, the executor has one slot if other rows or
+    padding were measured to change the results of a sequence.
 
     Raises:
-        BadValue: HP102 when a long sequence would change the rotary frequencies of the whole batch (longrope).
+        BadValue: HP102 when `length` exceeds the original length of a longrope model, beyond which one long sequence
+            changes the rotary frequencies of the whole batch.
     """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}

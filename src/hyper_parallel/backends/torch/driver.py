@@ -1,4 +1,4 @@
-"""Run model code without initializing the driver of an accelerator."""
+"""Context for model code that must not initialize the driver of an accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deterministic training mode: disable every source of randomness in the forward of transformers models.
+"""Deterministic training mode: disable the sources of randomness in the forward of transformers models.
 
     dropout and stochastic-depth modules   set the probability (`p`, `drop_prob`) to 0
     attributes of other modules            set rates of functional dropout, attention, LayerDrop and router noise to 0
@@ -27,7 +27,7 @@ _SHORT_NAMES: Final = ("p", "prob", "rate")
 _AUGMENTATIONS: Final = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 """Config keys of random changes to the positions of image patches; None disables them."""
 _TASK_HEAD: Final = re.compile(r"^(classifier|cls|summary|seq_classif|qa|pooler)_")
-"""Pattern of config keys with rates of classification heads; a model with such a head has the rate on a module too."""
+"""Pattern of config keys with rates of task heads; they are ignored, because such a head has the rate on a module."""
 _SAMPLING_MODULES: Final = ("PhimoeTopKRouter",)
 """Classes that sample experts in training mode; their attribute called jitter is a threshold in both modes."""
 _ORIGINAL_RATES: Final = "_hyper_parallel_original_rates"
@@ -37,7 +37,7 @@ Rates = list[tuple[tuple[str, ...], str, Any]]
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Disable dropout and other randomness of a model in place; `original_config` keeps the rates for an export."""
+    """Disable dropout and other randomness of a model in place; `original_config` still returns the original rates."""
     config = getattr(model, "config", None)
     rates: Rates = []
     for path, part in _configs(config):
@@ -59,7 +59,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def has_dropout(model: nn.Module, *, adapters: bool = True) -> bool:
-    """Return whether a dropout rate of a model, its configs or (with `adapters`) its LoRA adapters is above zero."""
+    """Return whether a model samples in training mode or has dropout; `adapters`: include LoRA adapters."""
     for _, part in _configs(getattr(model, "config", None)):
         rates = (k for k, v in vars(part).items() if _without_rate(k, v) is not v)
         if not all(map(_TASK_HEAD.match, rates)):
@@ -73,7 +73,7 @@ def has_dropout(model: nn.Module, *, adapters: bool = True) -> bool:
 
 
 def original_config(model: Any) -> Any:
-    """Return the config of a model with its original dropout rates."""
+    """Return the config of a model with its original dropout rates: a copy if `disable_dropout` changed the config."""
     rates: Rates = model.__dict__.get(_ORIGINAL_RATES, [])
     if not rates:
         return model.config
@@ -94,7 +94,7 @@ def _configs(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def _without_rate(name: str, value: Any) -> Any:
-    """Return 0 in place of a rate or each of several rates; return `value` itself if none is above zero."""
+    """Return 0 in place of a rate, or zeros in place of several; return `value` itself if it has no rate above 0."""
     if not _RATE.search(name):
         return value
     if isinstance(value, float) and 0 < value <= 1:
@@ -105,7 +105,7 @@ def _without_rate(name: str, value: Any) -> Any:
 
 
 def _module_rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, replacement) for each attribute of a module that is a rate above zero, or has such rates."""
+    """Yield (name, replacement) for each attribute of a module that is a rate above 0 or contains such rates."""
     is_dropout = _DROPOUT_CLASS.search(type(module).__name__) is not None
     for name, value in [*vars(module).items()]:
         is_rate = is_dropout and name in _SHORT_NAMES and isinstance(value, float) and value

@@ -1,8 +1,8 @@
 """Noise on token embeddings in training: NEFTune, Jain et al. 2023, arXiv:2310.05914.
 
 The noise is uniform in +-alpha / sqrt(S D) for sequences of S tokens and D features, as in transformers. It is a hash
-of a key (which the caller derives from seed and step), the token ids of the sequence, the position and the feature, so
-the noise of a token is equal on every layout.
+of a key of the step, the token ids of the sequence, the position and the feature. The noise of a token is therefore
+equal on every layout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLOCK_ELEMENTS: Final = 1 << 22
 
 
 def hash32(x: Tensor) -> Tensor:
-    """Return the lowbias32 hash of 32-bit numbers: C. Wellons, Prospecting for Hash Functions, 2018."""
+    """Return the lowbias32 hash of 32-bit numbers. Source: C. Wellons, Prospecting for Hash Functions, 2018."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & _LOW
     x = (x ^ (x >> 15)) * 0x846CA68B & _LOW
     return x ^ (x >> 16)

@@ -1,7 +1,7 @@
 """Dispatch mode that runs a forward pass on meta tensors and records from which origins every tensor was computed.
 
 Origins are inputs such as token ids, and parameters or activations that the caller marks. An integer per storage, its
-marks, has one bit per origin. The result of an operator has the marks of all its inputs.
+marks, has one bit per origin. The result of an operator has the marks of all inputs whose values the operator reads.
 
 Tensors that depend on a parameter are meta tensors. All other tensors (ids, positions, masks) have values, so that code
 that reads their values works. The sequence length is a prime number that divides no dimension of a model. A dimension
@@ -32,21 +32,21 @@ FILL_OPS = {
     *(_aten.zeros_like, _aten.ones_like, _aten.empty_like, _aten.full_like, _aten.empty_strided),
     *(_aten.new_zeros, _aten.new_ones, _aten.new_empty, _aten.new_full, _aten.new_empty_strided),
 }
-"""Operators that use at most the shape of their input and return equal values for all tokens."""
+"""Operators that read at most the shape of their input."""
 _REPEATS = {_aten.expand, _aten.repeat}
 ALONG_DIM_OPS = {
     *(_aten.cumsum, _aten.cumprod, _aten.cummax, _aten.cummin, _aten.logcumsumexp, _aten.roll),
     *(_aten.flip, _aten.tril, _aten.triu, _aten._softmax, _aten._log_softmax),
     *(_aten.sort, _aten.topk),
 }
-"""Shape-preserving operators whose result at one index of a dimension depends on other indices of the dimension."""
+"""Operators along a dimension, whose result at one index of the dimension depends on other indices."""
 
 
 class FlowTracer(TorchDispatchMode):
     """Dispatch mode that propagates marks from the inputs to the results of operators; see the module docstring.
 
     Args:
-        draw: Number that `torch.rand` returns; 0 makes random layer dropping drop every layer.
+        draw: Number that `torch.rand` returns; with 0, code that skips layers at random skips every layer.
 
     Attributes:
         num_operators: Number of operators that have run.

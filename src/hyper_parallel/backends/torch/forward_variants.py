@@ -32,8 +32,8 @@ class KeepFloat64(TorchFunctionMode):
     """Mode that turns conversions of float64 and integer tensors to float32 into conversions to float64.
 
     Model code converts tensors to float32 to compute norms, rotary angles and softmax in at least float32. In a float64
-    model this loses precision, and two layouts may round to different float32 values. Positions converted to float32
-    could not be multiplied with frequencies in float64.
+    model this loses precision, and two layouts may round to different float32 values. Zeros created in float32, and
+    masks with a fill value beyond the range of float32, become float64 too.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -153,5 +153,5 @@ def _precision(exact: bool) -> AbstractContextManager[Any]:
 
 
 def cache_argument(call: Callable[..., Any]) -> str:
-    """Return the name of the KV cache argument of a transformers function; 5.24 renamed it."""
+    """Return the name of the KV cache argument of a transformers function, which transformers 5.24 renamed."""
     return "cache" if "cache" in inspect.signature(call).parameters else "past_key_values"

@@ -7,10 +7,10 @@ not changed: its forward is called once per half-batch.
     layer k + 1                 half-batch 0 | half-batch 1
 
 Layer k returns when half-batch 0 is done; its half-batch 1 is completed during layer k + 1. The return value is a
-placeholder, `HalvedTensor`: any use except by the next layer first completes half-batch 1. Both half-batches are
-completed at the end of a layer with hooks, and at the end of the model. FSDP gathers the parameters of a layer once for
-both, see `UnitPass`. Recomputation runs both, see `RecomputedHalves`. A microbatch that cannot be split into two
-halves runs as a whole.
+placeholder, `HalvedTensor`: if code other than the next layer reads its values, half-batch 1 is completed first. Layers
+whose output hooks may read, and the model, complete both half-batches before they return. FSDP gathers the parameters
+of a layer once for both, see `UnitPass`. Recomputation runs both, see `RecomputedHalves`. A microbatch that cannot be
+split into two halves runs as a whole.
 """
 
 from __future__ import annotations
@@ -78,10 +78,9 @@ _PACKED_ARGUMENTS: Final = ("cu_seq", "max_length", "seq_idx")
 
 
 def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: bool) -> None:
-    """Raise HP205 for half-batches of a model whose results may differ from those on the whole batch."""
+    """Raise HP205 if the strategy runs half-batches and the model has a feature that they do not support."""
     if not strategy.overlap.half_batch:
         return
-    # Ranks that skip different layers would run collectives in different orders.
     skipping = {k: v for m in model.modules() for k, v in vars(m).items() if "layerdrop" in k and v}
     name = type(model).__name__
     reasons = {
@@ -319,7 +318,7 @@ def _without_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
 def _halves(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
 ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] | None:
-    """Return (args, kwargs) for each half-batch; None if an argument cannot be halved, see `_split_argument`."""
+    """Return (args, kwargs) for each half-batch; None if an argument cannot be halved or describes packed documents."""
     if any(v is not None and n.startswith(_PACKED_ARGUMENTS) for n, v in kwargs.items()):
         return None
     halves = _split_argument((args, tuple(kwargs.values())), batch)
@@ -332,8 +331,8 @@ def _split_argument(value: Any, batch: int) -> tuple[Any, Any] | None:
     """Return the values of an argument for both half-batches; None if it cannot be halved.
 
     A tensor is halved if its first dim has size `batch`. Both half-batches get the same tensor if its first dim is 1 or
-    if it has no dim of size `batch`. Lists, dicts and other objects cannot be halved, because layers may use them to
-    pass values to later layers.
+    if it has no dim of size `batch`. Tuples are halved item by item; numbers, strings and None are shared. Lists, dicts
+    and other objects cannot be halved, because layers may use them to pass values to later layers.
     """
     if isinstance(value, Tensor):
         if batch not in value.shape or value.shape[0] == 1:

@@ -26,10 +26,10 @@ _counted: ContextVar[HeldOutPredictions | None] = ContextVar("held_out_predictio
 
 @dataclass
 class HeldOutPredictions:
-    """Counters of targets, answers and correct predictions on this rank; code under `torch.compile` updates none.
+    """Counters of targets, answers and correct predictions on this rank.
 
     Attributes:
-        whole_rows: False if rows are sharded over ranks, in which case answers are not counted.
+        whole_rows: False if rows are sharded over ranks: then the accuracy of answers is unknown.
     """
 
     whole_rows: bool = True
@@ -71,8 +71,7 @@ class HeldOutPredictions:
     def accuracies(self, num_tokens: int, device: torch.device) -> dict[str, float]:
         """Return `token_accuracy` and `answer_accuracy` over all ranks, by name.
 
-        The dict is empty if fewer targets than `num_tokens`, those of all ranks, were counted. It has no
-        `answer_accuracy` if rows are sharded over ranks.
+        The dict is empty unless all `num_tokens` targets were counted, and has no `answer_accuracy` for sharded rows.
         """
         zeros = torch.zeros(4, dtype=torch.int64, device=device)
         sums = torch.stack([zeros, *self._sums]).sum(0)
@@ -88,7 +87,7 @@ class HeldOutPredictions:
 
 
 def _most_likely_tokens(tp: TpState | None, logits: Tensor) -> Tensor:
-    """Return the id of the most likely token at each position [T]; the smallest id among equally likely ones."""
+    """Return the smallest id of the most likely tokens at each position, [T] or longer if sharded tokens are padded."""
     columns = logits.shape[-1]
     likelihood, token = logits.reshape(-1, columns).max(1)
     if tp is None or tp.head == "whole":
@@ -103,7 +102,7 @@ def _most_likely_tokens(tp: TpState | None, logits: Tensor) -> Tensor:
 
 @contextmanager
 def count_predictions(whole_rows: bool) -> Iterator[HeldOutPredictions]:
-    """Yield counters that are updated by every loss computed in this context; see `HeldOutPredictions`."""
+    """Yield counters that every next-token loss in this context updates, except in code under `torch.compile`."""
     counted = HeldOutPredictions(whole_rows)
     token = _counted.set(counted)
     try:

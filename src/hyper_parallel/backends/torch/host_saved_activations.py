@@ -26,7 +26,7 @@ _NAMES: Final = (
 )  # fmt: skip
 _SAVED_OPS: Final = frozenset(getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name))
 HOST_SAVED: Final = "_swap"
-"""Attribute of a recomputed layer that offloads activations: whether it offloads its inputs too."""
+"""Attribute of recomputed layers that offload activations: True if they offload their inputs too."""
 
 
 def host_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:

@@ -11,7 +11,7 @@ nodes in the same order, so they issue collectives in the same order.
     chunks          `pending = PendingCollective(launch, transpose, x)` ... `pending.finish()`
     half-batches    `Turns`: two halves of a microbatch alternate; each is suspended during its collective
 
-Sources: Wang et al. 2024 (Domino), section 3, for half-batches; the schedule of backward is ours.
+Source of half-batches: Wang et al. 2024 (Domino), section 3.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Flight:
 
 
 class _Start(torch.autograd.Function):
-    """Autograd node that issues the collective; its outputs are placeholders, the result is that of `_Finish`."""
+    """Autograd node that issues the collective; it returns its inputs, and `_Finish` returns the result."""
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, launch: CollectiveLauncher, *tensors: Tensor) -> Any:
@@ -137,10 +137,7 @@ def collective(
 
 
 def offer_turn() -> None:
-    """Suspend this half-batch if the other one will soon start a collective; no effect outside of half-batches.
-
-    Called within a long computation, so that the link is not idle until the computation ends.
-    """
+    """Suspend this half-batch if the other one will soon start a collective; no effect outside of half-batches."""
     if (half := _running_half()) is not None:
         half.turns.offer(half.index)
 
@@ -239,7 +236,7 @@ class Turns:
         self._soon_starting.clear()
 
     def suspend(self, index: int, leads_to_start: bool = False) -> None:
-        """Suspend the running call, which belongs to half-batch `index`, and run the other half-batch.
+        """Suspend the running call of half-batch `index` and run the other half-batch.
 
         `leads_to_start` tells that the call will start a collective soon after it is resumed.
         """

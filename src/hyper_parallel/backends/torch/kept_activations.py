@@ -48,10 +48,10 @@ Bytes = dict[tuple[int, str], float]
 
 
 def measure_kept(model: nn.Module) -> KeptActivations | None:
-    """Return the bytes of the activations that the layers of a model save for backward.
+    """Return the bytes per token of the activations that a model saves for backward in a bfloat16 forward.
 
     The result is None unless the model is a Hugging Face decoder whose forward runs on meta tensors. Layers with equal
-    modules, parameter shapes and settings are of the same kind, and one layer of each kind runs.
+    modules, parameter shapes and settings are of the same kind. One layer of each kind runs, or all if that fails.
     """
     view = view_of(model)
     if view.base is None:
@@ -93,9 +93,9 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
 
 
 def _long_lengths(model: nn.Module) -> tuple[int, int]:
-    """Return two sequence lengths, both shorter or both longer than the sliding window of the model.
+    """Return two sequence lengths, not one below and one above the sliding window.
 
-    For longer sequences, attention saves more per token: a mask, and repeated keys and values.
+    Beyond the window, attention saves more per token: a mask, and repeated keys and values.
     """
     window = getattr(text_config(model), "sliding_window", None)
     if isinstance(window, int) and _LONG[0] < window <= _LONG[1]:
@@ -106,8 +106,8 @@ def _long_lengths(model: nn.Module) -> tuple[int, int]:
 def _line(short: float, long: float, lengths: tuple[int, int]) -> tuple[float, float]:
     """Fit saved bytes per token = base + slope * length to two points, and return (base, slope).
 
-    If the bytes per token decrease with the length, they include a constant per sequence. This constant is removed, and
-    the slope is 0. `short` and `long` are the bytes per token at the two `lengths`; the second is twice the first.
+    If the bytes per token do not increase with the length, they include a constant per sequence. It is removed, and the
+    slope is 0. `short` and `long` are the bytes per token at the two `lengths`; the second is twice the first.
     """
     if long <= short:
         return 2.0 * long - short, 0.0
@@ -142,7 +142,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 class _Run:
     """Forward pass on meta tensors that counts operators, saved bytes, and the rows that experts read.
 
-    A storage that autograd saves several times counts once, for the innermost running module.
+    A storage that autograd saves several times counts once, for the innermost running module that `_watch` observes.
     """
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, kinds: list[int], length: int) -> None:
@@ -167,7 +167,7 @@ class _Run:
         self.operators = tracer.num_operators
 
     def _watch(self, index: int, layer: nn.Module) -> None:
-        """Add forward hooks that count the saved bytes of a layer and of each of its children."""
+        """Add forward hooks that record when a layer, its children and its modules of experts run."""
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._inside.pop()
@@ -209,7 +209,7 @@ def _two_runs(
 
 
 def _attend(plain: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> Tensor:
-    """Run attention as a fused kernel if the kernel supports it, else by the function `plain`."""
+    """Run `FusedAttention` if a fused kernel supports the heads, else the function `plain`."""
     if query.shape[1] != key.shape[1] and not kwargs.get("enable_gqa"):
         return plain(query, key, value)  # broadcast heads have no fused kernel
     return FusedAttention.apply(query, key, value)
@@ -234,21 +234,20 @@ class FusedAttention(torch.autograd.Function):
 _TURNS = 3
 """Repetitions of each benchmark; the fastest one counts."""
 _SLOW_WINDOWS = 4
-"""Number of time windows; a warm-up call on a CPU that takes longer is itself the measurement.
-
-On an accelerator it is not, because the first call loads code.
-"""
+"""On a CPU, a warm-up call that takes more than this number of time windows is itself the measurement."""
 Action = Callable[..., Callable[[], object]]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def measure_rates(device: torch.device, dtypes: tuple[str, ...], window_s: float = 0.2) -> LocalRates:
-    """Time matmuls, attention, element-wise chains, an optimizer step and collectives on this rank.
+    """Return the times of matmuls, attention, element-wise chains, an optimizer step and all-gathers on this rank.
+
+    All ranks must call this function at the same time. On CPUs, a small layer is timed too, on 1 to all ranks.
 
     Args:
         device: Device of this rank.
-        dtypes: Dtypes to measure: float32, bfloat16.
-        window_s: Seconds of each measurement, over all its repetitions.
+        dtypes: Dtypes of matmuls and attention: "float32", "bfloat16".
+        window_s: Approximate seconds of each measurement, over all its repetitions.
     """
     return fastest_rates([_once(device, dtypes, window_s / _TURNS) for _ in range(_TURNS)])
 
@@ -300,8 +299,8 @@ def _mean(
 ) -> float:
     """Return the mean seconds per call of `action`, called for `window_s` seconds and at least `min_calls` times.
 
-    A warm-up call and, with `all_ranks`, a barrier precede. If the warm-up call is slow (see `_SLOW_WINDOWS`), its
-    seconds are returned.
+    A warm-up call and, with `all_ranks`, a barrier precede. On a CPU, the seconds of a slow warm-up call are returned,
+    see `_SLOW_WINDOWS`.
     """
     start = time.perf_counter()
     action()
@@ -367,7 +366,7 @@ def _adamw(device: torch.device, elements: int) -> Callable[[], object]:
 
 
 def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], ...]:
-    """Time a small layer on all ranks at once, on half of them, ..., on one rank; return (ranks, seconds) pairs."""
+    """Time a small layer on all ranks, half of them, ..., one; return (ranks, seconds or NaN if idle) pairs."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     action = _layer(device)
     measured = []

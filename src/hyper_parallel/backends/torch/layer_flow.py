@@ -68,11 +68,7 @@ class LayerFlow:
 
 
 def trace_layer_flow(model: nn.Module) -> LayerFlow:
-    """Trace a model on meta tensors and return the data flow between its layers.
-
-    Raises:
-        UnsupportedSharding: HP205 with the reason why the model cannot be divided into pipeline stages.
-    """
+    """Trace a model on meta tensors; return the data flow between its layers, or raise HP205 if pp cannot split it."""
     view = view_of(model)
     if view.base is None:
         raise flow_error(model, "it has no list of decoder layers", "pp")
@@ -98,8 +94,7 @@ def flow_error(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
 def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs: Tensor) -> Any:
     """Return the output of a model's forward under `tracer`, with the arguments of a training step and `extra_inputs`.
 
-    Raises:
-        UnsupportedSharding: HP205 when the forward cannot run on meta tensors, or does not support `axis`.
+    Raise HP205 for `axis` if the forward cannot run on meta tensors.
     """
     inputs = trial_inputs(model, TOKENS)
     ids = inputs["input_ids"]
@@ -204,7 +199,10 @@ class _LayerTrace(SlotList):
                 bit += 1
 
     def record_uses(self, marks: int, layer: int) -> None:
-        """Record the modules and parameters from which the inputs of a layer, with these marks, were computed."""
+        """Record the modules and parameters that a layer uses, from the marks of its inputs or outputs.
+
+        Raise HP205 if another layer passes it more than the activations of the preceding layer.
+        """
         for i in range(self.flow.layers):
             skips = marks & self._output(i) and i != layer - 1
             if skips or (marks & self._private(i) and i != layer):
@@ -217,7 +215,7 @@ class _LayerTrace(SlotList):
                 getattr(self.flow, kind)[name].add(layer)
 
     def detach_origins(self, layer: int, out: Any) -> Any:
-        """Return the output `out` of a layer as meta tensors whose only origin is this layer."""
+        """Record the structure of a layer's output `out`; return it as meta tensors whose only origin is the layer."""
         leaves, spec = tree_flatten(out)
         on_meta = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_meta]
         position = next((i for i in on_meta if leaves[i].is_floating_point()), None)
@@ -292,7 +290,7 @@ _TABLES: Final = (
 
 @contextmanager
 def preserve_module_state(model: nn.Module) -> Iterator[None]:
-    """Restore attributes, buffers, children and hooks of all modules at the end of the context."""
+    """Restore attributes, buffers, children, hooks and experts implementation of a model when the context ends."""
     tables = [t for m in model.modules() for t in (vars(m), *(vars(m)[name] for name in _TABLES))]
     saved = [(table, dict(table)) for table in tables]
     experts = _experts_implementation(model)
@@ -307,7 +305,7 @@ def preserve_module_state(model: nn.Module) -> Iterator[None]:
 
 
 def _experts_implementation(model: nn.Module) -> dict[str, Any] | None:
-    """Return the experts implementation of a transformers model per sub-config; early 5.x has only a setter."""
+    """Return the experts implementation per sub-config of a transformers model; None for a model without a setter."""
     if not hasattr(model, "set_experts_implementation"):
         return None
     config: Any = model.config

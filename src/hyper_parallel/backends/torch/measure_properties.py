@@ -33,8 +33,8 @@ from hyper_parallel.ir import Overlap
 from hyper_parallel.model import ModelProperties, Property
 
 TOLERANCE: Final = 1e-6
-"""Relative difference of outputs that counts as equal: rounding in float64 stays below 1e-12, and below 1e-6 in
-models that keep some state in float32; a single changed token moves outputs by more than 1e-3."""
+"""Maximum relative difference of equal outputs. Rounding stays below 1e-12 in float64, and below 1e-6 in models that
+keep some state in float32. A single changed token changes outputs by more than 1e-3."""
 
 SHORTEST: Final = 16
 """Number of tokens that the small copy of a model must be able to read."""
@@ -69,7 +69,7 @@ class StableTopK(TorchFunctionMode):
 
 
 def prepare_model(model: nn.Module) -> None:
-    """Prepare a small float64 model on the CPU: evaluation mode, float64 in the whole forward, noise on parameters."""
+    """Prepare a small float64 model: evaluation mode, noise on parameters, document masks, forward in float64."""
     from hyper_parallel.backends.torch.context.apply import mask_documents
 
     model.eval()

@@ -107,7 +107,7 @@ def is_reversible(model: nn.Module) -> bool:
 
 
 def _require_dims(params: Sequence[tuple[str, tuple[int, ...], Any]], strategy: Strategy) -> None:
-    """Raise HP205 for scalar parameters if FSDP shards the model."""
+    """Raise HP205 for scalar parameters with data or context parallelism, which use FSDP."""
     scalar = next((name for name, shape, _ in params if not shape), None)
     if scalar is not None and strategy.dp * strategy.cp > 1:
         degrees = f"dp_replicate={strategy.dp_replicate}, dp_shard={strategy.dp_shard}"
@@ -121,7 +121,7 @@ def _require_dims(params: Sequence[tuple[str, tuple[int, ...], Any]], strategy: 
 
 
 def _require_linear(model: nn.Module, styles: dict[str, str]) -> None:
-    """Raise HP205 if a rule shards a module that is not an `nn.Linear`."""
+    """Raise HP205 if a rule shards a module that is neither an `nn.Linear` nor a norm over heads."""
     for name, module in model.named_modules():
         split = styles.get(name) in (*COLUMN_STYLES, "rowwise", "head")
         if split and type(module).forward is not nn.Linear.forward and module._parameters:
@@ -186,7 +186,10 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
 
 
 def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
-    """Return rules for embedding and head; no rules if they share a weight and one of them cannot be sharded."""
+    """Return rules for embedding and head, except those that cannot be sharded.
+
+    There are no rules if another module shares their weights, or if they share a weight and one cannot be sharded.
+    """
     names = {module: name for name, module in model.named_modules()}
     ends = _declared_ends(model)
     embedding, head = ends.get("vocab"), ends.get("head")
@@ -219,7 +222,7 @@ def _declared_ends(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _splits_rows(module: nn.Module) -> bool:
-    """Return whether an embedding can be sharded by rows, because it only looks up rows and may scale them."""
+    """Return whether an embedding can be sharded by rows: its forward looks up rows and scales them at most."""
     own = type(module).forward is not nn.Embedding.forward and not hasattr(module, "embed_scale")
     return isinstance(module, nn.Embedding) and not (
         own or module.max_norm is not None or module.sparse or module.scale_grad_by_freq
@@ -251,7 +254,7 @@ def _memo(model: type[nn.Module], base: type[nn.Module]) -> dict[str, int]:
 
 
 def _heads(config: Any, default: int) -> tuple[int, int, int]:
-    """Return the number of query heads, the number of key heads, and the head width, from a model's config.
+    """Return the number of query heads, the number of key and value heads, and the head width, from a model's config.
 
     `default` is the number of query heads if the config does not contain it.
     """
@@ -413,9 +416,9 @@ def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> Attent
 
 
 def _mlp(params: list[ParamSpec], config: Any, hidden: int) -> MlpSpec | None:
-    """Return the feed-forward part of a layer; None if its width is unknown.
+    """Return the feed-forward part of a layer; None if no matrix has its width.
 
-    The width is read from the experts if the layer has any, else from the config or from the shapes of matrices.
+    Widths are read from the config, or from the shapes of matrices if the config has none.
     """
     matrices = [p for p in params if p.is_matrix and "attn" not in p.name and "attention" not in p.name]
     gated = any("gate" in p.name.rsplit(".", 2)[-2] or p.name.endswith("gate_up_proj") for p in matrices)

@@ -69,11 +69,7 @@ class ModelView:
     layers: nn.ModuleList
 
     def final_norm(self) -> nn.Module:
-        """Return the norm after the layers: a child of the base with a usual name, else its last child that is a norm.
-
-        Raises:
-            UnsupportedSharding: HP205 if the base has no norm.
-        """
+        """Return the norm after the layers, a child of the base found by its name or class; raise HP205 without one."""
         base: nn.Module = self.base
         for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
             if isinstance(norm := getattr(base, name, None), nn.Module):
@@ -112,8 +108,8 @@ def view_of(model: nn.Module) -> ModelView:
 def _largest_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return name and members of the layer list with most parameters; "" and an empty list if the model has none.
 
-    Lists inside of other lists do not count. Lists in a module that has the config of the language model are preferred,
-    then lists of the classes in the model's `_no_split_modules`.
+    Lists inside of other lists and lists without parameters do not count. Lists in a module that has the config of the
+    language model are preferred, then lists of the classes in the model's `_no_split_modules`.
     """
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None

@@ -95,7 +95,7 @@ class Handle:
         return self.experts is not None or self.balance is not None
 
     def copies(self, name: str) -> int:
-        """Return the number of ranks that hold the same elements of the parameter `name` as this rank."""
+        """Return the number of ranks, this one included, that hold the same elements of the parameter `name`."""
         layout = self.layouts[name]
         mesh = self.plan.strategy.mesh_of(layout)
         ranks = mesh.size // mesh.degree(layout.sharding_axes)

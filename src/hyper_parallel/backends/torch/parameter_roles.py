@@ -1,6 +1,6 @@
 """Roles of a model's parameters, for optimizer groups; roles follow from module types and names, not from shapes.
 
-    linear        weight of a linear module, [out, in] or [in, out]
+    linear        weight of a linear module, [out, in] or [in, out]; matrix of a LoRA adapter
     stacked       several linear weights in one parameter: experts [E, in, out], groups, a block-diagonal map
     embedding     table of an embedding module
     head          weight of the output head
@@ -48,7 +48,7 @@ UNDECAYED: Final = (
     ParameterKind.STATE,
     ParameterKind.VECTOR,
 )
-"""Roles without weight decay."""
+"""Kinds of parameters without weight decay."""
 
 
 @dataclass(frozen=True, slots=True)

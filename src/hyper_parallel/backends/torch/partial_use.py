@@ -33,7 +33,8 @@ _TOKEN_INPUTS: Final = frozenset(
 def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the items of a batch that an encoder outside the decoder reads, such as images and audio.
 
-    These are floating-point tensors and discrete codes: integer tensors with three or more dims that are not masks.
+    These are floating-point tensors with at least one dim, and integer tensors with three or more dims that are not
+    masks. Inputs with values for each token, such as `inputs_embeds`, are excluded.
     """
     return {
         name: value

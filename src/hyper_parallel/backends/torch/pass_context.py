@@ -87,7 +87,7 @@ class RunningPass:
     _recomputed: PassContext = field(default_factory=PassContext)
 
     def update(self, **values: Any) -> None:
-        """Replace the context by a copy with new values of these attributes."""
+        """Replace the context by a copy in which these attributes have new values."""
         self.context = self.context._replace(**values)
 
     def recomputed(self) -> PassContext:

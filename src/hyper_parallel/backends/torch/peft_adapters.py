@@ -41,16 +41,12 @@ from hyper_parallel.units import MiB
 ADAPTER_CONFIG = "adapter_config.json"
 """File that identifies the directory of an adapter, named by peft."""
 ADAPTER_LIMITS = Limits(16 * MiB, num_elements=200_000, depth=10, finite=True)
-"""Limits for reading an adapter configuration, which names every adapted module at most twice."""
+"""Limits for reading an adapter configuration."""
 _KEYS = "lora.target_modules"
 
 
 def import_peft() -> Any:
-    """Import peft and return the module.
-
-    Raises:
-        MissingDependency: HP501 when it is not installed.
-    """
+    """Import peft and return the module; raise HP501 if it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -64,7 +60,7 @@ def import_peft() -> Any:
 
 
 def base_of(directory: Path) -> str:
-    """Return the directory or hub id of the base model that the adapter in a directory names; raise HP703 without."""
+    """Return the directory or hub id of the base model that an adapter names; raise HP703 if it names none."""
     file, base = directory / ADAPTER_CONFIG, None
     with suppress(OSError, ValueError, KeyError, TypeError):
         base = read_json(file, ADAPTER_LIMITS)["base_model_name_or_path"]
@@ -87,7 +83,8 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
         where: Recipe key or file that selects the modules, for errors.
 
     Raises:
-        BadValue: HP102 when a name matches no module.
+        BadValue: HP102 for a name that matches no module, an invalid or slow pattern, or a rank above every dim of the
+            linear modules, and when peft rejects the configuration.
         UnsupportedSharding: HP205 for a module that does not support an adapter.
     """
     peft, adaptable = import_peft(), adaptable_modules(model)
@@ -145,7 +142,8 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
     `model` has peft's layers, without the `PeftModel` around it. `config` is kept for exports of the adapter `name`.
 
     Raises:
-        UnsupportedSharding: HP205 for adapters of modules that are not linear, and for adapters other than plain LoRA.
+        UnsupportedSharding: HP205 for adapters of modules that are not linear, adapters other than plain LoRA, and
+            modules of `modules_to_save` that share a weight with another module.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -212,7 +210,7 @@ _UNREAD: Final = (
     "task_type", "peft_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "peft_version", "runtime_config",
 )  # fmt: skip
-"""Keys of a `LoraConfig` that affect neither the choice of adapted modules nor the adapter matrices A and B."""
+"""Keys of a `LoraConfig` that affect neither the selected modules nor the adapter matrices A and B."""
 _OTHER_INITIAL: Final = ("gaussian", "eva", "orthogonal")
 """Prefixes of the initialization methods that do not change the base weights."""
 

@@ -1,7 +1,7 @@
 """Capture of a training step, or of one pipeline stage, as a `StepProgram`, with fake tensors: nothing is computed.
 
-Parameters may be sharded over ranks. All ranks run the same program, so shards have equal sizes, and a collective names
-a mesh axis as its group.
+Parameters may be sharded over ranks. All ranks run the same program, so shards have equal sizes. A collective names its
+group by a mesh axis, or by the ranks in the group.
 
 The forward program of a stage computes the activations `sent` to the next stage from the activations `received`. The
 backward program recomputes `sent` and differentiates the inner product of `sent` and its gradient. The next stage
@@ -136,7 +136,7 @@ def capture_gradients(
         and with outputs `loss`, `sum.NAME` (the new sums) and, for names in `differentiated`, `grad.NAME`.
 
     Raises:
-        Contradiction: HP104 with the operator and the module whose shapes or branches depend on tensor values.
+        Contradiction: HP104 when shapes or branches depend on tensor values, or the forward changes a parameter.
     """
     leaves = _leaves(model)
     trained = [name for name, leaf in leaves.items() if leaf.requires_grad]
@@ -199,7 +199,7 @@ def capture_update(update: Callable[..., dict[str, Tensor]], example: Mapping[st
 
 
 def _leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return empty tensors like the parameters and the persistent buffers of a model, by name."""
+    """Return empty tensors like this rank's parameters and persistent buffers of a model, by name."""
     saved = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return {
@@ -432,7 +432,7 @@ class _Builder:
             return
         if (source := _same_value(node, name)) is not None:
             if source in self._folded:
-                value = self._folded[source]  # views may need the strides of an alias
+                value = self._folded[source]  # run aliases too: later views may depend on their strides
                 same = name in _SAME_VALUE
                 self._folded[node] = node.target(value, **node.kwargs) if same else value
             else:

@@ -2,7 +2,7 @@
 
 transformers derives the frequencies of all tokens from the largest position in the batch. Rows, packed documents and
 padding would then change each other's frequencies, and training would depend on the microbatches of a layout. Here
-every token gets the frequencies of its own document: the rotary embedding runs once per document length.
+every token gets the frequencies of its own document.
 
 Rotary embeddings of `rope_type: dynamic` also store the length of the longest earlier sequence, and frequencies for
 this length, which no checkpoint contains. Therefore every call starts from the state before the module's first call.
@@ -33,7 +33,7 @@ _MARKER: Final = "max_seq_len_cached"
 
 
 def document_lengths(positions: Tensor) -> Tensor:
-    """Return the length of each token's document, [B, S]: a run of consecutive positions, which begins at 0."""
+    """Return the length of each token's document, [B, S]. A document is a run of consecutive positions from 0."""
     number = positions.shape[1]
     index = torch.arange(number, device=positions.device).expand_as(positions)
     is_last = positions.diff(dim=1, append=positions[:, -1:]) != 1
@@ -64,7 +64,7 @@ def _rotate(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the forward `inner` of a rotary embedding once per document length and merge the results."""
+    """Run the forward `inner` of a rotary embedding once for all tokens with equal frequencies; merge the results."""
     if position_ids.dim() != 2:  # positions of images in several dims
         return inner(x, position_ids, *args, **kwargs)
     layer_type = kwargs.get("layer_type", args[0] if args else None)

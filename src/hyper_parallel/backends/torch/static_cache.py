@@ -25,7 +25,7 @@ class FixedLayer(StaticLayer):
     `position` is the index of the single token to write, a tensor [1]; None: write a prompt from index 0 on.
     """
 
-    # Lets transformers omit the mask of a prompt, as with a growing cache.
+    # With False, transformers omits the mask of a prompt, as with a growing cache.
     is_compileable = False
     _layer_type = None
 
@@ -65,7 +65,7 @@ class FixedLayer(StaticLayer):
 
 
 def why_no_own_cache(model: Any) -> str | None:
-    """Return the reason why a model cannot use the caches and masks of this module; None if it can."""
+    """Return the reason why a model cannot use a `FixedLayer` cache and the result of `masks`; None if it can."""
     config = model.config.get_text_config(decoder=True)
     unsupported = set(getattr(config, "layer_types", None) or ()) - _PLAIN
     if unsupported:

@@ -50,7 +50,7 @@ class Tokens:
         return torch.arange(stop - start, device=device) if stop - start < rows else None
 
     def select_real(self, selected: Tensor | None, rows: int) -> Tensor | None:
-        """Return a mask of the rows `selected` by `token_rows`, False for batch padding; None without padding."""
+        """Return a mask of the rows `selected` by `token_rows`, False for batch padding; None without such padding."""
         if (padding := self.running.context.padding) is None:
             return None
         real = rows_of_half(padding.real)
@@ -100,7 +100,7 @@ def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
 
 
 def watch_padding(model: nn.Module, tokens: Tokens) -> None:
-    """Add a hook that records the batch's padding in the `PassContext`, after the hook that shards sequences."""
+    """Add a hook that records the batch's padding in the `PassContext`, and removes the argument `token_mask`."""
     names = list(inspect.signature(model.forward).parameters)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 The classifiers of transformers return one score per sequence, the score of its last token that is not padding. A
 context-parallel rank may not have this token. Here the model returns the score of every token, and the objective
-selects one. The weights are the same.
+selects one. The weights are those of the classifier.
 """
 
 from __future__ import annotations

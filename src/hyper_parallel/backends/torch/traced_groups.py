@@ -16,7 +16,7 @@ from torch import Tensor
 from hyper_parallel.backends.step_program import group_name
 
 TRACED: Final = "traced"
-"""Name of the back end of `torch.distributed`."""
+"""Name by which the back end is registered in `torch.distributed`."""
 
 _OPERATORS = torch.ops._c10d_functional
 
@@ -71,7 +71,7 @@ class TracedGroup(dist.ProcessGroup):
 
 
 def _create(options: Any, _: Any) -> TracedGroup:
-    ranks = options.global_ranks_in_group or range(options.group_size)  # none in the default group
+    ranks = options.global_ranks_in_group or range(options.group_size)  # the default group lists no ranks
     return TracedGroup(ranks, options.group_rank, options.group_id)
 
 

@@ -1,8 +1,8 @@
 """Causal language-model loss over a vocabulary that may be sharded over ranks.
 
 One autograd function computes the cross entropy of T tokens from local logits [T, V / tp]. Ranks exchange two numbers
-per token (log-sum-exp and the logit of the target) in one all-gather. Backward recomputes the softmax from the logits,
-so that forward saves only one number per token and the logits. Arithmetic is float64 for float64 logits, else float32.
+per token (log-sum-exp and the logit of the target) in one all-gather. Backward recomputes the softmax from the saved
+logits. Arithmetic is float64 for float64 logits, else float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hyper_parallel.ir import Purpose
 IGNORED: Final = -100
 """Label without loss: `ignore_index` of `torch.nn.functional.cross_entropy` and of Hugging Face labels."""
 _BLOCK_ELEMENTS = 1 << 24
-"""Elements of logits converted at a time, to bound temporaries."""
+"""Maximum elements of logits converted at a time, to bound temporaries."""
 
 
 def _blocks(logits: Tensor) -> range:
@@ -130,7 +130,7 @@ def loss_function(tp: TpState | None, add: Callable[[Tensor, Tensor], Tensor] | 
     """Return a function that replaces the `loss_function` of a Hugging Face model and accepts sharded logits.
 
     `add(loss, share)` returns the loss plus the router loss, weighted by `share`: the microbatch's share of the targets
-    over which the loss is averaged.
+    over which the loss is averaged. None: training adds no router loss.
     """
 
     def causal_lm_loss(

@@ -3,8 +3,8 @@
     tower      features of microbatches, in rounds    send ->    backward with the gradients received
     language   forward with the features received     <- send    gradients of the features
 
-A tower is an encoder of images, videos or audio. A share is a data-parallel rank of the language part. In a round, each
-rank of a tower computes the features of one microbatch.
+A tower is an encoder of images, videos or audio. The language part is the rest of the model. A share is a data-parallel
+rank of the language part. In a round, each rank of a tower computes the features of one microbatch.
 
 Every microbatch of the language part has one message of features from each tower, empty without media, and one message
 of gradients to each tower whose features require them. A rank may have several parts of the model. All ranks derive the
@@ -12,14 +12,11 @@ same order of all passes of a step, and run their own passes in this order: befo
 the passes of the first tower, then those of the next one. Every pass follows the passes whose results it needs, so
 ranks cannot deadlock.
 
-Alternatively, a tower and a pipeline of the language part run under one schedule, with one list of actions per rank.
-Stage 0 of the schedule is the tower. Copies of the tower on several ranks use no collectives during the step, and sum
-their gradients at the end of the step. A sharded tower runs its collectives in the order of the schedule. With tensor
-parallelism, a pipeline stage may have several tower ranks. They take turns: one of them encodes a microbatch. At the
-same time, the others run a sharded tower without a microbatch, because of its collectives.
-
-Messages between tower and language part have the key (edge, microbatch). A rank sends each result as soon as it is
-computed, and waits for a message only when an action needs it. `verify` proves that ranks cannot deadlock.
+Alternatively, a tower and a pipeline of the language part run under one joint schedule, whose stage 0 is the tower. A
+lane is the list of actions of one pipeline rank, or of a rank with a tower only. Copies of the tower on several ranks
+use no collectives during the step, and sum their gradients at its end. A sharded tower runs its collectives in the
+order of the schedule. With tensor parallelism, several tower ranks may share a lane. They take turns: one of them
+encodes a microbatch. The others meanwhile run a sharded tower without a microbatch, for its collectives.
 """
 
 from __future__ import annotations
@@ -57,9 +54,8 @@ Source = tuple[int, int] | None
 class JointSteps:
     """Joint schedules of a tower and the pipeline of the language part, for one rank.
 
-    All shares run the same schedule, each with its own microbatches. A schedule of a sharded tower covers whole rounds:
-    one microbatch per tower rank. If a step has fewer microbatches, the tower passes of missing ones are empty, and
-    their other actions are omitted.
+    All shares run the same schedule, each with its own microbatches. For a sharded tower, the number of microbatches is
+    rounded up to whole rounds; the tower's passes of missing microbatches are empty.
 
     Attributes:
         layout: Lanes of the schedule, and the tower's ranks of each share.
@@ -102,11 +98,11 @@ class JointSteps:
         return [self.tower[owner] for owner in owners[:count]]
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return one entry per microbatch: (share, index) if the tower rank computes its features, else None."""
+        """Return the result of `Border.sources` for a tower rank under the joint schedule, one entry per microbatch."""
         return self.layout.sources(self.schedule(count), tower_rank)[:count]
 
     def actions(self, count: int, train: bool) -> tuple[Action, ...]:
-        """Return the actions of this rank. The tower is stage -1, the stages of the language part count from 0."""
+        """Return the actions of this rank; the tower is stage -1, and the stages of the language part begin at 0."""
         if (count, train) not in self._actions:
             schedule, (share, lane) = self.schedule(count), self.place
             owners = self.layout.owners(schedule, share)
@@ -124,7 +120,7 @@ class JointSteps:
 
 
 def _crosses(action: Action) -> bool:
-    """Return whether an action sends or receives a message of `Tower` and `Reader`, which use no actions for it."""
+    """Return whether an action sends or receives a message between `Tower` and `Reader`, which need no such actions."""
     return action.kind.startswith(("SEND", "RECV")) and 0 in (action.stage, action.peer.stage)
 
 
@@ -184,7 +180,7 @@ class Border:
         )
 
     def passes(self, rounds: int) -> Iterator[tuple[Pass, int]]:
-        """Yield (pass, number) in the order of a step of `rounds` rounds.
+        """Yield (kind of pass, number) in the order of a step of `rounds` rounds.
 
         The number is the round of a tower pass, or the index of a microbatch of the language part.
         """
@@ -335,9 +331,8 @@ class Reader:
     def step(self, owner: Callable[[int, int], int] | None = None) -> Iterator[None]:
         """Allow forward passes in this context; `begin` selects the microbatch of each pass.
 
-        Args:
-            owner: Function from (share, index of a microbatch) to the world rank that computes its features; None:
-                `Border.owner`.
+        `owner` is a function from (share, index of a microbatch) to the world rank that computes its features; None:
+        `Border.owner`.
         """
         self._owner = owner
         self._counts.clear()
@@ -351,7 +346,10 @@ class Reader:
         self._index = index
 
     def receive(self, label: str, number: int) -> Any:
-        """Return the result of the call named `label`, which crosses the border to tower `number` of `borders`."""
+        """Return the features that tower `number` of `borders` has sent for the model's call named `label`.
+
+        Raise HP622 if the next features are those of another call.
+        """
         received = self._message(number)
         found, output = received.popleft() if received else ("no further features", None)
         if found != label:
@@ -438,7 +436,7 @@ class Role:
     Attributes:
         part: `TowerModel`, or the language part, that passed through `parallelize`.
         side: `Tower` or `Reader` of the part.
-        reports: Whether this rank is the part's first one, whose values count in `sum_over_parts`.
+        reports: Whether this rank is the first one of the part; only its values count in `sum_over_parts`.
     """
 
     part: nn.Module

@@ -1,10 +1,10 @@
 """Division of a multimodal model into its language part and its towers (encoders with projectors), in place.
 
 A forward pass with text only, on meta tensors, finds the parameters of the language part. All other parameters belong
-to the towers, by their names if there are several. The model's code does not change. A rank drops the parameters of
-other parts. A call crosses the border to a tower if the language part reads its result. These are the calls of the
-model's own `get_image_features`, `get_video_features` and `get_audio_features`, or, in models without these methods, of
-the tower's modules. They are replaced on the instance.
+to the towers, by their names if there are several. A rank drops the parameters of other parts. A call crosses the
+border to a tower if the language part reads its result. These are calls of `get_image_features`, `get_video_features`
+and `get_audio_features` of the model, or, in models without these methods, of the tower's modules. The called functions
+are replaced on the module instances; the model's classes do not change.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RECORDINGS: Final = ("hidden_states", "attentions")
 _MODEL_ERRORS: Final = (*(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),)
 """Errors of model code that reads values of meta tensors."""
 _CAUSE_CHARS: Final = 120
-"""Characters of an error of model code that notes and refusals quote: about one line of a terminal."""
+"""Maximum characters that messages quote from an error of model code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ def divide(model: nn.Module) -> Division:
     """Return the division of a model whose parameters may have values or be on the meta device.
 
     Raises:
-        UnsupportedSharding: HP205 for a model without towers, for towers that cannot be told apart, and for a forward
-            that cannot be traced.
+        UnsupportedSharding: HP205 for a model without towers, for a parameter that cannot be assigned to one part, and
+            for a forward that cannot be traced.
     """
     modalities = getattr(model, "input_modalities", "text")
     modalities = (modalities,) if isinstance(modalities, str) else modalities
@@ -140,9 +140,9 @@ def divide(model: nn.Module) -> Division:
 
 
 def _check_kinds(model: nn.Module, kinds: Sequence[str], names: Mapping[str, bool]) -> None:
-    """Raise HP205 if parameters of a model with several towers cannot be assigned to one part each.
+    """Raise HP205 if the parameters of a model with several towers cannot be assigned to one part each.
 
-    `names` are those of all parameters, with True for those that a forward pass with text only uses.
+    `names` has the names of all parameters; True: a forward pass with text only uses the parameter.
     """
     for name, is_language in names.items():
         kind = tower_kind(name)
@@ -163,7 +163,7 @@ def _check_modules(model: nn.Module, towers: Sequence[TowerPart]) -> None:
 
 
 def _media_of(model: nn.Module, kind: str) -> frozenset[str]:
-    """Return the forward arguments that the feature methods of a tower kind read; raise HP205 without methods."""
+    """Return the forward arguments that the feature methods of a tower kind read; raise HP205 if one is missing."""
     accepted, media = inspect.signature(model.forward).parameters, set[str]()
     for modality, method in _feature_methods(kind):
         owner = next((m for m in model.modules() if hasattr(type(m), method)), None)
@@ -260,7 +260,7 @@ def twin_of(model: nn.Module) -> nn.Module:
 def join_parts(whole: nn.Module, tower: TowerModel) -> nn.Module:
     """Return one module with the parameters of `whole`, one or several parts, and of a tower; for optimizers and files.
 
-    Modules that contain several parts are copies, so that FSDP of one part does not find another part.
+    The modules around several parts are copies, so that FSDP of one part does not find another part.
     """
     joined = _join_modules(whole, tower, "", tower.part.modules)
 
@@ -382,7 +382,9 @@ class TowerNotTraced(Exception):
 
 
 def tower_flops(model: nn.Module, batches: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, list[float]]:
-    """Return the FLOPs of each tower's forward on each batch of arrays, by kind of tower, for a model on meta.
+    """Return the FLOPs of each tower's forward on each batch of arrays, by kind of tower; 0 without media.
+
+    The model is on the meta device.
 
     Raises:
         TowerNotTraced: A tower's forward fails on meta tensors.

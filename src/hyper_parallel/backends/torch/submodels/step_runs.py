@@ -54,7 +54,7 @@ class Rounds:
             self._language[1].begin(index)
 
     def run(self, action: Action) -> None:
-        """Fail: a tower in rounds has no actions."""
+        """Raise AssertionError, because a tower in rounds has no actions."""
         raise AssertionError(f"{action} is no action of a round")
 
     def end(self) -> None:
@@ -107,7 +107,7 @@ class Joint:
         return self._owners[index]
 
     def begin(self, index: int) -> None:
-        """Select the microbatch of the next forward on the first stage of the language part."""
+        """Select the microbatch of the next forward on a language stage that reads features."""
         assert self._language is not None
         self._language[1].begin(index)
 

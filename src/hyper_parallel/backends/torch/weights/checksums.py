@@ -1,8 +1,8 @@
 """Checksums of tensors that ranks read in parts, independent of the partition.
 
-The bytes of each row of a tensor are 64-bit words. Each dim has an odd pseudo-random number for each index. The
-checksum is the sum over all words of the word times its numbers in all dims, modulo 2^64. It is linear, so the
-checksums of parts add up. It detects damage and mix-ups, not attacks.
+The bytes along the last dim of a tensor are 64-bit words, padded with zeros. Each dim has an odd pseudo-random number
+for each index. The checksum is the sum over all words of the word times its numbers in all dims, modulo 2^64. It is
+linear, so the checksums of parts add up. It detects accidental differences, not attacks.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class PartChecksum:
 
 
 def joint_checksum(parts: Iterable[PartChecksum], read_whole: Callable[[str], Tensor]) -> str:
-    """Return one checksum of all tensors that the ranks have read in parts, the same for every layout.
+    """Return one checksum, 32 hex digits, of all tensors that the ranks have read in parts; equal for every layout.
 
     Args:
         parts: Parts read by all ranks, with repetitions for replicas.
-        read_whole: Function that reads a full tensor by name; used if parts overlap without being equal.
+        read_whole: Function that reads a full tensor by name; used for tensors that no disjoint parts cover.
     """
     tensors: dict[str, dict[Box, PartChecksum]] = {}
     for part in parts:
@@ -77,7 +77,7 @@ def joint_checksum(parts: Iterable[PartChecksum], read_whole: Callable[[str], Te
 
 
 def state_checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return one checksum of named full tensors in host memory."""
+    """Return the result of `joint_checksum` for full tensors by name."""
     parts = [PartChecksum.of(n, t, tuple(t.shape)) for n, t in tensors.items()]
     return joint_checksum(parts, lambda name: tensors[name])
 

@@ -42,7 +42,9 @@ class Conversion:
 
     Attributes:
         name: Name of the first parameter that the conversion produces.
+        converter: `WeightConverter` of transformers.
         keys: Names of the stored tensors, by the pattern of the converter that matches them.
+        reference: Result of `hf_reference_model`.
     """
 
     name: str
@@ -59,7 +61,7 @@ class Conversion:
 
 
 def model_of_part(model: nn.Module) -> nn.Module:
-    """Return the complete Hugging Face model that a module, such as a vision tower, is a part of; else the module."""
+    """Return the complete Hugging Face model that a module, such as an encoder, is a part of; else the module."""
     complete: nn.Module = model.__dict__.get(COMPLETE, model)
     return complete
 
@@ -100,9 +102,12 @@ def with_tied_embeddings(config: Any, tied: bool) -> Any:
 
 
 def tied_names(reference: nn.Module) -> dict[str, str]:
-    """Return the parameters that a model class ties when its config allows it: dict from tied name to source name."""
+    """Return the parameters that a model class ties if its config allows it: dict from tied name to source name.
+
+    The dict is empty if the class rejects such a config.
+    """
     own = with_tied_embeddings(reference.config, True)
-    with suppress(Exception):  # some classes reject tied embeddings
+    with suppress(Exception):
         return dict(_on_meta(type(reference), own, None).all_tied_weights_keys)
     return {}
 
@@ -110,8 +115,8 @@ def tied_names(reference: nn.Module) -> dict[str, str]:
 def published_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtype by name of every parameter and saved buffer of a model that transformers loads with `dtype`.
 
-    Some parameters stay in float32, for example the router of deepseek_v3. {} for a model that is not from
-    transformers.
+    Some parameters stay in float32, for example the router of deepseek_v3. The dict is empty for models that are not
+    from transformers.
     """
     reference = hf_reference_model(model, dtype)
     if reference is None:

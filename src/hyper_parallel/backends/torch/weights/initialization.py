@@ -1,8 +1,7 @@
 """Storage and random initial values of a model, equal for every layout and world size.
 
-`materialize` initialises one module at a time: the model's own rule fills full-size float32 tensors on the CPU, and
-each rank copies its shard. The random state is derived only from `(seed, module name)`. There is no communication, and
-memory use is bounded by the parameters of one module. Every rank generates every value: about 10 s per billion.
+`materialize` initialises one module at a time, without communication: the model's own rule fills full-size float32
+tensors on the CPU, and each rank copies its shard. The random state is derived only from `(seed, module name)`.
 
 The rule is `_init_weights` of the nearest Hugging Face model around the module, or `reset_parameters` of a plain
 module. Values are generated in float32 and then cast, so a float64 run starts from exactly the float32 weights.
@@ -49,7 +48,7 @@ def base_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Itera
 
 
 def allocate(model: nn.Module, *, device: torch.device | str | None = None) -> None:
-    """Allocate this rank's shard of every tensor on the meta device, uninitialised; tied parameters stay tied.
+    """Replace every meta tensor of a model by uninitialised storage of this rank's shard; tied parameters stay tied.
 
     Args:
         model: Module of plain tensors or DTensors; changed in place.
@@ -81,13 +80,12 @@ def materialize(
 ) -> None:
     """Allocate a model, and set initial values that depend on `seed` and on module names only.
 
-    Buffers on the meta device are computed by the initialization rules too.
-
     Args:
         model: Module of plain tensors or DTensors, on any device including meta; changed in place.
         seed: Seed of the run.
         device: See `allocate`.
-        names: Parameters to initialise. None: all except adapters, and all buffers that the rules set.
+        names: Parameters to initialise, besides buffers on the meta device. None: all parameters except adapters, and
+            all buffers that the rules set.
 
     Raises:
         WeightsUninitialised: HP704 with the first parameter or buffer that neither a rule nor the constructor sets.
@@ -133,7 +131,8 @@ def materialize(
 def _constructor_values(model: nn.Module, names: set[str], seed: int) -> dict[str, Tensor]:
     """Return values that the constructor of a Hugging Face model assigns, such as decay rates of a state-space layer.
 
-    A second model is constructed on the CPU. Parameters with other last name components move to the meta device.
+    A second model is constructed on the CPU, in which parameters are on the meta device unless the last component of
+    their name is that of one of `names`.
     """
     cls, config = original_class(model), getattr(model, "config", None)
     if not names or not callable(getattr(cls, "_from_config", None)):
@@ -193,7 +192,7 @@ class _Rules:
             return {}
         values, touched = self._run(name, {n: self._unset(n) for n in self.own[name]})
         if touched:
-            # The rule changes tensors of descendants, for example by scaling an output projection: run on their values.
+            # The rule changes tensors of descendants, for example scales a projection: run it on their values.
             inputs = {n: self._unset(n) for n in self.own[name]}
             for n in touched:
                 inputs[n] = self.values(n.rpartition(".")[0]).get(n, self._unset(n))
@@ -215,7 +214,7 @@ class _Rules:
         return torch.zeros(old.shape, dtype=old.dtype)
 
     def _run(self, name: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
-        """Run one rule on `tensors`, with all other tensors below the module on the meta device.
+        """Run one rule on `tensors`; all other tensors of the module and its descendants are on the meta device.
 
         Returns:
             The entries of `tensors` that the rule changed, and the names of other tensors that it changed.

@@ -102,10 +102,11 @@ class Inventory:
 def take_inventory(model: nn.Module, files: WeightFiles) -> Inventory:
     """Return the inventory of a model, which may be the part on a pipeline rank, and of the files of a directory.
 
-    Values are read only if a parameter is stored under several names; otherwise only headers.
+    Values are compared only if a parameter is stored under several names.
 
     Raises:
-        WeightsUnreadable: HP703 naming file and parameter: missing, unknown, or of another shape.
+        WeightsUnreadable: HP703 for a parameter that is missing, unknown, of another shape, or read from two stored
+            tensors with different values, and for a conversion of transformers that fails.
     """
     return _InventoryBuilder(model, files).build()
 
@@ -176,7 +177,7 @@ class _InventoryBuilder:
         return {name: tuple(value.shape) for name, value in converted.items()}
 
     def _classify_unknown(self, unknown: list[str]) -> None:
-        """Set the fate of each stored name that is no parameter of the model; raise for the first unknown one."""
+        """Set the fate of each stored name that is no parameter of the model; raise HP703 for the first unknown one."""
         fates, unclassified = self._inventory.fates, {}
         inside = f"{self._model.base_model_prefix}." if self._inventory.fresh else ""
         for key in unknown:
@@ -242,7 +243,7 @@ class _InventoryBuilder:
 
     @functools.cached_property
     def _aliases_of_files(self) -> dict[str, list[str]]:
-        """For each parameter that is tied in the files' config but not in the model, the names tied to it."""
+        """Names tied to each parameter by the config of the files; empty if the config of the model ties them too."""
         config: Any = getattr(self._reference, "config", None)
         if config is None or getattr(config, "tie_word_embeddings", True):
             return {}
@@ -257,7 +258,7 @@ class _InventoryBuilder:
         return {}
 
     def _use_initial_values(self, name: str, names: NameMap) -> None:
-        """Select initial values for a tensor that no file contains; raise if the model requires stored values."""
+        """Select initial values for a tensor that no file contains; raise HP703 if the model requires stored values."""
         if is_ignored_when("missing", self._reference, name):
             self._inventory.fresh.add(name)
         if name in self._inventory.fresh:
@@ -324,7 +325,7 @@ def _keys(source: Source) -> list[str]:
 
 
 def _check_shape(name: str, shape: tuple[int, ...], source: Source, files: WeightFiles) -> None:
-    """Raise if the source of a parameter exceeds its shape or does not fill it."""
+    """Raise HP703 if the source of a parameter exceeds its shape or does not fill it."""
     if not isinstance(source, list):
         if source[2] != shape:
             raise WeightsUnreadable(

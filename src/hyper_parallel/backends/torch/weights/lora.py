@@ -4,8 +4,8 @@
 
 `lora_A` and `lora_B` are parameters of the linear module itself, so that all other names of the model are unchanged for
 plans, weight files and exports. Tensor parallelism shards A like the columns of W, and B like its rows. The product is
-then partial, or sharded, exactly like the product of W. If an axis shards only one factor, the gradients of the other
-factor are summed over its ranks.
+then partial, or sharded, exactly like the product of W. If a tensor-parallel axis shards only one factor, the gradients
+of the other factor are summed over its ranks.
 
 Source: Hu et al. 2021, "LoRA", arXiv:2106.09685; the scaling r^-1/2 of Kalajdzievski 2023, arXiv:2312.03732.
 """
@@ -60,10 +60,7 @@ def adapt(module: nn.Module, a: Tensor, b: Tensor, adapter: Adapter) -> None:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether any module of a model has an adapter.
-
-    For a part of a model, the modules with adapters may all be on other ranks.
-    """
+    """Return whether a model, or the complete model that it is a part of, has an adapter."""
     known = CONFIGURATION in model_of_part(model).__dict__
     return known or next(adapted_modules(model), None) is not None
 
@@ -152,7 +149,7 @@ def adapter_layouts(model: nn.Module, layouts: dict[str, Layout], strategy: Stra
 
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, seed: int, *, gaussian: bool = False) -> None:
-    """Initialise adapters: B with zeros, A with the distribution of peft; depends on seed and module names only.
+    """Initialise adapters: B with zeros, A with the distribution of peft, from the seed and the module names only.
 
     With `gaussian`, A has a normal distribution of standard deviation 1/r instead of a uniform distribution.
     """

@@ -72,7 +72,10 @@ class LoadReport:
 
 
 def check_pretrained(model: nn.Module, directory: str | Path) -> Inventory:
-    """Return the inventory of a model and a directory without loading values; raise like `load_pretrained`."""
+    """Return the inventory of a model and a directory without loading values; errors are those of `load_pretrained`.
+
+    The unused tensors of the directory are remembered for exports, see `carried_weights`.
+    """
     files = WeightFiles(directory)
     inventory = take_inventory(model, files)
     _check_untied(model, inventory, files)
@@ -98,7 +101,7 @@ def load_pretrained(
         model: Module of plain tensors or DTensors, on any device including meta; changed in place.
         directory: Directory with `model.safetensors` or `pytorch_model.bin`, or shards, with or without their index.
         device: Device of tensors that are on the meta device; None: see `allocate`.
-        seed: Seed of the initial values of a score head that no file contains; other heads in the files are ignored.
+        seed: Seed of initial values. Only parameters that files may lack get them, such as the head of a reward model.
         checksums: Compute checksums of the parts that are read, for `joint_checksum`.
 
     Raises:
@@ -231,12 +234,12 @@ class CarriedWeights:
 
 
 def remember_carried(model: nn.Module, carried: CarriedWeights) -> None:
-    """Attach unused tensors to a model, as the later result of `carried_weights`."""
+    """Store the result that `carried_weights` returns for a model."""
     object.__setattr__(model, _ATTRIBUTE, carried)
 
 
 def carried_weights(model: nn.Module) -> CarriedWeights | None:
-    """Return the unused tensors of the files of a model; None for a model without files.
+    """Return the unused tensors of the files of a model; None for a model without readable files.
 
     The files are those of `load_pretrained`, or of the local directory of `from_pretrained`.
     """
@@ -253,7 +256,7 @@ def carried_weights(model: nn.Module) -> CarriedWeights | None:
 def carried_of(model: nn.Module, directory: Path) -> CarriedWeights | None:
     """Return the unused tensors in `directory` that an export writes unchanged.
 
-    None, with a warning, if the files cannot be read or do not fit the model.
+    The result is None, with a warning, if the files cannot be read or do not fit the model.
     """
     try:
         inventory = take_inventory(model, WeightFiles(directory))

@@ -21,7 +21,7 @@ from hyper_parallel.model import INDEX, SINGLE, list_weight_files
 from hyper_parallel.received import check_regular
 
 _CHUNK_ELEMENTS = 1 << 24
-"""Elements of two tensors compared at a time."""
+"""Maximum elements of each of two tensors compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,7 @@ class Stored:
         return self.read(tuple((0, 0) for _ in self.shape)).element_size() * math.prod(self.shape)
 
     def read(self, ranges: Ranges) -> Tensor:
-        """Return the elements within `ranges`, without conversion.
-
-        Raises:
-            WeightsUnreadable: HP703 when the file cannot be read.
-        """
+        """Return the elements within `ranges`, without conversion; raise HP703 if the file cannot be read."""
         try:
             # An empty tuple of ranges reads the full tensor.
             part: Tensor = self.slices[tuple(slice(a, b) for a, b in ranges) or ...]
@@ -94,8 +90,8 @@ class WeightFiles:
     """Tensors of one model directory: one file or shards, with or without an index, safetensors or PyTorch files.
 
     Raises:
-        WeightsUnreadable: HP703 when a file is missing, truncated or outside the directory, and when two files have
-            different values under one name.
+        WeightsUnreadable: HP703 when a file or the index is missing, damaged or outside the directory, and when two
+            files have different values under one name.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -130,7 +126,7 @@ class WeightFiles:
 
 
 def same_values(first: Stored, second: Stored, dtype: torch.dtype | None = None) -> bool:
-    """Return whether two stored tensors are equal, after a cast to `dtype` if set; reads both in chunks."""
+    """Return whether two stored tensors have equal shapes, dtypes and values, after a cast to `dtype` if set."""
     if first.shape != second.shape:
         return False
     a, b = first.slices, second.slices
