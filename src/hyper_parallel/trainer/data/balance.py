@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 _MAX_COMPARISONS: Final = 1 << 20
-"""Maximum number of pairs of items that a call of `spread` compares; takes milliseconds, and suffices for 64 ranks."""
+"""Maximum number of pairs of items that a call of `spread` compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Grid:
         return sum(max(int(loads[self.owners[k][t]]) for k in owners) for t, owners in enumerate(self.turns))
 
     def imbalance(self, costs: Int64) -> float:
-        """Return `largest` divided by the mean cost of a rank: 1 if ranks are equal or all costs are 0."""
+        """Return `largest` divided by the mean cost of a rank; 1 if all costs are 0."""
         total = int(costs.sum())
         return self.largest(costs) * len(self.owners) / total if total else 1.0
 
@@ -89,8 +89,9 @@ class Balance:
         media_tokens: Number of tokens of images and audio in the step.
         in_order: Imbalance in data order.
         balanced: Imbalance in balanced order, in which the step runs.
-        predicted_in_order_s: Predicted seconds of the step in data order; None without `Grid.seconds` or costs.
-        predicted_s: Predicted seconds of the step in balanced order; None without `Grid.seconds` or costs.
+        predicted_in_order_s: Predicted seconds of the step in data order; None without `Grid.seconds` or if all costs
+            are 0.
+        predicted_s: The same for the balanced order.
     """
 
     media_tokens: int
@@ -145,7 +146,7 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
 
 
 def _microbatches(costs: Int64, grid: Grid) -> Iterator[list[Int64]]:
-    """Yield divisions of the sequences into microbatches: as in the data, of equal cost, and of equal cost in a turn.
+    """Yield divisions of the sequences into microbatches: as in the data, of about equal cost, of equal cost in a turn.
 
     In the last division, each turn has larger sequences than the next. This is better if fewer ranks compute in the
     last turn.

@@ -1,7 +1,7 @@
 """Chat templates, and tokens of conversations with the assistant's tokens as targets (tokens with loss).
 
-The tokenizer's own template is used if it has one. A tokenizer trained by `prepare` has `CHATML`. Any other tokenizer
-without a template gets `PLAIN`, whose only special token is end-of-text.
+Without `data.chat_template`, the template of the tokenizer or of its processor is used if there is one. A tokenizer
+trained by `prepare` has `CHATML`. Others get `PLAIN`, whose only special token is end-of-text.
 
 `answer_spans` renders a conversation and locates the answers in its text. `span_tokens` tokenizes the text so that the
 tokens before an answer equal the prompt tokens of generation. Targets are the assistant's content, reasoning and tool
@@ -61,7 +61,8 @@ def encode_conversation(
     from training. The tokens before the first target equal the prompt tokens of generation.
 
     Raises:
-        BadValue: HP102 with turn and cause, when template or tokenizer do not reproduce the conversation.
+        BadValue: HP102 when the tokenizer is slow, or template or tokenizer do not reproduce the conversation.
+        NoData: HP602 when an image or recording cannot be read.
     """
     if not tokenizer.is_fast:
         raise BadValue(
@@ -133,7 +134,7 @@ def stop_ids(tokenizer: Any, eos: int | Sequence[int] | None = None, *, chat: bo
     Args:
         tokenizer: Tokenizer of the model, whose end-of-text token is always included.
         eos: `eos_token_id` of the model's generation config: one token, or several.
-        chat: Whether to include the special tokens that the chat template writes after an answer or a tool call.
+        chat: Whether to include the added tokens with which the chat template ends an answer or a tool call.
     """
     own = [eos] if eos is None or isinstance(eos, int) else eos
     stops = {tokenizer.eos_token_id, *own} - {None}

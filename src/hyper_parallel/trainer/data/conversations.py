@@ -91,7 +91,10 @@ def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 
 
 def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read a prompt to sample completions for, and its reference answer under `completion` or a synonym, if any."""
+    """Read a prompt to sample completions for, and its reference answer, if any.
+
+    The answer is under `completion`, or a text or number under `answer`, `response` or `output`.
+    """
     prompt = _turns_of(values[_prompt_keys(values)[0]], "user", rules, where, "prompt")
     answer = values.get("completion", [])
     if is_empty(answer):

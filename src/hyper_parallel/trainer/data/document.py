@@ -1,8 +1,8 @@
 """Documents and conversations: records of a source in the form that is tokenized.
 
 Modules `conversations` and `turns` read a record into a `Conversation`; module `chat` renders and tokenizes it. Turns
-have the OpenAI chat format, which the chat templates of transformers read. A `Document` is a text or conversation with
-additional values for learning stages.
+have the OpenAI chat format, which chat templates read. A `Document` is a text or conversation with additional values
+for the stages `kto`, `rm` and `grpo`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEDIA_BLOB: Final = "media.bin"
 
 
 class BadMedia(NoData, code="HP602"):
-    """Error for an image or recording that cannot be read, or has no placeholder in the texts of its record."""
+    """Error for images or recordings that cannot be read, or whose placeholders in the record do not match them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class MediaFile:
     Attributes:
         kind: Name of its `MediaKind`: `image` or `audio`.
         name: File name relative to `folder`, absolute for a prompt; "" if `content` has the bytes.
-        folder: Media folder of a record, whose files are inside of it.
+        folder: Media folder that contains the file; the working directory for a prompt or if `content` has the bytes.
         content: Bytes from the record; None: they are in the file.
     """
 

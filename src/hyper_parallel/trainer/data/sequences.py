@@ -31,7 +31,7 @@ IGNORE_INDEX: Final = -100
 
 
 def permutation(count: int, *key: int) -> Int64:
-    """Return a permutation of `count` indices that depends only on `key`, which begins with a seed."""
+    """Return a permutation of `count` indices that depends only on `count` and `key`, which begins with a seed."""
     # numpy guarantees that the raw bits of PCG64 never change, but not the results of its own `permutation`.
     return np.argsort(np.random.PCG64(key).random_raw(count), kind="stable")
 
@@ -161,8 +161,8 @@ class PackedSequences:
     """Training or held-out split of packed data, read through memory maps; cheap to pickle.
 
     Plain text is one flat stream of tokens. Sequence i is the S + 1 tokens from offset i * S: the first S are its
-    inputs, the last S its labels. Adjacent sequences share one token, so every token of the stream except the first is
-    a label exactly once per epoch. A remainder of fewer than S tokens at the end of the stream is not used.
+    inputs, the last S its labels. Adjacent sequences share one token, so every used token of the stream except the
+    first is a label exactly once per epoch. A remainder of fewer than S tokens at the end of the stream is not used.
 
     Conversations, and texts in separate rows, are stored as [N, S] inputs and [N, S] shifted labels. Labels are -100 at
     positions without loss. Rows end with padding. If attention is blocked between documents, there are also [N, S]

@@ -52,7 +52,7 @@ _SAMPLES: Final = 32
 _MOST_SAMPLES: Final = 64
 """Maximum number of documents of all sources on which tokenizers are compared."""
 _SAMPLE_CHARACTERS: Final = 4000
-"""Maximum characters of each such document. With `_MOST_SAMPLES`, it bounds the time of a comparison; a trade-off."""
+"""Maximum characters of each document on which tokenizers are compared."""
 _ENTRIES: Final = 4096
 """Default vocabulary size of a trained tokenizer, unless the model's vocabulary is smaller."""
 
@@ -117,9 +117,9 @@ def open_sources(
     vocab_limit: int | None,
     model_config: Mapping[str, Any] | None = None,
 ) -> tuple[Tokenizer, list[Source]]:
-    """Return the tokenizer of a recipe, and its sources.
+    """Return the tokenizer of a recipe, and its sources bound to this tokenizer.
 
-    Arguments and errors are those of `prepare`.
+    Arguments and errors are those of `prepare`. `prepare` documents them.
     """
     media = media_of_processor(Path(data.tokenizer or model_path or "").expanduser())
     sources = [resolve(section, stage, media=media) for section, _ in data.parts()]
@@ -190,7 +190,7 @@ def _obtain(
     if tokenizer.hf.eos_token_id is None:
         raise BadValue(
             "the tokenizer has no end-of-text token, so documents cannot be joined",
-            where=f"data.tokenizer: {directory}",
+            where=f"tokenizer: {directory}",
             hint="add `eos_token` to its tokenizer_config.json",
         )
     template = _template(data, tokenizer.hf, any(s.is_conversations for s in sources))
@@ -239,7 +239,7 @@ def _with_class(
 
 
 def _samples(sources: Sequence[Source]) -> list[str]:
-    """Return the starts of the first texts of each source, to compare tokenizers on them."""
+    """Return the starts of at most `_MOST_SAMPLES` documents, the first ones of the sources in order."""
     documents = itertools.chain.from_iterable(
         itertools.islice(source.with_own_counts().documents(), _SAMPLES) for source in sources
     )
@@ -266,7 +266,7 @@ def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
             problem,
             where=str(older),
             got=f"no key {error}" if isinstance(error, KeyError) else str(error)[:120],
-            hint="data.chat_template=FILE, where FILE has a Jinja template",
+            hint="data.chat_template=FILE",
         ) from error
 
 
