@@ -577,7 +577,7 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
 
 
 def _shape(files: Sequence[Path], table: Table | None, data: Data, stage: str, rules: RecordRules) -> str:
-    """Return the shape set by `data.format` or, with `auto`, of the first record; raise NoData (HP602) without record."""
+    """Return the shape set by `data.format` or, with `auto`, of the first record; raise NoData (HP602) without one."""
     if table is None and kind_of(files[0]) == "text" and data.format in ("auto", "text"):
         if data.format == "auto":
             _refuse_json(files[0], data, stage, rules)
