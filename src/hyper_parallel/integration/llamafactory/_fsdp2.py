@@ -85,10 +85,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParall
 
 
 def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
-    """Copy the parameters and buffers of rank 0, the only rank that has loaded them, to all ranks.
-
-    Raise Contradiction (HP104) if a parameter of this rank is on the meta device.
-    """
+    """Copy parameters and buffers of rank 0 to all ranks; raise Contradiction (HP104) for one on the meta device."""
     if any(p.is_meta for p in model.parameters()):
         raise Contradiction(
             "a rank has its parameters on the meta device",
@@ -154,7 +151,7 @@ def save_hsdp_checkpoint(
     output_dir: str | Path,
     should_save_scheduler: bool = True,
 ) -> None:
-    """Save weights and optimizer state in `hsdp_model_0`, and the scheduler in `scheduler.pt`; all ranks must call.
+    """Save weights and optimizer state in `hsdp_model_0`, the scheduler in `scheduler.pt`; all ranks must call this.
 
     Raises:
         OutputNotWritable: HP105 when the folder cannot be written.

@@ -166,10 +166,7 @@ class HyperParallelArguments(BaseModel):
         )
 
     def _shard_ranks(self, world_size: int, model_ranks: int) -> int:
-        """Return the degree of `dp_shard`; `model_ranks` is the product of tensor- and context-parallel degrees.
-
-        If `efsdp_size` is set but `fsdp_size` is not, the degree follows from the ranks that shard the experts.
-        """
+        """Return the degree of `dp_shard`: `fsdp_size`, else as `efsdp_size` implies, else all remaining ranks."""
         rest = max(world_size // model_ranks, 1)
         expert_ranks = self.ep_size * (self.efsdp_size or 1)
         if self.fsdp_size is None and self.efsdp_size and expert_ranks % model_ranks == 0:

@@ -134,10 +134,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Charging(jinja2.visitor.NodeTransformer):
-    """AST transformer that inserts charging filters around operators that Jinja compiles to plain Python.
-
-    Literal text becomes a constant, which is printed through `finalize` and thereby charged.
-    """
+    """AST transformer that inserts charging filters around operators that Jinja compiles to plain Python."""
 
     def visit_TemplateData(self, node: nodes.TemplateData, *_: Any, **__: Any) -> nodes.Node:
         return nodes.Const(node.data, lineno=node.lineno)

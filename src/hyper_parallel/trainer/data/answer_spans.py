@@ -397,10 +397,7 @@ class _Search:
         return start if is_kept and self._text[start : place.start] == lead else place.start
 
     def _start_of_wrapper(self, i: int) -> int:
-        """Return the start of an answer that the template wraps in text, such as a reasoning tag before the words.
-
-        This is the first character after the previous turn that is not part of the generation prompt.
-        """
+        """Return the start of answer `i`: the end of the text that it shares with the generation prompt."""
         own = self._of_turn[i]
         before = [p for p in self._places if self._words(p).turn < i]
         previous = max((p.end for p in before), default=0)

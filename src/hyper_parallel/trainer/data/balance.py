@@ -146,11 +146,7 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
 
 
 def _microbatches(costs: Int64, grid: Grid) -> Iterator[list[Int64]]:
-    """Yield divisions of the sequences into microbatches: as in the data, of about equal cost, of equal cost in a turn.
-
-    In the last division, each turn has larger sequences than the next. This is better if fewer ranks compute in the
-    last turn.
-    """
+    """Yield divisions into microbatches: as in the data, of about equal cost, of about equal cost within a turn."""
     count = len(costs) // grid.rows
     yield np.split(np.arange(len(costs)), count)
     if grid.rows == 1:
@@ -179,10 +175,7 @@ def _in_sum(loads: Int64, grid: Grid) -> list[list[int]]:
 
 
 def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
-    """Assign microbatches with costs `loads` so that costs in a turn are about equal; return each rank's microbatches.
-
-    Within a turn, the largest microbatch goes to the rank with the smallest sum so far.
-    """
+    """Assign microbatches so that their costs `loads` in a turn are about equal; return the microbatches by rank."""
     queue = iter(np.argsort(-loads, kind="stable").tolist())
     order: list[list[int]] = [[] for _ in grid.owners]
     sums = [0] * len(order)

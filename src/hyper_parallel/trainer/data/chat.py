@@ -83,10 +83,7 @@ def encode_conversation(
 def media_line(
     tokenizer: Any, conversation: Conversation, where: str, num_context: int, blob: IO[bytes]
 ) -> tuple[bytes, int]:
-    """Return a conversation with media as the JSON line of `reference_line`, and its number of text tokens.
-
-    The placeholder token of an image or recording does not count as text.
-    """
+    """Return the `reference_line` of a conversation, and its number of tokens without the placeholders of media."""
     trained = conversation.answer_turns(num_context)
     text = locate_answers(tokenizer, conversation, trained, where)[0]
     num_tokens = len(tokens_of_spans(tokenizer, text, (), where)[0])

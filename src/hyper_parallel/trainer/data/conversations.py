@@ -91,10 +91,7 @@ def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 
 
 def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read a prompt to sample completions for, and its reference answer, if any.
-
-    The answer is under `completion`, or a text or number under `answer`, `response` or `output`.
-    """
+    """Read a prompt to sample completions for, and its reference answer, if any."""
     prompt = _turns_of(values[_prompt_keys(values)[0]], "user", rules, where, "prompt")
     answer = values.get("completion", [])
     if is_empty(answer):
@@ -134,10 +131,7 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 
 
 def _prompt_of_pair(values: Values, rules: RecordRules, where: str) -> tuple[list[Message], Message | None]:
-    """Return (turns of the prompt, user turn made from a text prompt) of a pair.
-
-    The turns are [] without a prompt, or with an empty text. The user turn is None if the prompt is not a text.
-    """
+    """Return the turns of a pair's prompt ([] if it is empty), and its user turn if it is a text (else None)."""
     prompt = rules.one_of(values, QUESTIONS, where)
     if isinstance(prompt, str) and (prompt or isinstance(values["chosen"], str)):
         turn = _message("user", prompt)
@@ -160,10 +154,7 @@ def _check_pair(
     text: Message | None,
     where: str,
 ) -> None:
-    """Raise NoData (HP602) if the prompt of a pair is missing or contradicts the answers.
-
-    `raw` has the values under `chosen` and `rejected`, `answers` their turns. `text` is the turn of a text prompt.
-    """
+    """Raise NoData (HP602) if the prompt of a pair is missing or contradicts the answers."""
     problem = got = None
     if not prompt and any(isinstance(answer, str) for answer in raw):
         problem = "an answer that is a text needs the prompt under a key of its own"
@@ -536,7 +527,7 @@ def _check_unread(
 
 
 def _contains(turns: list[Message], value: Any, rules: RecordRules, where: str) -> bool:
-    """Return whether a value only repeats the turns of a conversation.
+    """Return whether a value only repeats turns of a conversation.
 
     A text must equal the content of a turn or contain the contents of all turns. A list must equal the first turns,
     apart from system turns.

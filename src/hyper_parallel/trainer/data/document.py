@@ -55,7 +55,7 @@ class Conversation:
         num_prompt: Number of leading turns that are the prompt; None: the record has no key for the prompt.
         tools: Functions that the assistant may call, as JSON schemas in the OpenAI format.
         template_values: Additional variables for the chat template (`chat_template_kwargs` of the record).
-        untrained: Indices of assistant turns that the record excludes from training (`weight: 0`, `train: false`).
+        untrained: Indices of assistant turns that are not trained on: excluded by the record (`weight: 0`), or empty.
         trained: Indices of turns that the record marks as trained on (`weight: 1`, `train: true`).
         media: Images and recordings, in the order of their placeholders in the contents.
     """

@@ -95,10 +95,7 @@ def _listed(kind: MediaKind, values: Mapping[str, Any], rules: RecordRules, wher
 
 
 def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> MediaFile:
-    """Return the image or recording of a reference.
-
-    Raise NoData (HP602) for an invalid reference or a file outside the media folder. A prompt may name any file.
-    """
+    """Return the media file of a reference; raise NoData (HP602) if it is invalid or outside the media folder."""
     root = rules.media_root
     if isinstance(reference, Mapping):
         content = reference.get("bytes")

@@ -156,10 +156,9 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, directory: Path, show: bool) -> Flat:
-    """Tokenize all documents of a source into temporary files in `directory`.
+    """Return the token stream of a source, in temporary files in `directory`.
 
-    With `stage: pt`, end-of-text follows each document. Images and recordings whose bytes are in the records are
-    written to the file `MEDIA_BLOB` in `directory`.
+    Images and recordings whose bytes are in the records are written to the file `MEDIA_BLOB` in `directory`.
     """
     stage, dtype = source.stage, token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []
@@ -214,9 +213,9 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def encode(batch: list[Document], hf: Any, stage: str) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-    """Yield (token ids, target mask) of each document in a batch; with `stage: pt`, the mask is empty.
+    """Yield (token ids, target mask) of each document in a batch, given the tokenizer of transformers.
 
-    `hf` is the tokenizer of transformers.
+    With `stage: pt`, the last token is end-of-text and the mask is empty.
     """
     if not batch:
         return
@@ -255,7 +254,7 @@ def split_documents(flat: Flat, share: float, seed: int, seq_len: int) -> tuple[
     The seed draws `round(share * documents)` documents to hold out, and further texts until they fill one sequence. If
     the rounded number is 0, the tail of the longest text is held out: `share` of all tokens, at least one sequence.
     Conversations are never divided; at least one of several conversations is held out. Both documents of a pair are in
-    the same split. At least one document remains for training. With `share` 0, nothing is held out.
+    the same split. With `share` 0, nothing is held out.
     """
     size = flat.group_size
     spans, count = flat.spans, len(flat.spans) // size

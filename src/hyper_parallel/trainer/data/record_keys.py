@@ -86,8 +86,8 @@ class RecordRules:
         ignored: Keys of records, turns and tool calls that are ignored.
         media: Names of columns that the table reader has removed, because they hold images, audio or files.
         is_table: Whether records are rows of a table, in which absent keys are None.
-        media_root: Folder of the images and recordings to which records refer; None for a prompt, which may refer to
-            any file.
+        media_root: Folder of the images and recordings to which records refer. None: media of records are not read;
+            prompts may refer to any file.
         media_kinds: Kinds of media that the model's processor reads.
         skips_media: Whether records with unreadable media are dropped; False: they raise an error.
         counts: Counts of the source, to which ignored keys are added.

@@ -101,8 +101,7 @@ class ArrayReader:
         Raises:
             json.JSONDecodeError: The file is not a valid array; line numbers in the error count from `first_line`.
             LimitExceeded: An element is longer than the limit.
-            ValueError: An object has a key twice, or a number has too many digits.
-            RecursionError: Values are nested too deeply.
+            ValueError, RecursionError: A key occurs twice, a number is too long, or values are nested too deeply.
         """
         self._expect("[", "Expecting value")
         if self._next() == "]":
@@ -279,10 +278,7 @@ def _refuse_columns(record: Record, path: Path, where: str) -> None:
 
 
 def _lines(file: IO[str], path: Path, most: int, separators: str) -> Iterator[str]:
-    """Yield the lines of a file; raise NoData (HP602) for a line of too many characters or values.
-
-    The number of values is the number of characters in `separators`.
-    """
+    """Yield the lines of a file; raise NoData (HP602) for a line with too many characters or too many `separators`."""
     for number in itertools.count(1):
         line = file.readline(most + 1)
         if len(line) > most:
@@ -459,10 +455,7 @@ def _unreadable(error: Exception, where: str) -> NoData:
 
 
 def _unicode(record: Any, text: str, where: str) -> Any:
-    """Return `record`; raise NoData (HP602) for a lone surrogate, which UTF-8 cannot encode.
-
-    Raise the same error if escaped text is in values that are nested too deeply for this check.
-    """
+    """Return `record`; raise NoData (HP602) for a lone surrogate, or values nested too deeply to search for one."""
     if "\\u" in text:
         try:
             json.dumps(record, ensure_ascii=False).encode()

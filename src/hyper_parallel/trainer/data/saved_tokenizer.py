@@ -396,11 +396,7 @@ def _refused(
     difference: str,
     wanted: str | None,
 ) -> BadValue:
-    """Return the error for a tokenizer whose export would produce different tokens than `hf` in training.
-
-    `exported` is the tokenizer loaded next to the first config; None: it cannot be loaded. The hint names the class
-    `wanted` or, if it is None, the tokenizer of the model.
-    """
+    """Return the error for a tokenizer whose export would produce different tokens than `hf` in training."""
     reader = "no class" if exported is None else type(exported).__name__
     hint = None if wanted is None else f'set "tokenizer_class": "{wanted}" in {directory / CONFIG}'
     return BadValue(

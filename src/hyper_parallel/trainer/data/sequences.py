@@ -218,10 +218,7 @@ class PackedSequences:
         return len(real) * self.seq_len if self._num_valid is None else int(self._num_valid[real].sum())
 
     def read(self, indices: Int64) -> tuple[Int64, Int64]:
-        """Return inputs and shifted labels, int64 [len(indices), S] each.
-
-        Index -1 yields a dummy row of token 0 without labels.
-        """
+        """Return inputs and shifted labels, int64 [len(indices), S] each; index -1 yields token 0 without labels."""
         real = indices >= 0
         rows = np.where(real, indices, 0)
         if self._labels is None:
@@ -290,10 +287,7 @@ class PackedSequences:
         return [RowMedia(row, *self._media, self.directory) for row in rows]
 
     def positions(self, indices: Int64) -> Int64 | None:
-        """Return int64 [len(indices), S] positions of tokens in their documents.
-
-        Return None if attention is not blocked between documents.
-        """
+        """Return int64 [len(indices), S] positions in the documents; None if attention is not blocked between them."""
         if self._positions is None:
             return None
         positions = self._positions[np.maximum(indices, 0)].astype(np.int64)

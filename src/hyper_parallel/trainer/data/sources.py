@@ -316,7 +316,7 @@ def _pieces(path: Path, most: int) -> Iterator[bytes]:
 
 
 def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
-    """Find the files of `data.source` and their format.
+    """Return the data source of section `data`: find its files or table, and their format.
 
     Args:
         data: Section `data` with one source.
@@ -614,10 +614,7 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
 
 
 def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> None:
-    """Raise NoData (HP602) if the first record lacks a key in `data.columns`.
-
-    An optional key may be missing, unless all records have the same keys (`all_alike`).
-    """
+    """Raise NoData (HP602) if the first record lacks a key in `data.columns`; an optional one only if `all_alike`."""
     for name, own in data.columns.items():
         optional = name in _OPTIONAL_COLUMNS and not all_alike
         if own in record or optional or name in ("role", "content"):

@@ -190,11 +190,8 @@ def _borders(
 
 
 def _is_prompt(tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], offsets: Offsets) -> bool:
-    """Return whether the prompt, tokenized alone, has the tokens `ids`.
-
-    To save time, first tokenize only the tail of the prompt that `_restart` finds. If its tokens differ, tokenize the
-    whole prompt.
-    """
+    """Return whether the prompt, tokenized alone, has the tokens `ids`."""
+    # To save time, first compare only the tail from a token on that does not depend on the text before it.
     begin = _restart(facts, ids, offsets)
     tail = prompt[offsets[begin][0] :] if begin else prompt
     known = facts.tails.get(tail)

@@ -180,10 +180,7 @@ class Stream:
             tokens = tokens[done:]
 
     def _documents_in_rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Yield padded rows with one document each or, with `data.packing`, with as many consecutive ones as fit.
-
-        A text longer than a row is divided; a longer conversation is truncated.
-        """
+        """Yield padded rows of one document, or piece of a text, each; with `data.packing`, of as many as fit."""
         size, row, used = self.data.seq_len, list[tuple[Any, Any]](), 0
         last = start.epoch
         for document, ids, learn in self._documents(start):

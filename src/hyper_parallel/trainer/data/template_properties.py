@@ -214,10 +214,7 @@ class TemplateProperties:
 
     @cached_property
     def _reasoning_key(self) -> str:
-        """Key under which the template reads reasoning; "" if it reads reasoning as a part of the content.
-
-        If the template reads no reasoning, this is the first of `_REASONING_KEYS`.
-        """
+        """Key of reasoning in turns; "" for a part of the content; the first of `_REASONING_KEYS` if none is read."""
         answer = self._answer
         for key in (*_REASONING_KEYS, ""):
             text = self._probe(self._question, {**answer, **self._reasoning(_FOLLOW_UP, answer["content"], key)})
@@ -329,10 +326,7 @@ class TemplateProperties:
         return text[: ends[-1][1]] if ends else None
 
     def _before_opener(self, text: str) -> str:
-        """Return `text` up to the token with which turns begin; all of `text` if it is absent or first.
-
-        Some templates also write this token after the last turn.
-        """
+        """Return `text` up to the token with which turns begin; all of `text` if it is absent or first."""
         opening = self._probe(self._question).partition(_QUESTION)[0]
         names = [opening[slice(*span)] for span in self._added_ends(opening)]
         names = [name for name in names if name != self._special.get("bos_token")]

@@ -100,10 +100,7 @@ class Tokenizer:
 
 
 def unknown_token(hf: Any) -> int | None:
-    """Return the id of the unknown token; None if the tokenizer never produces one.
-
-    Byte-level tokenizers may declare the end-of-text token as unknown token, but can encode any text.
-    """
+    """Return the id of the unknown token; None if there is none or it is also the end, beginning or padding token."""
     unknown: int | None = hf.unk_token_id
     return None if unknown in (hf.eos_token_id, hf.bos_token_id, hf.pad_token_id) else unknown
 
@@ -117,10 +114,7 @@ def open_sources(
     vocab_limit: int | None,
     model_config: Mapping[str, Any] | None = None,
 ) -> tuple[Tokenizer, list[Source]]:
-    """Return the tokenizer of a recipe, and its sources bound to this tokenizer.
-
-    Arguments and errors are those of `prepare`. `prepare` documents them.
-    """
+    """Return the tokenizer of a recipe, and its sources; arguments and errors are those of `prepare`."""
     media = media_of_processor(Path(data.tokenizer or model_path or "").expanduser())
     sources = [resolve(section, stage, media=media) for section, _ in data.parts()]
     cache = cache_root(data.cache_dir)
@@ -149,10 +143,7 @@ def _too_large(tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_l
 
 
 def bind_tokenizer(source: Source, tokenizer: Tokenizer) -> Source:
-    """Return the source with the attributes `special` and `plain`, which depend on the tokenizer.
-
-    Also set `source.counts.unknown_id`, with which unknown tokens are counted.
-    """
+    """Return the source with `special` and `plain` set for a tokenizer; set the id of unknown tokens in its counts."""
     source.counts.unknown_id = unknown_token(tokenizer.hf)
     names = [str(one) for one in tokenizer.hf.added_tokens_decoder.values() if one.special and str(one)]
     special = re.compile("|".join(map(re.escape, sorted(names, key=len)))) if names else None
@@ -175,8 +166,7 @@ def _obtain(
 ) -> Tokenizer:
     """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else one trained on the data.
 
-    The result is a copy if `data.chat_template` differs from the tokenizer's template. It is also a copy if exported
-    files need `tokenizer_class` to produce the same tokens. Arguments and errors are those of `prepare`.
+    The result is a copy if its chat template or class must be changed. Arguments and errors are those of `prepare`.
     """
     existing = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
     if existing:

@@ -166,10 +166,7 @@ def growth(state: Any) -> float:
 
 
 def _longest_mapped(text: str) -> float:
-    """Return the length in bytes of the longest replacement in a SentencePiece character map, given as base64.
-
-    The map consists of the size of a trie (four bytes), the trie, and zero-terminated replacement texts.
-    """
+    """Return the length in bytes of the longest replacement in a SentencePiece character map, given as base64."""
     raw = base64.b64decode(text)
     texts = raw[4 + int.from_bytes(raw[:4], "little") :]
     return max((len(one) for one in texts.split(b"\0")), default=1)
@@ -178,8 +175,9 @@ def _longest_mapped(text: str) -> float:
 def check_pattern(pattern: str) -> None:
     """Raise if matching a regular expression may take too long.
 
-    This is assumed if a group with a repetition or an alternative is repeated: `(a|aa)+`, `(a+)*`. More than three
-    unbounded repetitions in one alternative, references to groups, comments and long expressions are refused too.
+    This is assumed if a group with a repetition or an alternative is repeated more than three times: `(a|aa)+`,
+    `(a+)*`. Four unbounded repetitions in one alternative, references to groups, comments and very long expressions are
+    refused too.
 
     Raises:
         Unbounded: The expression is refused; the message has the reason.
@@ -207,10 +205,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def _most_repeats(repetition: str) -> int:
-    """Return the maximum number of repeats of consecutive quantifiers, such as `{2,3}?`; at most `_MOST_REPEAT`.
-
-    Raise Unbounded for a larger number. Unbounded quantifiers count as `_MOST_REPEAT`.
-    """
+    """Return the maximum number of repeats of consecutive quantifiers; raise Unbounded if it exceeds `_MOST_REPEAT`."""
     counts = [int(count[:9]) for count in re.findall(r"(\d+)\}", repetition)]
     if (most := math.prod(counts)) > _MOST_REPEAT:
         raise Unbounded(f"a repetition of {most:,} in a regular expression")

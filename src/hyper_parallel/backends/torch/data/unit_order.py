@@ -419,7 +419,7 @@ def order_units(
 ) -> None:
     """Create a `UnitOrder` that learns sequences if `one_order`.
 
-    No effect on one rank, with simulated ranks, or if FSDP does not manage the root module.
+    Do nothing on one rank, on simulated ranks, or if FSDP does not manage the root module.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1 or model not in modules or dist.get_backend(group) in ("fake", TRACED):
