@@ -70,7 +70,7 @@ def encode_conversation(
             where="data.tokenizer",
             got=type(tokenizer).__name__,
             allowed="a directory with a tokenizer.json",
-            hint="data.tokenizer=DIRECTORY",
+            hint="data.tokenizer=TOKENIZER_DIR",
         )
     trained = conversation.answer_turns(num_context)
     text, spans = locate_answers(tokenizer, conversation, trained, where)

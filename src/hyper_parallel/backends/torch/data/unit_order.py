@@ -391,7 +391,7 @@ class UnitOrder:
             raise CollectiveMismatch(
                 f"ranks run `{unit.name}` and its submodules in different orders",
                 where=f"rank {dist.get_rank()}",
-                hint="parallel.dp_shard=1 parallel.dp_replicate=1",
+                hint=f"call `{unit.name}` and its submodules in the same order on all ranks",
             )
         if unit.number in self._unskippable:
             raise CollectiveMismatch(
