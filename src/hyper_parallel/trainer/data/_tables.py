@@ -335,7 +335,7 @@ def _card_text(path: Path) -> str:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise NoData (HP602) if links, card or file list of a dataset folder refer to files outside the folder."""
+    """Raise NoData (HP602) for a file that `refuse_outside` refuses, or a card or file list that names such a file."""
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
             refuse_outside(Path(folder, name), path)

@@ -184,7 +184,7 @@ def compiled(source: str) -> jinja2.Template:
     environment = BoundedEnvironment(_compile_jinja_template("").environment)
     environment.work.reset(0, 0)
     template = environment.from_string(source)
-    template.globals = dict(template.globals)  # Jinja copies it per call, a ChainMap slowly
+    template.globals = dict(template.globals)  # Jinja copies it in every call, which is slow for a ChainMap
     return template
 
 

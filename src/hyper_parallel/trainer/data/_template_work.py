@@ -24,7 +24,7 @@ _BUDGET_PER_TURN: Final = 16 * 1024
 _MOST_TURNS: Final = 8192
 """Maximum number of turns and tools that add to the budget."""
 _BUDGET_PER_BYTE: Final = 8
-"""Additional budget in bytes per byte of the conversation."""
+"""Additional budget in bytes per character of the conversation."""
 STEP: Final = 128
 """Bytes of work charged per step, in addition to its operands."""
 READ: Final = 8
@@ -175,7 +175,7 @@ def as_text(value: Any, work: Work) -> str:
 
 
 def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[..., Any]:
-    """Return a Jinja filter that charges operands and largest possible result, calls `function`, charges its result."""
+    """Return a Jinja filter that calls `function`, and charges operands, largest possible result and actual result."""
     # A function with this attribute takes Jinja's context or environment as its first argument.
     takes_first = hasattr(function, "jinja_pass_arg")
 

@@ -131,7 +131,7 @@ class StepRows:
         return self.repeats * self.group_size
 
     def expand(self, groups: Int64) -> Int64:
-        """Return the indices of the sequences in groups of index `groups`, each repeated `repeats` times."""
+        """Return the indices of the sequences of `groups` (indices of groups), each index `repeats` times in a row."""
         rows = groups[:, None] * self.group_size + np.arange(self.group_size)
         return rows.ravel().repeat(self.repeats)
 

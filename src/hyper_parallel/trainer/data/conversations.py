@@ -442,7 +442,7 @@ def conversations_of(
     if rules.media_kinds:
         turns, media = take_media(parts[0][0], values, rules, where)
         for item in media if rules.skips_media else ():
-            decoded(item, where)  # raises for unreadable media; otherwise encoding the record does
+            decoded(item, where)  # raise now, so that the record is dropped; else encoding it raises
         parts = [(turns, parts[0][1])]
     if rules.media or not values.keys() == record.keys() <= read_keys:
         texts = (turn["content"] for turns, _ in parts for turn in turns)

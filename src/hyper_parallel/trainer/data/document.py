@@ -130,7 +130,7 @@ class Document:
 
     @property
     def plain(self) -> str:
-        """Text of the document without a chat template, for training a tokenizer."""
+        """Text of the document, or the contents of its turns, one per line."""
         return self.text or "\n".join(self.contents)
 
     @property

@@ -234,7 +234,7 @@ def _small_images(document: Document) -> tuple[str, ...]:
 
 
 def shortened(example: Example) -> Example:
-    """Return an example without the middle of long segments, and with the number of segments after the first 40."""
+    """Return an example without the middle of long segments; a note replaces the segments after the first 40."""
     texts = []
     for text in example.texts:
         shown = text.segments[:_MOST_SEGMENTS]

@@ -63,9 +63,9 @@ _PROBES: Final = (
     "\u00a0\u2003\u3000", "\u200b\ufeff", "a\u2581b",
     "<s> x </s>", "<unk> <pad> <mask>", "def f(x):\n    return x + 1\n", '{"k": [1, 2.5, null]}', "UPPER lower Title",
 )  # fmt: skip
-"""Probe texts, for which different normalizers and pre-tokenizers produce different tokens."""
+"""Probe texts for comparing tokenizers: white space, numbers, scripts, Unicode normalization, tags and code."""
 _MOST_ENTRIES: Final = 2000
-"""Maximum number of vocabulary entries that become probe texts."""
+"""Maximum number of added tokens that become probe texts; of other entries, fewer than twice as many do."""
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

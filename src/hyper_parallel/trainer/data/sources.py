@@ -535,7 +535,7 @@ def _files(data: Data, stage: str) -> list[Path]:
 
 
 def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
-    """Return the files below `root`, except hidden ones, by relative path; raise NoData (HP602) for links out of it."""
+    """Return the visible files below `root` by relative path; raise NoData (HP602) if `refuse_outside` refuses one."""
     paths = {p.relative_to(root): p for p in root.rglob(pattern) if not p.is_dir()}
     visible = (name for name in paths if not any(part.startswith(".") for part in name.parts))
     files = [paths[name] for name in sorted(visible, key=Path.as_posix)]

@@ -22,10 +22,7 @@ _ANCHORS: Final = ("\n", "a", ".", "0")
 _MOST_STEPS: Final = 64
 """Number of tokens at the end of a prompt among which `_restart` searches."""
 _FAR_WORDS: Final = 8
-"""Distance in words at which the following text no longer affects the tokens of a word.
-
-The regular expressions of pre-tokenizers look ahead by one character or one run of white space, so 2 would be enough.
-"""
+"""Distance in words at which the following text is assumed not to affect the tokens of a word."""
 _SAMPLE: Final = (
     "A text:  it has 12 words\n\nand, after\tan empty line, `code()`... then a few "
     "more words. USER: why? ASSISTANT: it's so that every word\nhas 8 words behind it"

@@ -210,7 +210,7 @@ def _with_class(
     def build(target: Path) -> dict[str, Any]:
         samples = _samples(sources)
         is_own = original is None
-        configs = [None] if config is None else [config, None]  # of an exported model and adapter
+        configs = [None] if config is None else [config, None]  # next to an exported model, an adapter
         name = required_class(tokenizer.hf, tokenizer.directory, configs, samples, is_own=is_own)
         if name is not None:
             copy_files(tokenizer.directory, target, tokenizer_files(tokenizer.directory))

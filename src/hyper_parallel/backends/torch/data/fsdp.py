@@ -124,7 +124,7 @@ def fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
     """Return the mesh of FSDP: dp_shard, flattened with cp if cp > 1, after the axis dp_replicate if it exists."""
     if strategy.cp == 1:
         return mesh[("dp_replicate", "dp_shard") if strategy.dp_replicate > 1 else ("dp_shard",)]
-    inner = mesh["dp_shard", "cp"]._flatten(FLAT)  # returns the mesh that all ranks have created
+    inner = mesh["dp_shard", "cp"]._flatten(FLAT)  # returns the mesh that all ranks have created before
     if strategy.dp_replicate == 1:
         return inner
     return DeviceMesh._concatenate([mesh["dp_replicate"], inner])

@@ -43,7 +43,7 @@ Lowest = Callable[[Sequence[int]], list[int]]
 
 
 def _lowest(group: dist.ProcessGroup, values: Sequence[int]) -> list[int]:
-    """Return the minimum over ranks, by a collective that dispatch modes which record a step do not see."""
+    """Return the elementwise minimum over ranks; dispatch modes that record a step do not see this collective."""
     with _disable_current_modes(), torch.no_grad(), purpose(Purpose.UNIT_ORDER):
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=group)
@@ -231,7 +231,7 @@ class UnitOrder:
             self._forward = None
             self._passes += torch.is_grad_enabled()
         if unit.state == _IDLE:
-            # The other half-batch has ended forward already: FSDP would free parameters that are kept until backward.
+            # The call for the other half-batch has ended forward; another would free parameters kept until backward.
             return output
         return unit.methods["post_forward"](module, inputs, output)
 
