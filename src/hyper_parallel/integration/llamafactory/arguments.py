@@ -40,7 +40,7 @@ class HyperParallelArguments(BaseModel):
         activation_mode: `recompute`: recompute the activations of a layer; `swap`: recompute them except matrix
             products and attention, which are offloaded to the host. `none`: keep them on the device.
         activation_swap_inputs: With `swap`, also offload the inputs of a layer.
-        device_type: Accepted but not read; LlamaFactory's settings choose the device.
+        device_type: Accepted, but without effect.
     """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, strict=True)

@@ -4,7 +4,7 @@
     balanced               rank 0 | 9 1 | 1 1 |   rank 1 | 8 2 | 1 1 |      cost of the step 12
 
 The numbers are costs of sequences; each bar ends a microbatch. Turn t consists of the t-th microbatch of every rank.
-The cost of the step is the largest total of a rank or, if ranks wait for each other after every turn, the sum of the
+The cost of the step is the largest total of a rank. If ranks wait for each other after every turn, it is the sum of the
 largest microbatch costs of all turns. Sequences are assigned to microbatches, largest first, and microbatches to ranks.
 Pairwise exchanges then lower the largest sum of costs. A limit on comparisons, not on time, ends the search, so every
 rank computes the same order. A step keeps its set of sequences, so its loss and gradients do not change.
