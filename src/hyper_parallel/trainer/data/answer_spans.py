@@ -324,7 +324,7 @@ class _Search:
         written = [self._words(place) for place in places]
         turns = [words.turn for words in written if words.turn in trained and words.kind != "name"]
         if turns != sorted(turns):
-            raise self._renderer.error("the chat template writes the answers in another order")
+            raise self._renderer.error("the chat template writes the answers in another order than the conversation")
 
     def span(self, i: int) -> tuple[int, int]:
         """Return the [start, end) characters of the answer in turn `i`; raise BadValue (HP102) if a check fails."""
