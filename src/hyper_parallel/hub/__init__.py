@@ -1,9 +1,9 @@
 """Models and tokenizers by their name on the Hugging Face hub: `org/name`, or `org/name@revision`.
 
 A name is looked up in the cache of `huggingface_hub`, whose folders this module reads without importing the library.
-Missing files are downloaded by `hyper_parallel.hub.download` in a separate process. This process remains offline, so
-that no other library downloads kernels, code or configurations. A revision is resolved to a commit, which is also the
-name of the snapshot folder.
+Missing files are downloaded by `hyper_parallel.hub.download` in a separate process. After `stay_offline`, this process
+remains offline, so that no other library downloads kernels, code or configurations. A revision is resolved to a commit,
+which is also the name of the snapshot folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FOLDERS: Final = (
     "model", "models", "data", "dataset", "datasets", "runs", "run", "output", "outputs", "checkpoint", "checkpoints",
     "export", "exports", "weights", "recipes", "tmp",
 )  # fmt: skip
-"""First components of common paths in recipes; none of them is an organisation that publishes models."""
+"""First components of common paths in recipes; a text that begins with one is not a repository name."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT: Final = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 _INDEX: Final = Limits(num_bytes=256 * 1024**2, num_elements=5_000_000)
@@ -165,8 +165,8 @@ def _is_complete(directory: Path, part: Part) -> bool:
 def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "") -> Path:
     """Return the folder with the requested files of a repository, downloading files that the cache lacks.
 
-    A name without a commit is looked up on the hub, so that a newer version is found. If the hub does not answer, the
-    version in the cache is used.
+    A name without a commit is looked up on the hub, so that a newer version is found. If the hub does not answer or
+    downloads are not permitted, the version in the cache is used.
 
     Args:
         name: Repository and revision.
@@ -290,7 +290,7 @@ def _refusal(name: HubName, part: Part, answer: dict[str, Any], where: str | Non
 
 
 def download_command(name: HubName, part: Part = "model", *, local: bool = False) -> str:
-    """Return the command that downloads the requested files into the cache or, with `local`, into `name.folder`."""
+    """Return the command that downloads the config or all files, into the cache or, with `local`, `name.folder`."""
     words = ["hf", "download", name.repository]
     if part == "config":
         words.append("config.json")

@@ -1,7 +1,7 @@
 """Download files of a repository, or a dataset, into the cache; `python -m hyper_parallel.hub.download`.
 
-Downloads configurations, tokenizers and safetensors only: no pickled weights and no code. The last line of standard
-output is a JSON object with `directory`, or with `kind` and `text` of the failure.
+Of a model repository, only configurations, tokenizers and safetensors are downloaded: no pickled weights and no code.
+The last line of standard output is a JSON object with `directory`, or with `kind` and `text` of the failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STANDARD: Final = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors
 def choose_files(names: Iterable[str], part: str) -> list[str]:
     """Return the top-level files to download: for the config, the tokenizer, or the whole model.
 
-    Of weights in several forms, only one form is returned.
+    Weights in other safetensors files are returned only if there are none with the standard names.
     """
     names = sorted(name for name in names if "/" not in name)
     if part == "config":

@@ -672,5 +672,5 @@ def dtype(name: str) -> Any:
 
 
 def tensor(array: Any) -> Tensor:
-    """Return a tensor of MindSpore with the values of a numpy array."""
+    """Return a tensor of MindSpore that shares the memory of a numpy array."""
     return Tensor.from_numpy(array)

@@ -113,7 +113,7 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
     "aten.sort.stable": ("one dimension of integers, ascending", _sorts_integers),
     "aten.topk.default": _FLOATS,
 }
-"""Dict from operator to (description, predicate) of the supported calls; other operators have no limit."""
+"""Dict from operator to (description, predicate) of the supported calls, apart from the limit to real numbers."""
 
 
 def is_supported(node: Node) -> bool:

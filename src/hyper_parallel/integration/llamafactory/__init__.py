@@ -1,8 +1,8 @@
 """Names that LlamaFactory imports for `use_hyper_parallel: true`; each is loaded at its first use.
 
 Unmodified LlamaFactory 0.9.5 imports `HyperParallelArguments` and `HyperParallelTrainer` (stage sft). Its main branch
-from June to September 2026 has a separate trainer, which imports the other names. `load_llamafactory` reads
-LlamaFactory's YAML files as recipes and does not need LlamaFactory.
+from June to September 2026 has a separate trainer, which imports the names in `_OF_MAIN_BRANCH`. `load_llamafactory`
+reads LlamaFactory's YAML files as recipes and does not need LlamaFactory.
 """
 
 from __future__ import annotations

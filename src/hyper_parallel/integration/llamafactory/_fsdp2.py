@@ -43,10 +43,11 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParall
     Args:
         accelerator: Accelerate's `Accelerator` with an FSDP plugin of version 2.
         model: Model of transformers with equal values on every rank, or on rank 0 with `cpu_ram_efficient_loading`.
-        hp_args: Layout and dtypes; the plugin provides unset values.
+        hp_args: Layout and dtypes; an unset `reshard_after_forward` or `param_dtype` is taken from Accelerate.
 
     Raises:
-        Contradiction: HP104 without FSDP2, with its offload to the CPU, or with `tp_size`.
+        Contradiction: HP104 without FSDP2, with its offload to the CPU, with `tp_size`, or with parameters on the meta
+            device.
         DegreesMismatch: HP301 when the degrees do not divide the ranks.
     """
     if isinstance(_plain(model), HSDPModule):
@@ -84,7 +85,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParall
 
 
 def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
-    """Copy the parameters and buffers of rank 0, the only rank that has loaded them, to all ranks."""
+    """Copy parameters and buffers of rank 0 to all ranks; raise Contradiction (HP104) for one on the meta device."""
     if any(p.is_meta for p in model.parameters()):
         raise Contradiction(
             "a rank has its parameters on the meta device",
@@ -98,7 +99,7 @@ def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
 
 
 def model_of(parameters: Iterable[Tensor]) -> nn.Module:
-    """Return the prepared model to which the parameters belong."""
+    """Return the prepared model to which the parameters belong; raise BadValue (HP102) if there is not exactly one."""
     models = {getattr(p, _MODEL, lambda: None)() for p in parameters}
     prepared = models - {None}
     if len(models) != 1 or not prepared:
@@ -133,7 +134,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
 
 
 def hsdp_sync_stream() -> None:
-    """Return at once: FSDP has waited for its reductions when backward returned."""
+    """Do nothing: FSDP has waited for its reductions when backward returned."""
 
 
 def wrap_optimizer_with_skip_dtensor_dispatch(
@@ -150,7 +151,7 @@ def save_hsdp_checkpoint(
     output_dir: str | Path,
     should_save_scheduler: bool = True,
 ) -> None:
-    """Save weights and optimizer state in `hsdp_model_0`, and the scheduler in `scheduler.pt`; all ranks must call.
+    """Save weights and optimizer state in `hsdp_model_0`, the scheduler in `scheduler.pt`; all ranks must call this.
 
     Raises:
         OutputNotWritable: HP105 when the folder cannot be written.

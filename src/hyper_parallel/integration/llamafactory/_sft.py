@@ -43,7 +43,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         kwargs: Arguments of LlamaFactory's trainer.
 
     Raises:
-        Contradiction: HP104 for another back end that parallelizes the model, and for options that change the loss.
+        Contradiction: HP104 for another back end that parallelizes the model, and for unsupported options.
         DegreesMismatch: HP301 when the degrees do not divide the ranks.
     """
 
@@ -179,7 +179,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return loss / self.accelerator.num_processes if averaged else loss
 
     def _reported(self, loss: Tensor) -> Tensor:
-        """Return the loss on one rank of each tensor-parallel group, else 0: its ranks have the same loss."""
+        """Return the loss on the first rank of a tensor-parallel group, 0 on the others, which have the same loss."""
         return loss if self.args.process_index % self._strategy.tp == 0 else torch.zeros_like(loss)
 
     def _ready(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +194,10 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         *args: Any,
         **kw: Any,
     ) -> tuple[Any, Any, Any]:
-        """Return loss, logits and labels of a batch; with tensor or context parallelism, the last two are None."""
+        """Return loss, logits and labels of a batch.
+
+        With tensor or context parallelism, logits and labels are None; if they are requested, raise HP104.
+        """
         if self._same_data == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         if not prediction_loss_only or self.args.predict_with_generate:

@@ -28,16 +28,19 @@ class HyperParallelArguments(BaseModel):
         tp_size: Ranks of tensor parallelism.
         cp_size: Ranks among which a sequence is divided.
         ep_size: Ranks among which the experts are divided.
-        efsdp_size: Ranks that shard the parameters of the same experts; further ranks are replicas. None: all ranks.
+        efsdp_size: Ranks that shard the parameters of the same experts; further ranks are replicas. None: as many as
+            `fsdp_size` implies.
         token_dispatcher: Must be `all_to_all`.
-        fsdp_size: Ranks that shard the parameters; further data-parallel ranks are replicas. None: all ranks.
+        fsdp_size: Ranks that shard the parameters; further data-parallel ranks are replicas. None: as many as
+            `efsdp_size` implies, or all ranks.
         param_dtype: Dtype of activations and of gathered parameters; None: from LlamaFactory's `bf16` and `fp16`.
-        reduce_dtype: Dtype of gradient reductions; None: float32.
-        reshard_after_forward: Free gathered parameters after forward and gather them again for backward; None: True.
+        reduce_dtype: Dtype of gradient reductions; None: float32, or float64 for a model in float64.
+        reshard_after_forward: Free gathered parameters after forward and gather them again for backward; None: as in
+            Accelerate's FSDP plugin, or True without one.
         activation_mode: `recompute`: recompute the activations of a layer; `swap`: recompute them except matrix
-            products and attention, which are offloaded to the host.
+            products and attention, which are offloaded to the host. `none`: keep them on the device.
         activation_swap_inputs: With `swap`, also offload the inputs of a layer.
-        device_type: `auto`: the accelerator if there is one, else the CPU.
+        device_type: Accepted, but without effect.
     """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, strict=True)
@@ -163,10 +166,7 @@ class HyperParallelArguments(BaseModel):
         )
 
     def _shard_ranks(self, world_size: int, model_ranks: int) -> int:
-        """Return the degree of `dp_shard`; `model_ranks` is the product of tensor- and context-parallel degrees.
-
-        If `efsdp_size` is set but `fsdp_size` is not, the degree follows from the ranks that shard the experts.
-        """
+        """Return the degree of `dp_shard`: `fsdp_size`, else as `efsdp_size` implies, else all remaining ranks."""
         rest = max(world_size // model_ranks, 1)
         expert_ranks = self.ep_size * (self.efsdp_size or 1)
         if self.fsdp_size is None and self.efsdp_size and expert_ranks % model_ranks == 0:

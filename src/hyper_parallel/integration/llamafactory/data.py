@@ -55,7 +55,7 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
 
     Raises:
         RecipeUnreadable: HP103 without `dataset_info.json`. UnknownKey: HP101 for an unlisted name.
-        Contradiction: HP104 for unsupported columns, tags or file locations.
+        Contradiction: HP104 for unsupported keys, columns, tags or file locations. NoData: HP602 for unreadable files.
     """
     listed = Path(directory) / "dataset_info.json"
     known = read_mapping(listed, RecipeUnreadable, "list of datasets")
@@ -126,7 +126,7 @@ def _names(columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[
 
 
 def check_template(name: str, model: str, where: str) -> None:
-    """Raise Contradiction (HP104) if LlamaFactory's template `name` gives other texts than the model's own template."""
+    """Raise Contradiction (HP104) unless the model's own template gives the texts of LlamaFactory's template `name`."""
     turns = [("system", "A"), ("user", "B"), ("assistant", "C"), ("user", "D"), ("assistant", "E")]
     tokenizer, known = load_tokenizer(model), _TEMPLATES.get(name)
     # With and without a system text, because templates may insert a default one.

@@ -132,6 +132,6 @@ REFUSED: Final = (
     "freeze_extra_modules", "resize_vocab", "use_llama_pro", "use_dft_loss", "use_asft_loss", "push_to_hub",
     "resume_from_checkpoint", "load_best_model_at_end", "tool_format", "media_dir",
 )  # fmt: skip
-"""Keys that would change the trained model and are not supported; null, false, 0 and none are accepted."""
+"""Keys of unsupported behaviour; they are accepted if their value is null, false, 0, an empty text or `none`."""
 
 KNOWN: Final = (*SAME, *TOGETHER, *WITHOUT_EFFECT, *REFUSED)

@@ -28,7 +28,11 @@ def shard_model(
     mixed: str | None,
     average: bool = False,
 ) -> None:
-    """Parallelize a model in place; `mixed` is the compute dtype unless `hp_args` sets one."""
+    """Parallelize a model in place.
+
+    `mixed` is the compute dtype unless `hp_args` sets one; None: the dtype of the parameters. With `average`, gradients
+    are averaged over data-parallel ranks instead of summed.
+    """
     trained = (p for p in model.parameters() if p.requires_grad)
     trained_param = next(trained, None)  # None for a reference model
     plain = str((next(model.parameters()) if trained_param is None else trained_param).dtype).removeprefix("torch.")
@@ -49,8 +53,7 @@ def adopt_checkpointing(
 ) -> HyperParallelArguments:
     """Disable a model's own gradient checkpointing, and return arguments that recompute activations instead.
 
-    Both keep the inputs of a layer and recompute its activations. `activation_mode: swap` is unchanged, because it
-    keeps other tensors.
+    The arguments are unchanged if checkpointing is neither enabled nor requested, or with `activation_mode: swap`.
 
     Args:
         model: Model of transformers, before it is parallelized.
@@ -68,7 +71,7 @@ def adopt_checkpointing(
 
 
 def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs without a mask of trailing padding; raise an error for another mask.
+    """Return the inputs without a mask of trailing padding; raise UnsupportedSharding (HP205) for another mask.
 
     Under context parallelism, masks are not supported. Trailing padding needs no mask, because attention is causal and
     padding has no labels.

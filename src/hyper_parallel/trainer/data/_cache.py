@@ -37,7 +37,7 @@ _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
 
 def cache_root(directory: str | None) -> Path:
-    """Return the cache directory, which may not exist: `directory`, or `data` in this package's user cache if None.
+    """Return the cache directory, which may not exist: `directory`, or `data` in this package's user cache if not set.
 
     Raises:
         OutputNotWritable: HP105 when the directory is not writable.
@@ -57,7 +57,7 @@ def entry(root: Path, key: str, build: Callable[[Path], dict[str, Any] | None]) 
     """Return the cache entry `root/key` and its metadata; build the entry if it is absent or damaged.
 
     `build` fills the given directory and may return metadata. `key` is a hash of all inputs of the content. In the
-    metadata, `cached` tells whether the entry already existed.
+    metadata, `cached` tells whether an intact entry already existed.
 
     Raises:
         OutputNotWritable: HP105 when the entry cannot be written, or a damaged entry contains unknown files.
@@ -90,7 +90,7 @@ def _files(directory: Path) -> set[str]:
 
 
 def _remove_entry(directory: Path) -> None:
-    """Remove a damaged entry; raise OutputNotWritable (HP105) if it contains unknown files, before any is removed."""
+    """Remove a damaged entry; raise OutputNotWritable (HP105) if it contains unknown files or cannot be removed."""
     marker = read_marker(directory)
     names = {MARKER, _META, *((marker.files or {}) if marker else ())}
     left = sorted(_files(directory) - names) or remove_files(directory, names.__contains__)

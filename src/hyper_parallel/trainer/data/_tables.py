@@ -38,7 +38,12 @@ _LEAST_HEAP: Final = 256 * MiB
 
 
 def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
-    """Yield (location, row) for each row of a parquet file; raise NoData (HP602) for a row of over `most` bytes."""
+    """Yield (location, row) for each row of a parquet file.
+
+    Raises:
+        NoData: HP602 when the file is unreadable, or rows are too large for the limit of `most` bytes per row.
+        MissingDependency: HP501 when the package `pyarrow` is not installed.
+    """
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -114,7 +119,7 @@ def records_too_long(where: str, got: str, most: int) -> NoData:
 _SAVED = ("dataset_dict.json", "state.json")
 _CARDS = ("README.md", ".huggingface.yaml")
 _CARD_LIMITS = Limits(num_bytes=4 * 1024**2, num_elements=500_000, depth=30)
-"""Limits of a dataset card or a JSON list of files; the longest cards describe a few hundred configurations."""
+"""Limits of a dataset card or a JSON list of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +183,11 @@ class Table:
             yield True
 
     def records(self, most: int) -> Iterator[tuple[str, Record]]:
-        """Yield (location, record) for each row; raise NoData (HP602) for a record of more than `most` bytes."""
+        """Yield (location, record) for each row.
+
+        Raises:
+            NoData: HP602 for an unreadable row, or a row of a stream that is too large for `most` bytes per record.
+        """
         number = -1
         # Only a stream decodes its rows; other tables are in memory or memory-mapped.
         streamed = getattr(self.rows, "data", None) is None
@@ -326,7 +335,7 @@ def _card_text(path: Path) -> str:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise NoData (HP602) if links, card or file list of a dataset folder refer to files outside the folder."""
+    """Raise NoData (HP602) for a file that `refuse_outside` refuses, or a card or file list that names such a file."""
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
             refuse_outside(Path(folder, name), path)

@@ -1,6 +1,6 @@
 """Rendering of chat templates with a work budget, because a template is an untrusted program.
 
-Templates are compiled in Jinja's immutable sandbox with the filters and globals of transformers. Loop iterations,
+Templates are compiled in Jinja's immutable sandbox with most filters and globals of transformers. Loop iterations,
 calls, filters, comparisons, operators and output are charged to a budget in proportion to the sizes of their operands.
 The budget grows with the conversation. A template that exceeds its budget raises TemplateBudget, after the same number
 of steps on every machine.
@@ -37,7 +37,7 @@ from hyper_parallel.trainer.data._template_work import (
 )
 
 _MOST_SOURCE: Final = 128 * 1024
-"""Maximum characters of a template; the longest published templates have about ten thousand."""
+"""Maximum characters of a template."""
 _DROPPED: Final = (
     "lipsum", "cycler", "joiner", "urlize", "striptags", "xmlattr", "wordwrap", "pprint",
 )  # fmt: skip
@@ -48,7 +48,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja sandbox that charges every step of a template to a budget.
 
     Args:
-        like: Environment of transformers, from which extensions, filters and globals are copied.
+        like: Environment of transformers, from which extensions, filters and globals except `_DROPPED` are copied.
 
     Attributes:
         work: Budget of the current rendering.
@@ -134,10 +134,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Charging(jinja2.visitor.NodeTransformer):
-    """AST transformer that inserts charging filters around operators that Jinja compiles to plain Python.
-
-    Literal text becomes a constant, which is printed through `finalize` and thereby charged.
-    """
+    """AST transformer that inserts charging filters around operators that Jinja compiles to plain Python."""
 
     def visit_TemplateData(self, node: nodes.TemplateData, *_: Any, **__: Any) -> nodes.Node:
         return nodes.Const(node.data, lineno=node.lineno)
@@ -187,7 +184,7 @@ def compiled(source: str) -> jinja2.Template:
     environment = BoundedEnvironment(_compile_jinja_template("").environment)
     environment.work.reset(0, 0)
     template = environment.from_string(source)
-    template.globals = dict(template.globals)  # Jinja copies it per call, a ChainMap slowly
+    template.globals = dict(template.globals)  # Jinja copies it in every call, which is slow for a ChainMap
     return template
 
 

@@ -20,10 +20,11 @@ from jinja2.sandbox import SecurityError
 _BUDGET: Final = 64 * 1024**2
 """Work budget of a conversation in bytes: half a million steps, or 64 MiB of text."""
 _BUDGET_PER_TURN: Final = 16 * 1024
-"""Additional budget per turn in bytes, the cost of 128 steps; only the first `_MOST_TURNS` turns add to the budget."""
+"""Additional budget per turn or tool in bytes, the cost of 128 steps."""
 _MOST_TURNS: Final = 8192
+"""Maximum number of turns and tools that add to the budget."""
 _BUDGET_PER_BYTE: Final = 8
-"""Additional budget in bytes per byte of the conversation."""
+"""Additional budget in bytes per character of the conversation."""
 STEP: Final = 128
 """Bytes of work charged per step, in addition to its operands."""
 READ: Final = 8
@@ -35,7 +36,7 @@ _MOST_INTEGER: Final = 1_000_000
 MOST_BITS: Final = 1024
 """Largest size of an integer in bits."""
 _WIDTH: Final = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\d{4,}|\*|\d*\.(?:\d{4,}|\*))")
-"""Pattern of a %-format conversion with a width of four or more digits, or a width from an argument."""
+"""Pattern of a %-format conversion with a width or precision of four or more digits, or from an argument."""
 _LONG_COUNT: Final = re.compile(r"\d{4,}|\{")
 """Pattern of a width of four or more digits, or of a nested field, in the format specification of a field in braces."""
 _LINE_ENDS: Final = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -47,7 +48,7 @@ _SHALLOW: Final = (
 
 
 class TemplateBudget(SecurityError):
-    """Error for a template that exceeds its work budget."""
+    """Error for a template that exceeds its work budget or another limit."""
 
 
 class Work:
@@ -55,7 +56,7 @@ class Work:
 
     Attributes:
         left: Remaining budget in bytes.
-        printed: Number of characters printed so far; text that a macro prints is also printed where it is called.
+        printed: Number of characters printed so far. The text of a macro counts again where its result is printed.
         num_pieces: Number of pieces of text printed so far.
     """
 
@@ -168,13 +169,13 @@ class Counted:
 
 
 def as_text(value: Any, work: Work) -> str:
-    """Charge the size of a value, and return `str(value)`."""
+    """Charge `ITEM` times the size of a value with its items, and return `str(value)`."""
     work.spend(ITEM * deep_size(value))
     return str(value)
 
 
 def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[..., Any]:
-    """Return a Jinja filter that charges the largest possible result, calls `function`, and charges the result."""
+    """Return a Jinja filter that calls `function`, and charges operands, largest possible result and actual result."""
     # A function with this attribute takes Jinja's context or environment as its first argument.
     takes_first = hasattr(function, "jinja_pass_arg")
 
@@ -249,7 +250,7 @@ def spend_method(name: str, text: str | bytes, args: Sequence[Any], work: Work) 
 
 
 def check_format(text: str, args: Sequence[Any], work: Work) -> None:
-    """Charge each use of an argument in a format string; raise TemplateBudget for a width of four or more digits."""
+    """Charge each use of an argument in a format string; raise TemplateBudget for a width or precision over 999."""
     work.spend(text.count("%(") * len(text) // READ)
     fields = (spec or "" for _, _, spec, _ in Formatter().parse(text)) if "{" in text else ()
     if _WIDTH.search(text) or any(map(_LONG_COUNT.search, fields)):
@@ -259,7 +260,7 @@ def check_format(text: str, args: Sequence[Any], work: Work) -> None:
 
 
 def check_integers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise TemplateBudget for an integer argument above `_MOST_INTEGER`."""
+    """Raise TemplateBudget for an integer argument whose absolute value exceeds `_MOST_INTEGER`."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, int) and abs(value) > _MOST_INTEGER:
             raise TemplateBudget(f"a number above {_MOST_INTEGER:,}")

@@ -41,15 +41,15 @@ from hyper_parallel.trainer.data.template_properties import (
 )
 
 _MAX_CACHED_TEXTS: Final = 256
-"""Maximum number of cached texts with placeholders. Few suffice: conversations with equal roles usually share one."""
+"""Maximum number of cached texts with placeholders; conversations with equal roles usually share one."""
 _MAX_CACHED_CHARACTERS: Final = 2048
-"""Maximum characters of the turns of a cached text, so that the cache stays below a megabyte or two."""
+"""Number of characters that the turns of a cached text must stay below."""
 _UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
 _OTHER_FILE: Final = "data.chat_template=FILE"
 
 
 class _Renderer:
-    """Renderer of one conversation; its methods raise BadValue (HP102) that names the turn and the cause."""
+    """Renderer of one conversation; errors of the template become BadValue (HP102) with the cause."""
 
     def __init__(self, tokenizer: Any, conversation: Conversation, where: str) -> None:
         self._conversation, self._where = conversation, where or "chat template"
@@ -67,7 +67,7 @@ class _Renderer:
         """Return the text of all turns and, if `marks`, the [start, end) characters of `{% generation %}` blocks.
 
         The text ends with the generation prompt if `prompt`. Raise if the template does not read a variable of the
-        record, or writes no tool.
+        record, or does not write a tool.
         """
         text, spans = self._render(self._turns, prompt=prompt, marks=marks)
         self._check_values()  # after rendering, which names the cause if the template cannot be parsed
@@ -75,7 +75,7 @@ class _Renderer:
         return text, spans
 
     def shaped(self, shape: Placeholders) -> str:
-        """Return the text of all turns with placeholders instead of words; cached, as many conversations share it."""
+        """Return the text of all turns with placeholders instead of words; texts of short conversations are cached."""
         messages = shape.replace_words(self._conversation.messages)
         key, known = self._shape_key(messages), self.template.shaped_texts
         text = known.get(key)
@@ -198,7 +198,8 @@ def locate_answers(
         where: Location of the record, for error messages.
 
     Returns:
-        Text of the conversation, and the [start, end) characters of each answer in `trained` with its end marker.
+        Text of the conversation, and the [start, end) characters of each answer in `trained` with its end marker. The
+        text includes the end marker of the last answer even if the template writes it only before a following turn.
 
     Raises:
         BadValue: HP102 with turn and cause, when the template raises, drops or changes words, ignores tools or
@@ -291,7 +292,10 @@ class _Search:
                     raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(words))
 
     def check_words(self, trained: AbstractSet[int]) -> None:
-        """Raise if the template drops, repeats or reorders the words of the conversation."""
+        """Raise if the template drops words of the conversation, or repeats or reorders words of answers.
+
+        The reasoning of turns that are not in `trained` may be dropped.
+        """
         shape, places = self._shape, self._places
         counts = Counter(place.number for place in places)
         for number, words in enumerate(shape.words):
@@ -320,7 +324,7 @@ class _Search:
         written = [self._words(place) for place in places]
         turns = [words.turn for words in written if words.turn in trained and words.kind != "name"]
         if turns != sorted(turns):
-            raise self._renderer.error("the chat template writes the answers in another order")
+            raise self._renderer.error("the chat template writes the answers in another order than the conversation")
 
     def span(self, i: int) -> tuple[int, int]:
         """Return the [start, end) characters of the answer in turn `i`; raise BadValue (HP102) if a check fails."""
@@ -385,7 +389,7 @@ class _Search:
             )
 
     def _with_space(self, i: int, place: WordsPlace) -> int:
-        """Return the start of the words at `place` in turn `i`, with preceding white space and tags of the content."""
+        """Return the start of the words at `place` in turn `i`, with preceding space and tags if these are written."""
         content = self._messages[i].get("content") or ""
         lead = content[: content.index(self._words(place).text)]
         start = place.start - len(lead)
@@ -393,10 +397,7 @@ class _Search:
         return start if is_kept and self._text[start : place.start] == lead else place.start
 
     def _start_of_wrapper(self, i: int) -> int:
-        """Return the start of an answer that the template wraps in text, such as a reasoning tag before the words.
-
-        This is the first character after the previous turn that is not part of the generation prompt.
-        """
+        """Return the start of answer `i`: the end of the text that it shares with the generation prompt."""
         own = self._of_turn[i]
         before = [p for p in self._places if self._words(p).turn < i]
         previous = max((p.end for p in before), default=0)

@@ -4,7 +4,7 @@
     balanced               rank 0 | 9 1 | 1 1 |   rank 1 | 8 2 | 1 1 |      cost of the step 12
 
 The numbers are costs of sequences; each bar ends a microbatch. Turn t consists of the t-th microbatch of every rank.
-The cost of the step is the largest total of a rank or, if ranks wait for each other after every turn, the sum of the
+The cost of the step is the largest total of a rank. If ranks wait for each other after every turn, it is the sum of the
 largest microbatch costs of all turns. Sequences are assigned to microbatches, largest first, and microbatches to ranks.
 Pairwise exchanges then lower the largest sum of costs. A limit on comparisons, not on time, ends the search, so every
 rank computes the same order. A step keeps its set of sequences, so its loss and gradients do not change.
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 _MAX_COMPARISONS: Final = 1 << 20
-"""Maximum number of pairs of items that a call of `spread` compares; takes milliseconds, and suffices for 64 ranks."""
+"""Maximum number of pairs of items that a call of `spread` compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Grid:
         return sum(max(int(loads[self.owners[k][t]]) for k in owners) for t, owners in enumerate(self.turns))
 
     def imbalance(self, costs: Int64) -> float:
-        """Return `largest` divided by the mean cost of a rank: 1 if ranks are equal or all costs are 0."""
+        """Return `largest` divided by the mean cost of a rank; 1 if all costs are 0."""
         total = int(costs.sum())
         return self.largest(costs) * len(self.owners) / total if total else 1.0
 
@@ -89,8 +89,9 @@ class Balance:
         media_tokens: Number of tokens of images and audio in the step.
         in_order: Imbalance in data order.
         balanced: Imbalance in balanced order, in which the step runs.
-        predicted_in_order_s: Predicted seconds of the step in data order; None without `Grid.seconds` or costs.
-        predicted_s: Predicted seconds of the step in balanced order; None without `Grid.seconds` or costs.
+        predicted_in_order_s: Predicted seconds of the step in data order; None without `Grid.seconds` or if all costs
+            are 0.
+        predicted_s: The same for the balanced order.
     """
 
     media_tokens: int
@@ -145,11 +146,7 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
 
 
 def _microbatches(costs: Int64, grid: Grid) -> Iterator[list[Int64]]:
-    """Yield divisions of the sequences into microbatches: as in the data, of equal cost, and of equal cost in a turn.
-
-    In the last division, each turn has larger sequences than the next. This is better if fewer ranks compute in the
-    last turn.
-    """
+    """Yield divisions into microbatches: as in the data, of about equal cost, of about equal cost within a turn."""
     count = len(costs) // grid.rows
     yield np.split(np.arange(len(costs)), count)
     if grid.rows == 1:
@@ -178,10 +175,7 @@ def _in_sum(loads: Int64, grid: Grid) -> list[list[int]]:
 
 
 def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
-    """Assign microbatches with costs `loads` so that costs in a turn are about equal; return each rank's microbatches.
-
-    Within a turn, the largest microbatch goes to the rank with the smallest sum so far.
-    """
+    """Assign microbatches so that their costs `loads` in a turn are about equal; return the microbatches by rank."""
     queue = iter(np.argsort(-loads, kind="stable").tolist())
     order: list[list[int]] = [[] for _ in grid.owners]
     sums = [0] * len(order)

@@ -45,7 +45,7 @@ class Batch:
         input_ids: [B, S] token ids.
         shift_labels: [B, S] labels: the id of the next token, or -100 at positions without loss.
         num_valid: Number of labels other than -100.
-        position_ids: [B, S] positions that restart at 0 with each document; None: a row is one document.
+        position_ids: [B, S] positions that restart at 0 with each document; None: positions count from the row's start.
         num_real: [B] number of tokens before the padding; None: no padding.
         media: Arrays of images and audio, by argument name of the model's forward.
     """
@@ -131,7 +131,7 @@ class StepRows:
         return self.repeats * self.group_size
 
     def expand(self, groups: Int64) -> Int64:
-        """Return the indices of the sequences in groups of index `groups`, each repeated `repeats` times."""
+        """Return the indices of the sequences of `groups` (indices of groups), each index `repeats` times in a row."""
         rows = groups[:, None] * self.group_size + np.arange(self.group_size)
         return rows.ravel().repeat(self.repeats)
 
@@ -329,6 +329,8 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the sequences read before the checkpoint; `sequences_per_step` may have changed since.
+
+        With `tail` `pad`, only check the data and its order.
 
         Raises:
             CheckpointMismatch: HP702 when the data or its order differ.

@@ -1,13 +1,13 @@
 """Chat templates, and tokens of conversations with the assistant's tokens as targets (tokens with loss).
 
-The tokenizer's own template is used if it has one. A tokenizer trained by `prepare` has `CHATML`. Any other tokenizer
-without a template gets `PLAIN`, whose only special token is end-of-text.
+Without `data.chat_template`, the template of the tokenizer or of its processor is used if there is one. A tokenizer
+trained by `prepare` has `CHATML`. Others get `PLAIN`, whose only special token is end-of-text.
 
 `answer_spans` renders a conversation and locates the answers in its text. `span_tokens` tokenizes the text so that the
 tokens before an answer equal the prompt tokens of generation. Targets are the assistant's content, reasoning and tool
 calls, and the end marker after them. Text between the generation prompt and the content, such as an empty reasoning
-block, is a target too, unless it is outside the `{% generation %}` blocks of the template. The end marker is always a
-target, because a model that never learns it does not stop.
+block, is a target too. It is no target if the template has `{% generation %}` blocks and it is outside of them. The end
+marker is always a target, because a model that never learns it does not stop.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def encode_conversation(
     from training. The tokens before the first target equal the prompt tokens of generation.
 
     Raises:
-        BadValue: HP102 with turn and cause, when template or tokenizer do not reproduce the conversation.
+        BadValue: HP102 when the tokenizer is slow, or template or tokenizer do not reproduce the conversation.
+        NoData: HP602 when an image or recording cannot be read.
     """
     if not tokenizer.is_fast:
         raise BadValue(
@@ -69,7 +70,7 @@ def encode_conversation(
             where="data.tokenizer",
             got=type(tokenizer).__name__,
             allowed="a directory with a tokenizer.json",
-            hint="data.tokenizer=DIRECTORY",
+            hint="data.tokenizer=TOKENIZER_DIR",
         )
     trained = conversation.answer_turns(num_context)
     text, spans = locate_answers(tokenizer, conversation, trained, where)
@@ -82,10 +83,7 @@ def encode_conversation(
 def media_line(
     tokenizer: Any, conversation: Conversation, where: str, num_context: int, blob: IO[bytes]
 ) -> tuple[bytes, int]:
-    """Return a conversation with media as the JSON line of `reference_line`, and its number of text tokens.
-
-    The placeholder token of an image or recording does not count as text.
-    """
+    """Return the `reference_line` of a conversation, and its number of tokens without the placeholders of media."""
     trained = conversation.answer_turns(num_context)
     text = locate_answers(tokenizer, conversation, trained, where)[0]
     num_tokens = len(tokens_of_spans(tokenizer, text, (), where)[0])
@@ -133,7 +131,7 @@ def stop_ids(tokenizer: Any, eos: int | Sequence[int] | None = None, *, chat: bo
     Args:
         tokenizer: Tokenizer of the model, whose end-of-text token is always included.
         eos: `eos_token_id` of the model's generation config: one token, or several.
-        chat: Whether to include the special tokens that the chat template writes after an answer or a tool call.
+        chat: Whether to include the added tokens with which the chat template ends an answer or a tool call.
     """
     own = [eos] if eos is None or isinstance(eos, int) else eos
     stops = {tokenizer.eos_token_id, *own} - {None}

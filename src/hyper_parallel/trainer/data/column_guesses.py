@@ -72,10 +72,7 @@ def guess_role(word: str) -> str:
 
 
 def guess_turn_columns(turn: Record) -> dict[str, str]:
-    """Return a dict from `role` and `content` to the keys of a turn that probably hold them.
-
-    The dict is empty if the keys are ambiguous.
-    """
+    """Return a dict from `role` and `content` to the keys of a turn that probably hold them; {} if ambiguous."""
     texts = [key for key, value in turn.items() if isinstance(value, str)]
     roles = [key for key in texts if turn[key].lower() in ROLES]
     contents = [key for key in texts if key not in roles and key not in WITHOUT_INFLUENCE]

@@ -91,7 +91,7 @@ def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 
 
 def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read a prompt to sample completions for, and its reference answer under `completion` or a synonym, if any."""
+    """Read a prompt to sample completions for, and its reference answer, if any."""
     prompt = _turns_of(values[_prompt_keys(values)[0]], "user", rules, where, "prompt")
     answer = values.get("completion", [])
     if is_empty(answer):
@@ -131,10 +131,7 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 
 
 def _prompt_of_pair(values: Values, rules: RecordRules, where: str) -> tuple[list[Message], Message | None]:
-    """Return (turns of the prompt, user turn made from a text prompt) of a pair.
-
-    The turns are [] without a prompt, or with an empty text. The user turn is None if the prompt is not a text.
-    """
+    """Return the turns of a pair's prompt ([] if it is empty), and its user turn if it is a text (else None)."""
     prompt = rules.one_of(values, QUESTIONS, where)
     if isinstance(prompt, str) and (prompt or isinstance(values["chosen"], str)):
         turn = _message("user", prompt)
@@ -157,10 +154,7 @@ def _check_pair(
     text: Message | None,
     where: str,
 ) -> None:
-    """Raise NoData (HP602) if the prompt of a pair is missing or contradicts the answers.
-
-    `raw` has the values under `chosen` and `rejected`, `answers` their turns. `text` is the turn of a text prompt.
-    """
+    """Raise NoData (HP602) if the prompt of a pair is missing or contradicts the answers."""
     problem = got = None
     if not prompt and any(isinstance(answer, str) for answer in raw):
         problem = "an answer that is a text needs the prompt under a key of its own"
@@ -448,7 +442,7 @@ def conversations_of(
     if rules.media_kinds:
         turns, media = take_media(parts[0][0], values, rules, where)
         for item in media if rules.skips_media else ():
-            decoded(item, where)  # raises for unreadable media; otherwise encoding the record does
+            decoded(item, where)  # raise now, so that the record is dropped; else encoding it raises
         parts = [(turns, parts[0][1])]
     if rules.media or not values.keys() == record.keys() <= read_keys:
         texts = (turn["content"] for turns, _ in parts for turn in turns)
@@ -533,7 +527,7 @@ def _check_unread(
 
 
 def _contains(turns: list[Message], value: Any, rules: RecordRules, where: str) -> bool:
-    """Return whether a value only repeats the turns of a conversation.
+    """Return whether a value only repeats turns of a conversation.
 
     A text must equal the content of a turn or contain the contents of all turns. A list must equal the first turns,
     apart from system turns.

@@ -55,13 +55,13 @@ class DataCounts:
         seq_len: `data.seq_len`.
         read: Number of records read; a pair is one record, and so is a text file or a piece of a long one.
         used: Number of records with targets, including truncated and held-out ones.
-        cut: Number of used records that are longer than `data.seq_len` and therefore truncated.
-        tokens: Number of tokens of the used records after truncation.
+        cut: Number of used records that are truncated to `data.seq_len` positions.
+        tokens: Number of tokens of the used records after truncation; only of prompts with `stage: grpo`.
         target_tokens: Number of targets in these records: two per pair with `stage: rm`, 0 with `stage: grpo`.
         dropped: Number of dropped records by reason.
-        ignored_keys: For each ignored key, the number of records that have it.
+        ignored_keys: For each ignored key, the number of records, turns and tool calls that have it.
         remarks: Number of records or files with other changes or defects, by description.
-        by_document: Whether texts of `stage: pt` are packed separately. The first token of each text is then no target.
+        by_document: Whether each text of `stage: pt` is a sequence of its own. Its first token is then no target.
         unknown_id: Id of the tokenizer's unknown token; None: it has none.
     """
 

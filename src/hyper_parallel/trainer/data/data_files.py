@@ -85,7 +85,7 @@ def refuse_unread(path: Path) -> None:
     """Raise if a file's suffix names an unsupported format, which would otherwise be read as text.
 
     Raises:
-        NoData: HP602 with the command that converts the file.
+        NoData: HP602 with the command that converts the file, if there is one.
     """
     suffix, hint = path.suffix.lower(), None
     if suffix not in _UNREAD:
@@ -126,7 +126,7 @@ def refuse_other_target(path: Path) -> None:
 def refuse_splits(root: Path, files: Sequence[Path]) -> None:
     """Raise if some files of a directory are named like training data (`train`), others like evaluation data (`test`).
 
-    All files of a directory are one source, so the evaluation data would be trained on.
+    All files of a directory are one source, so the evaluation data would be trained on. Text files are not checked.
 
     Args:
         root: Directory of the files.

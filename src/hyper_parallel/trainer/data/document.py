@@ -1,8 +1,8 @@
 """Documents and conversations: records of a source in the form that is tokenized.
 
 Modules `conversations` and `turns` read a record into a `Conversation`; module `chat` renders and tokenizes it. Turns
-have the OpenAI chat format, which the chat templates of transformers read. A `Document` is a text or conversation with
-additional values for learning stages.
+have the OpenAI chat format, which chat templates read. A `Document` is a text or conversation with additional values
+for the stages `kto`, `rm` and `grpo`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEDIA_BLOB: Final = "media.bin"
 
 
 class BadMedia(NoData, code="HP602"):
-    """Error for an image or recording that cannot be read, or has no placeholder in the texts of its record."""
+    """Error for images or recordings that cannot be read, or whose placeholders in the record do not match them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class MediaFile:
     Attributes:
         kind: Name of its `MediaKind`: `image` or `audio`.
         name: File name relative to `folder`, absolute for a prompt; "" if `content` has the bytes.
-        folder: Media folder of a record, whose files are inside of it.
+        folder: Media folder that contains the file; the working directory for a prompt or if `content` has the bytes.
         content: Bytes from the record; None: they are in the file.
     """
 
@@ -55,7 +55,7 @@ class Conversation:
         num_prompt: Number of leading turns that are the prompt; None: the record has no key for the prompt.
         tools: Functions that the assistant may call, as JSON schemas in the OpenAI format.
         template_values: Additional variables for the chat template (`chat_template_kwargs` of the record).
-        untrained: Indices of assistant turns that the record excludes from training (`weight: 0`, `train: false`).
+        untrained: Indices of assistant turns that are not trained on: excluded by the record (`weight: 0`), or empty.
         trained: Indices of turns that the record marks as trained on (`weight: 1`, `train: true`).
         media: Images and recordings, in the order of their placeholders in the contents.
     """
@@ -130,7 +130,7 @@ class Document:
 
     @property
     def plain(self) -> str:
-        """Text of the document without a chat template, for training a tokenizer."""
+        """Text of the document, or the contents of its turns, one per line."""
         return self.text or "\n".join(self.contents)
 
     @property

@@ -1,7 +1,7 @@
 """Model inputs of a batch with images or audio (pixel values, audio features, ...), computed by the model's processor.
 
 Each rank computes these arrays when it reads a batch. Arrays with one number per token (`mm_token_type_ids`,
-`token_type_ids`) are padded to the length of the rows. All other arrays are passed on as the processor returns them.
+`token_type_ids`) are padded to the length of the rows. The processor's other arrays for media are passed on unchanged.
 
 The attention mask is all ones, because rows are padded on the right. Without a mask, some models (Qwen2.5-Omni) would
 give image tokens the positions of text.
@@ -52,7 +52,8 @@ class RowMedia:
         """Return (kind, decoded value) of each image or recording, with audio at the sampling rate `rate` in Hz.
 
         Raises:
-            NoData: HP602 when a file has changed since the data was prepared.
+            NoData: HP602 when a file is unreadable or has changed since the data was prepared.
+            MissingDependency: HP501 when the package that decodes a kind is not installed.
         """
         items = []
         for stored in self.row["media"]:
@@ -85,7 +86,7 @@ def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArra
         input_ids: [B, S] token ids of the rows.
 
     Raises:
-        NoData: HP602 when a file or the processor has changed since the data was prepared.
+        NoData: HP602 when a file is unreadable, or a file or the processor has changed since the data was prepared.
     """
     mask = {_MASK: np.ones(input_ids.shape, np.int64)}
     filled = [i for i, row in enumerate(rows) if row.row]

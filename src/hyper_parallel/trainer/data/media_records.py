@@ -3,7 +3,7 @@
 A record refers to images and recordings in columns (`images`, `audio`), with a placeholder (`<image>`, `<audio>`) for
 each in its texts, or in content parts. A reference is a file name below the media folder, or encoded bytes as in
 parquet (`{bytes, path}`) or OpenAI's `input_audio` (`{data, format}`). Nothing is downloaded, and no file outside of
-the media folder is read.
+the media folder is read. Only the prompts of generation may refer to any file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_PIXELS: Final = 2**26
 _MOST_SAMPLES: Final = 2**26
 """Maximum number of samples of a recording, over all channels: 23 minutes of mono audio at 48 kHz."""
 _HIGHEST_RATE: Final = 384_000
-"""Maximum sampling rate of a recording in Hz, as the cost of resampling grows with it; no hardware exceeds it."""
+"""Maximum sampling rate of a recording in Hz, as the cost of resampling grows with it."""
 _SMALL: Final = (96, 96)
 """Maximum width and height of a thumbnail for reports, in pixels."""
 _FORMATS: Final = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -47,7 +47,7 @@ def take_media(
 
     Raises:
         NoData: HP602 when the numbers of items and placeholders differ, items are both in content parts and in a
-            column, an answer contains an item, or a file is not in the media folder.
+            column, an answer contains an item, a reference is invalid, or a file is not in the media folder.
     """
     inline = [reference for turn in turns for reference in turn.get(REFERENCES, ())]
     turns = [{key: value for key, value in t.items() if key != REFERENCES} for t in turns]
@@ -95,10 +95,7 @@ def _listed(kind: MediaKind, values: Mapping[str, Any], rules: RecordRules, wher
 
 
 def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> MediaFile:
-    """Return the image or recording of a reference.
-
-    Raise NoData (HP602) if its file is outside the media folder of a record. A prompt may name any file.
-    """
+    """Return the media file of a reference; raise NoData (HP602) if it is invalid or outside the media folder."""
     root = rules.media_root
     if isinstance(reference, Mapping):
         content = reference.get("bytes")
@@ -217,7 +214,7 @@ def _samples(content: bytes, rate: int) -> Any:
     with soundfile.SoundFile(io.BytesIO(content)) as file:
         own_rate = file.samplerate
         if not 0 < own_rate <= _HIGHEST_RATE:
-            raise LimitExceeded(f"{own_rate:,} samples per second, more than {_HIGHEST_RATE:,}")
+            raise LimitExceeded(f"{own_rate:,} samples per second, not 1 to {_HIGHEST_RATE:,}")
         # The number of samples in the header may be wrong, so read at most one sample more than allowed.
         most = _MOST_SAMPLES // max(file.channels, 1)
         samples = file.read(most + 1, dtype="float32", always_2d=True).mean(axis=1)

@@ -47,7 +47,8 @@ def expand(
 
     Raises:
         BadValue: HP102 when template or processor do not support the media.
-        NoData: HP602 when an image or recording cannot be read.
+        NoData: HP602 when an image, a recording or the processor cannot be read.
+        MissingDependency: HP501 when a package that the media need is not installed.
     """
     items = decoded_media(tokenizer, conversation, where)
     arrays = process(processor_of(tokenizer), [text], [items], where)
@@ -99,7 +100,7 @@ def load_processor(directory: Path) -> Any:
 
     Raises:
         MissingDependency: HP501 when a package of the processor is not installed.
-        NoData: HP602 when the processor cannot be loaded.
+        NoData: HP602 when the processor cannot be loaded, or reads neither images nor audio.
     """
     from transformers import AutoProcessor
 

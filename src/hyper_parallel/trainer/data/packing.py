@@ -49,7 +49,7 @@ from hyper_parallel.units import MiB
 
 _BATCH_BYTES = 4 * MiB
 _OPEN_ROWS = 64
-"""Maximum number of rows that `first_fit` still fills; more would save little padding and cost time."""
+"""Maximum number of rows that `first_fit` still fills."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Flat:
 
 
 def pack(directory: Path, flat: Flat, source: Source, pad_id: int, seed: int) -> list[str]:
-    """Write the training and held-out sequences of a token stream, count them, and return notes for the user.
+    """Write the training and held-out sequences of a token stream, count the documents, return notes for the user.
 
     Raises:
         NoData: HP602 when there is no training sequence.
@@ -132,7 +132,10 @@ def _too_short(flat: Flat, source: Source, num_train: int) -> NoData:
 
 
 def no_target(problem: str, counts: DataCounts, data: Data) -> NoData:
-    """Return the error for a source without targets; its message is `problem` and the most frequent reason."""
+    """Return the error for a source without training targets.
+
+    Its message is `problem` and the most frequent reason, unless all conversations with targets are held out.
+    """
     where = f"data.source: {data.source}"
     if counts.used:  # all conversations with targets are held out
         got = f"{counts.used} conversations, data.holdout={data.holdout}"
@@ -153,9 +156,9 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, directory: Path, show: bool) -> Flat:
-    """Tokenize all documents of a source into temporary files in `directory`; end-of-text follows each text.
+    """Return the token stream of a source, in temporary files in `directory`.
 
-    Embedded images and recordings are written to the file `MEDIA_BLOB` in `directory`.
+    Images and recordings whose bytes are in the records are written to the file `MEDIA_BLOB` in `directory`.
     """
     stage, dtype = source.stage, token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []
@@ -210,9 +213,9 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def encode(batch: list[Document], hf: Any, stage: str) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-    """Yield (token ids, target mask) of each document in a batch; with `stage: pt`, the mask is empty.
+    """Yield (token ids, target mask) of each document in a batch, given the tokenizer of transformers.
 
-    `hf` is the tokenizer of transformers.
+    With `stage: pt`, the last token is end-of-text and the mask is empty.
     """
     if not batch:
         return
@@ -251,7 +254,7 @@ def split_documents(flat: Flat, share: float, seed: int, seq_len: int) -> tuple[
     The seed draws `round(share * documents)` documents to hold out, and further texts until they fill one sequence. If
     the rounded number is 0, the tail of the longest text is held out: `share` of all tokens, at least one sequence.
     Conversations are never divided; at least one of several conversations is held out. Both documents of a pair are in
-    the same split.
+    the same split. With `share` 0, nothing is held out.
     """
     size = flat.group_size
     spans, count = flat.spans, len(flat.spans) // size
@@ -307,7 +310,7 @@ def write_rows(flat: Flat, spans: list[slice], path: Path, source: Source, pad_i
 
     A document of T tokens takes T - 1 positions, because its last token is only a label. For a reward model it takes T
     positions. With packing, documents share rows. A text longer than a row is divided into pieces that overlap by one
-    token, so every token but the first is a label once. A longer conversation is truncated to `seq_len` + 1 tokens.
+    token, so every token but the first is a label once. A longer conversation is truncated to `seq_len` positions.
     Conversations without a target, and conversations with media that are too long, are dropped.
     """
     seq_len, learn, counts = source.data.seq_len, flat.learn, source.counts
@@ -402,7 +405,7 @@ def fill_row(
 def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     """Pack items of given lengths into rows of `capacity`; return the item indices of each row.
 
-    Each item goes to the oldest of at most `_OPEN_ROWS` open rows that has enough space.
+    Each item goes to the oldest of at most `_OPEN_ROWS` open rows that has enough space, or else to a new row.
 
     Source: first-fit bin packing, Johnson et al. 1974.
     """

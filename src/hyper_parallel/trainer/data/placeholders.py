@@ -1,7 +1,7 @@
 """Placeholders for the words of turns (content, reasoning, tool calls), to locate them in a rendered conversation.
 
 White space around the words is not replaced, because templates may strip it. Placeholders consist of letters and
-digits, which no template and no JSON writer changes.
+digits, which need no escapes in JSON.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Placeholders:
     _ids: dict[str, str] = field(default_factory=dict)
 
     def replace_words(self, messages: Sequence[Message]) -> list[Message]:
-        """Return copies of the turns with placeholders instead of their words."""
+        """Return the turns with placeholders instead of their words, and append the words to `words`."""
         return [self._turn(i, message) for i, message in enumerate(messages)]
 
     def _turn(self, i: int, message: Message) -> Message:

@@ -46,7 +46,7 @@ class PackedData:
         vocab_size: Largest token id plus one.
         fingerprint: Hash of the packed content, equal on every machine; for a stream, of source name and settings.
         cached: Whether the result was in the cache.
-        notes: Sentences on text that was truncated or dropped.
+        notes: Sentences on text that was truncated, dropped or changed, and on the held-out split.
         counts: Counts of each source; those of a stream are updated while it is read.
         previews: Preview of each source; those of a stream are updated while it is read.
         weights: Weight of each source in a mixture; empty for a single source.
@@ -104,8 +104,8 @@ def prepare(
 
     Args:
         data: Section `data` of the recipe.
-        stage: Stage of the recipe. With `pt` every token has loss, with other stages the tokens of answers.
-        model_path: `model.path` of the recipe. If `data.tokenizer` is not set, the tokenizer in this directory is used.
+        stage: Stage of the recipe.
+        model_path: `model.path` of the recipe; a tokenizer in this directory is used if `data.tokenizer` is not set.
         seed: Seed that draws the held-out documents.
         progress: Whether to show progress bars on stderr.
         vocab_limit: Size of the model's vocabulary; None: a tokenizer of any size is accepted.
@@ -113,10 +113,12 @@ def prepare(
             known.
 
     Raises:
-        NoData: HP602 when the source is missing, unreadable, empty, or shorter than one sequence.
-        BadValue: HP102 when the tokenizer has more tokens than the model, or its export would produce different tokens.
+        NoData: HP602 when the source is missing, unreadable, empty, without targets, or shorter than one sequence.
+        BadValue: HP102 when tokenizer or chat template fail, the tokenizer has more tokens than the model, or its
+            export would produce different tokens.
         Contradiction: HP104 when the stage cannot train on the records.
         OutputNotWritable: HP105 when the cache cannot be written.
+        MissingDependency: HP501 when a package that the source needs is not installed.
     """
     cache = cache_root(data.cache_dir)
     tokenizer, sources = open_sources(

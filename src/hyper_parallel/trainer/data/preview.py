@@ -27,7 +27,7 @@ _EXAMPLES: Final = 3
 _CONTEXT: Final = 8
 """Number of tokens before a segment that are decoded with it: some tokenizers drop a space at the start of a text."""
 _MOST_CHARACTERS: Final = 1200
-"""Maximum characters of a segment in data.json; the middle of a longer segment is omitted."""
+"""Approximate maximum of characters of a segment in data.json; the middle of a longer segment is omitted."""
 _MOST_SEGMENTS: Final = 40
 _IMAGES: Final = 4
 """Maximum number of images of an example, which fit into one row of a report."""
@@ -48,9 +48,9 @@ class ExampleText:
 
     Attributes:
         name: `text`, `conversation`, `chosen`, `rejected`, `good answer`, `bad answer`, `prompt` or `answer`.
-        segments: Segments of the first tokens: `data.seq_len` with `stage: rm`, else one more.
+        segments: Segments of the first tokens: `data.seq_len` with `stage: rm`, all with `stage: grpo`, else one more.
         num_tokens: Number of tokens of the whole text.
-        num_cut: Number of tokens after these segments that are dropped; 0 with `stage: pt`, which drops no text.
+        num_cut: Number of tokens that training truncates; 0 with `stage: pt` and `stage: grpo`.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ExampleText:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Example record: location, texts (two for a pair), and thumbnails of images as base64 PNG."""
+    """Example record: location, texts (two for a pair, or prompt and answer), thumbnails of images as base64 PNG."""
 
     where: str
     texts: tuple[ExampleText, ...]
@@ -70,7 +70,7 @@ class Example:
 
 @dataclass(slots=True)
 class LengthHistogram:
-    """Histogram of document lengths in tokens, with four buckets per power of two."""
+    """Histogram of document lengths in tokens, with four buckets per power of two from 4 tokens on."""
 
     counts: Counter[int] = field(default_factory=Counter)
 
@@ -133,7 +133,7 @@ def example_of(
     documents: Sequence[Document],
     encoded: Sequence[Encoded],
 ) -> Example:
-    """Return the example of a record, with texts decoded from its tokens.
+    """Return the example of a record without images, with texts decoded from its tokens.
 
     Args:
         hf: Tokenizer of transformers.
@@ -209,9 +209,9 @@ def documents_of_records(source: Source) -> Iterator[list[Document]]:
 
 
 def preview_examples(source: Source, hf: Any) -> tuple[Example, ...]:
-    """Return the first records of a source that are trained on as examples, with long texts shortened.
+    """Return up to three examples: the first records of a source that are trained on, with long texts shortened.
 
-    This reads the beginning of the source again, without changing its counts.
+    This reads at most the first 64 records of the source again, without changing its counts.
     """
     first = source.with_own_counts()
     if source.shape == "text":  # a file is one document, so read only its beginning
@@ -234,7 +234,7 @@ def _small_images(document: Document) -> tuple[str, ...]:
 
 
 def shortened(example: Example) -> Example:
-    """Return an example without the middle of long segments, and without segments after the first 40."""
+    """Return an example without the middle of long segments; a note replaces the segments after the first 40."""
     texts = []
     for text in example.texts:
         shown = text.segments[:_MOST_SEGMENTS]
@@ -246,7 +246,7 @@ def shortened(example: Example) -> Example:
 
 
 def without_middle(text: str, most: int) -> str:
-    """Return start and end of a text, about `most` characters, with the number of omitted characters between them."""
+    """Return a text; if it is much longer than `most` characters, replace its middle by the number of omitted ones."""
     if len(text) <= most + 40:
         return text
     return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-(most // 2) :]}"

@@ -32,7 +32,7 @@ class PromptMedia:
 
     Attributes:
         arrays: Model inputs, by argument name of the model's forward.
-        per_token: Names of the arrays that have one number per token of the prompt.
+        per_token: Names of the processor's arrays that have one number per token.
     """
 
     arrays: Mapping[str, NDArray[Any]]
@@ -54,7 +54,8 @@ def encode_parts(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> tuple[li
 
     Raises:
         BadValue: HP102 when the model, its template or its processor do not support the media.
-        NoData: HP602 for unreadable turns or files.
+        NoData: HP602 for turns or files that cannot be read, or an unusable processor.
+        MissingDependency: HP501 when a package that the media need is not installed.
     """
     kinds = media_of_processor(tokenizer.name_or_path)
     if not kinds:

@@ -1,7 +1,7 @@
 """Keys of records: synonyms, ignored keys, errors for unknown keys, and readers of labels, margins and columns.
 
-Every key of a record, turn or tool call either has a meaning, or is ignored and counted, or raises an error. Keys in
-`data.ignore_keys` are ignored at every depth.
+A key of a record, turn or tool call either has a meaning, or is ignored and counted, or raises an error. Empty values
+are ignored. Keys in `data.ignore_keys` are ignored in records, turns and tool calls.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class RecordRules:
         ignored: Keys of records, turns and tool calls that are ignored.
         media: Names of columns that the table reader has removed, because they hold images, audio or files.
         is_table: Whether records are rows of a table, in which absent keys are None.
-        media_root: Folder of the images and recordings to which records refer; None for a prompt, which may refer to
-            any file.
+        media_root: Folder of the images and recordings to which records refer. None: media of records are not read;
+            prompts may refer to any file.
         media_kinds: Kinds of media that the model's processor reads.
         skips_media: Whether records with unreadable media are dropped; False: they raise an error.
         counts: Counts of the source, to which ignored keys are added.
@@ -168,7 +168,7 @@ class RecordRules:
         return values
 
     def one_of(self, values: Mapping[str, Any], keys: Iterable[str], where: str) -> Any:
-        """Return the value under any of the synonymous `keys`; None if `values` has none of them.
+        """Return the value under the synonymous `keys`, nonempty if there is one; None if `values` has none of them.
 
         Raises:
             NoData: HP602 for synonymous keys with different values.
@@ -201,9 +201,10 @@ class RecordRules:
     def refuse_unknown(self, values: Record, known: Collection[str], item: str, where: str) -> None:
         """Raise if `values` has a nonempty value under a key that is neither known nor metadata.
 
+        `item` is the kind of object, such as "a turn". Metadata keys are counted as ignored.
+
         Raises:
-            NoData: HP602 naming the first unknown key and `item`, the kind of object, such as "a turn"; the hint
-                ignores all unknown keys.
+            NoData: HP602 naming an unknown key; the hint ignores it.
         """
         unknown = []
         for key, value in values.items():
@@ -319,9 +320,9 @@ def margin_of(record: Record, where: str) -> float | None:
 
 
 def columns_of(record: Record, rules: RecordRules) -> dict[str, Any]:
-    """Return the values of a record that reward functions may read, by key.
+    """Return the values of a record that reward functions may read, by canonical key.
 
-    Prompt and completion are excluded, because reward functions get prompt and completion of the rollout.
+    Ignored keys, prompt and completion are excluded. Reward functions get prompt and completion of the rollout.
     """
     named = ((rules.columns.get(key, key), value) for key, value in record.items())
     return {str(k): v for k, v in named if k not in _ROLLED_OUT and k not in rules.ignored}

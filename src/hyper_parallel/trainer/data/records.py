@@ -34,7 +34,7 @@ _CHUNK: Final = 2**20
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _KEY: Final = re.compile(r'"([^"\\]*)"\s*:')
 _HEAD: Final = 4096
-"""Number of characters at the start of a file that must contain the start of the array."""
+"""Number of characters at the start of a file in which a JSON object must begin its list of records."""
 _PLAIN_VALUE: Final = r'"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[-+.\w]+)\s*'
 """Pattern of a key with a plain value: a text without escapes, a number, true, false or null."""
 _AROUND: Final = re.compile(rf'\s*\{{\s*(?:{_PLAIN_VALUE},\s*)*"[^"\\]*"\s*:\s*(?=\[)')
@@ -48,7 +48,7 @@ _LONGEST_LITERAL: Final = 16
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the key-value pairs of a JSON object as a dict; hook for `json.loads`.
+    """Return the key-value pairs of a JSON object as a dict; used as `object_pairs_hook` of a JSON decoder.
 
     Raises:
         ValueError: A key occurs twice, so one of its values would be lost.
@@ -66,18 +66,18 @@ _DECODER: Final = json.JSONDecoder(object_pairs_hook=unique_keys)
 
 
 class ArrayReader:
-    """Incremental reader of a JSON array, with one element in memory at a time.
+    """Incremental reader of a JSON array, which decodes one element at a time.
 
-    The file may also be a JSON object with the array as one value and only plain values besides.
+    The file may also be a JSON object that contains the array and otherwise only plain values.
 
     Args:
         file: Text file at its beginning.
         most: Maximum number of characters of an element.
 
     Attributes:
-        key: Key of the array, if the file is an object.
-        second_key: Key of a second array in the object, set before the error for it is raised.
-        outer_keys: Other keys, if the file is an object.
+        key: Key of the array if the file is an object, else "".
+        second_key: Key of a second array in the object, set before the error for it is raised; None: none was found.
+        outer_keys: Other keys if the file is an object: those before the array and, at the end, those after it.
         first_line: Line number in the file from which line numbers of decoding errors count.
     """
 
@@ -99,8 +99,9 @@ class ArrayReader:
         """Yield (element, its JSON text) for each element.
 
         Raises:
-            json.JSONDecodeError: The file is not an array; line numbers in the error count from `first_line`.
+            json.JSONDecodeError: The file is not a valid array; line numbers in the error count from `first_line`.
             LimitExceeded: An element is longer than the limit.
+            ValueError, RecursionError: A key occurs twice, a number is too long, or values are nested too deeply.
         """
         self._expect("[", "Expecting value")
         if self._next() == "]":
@@ -150,7 +151,7 @@ class ArrayReader:
             if end is None:
                 second = _SECOND_ARRAY.match(self._buffer, self._at)
                 self.second_key = second[1] if second else None
-                raise self._error("Expecting plain values beside the list of records")
+                raise self._error("Expecting only plain values after the list of records")
             self._at = end.end()
             self.outer_keys += _KEY.findall(end[0])
         if self._next():
@@ -197,11 +198,11 @@ _FILE_KEYS: Final = frozenset(
         "comment", "note", "format",
     )
 )  # fmt: skip
-"""Metadata keys that a JSON object with a list of records may have."""
+"""Metadata keys that a JSON object with a list of records may have, in addition to `WITHOUT_INFLUENCE`."""
 _UNCOUNTED: Final = 2**22
 """Maximum characters of a line that is parsed without counting its values first, because it needs little memory."""
 _MOST_VALUES: Final = 8_000_000
-"""Maximum number of values in a record; a value takes up to a hundred bytes of memory."""
+"""Maximum number of values in a line of more than `_UNCOUNTED` characters."""
 
 
 def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record]]:
@@ -209,10 +210,10 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
 
     Args:
         path: Path of the file.
-        most: Maximum bytes of a record; memory use is at most a small multiple of it.
+        most: Maximum size of a record, in characters of text files and bytes of parquet files.
 
     Raises:
-        NoData: HP602 naming the line or row that is unreadable or too long.
+        NoData: HP602 naming the file, line or row that is unreadable or too long, or is not a record.
     """
     suffix = inner_suffix(path)
     if suffix == ".parquet":
@@ -257,7 +258,7 @@ def unreadable_file(path: Path, error: OSError) -> NoData:
 
 
 def _refuse_columns(record: Record, path: Path, where: str) -> None:
-    """Raise NoData (HP602) if a JSON object consists of whole columns, as `DataFrame.to_json` writes by default."""
+    """Raise NoData (HP602) if an object in a .json file has columns as values, as `DataFrame.to_json` writes them."""
     first = next(iter(record.values()), None)
     if not isinstance(first, (dict, list)) or len(record) < 2:
         return
@@ -277,10 +278,7 @@ def _refuse_columns(record: Record, path: Path, where: str) -> None:
 
 
 def _lines(file: IO[str], path: Path, most: int, separators: str) -> Iterator[str]:
-    """Yield the lines of a file; raise NoData (HP602) for a line of too many characters or values.
-
-    `separators` has the characters before values.
-    """
+    """Yield the lines of a file; raise NoData (HP602) for a line with too many characters or too many `separators`."""
     for number in itertools.count(1):
         line = file.readline(most + 1)
         if len(line) > most:
@@ -323,9 +321,9 @@ def _read_json(path: Path, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def _is_array(file: IO[str], most: int, of_lines: bool) -> bool:
-    """Return whether a file is a JSON array of records, or an object that contains one, not one record per line.
+    """Return whether a file is one JSON array, or an object that contains the list of records.
 
-    With `of_lines`, the file name implies one record per line, so an object in one line is a record.
+    Otherwise, each line is a record. With `of_lines`, the file name implies this, so an object in one line is a record.
     """
     head = file.read(_HEAD)
     if head.lstrip().startswith("["):
@@ -457,7 +455,7 @@ def _unreadable(error: Exception, where: str) -> NoData:
 
 
 def _unicode(record: Any, text: str, where: str) -> Any:
-    """Return `record`; raise NoData (HP602) if its JSON text has a lone surrogate, which UTF-8 cannot encode."""
+    """Return `record`; raise NoData (HP602) for a lone surrogate, or values nested too deeply to search for one."""
     if "\\u" in text:
         try:
             json.dumps(record, ensure_ascii=False).encode()

@@ -63,9 +63,9 @@ _PROBES: Final = (
     "\u00a0\u2003\u3000", "\u200b\ufeff", "a\u2581b",
     "<s> x </s>", "<unk> <pad> <mask>", "def f(x):\n    return x + 1\n", '{"k": [1, 2.5, null]}', "UPPER lower Title",
 )  # fmt: skip
-"""Probe texts, for which different normalizers and pre-tokenizers produce different tokens."""
+"""Probe texts for comparing tokenizers: white space, numbers, scripts, Unicode normalization, tags and code."""
 _MOST_ENTRIES: Final = 2000
-"""Maximum number of vocabulary entries that become probe texts."""
+"""Maximum number of added tokens that become probe texts; of other entries, fewer than twice as many do."""
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -106,7 +106,8 @@ def media_of_processor(directory: str | Path | None) -> tuple[str, ...]:
     """Return the media kinds (`image`, `audio`) that the processor in a tokenizer's directory reads.
 
     `processor_config.json` names the components of the processor. Older directories only have
-    `preprocessor_config.json`, which merges the settings of all components; their keys tell the media kinds.
+    `preprocessor_config.json`, which merges the settings of all components; their keys tell the media kinds. The result
+    is () without a tokenizer or processor.
     """
     if not has_tokenizer(directory):
         return ()
@@ -129,6 +130,7 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
     Raises:
         NoData: HP602 when the directory has no tokenizer, or one that cannot be loaded or exceeds the limits.
         BadValue: HP102 when a component may take unbounded time or memory.
+        ModelUnreadable: HP305 when a config.json in the directory cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -166,9 +168,9 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
 
 
 def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str | None:
-    """Describe the first difference between two tokenizers in vocabulary, tokens of probe texts, or template.
+    """Describe the first difference between two tokenizers: vocabulary, tokens of texts, special tokens or template.
 
-    Tokenizers with equal pipelines are not compared on texts.
+    Tokenizers with equal vocabularies and pipelines are not compared further.
 
     Args:
         one: Tokenizer of transformers.
@@ -236,7 +238,7 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
     """Copy tokenizer files to the directory `target`, in which they must produce the same tokens.
 
     If transformers would load the copy with a different class and different tokens, `tokenizer_class` is set in the
-    copy. The config.json in `target`, if any, must already exist.
+    copy. A config.json that `target` is to contain must already exist.
 
     Raises:
         BadValue: HP102 when no class produces the tokens of the source from the copy.
@@ -316,7 +318,7 @@ def _difference(
     name: str | None,
     samples: Sequence[str],
 ) -> str | None:
-    """Return how a directory's tokenizer, with the class `name`, differs from `hf` next to any config."""
+    """Return how a directory's tokenizer, with the class `name`, differs from `hf` next to a config; None if equal."""
     for config in configs:
         with _temporary_tokenizer(directory, config, name) as folder:
             try:
@@ -359,7 +361,7 @@ def class_name(hf: Any) -> str:
 
 
 def _json_values(path: Path) -> dict[str, Any]:
-    """Return the values of a JSON file; {} if there is no file, or it has no JSON object."""
+    """Return the object in a JSON file; {} if there is none. Raise NoData (HP602) if the file cannot be read."""
     if not path.is_file():
         return {}
     try:
@@ -394,11 +396,7 @@ def _refused(
     difference: str,
     wanted: str | None,
 ) -> BadValue:
-    """Return the error for a tokenizer whose export would produce different tokens than `hf` in training.
-
-    `exported` is the tokenizer loaded next to the first config; None: it cannot be loaded. The hint names the class
-    `wanted` or, if it is None, the tokenizer of the model.
-    """
+    """Return the error for a tokenizer whose export would produce different tokens than `hf` in training."""
     reader = "no class" if exported is None else type(exported).__name__
     hint = None if wanted is None else f'set "tokenizer_class": "{wanted}" in {directory / CONFIG}'
     return BadValue(

@@ -31,7 +31,7 @@ IGNORE_INDEX: Final = -100
 
 
 def permutation(count: int, *key: int) -> Int64:
-    """Return a permutation of `count` indices that depends only on `key`, which begins with a seed."""
+    """Return a permutation of `count` indices that depends only on `count` and `key`, which begins with a seed."""
     # numpy guarantees that the raw bits of PCG64 never change, but not the results of its own `permutation`.
     return np.argsort(np.random.PCG64(key).random_raw(count), kind="stable")
 
@@ -161,8 +161,8 @@ class PackedSequences:
     """Training or held-out split of packed data, read through memory maps; cheap to pickle.
 
     Plain text is one flat stream of tokens. Sequence i is the S + 1 tokens from offset i * S: the first S are its
-    inputs, the last S its labels. Adjacent sequences share one token, so every token of the stream except the first is
-    a label exactly once per epoch. A remainder of fewer than S tokens at the end of the stream is not used.
+    inputs, the last S its labels. Adjacent sequences share one token, so every used token of the stream except the
+    first is a label exactly once per epoch. A remainder of fewer than S tokens at the end of the stream is not used.
 
     Conversations, and texts in separate rows, are stored as [N, S] inputs and [N, S] shifted labels. Labels are -100 at
     positions without loss. Rows end with padding. If attention is blocked between documents, there are also [N, S]
@@ -218,10 +218,7 @@ class PackedSequences:
         return len(real) * self.seq_len if self._num_valid is None else int(self._num_valid[real].sum())
 
     def read(self, indices: Int64) -> tuple[Int64, Int64]:
-        """Return inputs and shifted labels, int64 [len(indices), S] each.
-
-        Index -1 yields a dummy row of token 0 without labels.
-        """
+        """Return inputs and shifted labels, int64 [len(indices), S] each; index -1 yields token 0 without labels."""
         real = indices >= 0
         rows = np.where(real, indices, 0)
         if self._labels is None:
@@ -290,10 +287,7 @@ class PackedSequences:
         return [RowMedia(row, *self._media, self.directory) for row in rows]
 
     def positions(self, indices: Int64) -> Int64 | None:
-        """Return int64 [len(indices), S] positions of tokens in their documents.
-
-        Return None if attention is not blocked between documents.
-        """
+        """Return int64 [len(indices), S] positions in the documents; None if attention is not blocked between them."""
         if self._positions is None:
             return None
         positions = self._positions[np.maximum(indices, 0)].astype(np.int64)

@@ -75,7 +75,7 @@ _OPTIONAL_COLUMNS: Final = (
     "system", "history", "tools", "input", "label", "margin", "answer", "images", "audio",
 )  # fmt: skip
 _MOST_FOLDERS: Final = 32
-"""Maximum number of folders in the working directory that are searched for a missing source; a trade-off with time."""
+"""Maximum number of folders in the working directory that are searched for a missing source."""
 _RECORDS: Final = ("csv", "jsonl", "parquet")
 _FORMATS: Final = {
     "text": {"text", *KINDS.values()},
@@ -132,14 +132,14 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated bytes of text: the size of the files, at most `data.max_bytes`."""
+        """Estimated bytes of text: the size of the files or the table, at most `data.max_bytes`."""
         total = sum(f.stat().st_size for f in self.files) or (self.table.num_bytes if self.table else 0)
         return total if self.data.max_bytes is None else min(total, self.data.max_bytes)
 
     def identity(self) -> dict[str, object]:
         """Return JSON values that determine the text of the source, for cache keys.
 
-        Files are identified by name, size, mtime and ctime, because `cp -p` and `touch -r` preserve size and mtime.
+        Files are identified by path, size, mtime and ctime, because `cp -p` and `touch -r` preserve size and mtime.
         """
         data, folder = self.data, Path(self.data.source).expanduser()
         # The fingerprint of a table written by `datasets` does not change when its files are replaced.
@@ -160,7 +160,10 @@ class Source:
     def documents(self) -> Iterator[Document]:
         """Yield documents in order, up to `data.max_bytes`; the last text may be truncated, conversations are not.
 
-        The counts of the source restart from zero.
+        Records that are empty or have only empty answers are dropped. The counts of the source restart from zero.
+
+        Raises:
+            NoData: HP602 naming a record that is invalid or longer than `data.max_record_bytes`.
         """
         self.counts.clear()
         left, most = self.data.max_bytes, self.data.max_record_bytes
@@ -269,7 +272,10 @@ class Source:
         return False
 
     def _text_documents(self, path: Path) -> Iterator[Document]:
-        """Yield the text of a file as one document, or in pieces of at most `data.max_record_bytes` bytes."""
+        """Yield the text of a file as one document, or in pieces of at most `data.max_record_bytes` bytes.
+
+        Skip a binary file, or raise NoData (HP602) if it is the only file.
+        """
         has_replaced = False
         try:
             for number, raw in enumerate(_pieces(path, self.data.max_record_bytes)):
@@ -310,7 +316,7 @@ def _pieces(path: Path, most: int) -> Iterator[bytes]:
 
 
 def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
-    """Find the files of `data.source` and their format.
+    """Return the data source of section `data`: find its files or table, and their format.
 
     Args:
         data: Section `data` with one source.
@@ -320,6 +326,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
     Raises:
         NoData: HP602 when there are no files to read, or their format is not recognized.
         Contradiction: HP104 when source, format and stage contradict each other.
+        MissingDependency: HP501 when a package that reads the source is not installed.
     """
     if data.source == STDLIB and data.format not in ("auto", "text"):
         raise Contradiction(
@@ -446,7 +453,7 @@ def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[
 
 
 def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = ()) -> None:
-    """Raise if a source is a missing path; the hint names a similar path that the stage can read.
+    """Raise if a source is a missing path; the hint names a similar path, preferably one that the stage can read.
 
     Args:
         data: Section `data` with one source.
@@ -528,7 +535,7 @@ def _files(data: Data, stage: str) -> list[Path]:
 
 
 def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
-    """Return the files below `root`, except hidden ones, by relative path; raise NoData (HP602) for links out of it."""
+    """Return the visible files below `root` by relative path; raise NoData (HP602) if `refuse_outside` refuses one."""
     paths = {p.relative_to(root): p for p in root.rglob(pattern) if not p.is_dir()}
     visible = (name for name in paths if not any(part.startswith(".") for part in name.parts))
     files = [paths[name] for name in sorted(visible, key=Path.as_posix)]
@@ -570,7 +577,7 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
 
 
 def _shape(files: Sequence[Path], table: Table | None, data: Data, stage: str, rules: RecordRules) -> str:
-    """Return `data.format` or, with `auto`, the format of the first record; raise NoData (HP602) without a record."""
+    """Return the shape set by `data.format` or, with `auto`, of the first record; raise NoData (HP602) without one."""
     if table is None and kind_of(files[0]) == "text" and data.format in ("auto", "text"):
         if data.format == "auto":
             _refuse_json(files[0], data, stage, rules)
@@ -607,10 +614,7 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
 
 
 def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> None:
-    """Raise NoData (HP602) if the first record lacks a key in `data.columns`.
-
-    An optional key may be missing, unless all records have the same keys (`all_alike`).
-    """
+    """Raise NoData (HP602) if the first record lacks a key in `data.columns`; an optional one only if `all_alike`."""
     for name, own in data.columns.items():
         optional = name in _OPTIONAL_COLUMNS and not all_alike
         if own in record or optional or name in ("role", "content"):

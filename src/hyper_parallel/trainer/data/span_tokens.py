@@ -1,9 +1,9 @@
 """Tokenization of a text with target spans (characters with loss), which must begin at token boundaries.
 
 The tokens before a span must equal those of the same prompt in generation. The text is first tokenized as a whole. It
-is cut at the start of a span if a token crosses this position, or if the text before it, tokenized alone, has different
-tokens. For example, `"ASSISTANT: "` and `return` share the token `" return"`. The parts between cuts are then tokenized
-separately, without additional spaces, and their tokens are concatenated.
+is cut at the start or end of a span that a token crosses. For example, `"ASSISTANT: "` and `return` share the token
+`" return"`. After white space, it is also cut if the text before a span, tokenized alone, has different tokens. The
+parts between cuts are then tokenized separately, without additional spaces, and their tokens are concatenated.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ _ANCHORS: Final = ("\n", "a", ".", "0")
 _MOST_STEPS: Final = 64
 """Number of tokens at the end of a prompt among which `_restart` searches."""
 _FAR_WORDS: Final = 8
-"""Distance in words at which the following text no longer affects the tokens of a word.
-
-The regular expressions of pre-tokenizers look ahead by one character or one run of white space, so 2 would be enough.
-"""
+"""Distance in words at which the following text is assumed not to affect the tokens of a word."""
 _SAMPLE: Final = (
     "A text:  it has 12 words\n\nand, after\tan empty line, `code()`... then a few "
     "more words. USER: why? ASSISTANT: it's so that every word\nhas 8 words behind it"
 )
 """Text on which `_Facts.restarts` is measured."""
 _MOST_TAILS: Final = 1024
-"""Maximum number of prompt tails whose tokens are cached, and maximum characters of each."""
+"""Maximum number of prompt tails whose tokens are cached; each has fewer characters than this number."""
 _MOST_ROUNDS: Final = 8
 """Maximum number of rounds of cutting and tokenizing a text."""
 _PAIRS: Final = (("a", "b"), ("a ", "b"), ("a:", " b"), ("a\n", "\nb"), ("\u00fc", "\u6f22"))
@@ -99,7 +96,7 @@ def _facts_of(tokenizer: Any) -> _Facts:
 def _restarts(tokenizer: Any) -> bool:
     """Return whether the tokens from each word of `_SAMPLE` on are independent of the text before the word.
 
-    Return False if the pre-tokenizer does not split texts into words.
+    Return False if the pre-tokenizer splits `_SAMPLE` into too few words.
     """
     ids, offsets = _tokens(tokenizer, _SAMPLE)
     starts = [k for k in range(1, len(ids)) if offsets.word(k) != offsets.word(k - 1)]
@@ -118,7 +115,13 @@ def ids_of(tokenizer: Any, text: str, where: str) -> list[int]:
 
 
 def ids_behind(tokenizer: Any, token: int, text: str, where: str) -> list[int]:
-    """Return the token ids of a text that follows the token id `token`, as if both were tokenized together."""
+    """Return the token ids of a text that follows the token id `token`, as if both were tokenized together.
+
+    If this is not possible, return the token ids of the text alone.
+
+    Raises:
+        BadValue: HP102 when the tokenizer fails.
+    """
     with tokenizing(where):
         before = tokenizer.decode([token])
         ids = list(tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -139,7 +142,7 @@ def tokens_of_spans(
         where: Location of the record, for error messages.
 
     Raises:
-        BadValue: HP102 when the parts of the text cannot be tokenized separately without changing the text.
+        BadValue: HP102 when the tokenizer fails, or no tokens with boundaries at the spans reproduce the text.
     """
     with tokenizing(where):
         spans = [span for span in spans if span[0] < span[1]]
@@ -184,11 +187,8 @@ def _borders(
 
 
 def _is_prompt(tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], offsets: Offsets) -> bool:
-    """Return whether the prompt, tokenized alone, has the tokens `ids`.
-
-    To save time, first tokenize only the tail of the prompt that `_restart` finds. If its tokens differ, tokenize the
-    whole prompt.
-    """
+    """Return whether the prompt, tokenized alone, has the tokens `ids`."""
+    # To save time, first compare only the tail from a token on that does not depend on the text before it.
     begin = _restart(facts, ids, offsets)
     tail = prompt[offsets[begin][0] :] if begin else prompt
     known = facts.tails.get(tail)
@@ -202,8 +202,8 @@ def _is_prompt(tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], o
 def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
     """Return the index of a token near the end of a prompt from which on tokens are independent of the text before.
 
-    This is the last added token or, if there is none and `facts.restarts`, the first token of the word that is
-    `_FAR_WORDS` words before the end. Return 0 if no such token is known.
+    This is the last added token or, if there is none and `facts.restarts`, the first token of a word at least
+    `_FAR_WORDS` words before the end. Return 0 if the last `_MOST_STEPS` tokens contain no such token.
     """
     first = max(0, len(ids) - _MOST_STEPS)
     steps = range(len(ids) - 1, first - 1, -1)
@@ -232,13 +232,15 @@ def _tokens_of_parts(tokenizer: Any, facts: _Facts, text: str, cuts: Sequence[in
 
 
 def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: str) -> Tokens:
-    """Return tokens that decode to `part` after `before`, the previous (part, ids); else raise BadValue (HP102)."""
+    """Return tokens of `part` that fit after `before`, the previous (part, ids); if none do, raise BadValue (HP102).
+
+    Tokens fit if they add the same text as tokenizing both parts together, or `part` up to its first letter.
+    """
     context, ids = before
     decoded = _text(tokenizer, ids)
     alone, whole = (_text(tokenizer, _tokens(tokenizer, one)[0]) for one in (context, context + part))
     candidates = list(_candidates(tokenizer, part))
     added = [_text(tokenizer, ids + own)[len(decoded) :] for own, _ in candidates]
-    # Prefer tokens that decode like both parts tokenized together; else compare the part up to its first letter.
     size = len(part) - len(part.lstrip()) + 1
     for wanted, end in ((whole[len(alone) :], None), (part, size)):
         for candidate, text in zip(candidates, added, strict=True):
@@ -253,7 +255,7 @@ def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: 
 
 
 def _candidates(tokenizer: Any, part: str) -> Iterator[Tokens]:
-    """Yield candidate tokens of a part: of the part alone, then of the part after each of `_ANCHORS`."""
+    """Yield candidate tokens of a part: of the part alone, then with and without leading space after `_ANCHORS`."""
     yield _tokens(tokenizer, part)
     stripped = part.lstrip()  # some tokenizers merge white space into one space
     for text in (part, stripped) if stripped != part else (part,):
@@ -269,14 +271,14 @@ def _candidates(tokenizer: Any, part: str) -> Iterator[Tokens]:
 
 
 def _first_token(offsets: Offsets, position: int) -> int:
-    """Return the index of the first token that begins at `position` or later."""
+    """Return the index of the first token that begins at `position` or later; the number of tokens if none does."""
     return bisect_left(offsets, (position, -1))
 
 
 def _targets(offsets: Offsets, spans: Sequence[tuple[int, int]]) -> list[bool]:
     """Return, for each token, whether it contains a character of a span.
 
-    An empty token, such as a word-start marker, belongs to a span that begins at its position.
+    An empty token, such as a word-start marker, is a target if a span contains its position.
     """
     targets = [False] * len(offsets)
     for start, end in spans:

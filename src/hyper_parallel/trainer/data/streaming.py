@@ -142,7 +142,7 @@ class Stream:
             )
 
     def _report(self, number: int | None = None) -> None:
-        """Log how much text is truncated or dropped: after 256, 512, 1,024, ... documents, and after an epoch."""
+        """Log how much text is truncated or dropped, after 256, 512, 1,024, ... documents and after the first epoch."""
         blocks = 0 if number is None else number // _BLOCK
         notes = self.counts.losses
         if blocks & (blocks - 1) or notes == self._reported or os.environ.get("RANK", "0") != "0":
@@ -180,7 +180,7 @@ class Stream:
             tokens = tokens[done:]
 
     def _documents_in_rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Yield padded rows with one document each or, with `data.packing`, with as many consecutive ones as fit."""
+        """Yield padded rows of one document, or piece of a text, each; with `data.packing`, of as many as fit."""
         size, row, used = self.data.seq_len, list[tuple[Any, Any]](), 0
         last = start.epoch
         for document, ids, learn in self._documents(start):

@@ -1,4 +1,4 @@
-"""Properties of a chat template, measured by rendering probes: short conversations of unique words.
+"""Properties of a chat template, most of them measured by rendering probes: short conversations of unique words.
 
 No property is derived from the name of a model. A probe is rendered when a conversation first needs the property, and
 the result is cached per tokenizer and template:
@@ -6,7 +6,7 @@ the result is cached per tokenizer and template:
     probe -> text with the words of the probe -> text before, between and after the words
 
 One group of properties is the form in which the template reads turns. It tells the types of contents and of arguments
-of tool calls, the key of the reasoning, and the role of developer turns. The other group is the end marker: the text
+of tool calls, the key of the reasoning, and the role of developer turns. Another group is the end marker: the text
 after an answer at which generation stops. Added tokens are the special and other tokens added to the vocabulary.
 """
 
@@ -63,7 +63,8 @@ class EndMarker:
     """Text after an answer at which generation stops.
 
     Attributes:
-        text: Text from the end of the answer's content to the end of the marker; None: there is no end marker.
+        text: Text from the end of the answer's content to the end of the marker, or only the marker for tool calls.
+            None: there is no end marker.
         is_written: Whether the template writes the marker after the last turn. False: the marker is the start of the
             next turn.
     """
@@ -105,7 +106,7 @@ class TemplateProperties:
         values: Mapping[str, Any] | None = None,
         marks: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render turns from `form`; return the text and, if `marks`, the spans of `{% generation %}` blocks."""
+        """Render turns from `form`; return the text, and the spans of `{% generation %}` blocks ([] unless `marks`)."""
         variables = {**self._special, **(values or {}), "add_generation_prompt": prompt}
         return rendered(self.source, messages, variables, tools=tools, marks=marks)
 
@@ -197,7 +198,7 @@ class TemplateProperties:
 
     @cached_property
     def _developer(self) -> str:
-        """Role for developer turns: `developer` if the template writes it, else `system`."""
+        """Role for developer turns: `developer` if the template writes turns of this role, else `system`."""
         turn = {"role": "developer", "content": _ANSWER}
         if _ANSWER in self._probe(turn, self._question):
             return "developer"
@@ -213,10 +214,7 @@ class TemplateProperties:
 
     @cached_property
     def _reasoning_key(self) -> str:
-        """Key under which the template reads reasoning; "" if it reads reasoning as a part of the content.
-
-        If the template reads no reasoning, this is the first of `_REASONING_KEYS`.
-        """
+        """Key of reasoning in turns; "" for a part of the content; the first of `_REASONING_KEYS` if none is read."""
         answer = self._answer
         for key in (*_REASONING_KEYS, ""):
             text = self._probe(self._question, {**answer, **self._reasoning(_FOLLOW_UP, answer["content"], key)})
@@ -227,7 +225,7 @@ class TemplateProperties:
 
     @staticmethod
     def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
-        """Return a tool call with arguments as a JSON text if `as_text`, otherwise as an object."""
+        """Return a tool call with its arguments, if they are an object, as a copy or as JSON text if `as_text`."""
         function = dict(call["function"])
         arguments = function.get("arguments")
         if isinstance(arguments, Mapping):
@@ -328,7 +326,7 @@ class TemplateProperties:
         return text[: ends[-1][1]] if ends else None
 
     def _before_opener(self, text: str) -> str:
-        """Return `text` up to the token with which turns begin, which some templates also write after the last turn."""
+        """Return `text` up to the token with which turns begin; all of `text` if it is absent or first."""
         opening = self._probe(self._question).partition(_QUESTION)[0]
         names = [opening[slice(*span)] for span in self._added_ends(opening)]
         names = [name for name in names if name != self._special.get("bos_token")]
@@ -359,7 +357,7 @@ class TemplateProperties:
         return EndMarker(tags[-1] if tags else None)
 
     def end_token(self, end: EndMarker) -> str | None:
-        """Return the last added token in the text of an end marker, else the text; None if there is no marker."""
+        """Return the last added token in the text of an end marker, else the stripped text; None without a marker."""
         if end.text is None:
             return None
         ends = self._added_ends(end.text)
@@ -379,7 +377,7 @@ class TemplateProperties:
 
 
 def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
-    """Return `text` if it consists only of tags and added tokens; otherwise None."""
+    """Return `text` if it has no letter or digit outside of tags and added tokens; otherwise None."""
     if text is None:
         return None
     pattern = template.added_names
@@ -404,7 +402,7 @@ def common_prefix(one: str, other: str) -> str:
 
 
 def generation_stops(tokenizer: Any) -> list[int]:
-    """Return the `eos_token_id` values of the generation config in a tokenizer's directory; [] without one.
+    """Return the `eos_token_id` values of the generation config in a tokenizer's directory; [] without such values.
 
     Raises:
         ModelUnreadable: HP305 when the generation config cannot be read.
@@ -421,7 +419,7 @@ def properties_of(tokenizer: Any, *, tools: bool = False) -> TemplateProperties:
     """Return the measured properties of the tokenizer's chat template, or of its template for tools if `tools`.
 
     Raises:
-        ValueError: The tokenizer has no chat template.
+        ValueError: The tokenizer has no chat template, or several without a default.
     """
     template = tokenizer.chat_template
     source = template if isinstance(template, str) else tokenizer.get_chat_template(tools=[{}] if tools else None)

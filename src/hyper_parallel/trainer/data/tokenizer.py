@@ -52,7 +52,7 @@ _SAMPLES: Final = 32
 _MOST_SAMPLES: Final = 64
 """Maximum number of documents of all sources on which tokenizers are compared."""
 _SAMPLE_CHARACTERS: Final = 4000
-"""Maximum characters of each such document. With `_MOST_SAMPLES`, it bounds the time of a comparison; a trade-off."""
+"""Maximum characters of each document on which tokenizers are compared."""
 _ENTRIES: Final = 4096
 """Default vocabulary size of a trained tokenizer, unless the model's vocabulary is smaller."""
 
@@ -100,10 +100,7 @@ class Tokenizer:
 
 
 def unknown_token(hf: Any) -> int | None:
-    """Return the id of the unknown token; None if the tokenizer never produces one.
-
-    Byte-level tokenizers may declare the end-of-text token as unknown token, but can encode any text.
-    """
+    """Return the id of the unknown token; None if there is none or it is also the end, beginning or padding token."""
     unknown: int | None = hf.unk_token_id
     return None if unknown in (hf.eos_token_id, hf.bos_token_id, hf.pad_token_id) else unknown
 
@@ -117,10 +114,7 @@ def open_sources(
     vocab_limit: int | None,
     model_config: Mapping[str, Any] | None = None,
 ) -> tuple[Tokenizer, list[Source]]:
-    """Return the tokenizer of a recipe, and its sources.
-
-    Arguments and errors are those of `prepare`.
-    """
+    """Return the tokenizer of a recipe, and its sources; arguments and errors are those of `prepare`."""
     media = media_of_processor(Path(data.tokenizer or model_path or "").expanduser())
     sources = [resolve(section, stage, media=media) for section, _ in data.parts()]
     cache = cache_root(data.cache_dir)
@@ -149,10 +143,7 @@ def _too_large(tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_l
 
 
 def bind_tokenizer(source: Source, tokenizer: Tokenizer) -> Source:
-    """Return the source with the attributes `special` and `plain`, which depend on the tokenizer.
-
-    Also set `source.counts.unknown_id`, with which unknown tokens are counted.
-    """
+    """Return the source with `special` and `plain` set for a tokenizer; set the id of unknown tokens in its counts."""
     source.counts.unknown_id = unknown_token(tokenizer.hf)
     names = [str(one) for one in tokenizer.hf.added_tokens_decoder.values() if one.special and str(one)]
     special = re.compile("|".join(map(re.escape, sorted(names, key=len)))) if names else None
@@ -175,8 +166,7 @@ def _obtain(
 ) -> Tokenizer:
     """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else one trained on the data.
 
-    The result is a copy if `data.chat_template` differs from the tokenizer's template. It is also a copy if exported
-    files need `tokenizer_class` to produce the same tokens. Arguments and errors are those of `prepare`.
+    The result is a copy if its chat template or class must be changed. Arguments and errors are those of `prepare`.
     """
     existing = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
     if existing:
@@ -190,7 +180,7 @@ def _obtain(
     if tokenizer.hf.eos_token_id is None:
         raise BadValue(
             "the tokenizer has no end-of-text token, so documents cannot be joined",
-            where=f"data.tokenizer: {directory}",
+            where=f"tokenizer: {directory}",
             hint="add `eos_token` to its tokenizer_config.json",
         )
     template = _template(data, tokenizer.hf, any(s.is_conversations for s in sources))
@@ -220,7 +210,7 @@ def _with_class(
     def build(target: Path) -> dict[str, Any]:
         samples = _samples(sources)
         is_own = original is None
-        configs = [None] if config is None else [config, None]  # of an exported model and adapter
+        configs = [None] if config is None else [config, None]  # next to an exported model, an adapter
         name = required_class(tokenizer.hf, tokenizer.directory, configs, samples, is_own=is_own)
         if name is not None:
             copy_files(tokenizer.directory, target, tokenizer_files(tokenizer.directory))
@@ -239,7 +229,7 @@ def _with_class(
 
 
 def _samples(sources: Sequence[Source]) -> list[str]:
-    """Return the starts of the first texts of each source, to compare tokenizers on them."""
+    """Return the starts of at most `_MOST_SAMPLES` documents, the first ones of the sources in order."""
     documents = itertools.chain.from_iterable(
         itertools.islice(source.with_own_counts().documents(), _SAMPLES) for source in sources
     )
@@ -266,7 +256,7 @@ def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
             problem,
             where=str(older),
             got=f"no key {error}" if isinstance(error, KeyError) else str(error)[:120],
-            hint="data.chat_template=FILE, where FILE has a Jinja template",
+            hint="data.chat_template=FILE",
         ) from error
 
 

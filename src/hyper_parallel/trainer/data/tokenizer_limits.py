@@ -23,19 +23,19 @@ from hyper_parallel.received import foreign_target
 from hyper_parallel.units import MiB
 
 _MOST_FILE: Final = 64 * MiB
-"""Maximum bytes of a tokenizer file; the largest published file has about 35 million."""
+"""Maximum bytes of a tokenizer file."""
 _MOST_GROWTH: Final = 256
-"""Maximum characters that a normalizer may produce from one character; NFKC produces up to 18."""
+"""Maximum characters that a normalizer may produce from one character, as estimated by `growth`."""
 _MOST_TEXT: Final = 256
-"""Maximum characters that a component may insert at one position."""
+"""Maximum characters of a text in the state of a component, such as a text to insert."""
 _MOST_WORD: Final = 40 * _MOST_TEXT
-"""Largest `max_input_chars_per_word` of a model; published WordPiece models have 100."""
+"""Largest `max_input_chars_per_word` of a model."""
 _MOST_PATTERN: Final = 20_000
-"""Maximum characters of a regular expression; the longest published ones have a few hundred."""
+"""Maximum characters of a regular expression."""
 _MOST_REPEAT: Final = 1000
 """Maximum repeat count in a regular expression; an unbounded repetition counts as this number."""
 _FEW: Final = 3
-"""Maximum repetitions of a group with alternatives, and maximum consecutive unbounded repetitions."""
+"""Maximum repetitions of a group with alternatives, and maximum unbounded repetitions in one alternative."""
 _ESCAPE: Final = re.compile(r"\\(.)", re.DOTALL)
 _CLASS: Final = re.compile(r"\[\^?\]?[^\[\]]*\]")
 """Pattern of a character class that contains no other class."""
@@ -47,7 +47,7 @@ _REPETITION: Final = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\}|\{,\d+\})+")
 _VARIABLE: Final = re.compile(r"[|*+\0]|\{\d*,\d*\}")
 """Pattern of a group's content that may match the same text in several ways; NUL stands for such a group."""
 _MOST_PARTS: Final = 256
-"""Maximum number of components in a sequence, for example of normalizers, and of groups in a regular expression."""
+"""Maximum number of items in a list of components, and of groups and classes in a regular expression."""
 PARTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
@@ -97,7 +97,7 @@ def check_parts(backend: Any, where: str) -> None:
         where: Directory of the tokenizer, for error messages.
 
     Raises:
-        BadValue: HP102 naming the component.
+        BadValue: HP102 naming the component, or a `max_input_chars_per_word` that is too large.
     """
     for name in PARTS:
         part = getattr(backend, name, None)
@@ -118,7 +118,7 @@ def check_parts(backend: Any, where: str) -> None:
     longest = getattr(backend.model, "max_input_chars_per_word", 0) or 0
     if longest > _MOST_WORD:
         raise BadValue(
-            "the tokenizer splits words of unbounded length",
+            "the tokenizer splits words that are too long",
             where=where,
             got=f"max_input_chars_per_word={longest}",
             allowed=f"at most {_MOST_WORD}",
@@ -146,7 +146,10 @@ def _check_part(value: Any, key: str = "") -> None:
 
 
 def growth(state: Any) -> float:
-    """Return the maximum number of characters that a normalizer, given as JSON state, produces from one character."""
+    """Return an estimate of how many characters a normalizer, given as JSON state, produces from one character.
+
+    Types other than `Sequence`, `Replace` and `Precompiled` count as 1.
+    """
     if not isinstance(state, dict):
         return 1.0
     kind = state.get("type")
@@ -163,23 +166,21 @@ def growth(state: Any) -> float:
 
 
 def _longest_mapped(text: str) -> float:
-    """Return the length in bytes of the longest replacement in a SentencePiece character map, given as base64.
-
-    The map consists of the size of a trie (four bytes), the trie, and zero-terminated replacement texts.
-    """
+    """Return the length in bytes of the longest replacement in a SentencePiece character map, given as base64."""
     raw = base64.b64decode(text)
     texts = raw[4 + int.from_bytes(raw[:4], "little") :]
     return max((len(one) for one in texts.split(b"\0")), default=1)
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise if matching a regular expression may take exponential time.
+    """Raise if matching a regular expression may take too long.
 
-    This is the case if a group with a repetition or an alternative is repeated: `(a|aa)+`, `(a+)*`. Many unbounded
-    repetitions in a row are refused too. No published tokenizer has such an expression.
+    This is assumed if a group with a repetition or an alternative is repeated more than three times: `(a|aa)+`,
+    `(a+)*`. Four unbounded repetitions in one alternative, references to groups, comments and very long expressions are
+    refused too.
 
     Raises:
-        Unbounded: The expression may take exponential time; the message has the reason.
+        Unbounded: The expression is refused; the message has the reason.
     """
     if len(pattern) > _MOST_PATTERN:
         raise Unbounded(f"a regular expression of {len(pattern):,} characters")
@@ -204,7 +205,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def _most_repeats(repetition: str) -> int:
-    """Return the maximum number of repeats of consecutive quantifiers, such as `{2,3}?`."""
+    """Return the maximum number of repeats of consecutive quantifiers; raise Unbounded if it exceeds `_MOST_REPEAT`."""
     counts = [int(count[:9]) for count in re.findall(r"(\d+)\}", repetition)]
     if (most := math.prod(counts)) > _MOST_REPEAT:
         raise Unbounded(f"a repetition of {most:,} in a regular expression")
@@ -213,7 +214,9 @@ def _most_repeats(repetition: str) -> int:
 
 @contextmanager
 def tokenizing(where: str) -> Iterator[None]:
-    """Return a context that converts any error of a tokenizer, including panics of its Rust library, to BadValue.
+    """Return a context that converts errors of a tokenizer, including panics of its Rust library, to BadValue.
+
+    Errors of this package, and exceptions such as KeyboardInterrupt, are raised unchanged.
 
     Raises:
         BadValue: HP102 with the tokenizer's message and `where`.

@@ -35,7 +35,7 @@ _KEYS_OF_TOOLS: Final = ("type", "function")
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 REFERENCES: Final = "\0references"
 """Temporary key of messages, with (kind, reference) of each media part in the content. The reference is a file name or
-bytes; None refers to the next item of the record's media column."""
+an object; None refers to the next item of the record's media column."""
 _JSON_LIMITS: Final = Limits(depth=100)
 """Limits of JSON texts in records, such as tools and arguments."""
 _UNTRAINED: Final = "\0untrained"
@@ -44,9 +44,9 @@ _TRAINED: Final = "\0trained"
 
 
 def read_turns(values: Any, rules: RecordRules, where: str, key: str = "messages") -> list[Message]:
-    """Convert a list of turns, or one turn, to messages in the OpenAI format; `key` is its key in the record.
+    """Convert a list of turns, or one turn, to messages in the OpenAI format; `key` names the list in error messages.
 
-    Training flags become temporary keys of the messages, which `conversation_of` removes.
+    Training flags and references to media become temporary keys, removed by `conversation_of` and `take_media`.
 
     Raises:
         NoData: HP602 naming the unreadable turn.
@@ -89,7 +89,7 @@ def conversation_of(
 
 
 def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tuple[Any, ...]:
-    """Return the tools of a record, given as a list of JSON schemas or as JSON text; () if there are none.
+    """Return the tools of a record, given as one or several JSON schemas or as JSON text; () if there are none.
 
     Raises:
         NoData: HP602 for any other value.

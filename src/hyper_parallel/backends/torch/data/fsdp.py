@@ -33,9 +33,10 @@ def shard_data_parallel(
     expert_mesh: DeviceMesh | None,
     average: bool,
 ) -> tuple[nn.Module, ...]:
-    """Wrap experts, layers and the root module with FSDP; return the modules that FSDP manages, the root last.
+    """Wrap experts, layers and the root module with FSDP; return the wrapped modules, the root after the others.
 
-    Modules stay unwrapped if FSDP would shard them over one rank and parameters are not cast for computation.
+    Modules stay unwrapped if FSDP would shard them over one rank and parameters are not cast for computation. A layer
+    that shares parameters with other modules is not wrapped: the root's group contains its parameters.
 
     `experts` are the names of the modules with routed experts on this rank. With `average`, gradients are averaged over
     the data-parallel ranks instead of summed.
@@ -120,10 +121,10 @@ def _layers_without_shared_parameters(layers: Sequence[nn.Module], model: nn.Mod
 
 
 def fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
-    """Return the mesh of FSDP: dp_shard and cp flattened into one axis, after the axis dp_replicate if it exists."""
+    """Return the mesh of FSDP: dp_shard, flattened with cp if cp > 1, after the axis dp_replicate if it exists."""
     if strategy.cp == 1:
         return mesh[("dp_replicate", "dp_shard") if strategy.dp_replicate > 1 else ("dp_shard",)]
-    inner = mesh["dp_shard", "cp"]._flatten(FLAT)  # returns the mesh that all ranks have created
+    inner = mesh["dp_shard", "cp"]._flatten(FLAT)  # returns the mesh that all ranks have created before
     if strategy.dp_replicate == 1:
         return inner
     return DeviceMesh._concatenate([mesh["dp_replicate"], inner])
@@ -146,7 +147,7 @@ def _refuse_hidden_outputs(model: nn.Module, _: Any, output: Any) -> None:
 
 
 def _free_gathered(modules: Sequence[FSDPModule]) -> None:
-    """Reshard parameters after a forward pass without gradients, which no backward follows that would do so."""
+    """Reshard parameters after a forward pass without gradients, because no backward pass will reshard them."""
     if not torch.is_grad_enabled():
         for module in modules:
             module.reshard()

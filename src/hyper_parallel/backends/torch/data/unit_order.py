@@ -6,10 +6,11 @@ would be matched. Therefore every gather and every reduction is an event, and al
 
 * The first pass is negotiated. Before an event, each rank announces the number of its next event, and all ranks run the
   event with the lowest number. Ranks that do not need this event contribute their shard or zero gradients.
-* If all ranks announced the same events, the sequence is learned. Later passes need no negotiation: a rank takes part
-  in learned events of units that it skips. An event that is not in the sequence raises HP622 before its collective.
+* If all ranks announced the same events, the sequence is learned, at once or after several such passes. Later passes
+  need no negotiation: a rank takes part in learned events of units that it skips. An event that is not in the sequence
+  raises HP622 before its collective.
 
-If ranks announced different events, or if no rank ran some unit, the sequence is negotiated in every pass.
+Until a sequence is learned, every pass is negotiated. It is not learned if no rank runs some unit in forward.
 """
 
 from __future__ import annotations
@@ -33,10 +34,8 @@ from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Purpose
 
 _UNANIMOUS_PASSES: Final = 3
-"""Number of equal passes before learning a sequence that runs a unit several times, or some units in forward only.
-
-A larger number delays learning. A smaller one makes errors more frequent: a pass that differs from a learned sequence
-raises HP622."""
+"""Number of consecutive passes in which all ranks announce the same events, before the sequence of the last one is
+learned. Sequences that run every unit once are learned after one such pass."""
 
 
 Lowest = Callable[[Sequence[int]], list[int]]
@@ -44,7 +43,7 @@ Lowest = Callable[[Sequence[int]], list[int]]
 
 
 def _lowest(group: dist.ProcessGroup, values: Sequence[int]) -> list[int]:
-    """Return the minimum over ranks, by a collective that dispatch modes which record a step do not see."""
+    """Return the elementwise minimum over ranks; dispatch modes that record a step do not see this collective."""
     with _disable_current_modes(), torch.no_grad(), purpose(Purpose.UNIT_ORDER):
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=group)
@@ -55,7 +54,7 @@ class EventSequence:
     """Sequence of gathers and reductions in one kind of pass, negotiated between ranks until it is learned.
 
     `number` is the index of the sequence, equal on all ranks. `covers` is a function of the events of a pass. True:
-    learn them at once. False: learn them after several equal passes. None: do not learn them.
+    learn them at once. False: learn them after `_UNANIMOUS_PASSES` passes. None: do not learn them.
     """
 
     DONE: Final = 1 << 40
@@ -163,7 +162,7 @@ class _Unit:
         return str(self.group._training_state.name)
 
     def trained(self) -> list[Any]:
-        """Return the gathered parameters that require gradients."""
+        """Return the parameters that FSDP has gathered at least once and that require gradients."""
         initialized = [p for p in self.group.fsdp_params if hasattr(p, "_unsharded_param")]
         return [p for p in initialized if p.unsharded_param.requires_grad]
 
@@ -232,7 +231,7 @@ class UnitOrder:
             self._forward = None
             self._passes += torch.is_grad_enabled()
         if unit.state == _IDLE:
-            # The other half-batch has ended forward already: FSDP would free parameters that are kept until backward.
+            # The call for the other half-batch has ended forward; another would free parameters kept until backward.
             return output
         return unit.methods["post_forward"](module, inputs, output)
 
@@ -338,8 +337,8 @@ class UnitOrder:
     def _complete(self, unit: _Unit) -> None:
         """Give each parameter without a gradient on this rank a gradient of -0.0, if another rank has a gradient.
 
-        In a learned pass, every parameter without a gradient gets -0.0, because other ranks are not asked. The reduced
-        gradient is then -0.0 everywhere only if no rank had one, see `_drop_unused`.
+        In a learned pass, every parameter without a gradient gets -0.0, except in `conditional` units: no other rank is
+        asked. The reduced gradient is then -0.0 everywhere only if no rank had one, see `_drop_unused`.
         """
         if not unit.group.reduce_grads or self._backward is None:
             return
@@ -392,7 +391,7 @@ class UnitOrder:
             raise CollectiveMismatch(
                 f"ranks run `{unit.name}` and its submodules in different orders",
                 where=f"rank {dist.get_rank()}",
-                hint="parallel.dp_shard=1 parallel.dp_replicate=1",
+                hint=f"call `{unit.name}` and its submodules in the same order on all ranks",
             )
         if unit.number in self._unskippable:
             raise CollectiveMismatch(
@@ -418,7 +417,10 @@ def order_units(
     unskippable: Sequence[str],
     one_order: bool,
 ) -> None:
-    """Create a `UnitOrder` that learns sequences if `one_order`; no effect on one rank or without FSDP."""
+    """Create a `UnitOrder` that learns sequences if `one_order`.
+
+    Do nothing on one rank, on simulated ranks, or if FSDP does not manage the root module.
+    """
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1 or model not in modules or dist.get_backend(group) in ("fake", TRACED):
         return
