@@ -20,10 +20,10 @@ def with_values(recipe: Recipe, section: str, values: Mapping[str, object]) -> R
 
 
 def derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Derive warm-up steps from `warmup_ratio`, or drop the default warm-up of a very short run.
+    """Derive the warm-up steps from `warmup_ratio`; without it, drop the default warm-up if the run is shorter.
 
     Raises:
-        Contradiction: HP104 if the recipe also gives a number of steps.
+        Contradiction: HP104 if the recipe sets `warmup_ratio`, and `warmup_steps` to a number other than 0.
     """
     training = recipe.training
     if training.warmup_ratio is not None:
@@ -78,7 +78,7 @@ _UNSET_KEYS: Final[Sequence[tuple[str, Callable[[Recipe], object], str]]] = (
 
 
 def derive_unset(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Derive the keys of `_UNSET_KEYS`."""
+    """Derive those keys of `_UNSET_KEYS` that are missing or null in the recipe."""
     for key, derive, reason in _UNSET_KEYS:
         section, _, name = key.partition(".")
         values = getattr(recipe, section)
