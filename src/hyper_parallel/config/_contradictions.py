@@ -139,10 +139,7 @@ def _halves_batches(recipe: Recipe) -> bool:
 
 
 def _misses_evaluations(recipe: Recipe) -> dict[str, int] | None:
-    """Return, as `common`, an interval for checkpoints and evaluations.
-
-    Return None if `keep_best` is off, or if a step with a checkpoint due by `checkpoint.every` is always evaluated.
-    """
+    """Return, as `common`, an interval for checkpoints and evaluations; None if `keep_best` needs no other interval."""
     every, eval_every = recipe.checkpoint.every, recipe.training.eval_every
     if not recipe.checkpoint.keep_best or (eval_every and every and every % eval_every == 0):
         return None

@@ -190,10 +190,7 @@ class _Sources:
         return _where(self.path, key, self.origin_of(key))
 
     def as_override(self, key: str, value: object, written: str) -> str:
-        """Return the text that sets a key in a hint: an override if the user gave one for its section, else YAML.
-
-        `written` is the dotted key as the user wrote it.
-        """
+        """Return the assignment for a hint: an override if the user set that section by one, else a line of YAML."""
         sections = {key.partition(".")[0], written.partition(".")[0]}
         typed = (
             f"{key}=",
@@ -237,11 +234,7 @@ def missing_run(path: Path, content: str, allowed: str, command: str) -> RunUnre
 
 
 def _run_hint(path: Path) -> str | None:
-    """Return a hint for a path that is not a run directory; None if there is no similar path or the recipe is invalid.
-
-    The hint names a similar directory. For a recipe, it names the recipe's run directory, or the command that trains
-    the recipe if that directory does not exist.
-    """
+    """Return a hint for a path that is not a run directory: a similar directory, or the run of a recipe; else None."""
     if not is_recipe_file(path):
         near = None if path.exists() else nearest_path(str(path), ["runs"])
         return f"did you mean `{near}`?" if near is not None and Path(near).is_dir() else None
@@ -392,10 +385,7 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
 
 
 def _override_hint(words: Sequence[str]) -> str | None:
-    """Return the hint for a malformed override such as `key: value`, `--key=value` or two words.
-
-    Return None if no recipe key is similar.
-    """
+    """Return the hint for a malformed override, such as `key: value` or `--key=value`; None if no key is similar."""
     name, sign, text = re.fullmatch(r"-*([^=:]*)([=:]?)(.*)", words[0], re.DOTALL).groups()  # type: ignore[union-attr]
     known = [key for key, _ in leaves(Recipe)]
     near = difflib.get_close_matches(name.strip(), known, n=1)
@@ -492,10 +482,7 @@ def _drop(merged: dict[_Key, tuple[Any, str]], key: _Key) -> None:
 
 
 def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any]) -> None:
-    """Remove values of earlier layers that values of `layer` replace under other keys.
-
-    These are the other key of a pair in `_ALTERNATIVES`, and `_OF_STAGES` if `layer` changes to a preference stage.
-    """
+    """Remove earlier values of keys that `layer` replaces by another key, or by another stage (`_OF_STAGES`)."""
 
     def is_set(key: _Key) -> bool:
         return layer.get(key) not in (None, _UNSET)
@@ -513,10 +500,7 @@ def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any
 
 
 def _merge_parallel(path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], origin: str) -> None:
-    """Apply the rules of the `parallel` section to a layer before merging it.
-
-    Raise Contradiction (HP104) if the layer sets `tp` and `tp_x` to different values.
-    """
+    """Apply the rules of the `parallel` section to a layer before merging it; HP104 if `tp` and `tp_x` differ."""
     auto = ("parallel", "auto")
     if layer.get(("parallel",)) == "auto":
         del layer[("parallel",)]
@@ -542,10 +526,7 @@ def _merge_parallel(path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict
 def _merge_word(
     merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], section: _Key, words: Sequence[str]
 ) -> None:
-    """Before merging a layer, replace a word in place of a section, such as `overlap: none`, by the key `auto`.
-
-    Drop earlier values of the section. Keys that follow the word in the layer replace the word.
-    """
+    """Replace a word such as `overlap: none` in `layer` by the section's key `auto`, and drop earlier values."""
     auto = (*section, "auto")
     keys = [key for key in layer if key[: len(section)] == section]
     if (word := layer.get(section)) in words:
@@ -584,10 +565,7 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return a recipe that is valid in any directory.
-
-    Existing paths, and paths to write, are absolute. The path of a Hub snapshot becomes a name with a revision.
-    """
+    """Return a recipe for any directory: absolute paths, if they exist or are written; Hub names for Hub snapshots."""
 
     def absolute(value: str | None, written: bool) -> str | None:
         if not value or value in _WORDS:

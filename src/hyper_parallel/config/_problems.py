@@ -61,10 +61,7 @@ def optional_section(annotation: object) -> type[BaseModel] | None:
 
 
 def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | None:
-    """Return the field that a path of keys or aliases refers to; None if a key is unknown or the path is empty.
-
-    List indices, and keys of mappings with free keys, are skipped.
-    """
+    """Return the field that a path of keys, aliases and list indices refers to; None for an unknown key."""
     section: type[BaseModel] | None = model
     field: FieldInfo | None = None
     parts = iter(path)
@@ -134,10 +131,7 @@ def keys_of(model: type[BaseModel]) -> list[str]:
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield pairs of dotted key and field of a section, in order.
-
-    A nested section is expanded; an optional one (`X | None`) is a single key.
-    """
+    """Yield pairs of dotted key and field of a section; a nested section that may be null is a single key."""
     for name, field in model.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -169,10 +163,7 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every value below a section, including aliases.
-
-    Nested sections, also optional ones, are expanded.
-    """
+    """Yield the dotted key, and each alias, of every value in a section and its nested sections."""
     for name in keys_of(model):
         field = model.model_fields.get(name)
         inner = None if field is None else optional_section(field.annotation)
@@ -212,10 +203,7 @@ def _without_member(model: type[BaseModel], path: tuple[str | int, ...]) -> tupl
 def _near_value(
     model: type[BaseModel], field: FieldInfo, path: Sequence[str | int], value: object
 ) -> tuple[object] | None:
-    """Return the allowed value that an invalid value probably means, in a 1-tuple, since the value may be None.
-
-    Return None if no allowed value is similar.
-    """
+    """Return the allowed value that an invalid value probably means, in a 1-tuple; None if there is none."""
     foreign_values = getattr(model, "FOREIGN_VALUES", {}).get(
         dotted([part for part in path if isinstance(part, str)]), {}
     )
@@ -236,11 +224,7 @@ def _near_value(
 
 
 def _near_word(value: str, words: Sequence[str]) -> str | None:
-    """Return the word most likely meant by `value`, or None.
-
-    Candidates in order: a word that differs only in case, words that begin `value` or that `value` begins, and similar
-    words.
-    """
+    """Return the word most likely meant by `value`; None if no word has the same beginning or is similar."""
     lower = {word.lower(): word for word in words}
     text = value.lower()
     if text in lower:
@@ -336,8 +320,7 @@ class _InvalidValues:
     Attributes:
         model: Section at the root of the file.
         where: Returns the origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
-        as_override: Returns the assignment of a value to a dotted key in the user's syntax. Its third argument is the
-            dotted key that the user wrote.
+        as_override: Returns key and value as an assignment in the user's syntax; third argument: key the user wrote.
         data: Values of the file, as passed to pydantic.
     """
 
@@ -357,10 +340,7 @@ class _InvalidValues:
         return [problem for item in items.values() for problem in self._item_problems(item)]
 
     def _item_problems(self, item: ErrorDetails) -> list[HyperParallelError]:
-        """Return the coded errors of one pydantic error.
-
-        An unknown section with values, and a mapping in place of a plain value, have one error per leaf.
-        """
+        """Return the coded errors of one pydantic error: one per leaf of an unexpected mapping, else one."""
         # A tagged union puts its tag into the path, in brackets.
         path = tuple(part for part in item["loc"] if not str(part).startswith("["))
         value = item["input"]
@@ -443,10 +423,7 @@ class _InvalidValues:
         )
 
     def _value_hint(self, path: Sequence[str | int], value: object) -> str | None:
-        """Return a hint that corrects an invalid value: a similar value, a list, another key, or the default.
-
-        Return None if none of these applies.
-        """
+        """Return a hint that names a similar value, a list, another key or the default; None if none of them fits."""
         field, key = field_at(self.model, path), dotted(path)
         if field is None:
             return None
@@ -468,11 +445,7 @@ class _InvalidValues:
         return f"write `{self.as_override(key, field.default, key)}`, the default"
 
     def _main_key_hint(self, field: FieldInfo, key: str, value: object) -> str | None:
-        """Return the hint for a plain value in place of a section, or None.
-
-        The hint sets the keys that a text such as `tp2,pp=2` names, else the section's main key if it accepts the
-        value. For `true`, the main key gets its default.
-        """
+        """Return the hint for a plain value in place of a section; None if no key of the section accepts the value."""
         section = optional_section(field.annotation)
         if section is None:
             return None
@@ -527,8 +500,8 @@ def validated(
         model: Class of the section.
         data: Values of the section.
         where: Function from a dotted key to its origin, for errors: `recipe.yaml: training.lr (set by command line)`.
-        as_override: Function for hints: returns the assignment of a value to a dotted key in the user's syntax. Its
-            third argument is the dotted key that the user wrote.
+        as_override: Function for hints: `as_override(key, value, written)` returns the assignment in the user's syntax;
+            `written` is the key that the user wrote.
 
     Raises:
         UnknownKey: HP101 for a key that the section does not have.
@@ -542,10 +515,7 @@ def validated(
 
 
 def read_section(path: Path, model: type[S], error: type[HyperParallelError], file_type: str) -> S:
-    """Return the section of class `model` in a YAML or JSON file.
-
-    Other arguments, and errors, are those of `read_mapping` and `validated`.
-    """
+    """Return the section of class `model` in a YAML or JSON file; errors as for `read_mapping` and `validated`."""
     return validated(
         model,
         read_mapping(path, error, file_type),

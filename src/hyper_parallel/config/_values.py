@@ -35,11 +35,7 @@ def canonical_optimizer(value: object) -> object:
 
 
 def size(value: object) -> int | None:
-    """Return the number of bytes of a text such as `12GiB` or of a whole number; None for None.
-
-    Raises:
-        ValueError: The value is not a size of at least 1 byte.
-    """
+    """Return the bytes of a text such as `12GiB` or a whole number; None for None. Raise ValueError if below 1."""
     if value is None:
         return None
     number = parse_bytes(value) if isinstance(value, str) else value
