@@ -24,7 +24,7 @@ class Property:
 
     @property
     def agrees(self) -> bool:
-        """True if the property holds, or does not apply to the model and was therefore not measured."""
+        """True if the property holds, or was not measured for a reason other than an error."""
         return self.holds is True or (self.holds is None and not self.error)
 
     def __str__(self) -> str:
