@@ -431,7 +431,7 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
             f"the value of `{name}` is not YAML{limit}",
             where=_where(path, name, _COMMAND_LINE),
             got=abbreviated(text) if limit else text,
-            hint=None if limit else f"quote it for the shell: '{name}=\"{text}\"'",
+            hint=None if limit else f"close all brackets and quotes, and quote the override: '{name}=VALUE'",
         ) from cause
 
 

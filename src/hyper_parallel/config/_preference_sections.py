@@ -38,8 +38,8 @@ class Grpo(Section):
     scale_rewards: bool = True
     """Divide each advantage (reward minus group mean) by the standard deviation of its group."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the reference, which is the initial model. Above 0, the reference's weights are
-    kept in memory."""
+    """Weight of the KL divergence from the reference, which is the initial model. Above 0, a copy of the initial values
+    of all trained parameters is kept in memory."""
     rollout_ranks: Annotated[int, Field(ge=0, le=MOST_RANKS)] | Literal["auto"] = 0
     """Extra ranks that only sample, in groups that each hold a model replica. 0: the training ranks sample. auto: with
     `parallel: auto` the planner divides all ranks between sampling and training."""

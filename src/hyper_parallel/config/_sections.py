@@ -177,11 +177,12 @@ class Data(Section):
     media_dir: str | None = None
     """Folder of the images and recordings of records. None: the folder of the source. No file outside of it is read."""
     bad_media: Literal["error", "skip"] = "error"
-    """Reaction to an image or recording that cannot be read or has no placeholder in the text: fail with an error, or
-    skip (omit and count) the conversation."""
+    """Reaction to an image or recording that cannot be read, or to a wrong number of placeholders in the text: fail
+    with an error, or skip (omit and count) the conversation."""
     chat_template: str = "auto"
-    """Template that turns conversations into text. auto: the tokenizer's template; without one, `prompt` and
-    `completion` are concatenated as plain text. none: always concatenate. Otherwise: path of a template file."""
+    """Template that turns conversations into text. auto: the tokenizer's template; without one, a plain template, and
+    pairs of `prompt` and `completion` are concatenated. none: concatenate; records other than pairs are errors.
+    Otherwise: path of a Jinja file."""
     seq_len: int = Field(default=512, ge=2, le=MOST_SEQ_LEN)
     """Tokens per sequence."""
     packing: bool = True
@@ -191,7 +192,8 @@ class Data(Section):
     """Block attention between the documents of a packed sequence, and restart positions at 0 in each document. None:
     true with `stage: sft`, false with `stage: pt`."""
     tokenizer: str | None = None
-    """Tokenizer directory. None: the tokenizer of `model.path`; without one, a byte-level BPE trained on the source."""
+    """Tokenizer directory or Hub name. None: the tokenizer of `model.path`; without one, a byte-level BPE trained on
+    the source."""
     vocab_size: int | None = Field(default=None, ge=260, le=MOST_VOCABULARY)
     """Vocabulary size of a tokenizer trained by this run. None: 4096, or the model's vocabulary size if that is
     smaller."""
@@ -388,7 +390,7 @@ def _refuse_keys_beside_auto(section: _S) -> _S:
     """Return the section; raise ValueError if `auto` is true and another key is set."""
     if getattr(section, "auto", False) and section.model_fields_set - {"auto"}:
         name = type(section).__name__.lower()
-        raise ValueError(f"`{name}: auto` chooses all other keys of `{name}`")
+        raise ValueError(f"`{name}: auto` cannot be combined with other keys of `{name}`, which the planner chooses")
     return section
 
 
@@ -527,8 +529,8 @@ class Moe(Section):
     """Change of each router bias toward equal load after an optimizer step (DeepSeek-V3: 0.001). 0: biases are
     fixed."""
     capacity_factor: float | None = Field(default=None, gt=0)
-    """Maximum tokens per expert, as a multiple of an even share of the rank's tokens; the rest are dropped. None: no
-    token is dropped."""
+    """Maximum tokens that a rank sends to one expert, as a multiple of an even distribution; the rest are dropped.
+    None: no token is dropped."""
 
 
 class Overlap(Section):
