@@ -68,9 +68,9 @@ def plan(
     dtype: options.Dtype = None,
     no_code: NoCode = False,
 ) -> None:
-    """Print the best plan of a model on a machine. Needs no accelerator; torch is imported for few models only.
+    """Print the best plan of a model on a machine. Needs no accelerator.
 
-    These are models of a family whose config this package does not read itself, and recipes with `parallel.submodels`.
+    Imports torch only for multimodal models and for families whose config this package cannot read by itself.
     """
     free = None if memory_headroom is None else _fraction(memory_headroom)
     if purpose != "train" or {prompts, prompt_len, new_tokens, parallel, dtype} != {None}:
@@ -102,7 +102,7 @@ def _difference(left: Path, right: Path) -> str:
 
 
 def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
-    """Raise OutputNotWritable (HP105) if an output file exists and is not a plan, or not a schedule, respectively."""
+    """Raise OutputNotWritable (HP105) if `output` exists and is no plan, or `schedule_csv` and is no schedule."""
     from hyper_parallel.owned_folder import check_output_file
 
     if output is not None:

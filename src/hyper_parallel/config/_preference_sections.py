@@ -18,7 +18,7 @@ PREFERENCE_STAGES: Final = {
 }
 """Preference stages, with the kind of record that each reads."""
 PAIRED_STAGES: Final = ("dpo", "orpo", "kto", "rm")
-"""Preference stages whose rows of a batch form pairs."""
+"""Preference stages in which two consecutive rows of a batch form a pair."""
 
 
 class Grpo(Section):

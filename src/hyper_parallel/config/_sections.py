@@ -55,12 +55,12 @@ class Section(BaseModel):
     WORDS: ClassVar[tuple[str, ...]] = ()
     """Words that stand for the whole section: `parallel: auto`."""
     FOREIGN_KEYS: ClassVar[Mapping[str, ForeignKey]] = MappingProxyType({})
-    """Keys of other training programs, for hints. Set only on the class of a whole file."""
+    """Keys of other training programs, for hints. Only `Recipe` sets it."""
 
     @model_validator(mode="before")
     @classmethod
     def _expand_word(cls, data: object) -> object:
-        """Replace a word that stands for the section by the value of its key `auto`."""
+        """Replace a word that stands for the section by a mapping with the key `auto`."""
         return {"auto": data == "auto"} if data in cls.WORDS else data
 
     @field_validator("*")
@@ -190,7 +190,7 @@ class Data(Section):
     audio are always padded."""
     mask_documents: bool | None = None
     """Block attention between the documents of a packed sequence, and restart positions at 0 in each document. None:
-    true with `stage: sft`, false with `stage: pt`."""
+    true with `stage: sft`, else false."""
     tokenizer: str | None = None
     """Tokenizer directory or Hub name. None: the tokenizer of `model.path`; without one, a byte-level BPE trained on
     the source."""
@@ -402,9 +402,9 @@ class Submodels(Section):
     auto: bool = False
     """Let the planner choose ranks and degrees of all parts, by predicted time. The other keys are then not allowed."""
     language: LanguageDegrees = Field(default_factory=LanguageDegrees)
-    """Ranks of the language part."""
+    """Degrees and ranks of the language part."""
     vision: TowerDegrees | None = None
-    """Ranks of the encoder of images and videos with its projector."""
+    """Degrees and ranks of the encoder of images and videos with its projector."""
     audio: TowerDegrees | None = None
     """Like `vision`, for an encoder of audio."""
 
@@ -484,10 +484,10 @@ class Parallel(Section):
     """Assume that all data-parallel ranks call layers in the order of the first steps; a rank may skip layers. false:
     the order may vary, because the ranks agree on every FSDP collective by messages between hosts."""
     rules: dict[str, str] = {}
-    """Overrides of the built-in sharding: glob pattern of module names to colwise, rowwise, vocab or replicate."""
+    """Overrides of the built-in sharding: glob pattern of module names to a style, such as colwise or replicate."""
     submodels: Submodels | None = None
-    """Ranks of the parts of a multimodal model, such as `{vision: {dp_shard: 1}, language: {tp_x: 2}}`. The degrees of
-    `language` replace the degrees of this section. auto: the planner chooses. None: one layout for the whole model."""
+    """Layouts of the parts of a multimodal model, such as `{vision: {dp_shard: 1}, language: {tp_x: 2}}`. The degrees
+    of `language` also become those of this section. auto: the planner chooses. None: one layout for the whole model."""
     world_size: int | None = Field(default=None, ge=1, le=MOST_RANKS)
     """Number of ranks for `auto`, also of `submodels`; explicit degrees must multiply to it. None: all accelerators of
     the topology, or 4 ranks on a machine without any."""

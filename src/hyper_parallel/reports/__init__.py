@@ -21,6 +21,7 @@ def write_report(directory: str | Path) -> tuple[Path, Path]:
 
     Raises:
         RunUnreadable: HP603 when the directory is not a run, or a file of it is broken.
+        PlanUnreadable: HP306 for a broken plan.json.
         OutputNotWritable: HP105 when a file cannot be written, or exists and is not a report or trace.
     """
     run = load_run(directory)
@@ -38,6 +39,7 @@ def write_comparison(directories: Sequence[str | Path]) -> Path:
 
     Raises:
         RunUnreadable: HP603 when a directory is not a run, or a file of it is broken.
+        PlanUnreadable: HP306 for a broken plan.json.
         OutputNotWritable: HP105 when a file cannot be written, or exists and is not a report.
     """
     runs = [load_run(directory) for directory in directories]
