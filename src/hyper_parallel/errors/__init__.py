@@ -257,12 +257,11 @@ class BudgetImpossible(HyperParallelError, code="HP402"):
     """No memory plan fits the byte budget within the permitted step time.
 
     All operands of an operator must be on the device at once, so the largest working set is a lower bound of any plan.
-    The message states that bound and the lowest peak that the planner reached. Fix: raise the budget, or reduce the
-    largest operator (a chunked loss, a smaller microbatch).
+    Fix: raise the budget or the time limit, or reduce the largest operator (a chunked loss, a smaller microbatch).
     """
 
     least_bytes: int = 0
-    """Smallest budget with a known plan."""
+    """Smallest budget with a known plan, in bytes; 0 if it was not determined."""
 
 
 class TierFull(HyperParallelError, code="HP403"):

@@ -186,7 +186,7 @@ class KeptActivations:
         outside: Bytes per token kept outside the layers.
         fullest: `a` of the layer that keeps the most; None: equal to `a` of the average layer.
         last: `a` of the last layer; None: equal to `a` of the average layer.
-        modules: Contribution of each module to `a` in bytes, experts included, by name such as `model.layers.*.mixer`.
+        modules: `a` of each module of the average layer, experts included, by name such as `model.layers.*.mixer`.
         expert_rows: Rows per token that reach the routed experts of a layer; 0 without experts.
     """
 
