@@ -67,7 +67,7 @@ def _checked_options(ctx: typer.Context) -> set[str]:
     """Return the names of the options on the command line; raise an error if `--for` is invalid or excludes one."""
     purpose, typed = ctx.params["purpose"], {*typed_options(ctx)}
     if purpose not in ("train", "generate"):
-        raise BadValue("unknown purpose", where="--for", got=purpose, allowed="train, generate")
+        raise BadValue("the purpose of a plan is unknown", where="--for", got=purpose, allowed="train, generate")
     generate = purpose == "generate"
     wrong = typed - {*_OWN, *_SHARED, "purpose"} if generate else typed & {*_OWN}
     if wrong:

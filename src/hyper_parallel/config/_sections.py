@@ -335,13 +335,12 @@ class Training(Section):
     callbacks: tuple[str, ...] = ()
     """Dotted paths of subclasses of `hyper_parallel.trainer.Callback`."""
     profile: Profile | None = None
-    """Steps to profile with torch.profiler. None: no profile."""
+    """Steps to profile with torch.profiler. None: none."""
     timeout_s: float = Field(default=600.0, gt=0, le=MOST_SECONDS)
     """Seconds a rank may spend in one phase of a step before the run ends with an error that names the rank. A
     process that a signal has stopped has the same limit in every phase."""
     first_step_timeout_s: float = Field(default=1800.0, gt=0, le=MOST_SECONDS)
-    """Like `timeout_s`, for the first step of a process and outside steps: start, evaluation, checkpoint, export.
-    Larger, because compilation and file I/O take long."""
+    """Like `timeout_s`, for the first step of a process and outside steps: start, evaluation, checkpoint, export."""
     max_restarts: int = Field(default=0, ge=0)
     """Number of times that all ranks are restarted from the newest checkpoint after a rank fails or hangs. The
     launchers torchrun and slurm pass it to torchrun as `--max-restarts`."""
@@ -352,8 +351,7 @@ class Training(Section):
     """Steps between bitwise comparisons of all data-parallel ranks on the same microbatches. Each comparison costs
     about one step. 0: never. Requires `deterministic`, and excludes `offload`."""
     debug_collectives: bool = False
-    """Before each collective, compare its operation, shape and dtype across ranks. Slow; for finding hangs and
-    mismatches."""
+    """Before each collective, compare its operation, shape and dtype across ranks. Slow; meant for finding hangs."""
 
 
 class TowerDegrees(Section):

@@ -355,7 +355,7 @@ class NoData(HyperParallelError, code="HP602"):
 
 
 class RunUnreadable(HyperParallelError, code="HP603"):
-    """The path is not a run directory, lacks files that the command needs, or has a file that cannot be read.
+    """A directory is not that of a run, lacks files that the command needs, or has a file that cannot be read.
 
     Fix: use the output directory of a `hyper-parallel train` run, or restore the file named in the message.
     """
