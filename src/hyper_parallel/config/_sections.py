@@ -335,7 +335,7 @@ class Training(Section):
     callbacks: tuple[str, ...] = ()
     """Dotted paths of subclasses of `hyper_parallel.trainer.Callback`."""
     profile: Profile | None = None
-    """Steps to profile with torch.profiler. None: none."""
+    """Steps to profile with torch.profiler. None: no profile."""
     timeout_s: float = Field(default=600.0, gt=0, le=MOST_SECONDS)
     """Seconds a rank may spend in one phase of a step before the run ends with an error that names the rank. A
     process that a signal has stopped has the same limit in every phase."""
