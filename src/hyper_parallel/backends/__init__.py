@@ -20,7 +20,7 @@ class BackEnd:
         programs: Package with the modules `operators`, `fusion` and `runner`, which execute step programs (see
             `step_program`). None: the framework runs the model's own code.
         setup: Command that installs the framework.
-        packages: Optional Python distributions, each with the feature that it provides; includes the framework.
+        packages: Python distributions that only this back end needs, each with the feature that it provides.
         commands: Optional executables, each with the feature that it provides.
     """
 

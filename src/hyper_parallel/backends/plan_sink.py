@@ -35,7 +35,7 @@ _PRODUCTS: Final = {
 class ValuePlan:
     """Interval in which one value of a program occupies no device memory.
 
-    The interval is given by positions in the plan's order of operators.
+    Its ends are positions in the plan's order of operators, without recomputed ones.
 
     Attributes:
         value: Number of the value in the program before planning, see `step_program`.
@@ -80,7 +80,7 @@ class ProgramMemory:
 
 
 def timed_operators(program: StepProgram) -> MemoryProgram:
-    """Return the storages and operators of a program; each operator has its FLOPs and the bytes it reads and writes.
+    """Return the storages and operators of a program, with the bytes of operators and the FLOPs of matrix products.
 
     All operators may be recomputed except collectives. Collectives keep their order.
     """

@@ -61,8 +61,8 @@ class ExecutionPlan:
     """Order of the nodes of a step program, and residency of their results.
 
     Attributes:
-        order: Node indices in execution order, and copies between them. The second occurrence of an index recomputes
-            the results of the node.
+        order: Node indices in execution order, and copies between them. Further occurrences of an index recompute the
+            results of the node.
         residency: Residency of the results by node index; results of other nodes are kept.
     """
 
@@ -144,7 +144,8 @@ class _Rewriter:
         self._next = 1 + max([*inputs, *(r for n in program.nodes for r in n.results)])
         self._seen: set[int] = set()
         self._barrier: int | None = None  # value for which recomputed nodes wait
-        self._own: dict[int, int] = {}  # values that the running recomputation has read or computed
+        # Numbers under which the current recomputation reads values that it has delayed or computed, by latest number
+        self._own: dict[int, int] = {}
         self._on_host: dict[int, int] = {}  # number of the host copy, by value
         self._kinds = dict(program.inputs.values())
         self._kinds |= {r: kind for n in program.nodes for r, kind in zip(n.results, n.types, strict=True)}
@@ -278,8 +279,8 @@ def memory_program(program: StepProgram) -> MemoryProgram:
 def live_bytes(program: StepProgram) -> tuple[int, ...]:
     """Return the bytes of live results at each node.
 
-    A result is live from the node that computes it to the last node that reads it. Inputs and constants are not
-    counted, because a plan does not change their bytes. Views count 0 bytes.
+    A result is live from the node that computes it to the last node that reads it, an output to the end. Inputs and
+    constants are not counted, because a plan does not change their bytes. Views count 0 bytes.
     """
     memory = memory_program(program)
     actions = identity_actions(memory, range(len(memory.operators)))

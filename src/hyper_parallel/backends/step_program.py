@@ -33,7 +33,7 @@ TO_DEVICE: Final = "hyper_parallel.to_device.default"
 """Operator that copies its first argument from host memory once the second one is computed."""
 
 OWN: Final = (AFTER, TO_HOST, TO_DEVICE)
-"""Operators defined here instead of by ATen; every back end must implement them."""
+"""Operators that are not operators of ATen; every back end that executes step programs implements them."""
 
 _RANKS: Final = "ranks_"
 _ITEM_BITS: Final = {"bool": 8, "none": 0}

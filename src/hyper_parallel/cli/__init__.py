@@ -1,9 +1,11 @@
 """Command line: thin typer commands that import heavy modules when they run.
 
 Each command is a function in its own module `<command>_command.py`, listed in `_COMMANDS`. A command with subcommands
-is a `typer.Typer` named `app`, listed in `_GROUPS`. Data goes to stdout, logs and errors to stderr. A
-`HyperParallelError` is printed without a traceback and exits with status 1, a usage error with 2, Ctrl-C with 130. Any
-other exception is a defect: its traceback is printed and the status is 70.
+is a `typer.Typer` named `app`, listed in `_GROUPS`. Data goes to stdout, logs and errors to stderr.
+
+A `HyperParallelError` is printed without a traceback and exits with status 1, a usage error with 2, Ctrl-C with 130.
+Errors of files and missing training packages become a `HyperParallelError`. Any other exception is a defect: its
+traceback is printed and the status is 70.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def application(only: str | None = None) -> typer.Typer:
 
 
 def main() -> None:
-    """Run the `hyper-parallel` command and exit. Only the module of the named command is imported."""
+    """Run the `hyper-parallel` command; import only the module of a command that the first argument names."""
     if sys.argv[1:] in (["--help"], ["-h"]):
         from hyper_parallel.cli.overview import overview
 

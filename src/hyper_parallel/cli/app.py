@@ -35,20 +35,20 @@ _FILE_ERRORS: Final = (
     "EACCES", "EPERM", "ENOENT", "ENOTDIR", "EISDIR", "ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ELOOP",
     "EEXIST", "ENOTEMPTY", "EXDEV", "EMFILE", "ENFILE", "ESTALE", "EBUSY", "ETXTBSY",
 )  # fmt: skip
-"""Names of error numbers of files and disks; any other OSError is a defect."""
+"""Names of error numbers that users cause with files and disks; most other OSErrors are defects."""
 
 
 NoCode = Annotated[
     bool,
     typer.Option("--no-code", help="Reject a recipe that names Python code, without importing that code."),
 ]
-"""Option of every command that reads a recipe and may run code named in it."""
+"""Option of every command that reads a recipe and may run code named in the recipe."""
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code in the model directory.")]
-"""Option of every command that builds a model from a directory."""
+"""Option of every command that builds a model from a directory instead of a recipe."""
 
 
 def build_app(commands: Sequence[Callable[..., None]], groups: Sequence[typer.Typer] = ()) -> typer.Typer:
-    """Return a typer application with these commands, and with a command with subcommands for each of `groups`."""
+    """Return a typer application with these commands, and with one command with subcommands for each of `groups`."""
     app = typer.Typer(
         name="hyper-parallel",
         no_args_is_help=True,
@@ -101,14 +101,14 @@ def is_quiet() -> bool:
 
 
 def enable_garbage_collection() -> None:
-    """Enable the cyclic garbage collector, but exclude all objects that exist now, most of them from imports."""
+    """Enable the cyclic garbage collector for objects that are created from now on."""
     gc.freeze()
     gc.enable()
 
 
 def run(app: typer.Typer) -> None:
     """Run the application on the process's arguments, and exit with its status."""
-    # Imports create half a million permanent objects; collecting cycles among them takes a sixth of a short run.
+    # Imports create many permanent objects, among which it would be slow to collect cycles.
     gc.disable()
     # torch.cuda.is_available would initialize the CUDA driver, and ranks forked later could not use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -142,7 +142,7 @@ def run(app: typer.Typer) -> None:
 
 
 def error_of_file(error: OSError) -> HyperParallelError:
-    """Return the coded error for an unhandled OSError of a file; report a defect and exit for any other OSError."""
+    """Return the coded error for an OSError of a file or disk; report a defect and exit for any other OSError."""
     if error.errno == errno.ENAMETOOLONG:
         return BadValue(
             "a path is longer than the system allows",

@@ -17,8 +17,8 @@ _HELP: Final = "/system TEXT sets the system prompt, /clear starts a new chat, /
 def converse(model: Generator, sampling: Sampling) -> None:
     """Answer each line of standard input as the next user turn, until end of input or /exit.
 
-    Answers are printed on standard output, everything else on standard error. Ctrl-C during an answer stops
-    the answer and keeps its text in the conversation. At other times Ctrl-C ends the conversation.
+    Lines that begin with `/` are commands. Answers are printed on standard output, everything else on standard error.
+    Ctrl-C during an answer ends the answer and keeps its text; at other times it ends the conversation.
     """
     turns: list[dict[str, str]] = []
     is_terminal = sys.stdin.isatty()

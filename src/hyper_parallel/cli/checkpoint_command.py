@@ -1,6 +1,6 @@
 """`hyper-parallel checkpoint`: list, verify, inspect and export checkpoints of a run; import a model as a checkpoint.
 
-`list`, `verify` and `inspect` only read files; `export` and `import` build the model.
+`list`, `verify` and `inspect` only read files; `export` and `import` build a model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def list_(run_dir: RunDir) -> None:
 
 @app.command()
 def verify(run_dir: RunDir) -> None:
-    """Compare every file with its checksum. Exit with status 1 if a checkpoint is damaged."""
+    """Compare every file with its checksum, and print one line per checkpoint. Exit with status 1 if one is damaged."""
     if not _print_steps(run_dir, contents=True):
         raise typer.Exit(1)
 
@@ -53,7 +53,7 @@ def inspect(
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Print the contents of a checkpoint: tensors with shape, dtype and shards; step; position in the data."""
+    """Print the contents of a checkpoint: step and other values, and tensors with shape, dtype and shards per dim."""
     from hyper_parallel.serde import flatten
     from hyper_parallel.trainer.checkpoints import manifest as files
     from hyper_parallel.trainer.checkpoints.extra_state import read_extra
@@ -173,7 +173,7 @@ def export(
 def _print_steps(run_dir: Path, *, contents: bool) -> bool:
     """Print one line per checkpoint, newest last; return whether all are intact.
 
-    With `contents`, tensors are compared with their checksums, and files that are not part of a checkpoint are damage.
+    With `contents`, files are compared with their checksums, and an additional file counts as damage.
     """
     from hyper_parallel.trainer.checkpoints import manifest as files
     from hyper_parallel.trainer.files import Damaged
@@ -199,7 +199,7 @@ def _print_steps(run_dir: Path, *, contents: bool) -> bool:
 
 
 def _extra_check(directory: Path) -> CheckExtra | None:
-    """Return the check of a checkpoint's values that are not tensors; None if no training run wrote the checkpoint."""
+    """Return the function that checks a checkpoint's values other than tensors; None without the run's config.yaml."""
     from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
 
     return check_trainer_extra if (directory.parent / "config.yaml").is_file() else None
@@ -219,7 +219,7 @@ def _checkpoints(run_dir: Path) -> Path:
 
 
 def _adapters_of(run_dir: Path) -> tuple[Lora, Path] | None:
-    """Return the LoRA section of a run and the directory of its base weights; None for a run without LoRA."""
+    """Return the LoRA section of a run, and the directory of its base model; None without config.yaml or LoRA."""
     from hyper_parallel.config import Lora, validated
 
     path = run_dir / "config.yaml"

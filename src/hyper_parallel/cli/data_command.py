@@ -39,7 +39,7 @@ def data(
     """Show the training data of a recipe: format, counts, lengths, and examples with their targets marked.
 
     The first records are encoded exactly as in training. No model is built and no weights are read. Targets (tokens
-    with loss) are green on a terminal, and between [[ and ]] elsewhere.
+    with loss) are green on a terminal with colours, and between [[ and ]] elsewhere.
     """
     from hyper_parallel.cli.train_command import load_any_recipe
     from hyper_parallel.hub import permit_stream, stay_offline
@@ -59,10 +59,7 @@ def data(
 
 @contextmanager
 def _without_torch(recipe: Recipe) -> Iterator[None]:
-    """Block imports of torch inside the context, because transformers imports it for a tokenizer, which takes seconds.
-
-    Has no effect if torch may be needed: by a model's own code, media processors, or a tokenizer to be downloaded.
-    """
+    """Block imports of torch inside the context, which take seconds, unless torch is imported or may be needed."""
     from hyper_parallel.trainer.data.saved_tokenizer import media_of_processor
 
     directory = Path(recipe.data.tokenizer or recipe.model.path).expanduser()
@@ -109,7 +106,7 @@ def _print(sample: DataSample, max_records: int) -> None:
 
 
 def _partial_note(sample: DataSample, max_records: int) -> str:
-    """Return a note that explains why only the first records were counted."""
+    """Return a note that names the limit at which counting stopped: bytes of text, or number of records."""
     from hyper_parallel.trainer.data_sample import MAX_BYTES
     from hyper_parallel.units import format_bytes
 

@@ -32,10 +32,10 @@ class Finding:
     Attributes:
         name: Checked item.
         status: ok, missing, old, or warning.
-        detail: Result of the check.
+        detail: Result of the check, such as a version.
         need: Group of features that need the item: `core`, `training` or `optional`.
         gives: Feature that the item provides.
-        fix: Command that enables the item. None: no action needed.
+        fix: Command or advice that enables the item. None: no action needed.
     """
 
     name: str
@@ -108,7 +108,7 @@ def _print_properties(model: str, as_json: bool, trusted: bool) -> None:
 
 
 def _print_dumps(paths: list[Path], as_json: bool) -> None:
-    """Print, for each process group, the first collective at which its ranks diverge; earliest group first."""
+    """Print the first collective at which ranks diverge, for each process group with such a collective."""
     from hyper_parallel.reports.flight_recorder import divergences, read_dumps
 
     dumps = read_dumps(paths)
@@ -148,7 +148,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version without pre-release and build parts: (2, 13, 0) for `2.13.0+cpu`."""
+    """Return the release numbers of a version: (2, 13, 0) for `2.13.0+cpu`; () if it begins with no number."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(n) for n in match[0].split(".")) if match else ()
 
@@ -173,7 +173,7 @@ def _python() -> Finding:
 
 
 def _compiler() -> Finding:
-    """Return the finding on the compiler, which links generated kernels."""
+    """Return the finding on the compiler g++, which back ends need for generated kernels."""
     path = shutil.which("g++")
     gives = " and ".join(b.commands["g++"] for b in BACKENDS.values() if "g++" in b.commands)
     if path is None:
@@ -182,7 +182,7 @@ def _compiler() -> Finding:
 
 
 def _machine(measure: bool) -> tuple[list[Finding], dict[str, Any] | None]:
-    """Return findings on accelerators and topology, and the topology as JSON values; None if it is not detected."""
+    """Return findings on accelerators and topology, and the topology as JSON values; None if detection fails."""
     from hyper_parallel.errors import HyperParallelError
     from hyper_parallel.serde import encode
     from hyper_parallel.topology import detect_local, find_accelerators, forget_measurements

@@ -1,4 +1,4 @@
-"""Traced dry run of `hyper-parallel train`: memory peaks, the tensors live at them, and every collective."""
+"""Output of a traced dry run of `hyper-parallel train`: memory peaks, tensors live at a peak, and collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def print_dry_run(loaded: LoadedRecipe, num_ranks: int | None, rank: int | None, as_json: bool) -> None:
-    """Trace a recipe and print the result as tables or as JSON."""
+    """Trace a training step on `rank` (None: one rank per distinct program); print tables or, with `as_json`, JSON."""
     from hyper_parallel.trainer import dry_run
 
     enable_garbage_collection()
@@ -120,7 +120,7 @@ def _print_collectives(rank: TracedRank, plan: Plan, console: Console) -> None:
 
 
 def table(*columns: str) -> Table:
-    """Return an empty table with these column titles; a title that ends in `>` right-aligns its column."""
+    """Return an empty table with these column titles; ` >` at the end of a title right-aligns the column."""
     from rich import box
     from rich.table import Table
 

@@ -49,7 +49,7 @@ def generate(
     as_json: options.AsJson = False,
     no_code: options.NoCode = False,
 ) -> None:
-    """Continue a prompt with the model of a run; text is printed on stdout as it is generated.
+    """Continue a prompt with the model of a run; without --json, text is printed on stdout as it is generated.
 
     With --chat and no prompt, every line of standard input is a user's turn of one conversation. With --prompts, many
     prompts are continued at once, with the same results as one at a time and in input order. Each output line has
@@ -86,7 +86,7 @@ def generate(
 
 @dataclass(frozen=True, slots=True)
 class _ModelSource:
-    """Directory of a model, with the options for loading it."""
+    """Directory of a model, with the command's options for loading it."""
 
     run_dir: Path
     device: str
@@ -189,9 +189,9 @@ def _continue_file(
     chat: bool,
     slots: int,
 ) -> None:
-    """Write the continuations of a file of prompts to `output`, or to standard output.
+    """Write the continuations of a file of prompts to `output`, or to standard output if it is None.
 
-    After a signal, the text generated so far is written and the exit status is that of the signal.
+    After a signal, the text generated so far is written, and the exit status is 128 plus the number of the signal.
     """
     from hyper_parallel.trainer.prompt_file import read_prompts, write_generations
     from hyper_parallel.trainer.signals import StopRequest

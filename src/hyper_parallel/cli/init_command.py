@@ -23,7 +23,7 @@ _NAMED = re.compile(
     r"^extends: *(\S+)|(?:path: *|source: *|python recipes/)((?:models|data)/\S+\.(?:jsonl?|py))",
     re.MULTILINE,
 )
-"""Pattern of other files in the recipe folder that a recipe names."""
+"""Pattern of the parent, model, data and script files that a recipe names."""
 
 
 def init(
@@ -52,7 +52,7 @@ def init(
 
 
 def _description(path: Path) -> str:
-    """Return the comment at the head of a recipe file, wrapped; indented lines are unchanged."""
+    """Return the comment at the head of a recipe file, wrapped and indented; indented lines of it are not wrapped."""
     lines = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
     text = [line.removeprefix("#").removeprefix(" ") for line in lines]
     prose = " ".join(line for line in text if not line.startswith(" "))
@@ -61,7 +61,7 @@ def _description(path: Path) -> str:
 
 
 def _next_lines(folder: Path, name: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield the commands to run after `init`: recipes whose output this recipe reads, keys to edit, the training."""
+    """Yield the next steps as lines: train recipes whose output this one reads, edit keys of missing files, train."""
     from hyper_parallel.config import load_recipe, paths_read
     from hyper_parallel.hub import parse_name
     from hyper_parallel.model import find_preset
@@ -93,7 +93,7 @@ def _folder() -> Path:
 
 
 def _needed(folder: Path, name: str) -> dict[Path, str]:
-    """Return content by target path of a recipe and the files it names; raise HP105 if a target has other content."""
+    """Return the texts of a recipe and the files it names, by target path; HP105 if a target has other content."""
     target, text = Path("recipes") / name, (folder / name).read_text(encoding="utf-8")
     needed: dict[Path, str] = {}
     for parent, data in _NAMED.findall(text) if name.endswith(".yaml") else ():

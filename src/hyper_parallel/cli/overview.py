@@ -23,11 +23,11 @@ _OPTIONS: Final = {
     "-h, --help": "Show this message and exit.",
 }
 _SUMMARY: Final = re.compile(r'^(?:def \w+\(.*?"""|app = typer.Typer\(.*?help=")(.*?)(?:\n\n|")', re.M | re.S)
-"""First paragraph of the first docstring of a command's module, or the help of its group."""
+"""Pattern of the first paragraph of the first function's docstring in a module, or of the help of a group."""
 
 
 def overview(commands: Sequence[str]) -> str:
-    """Return the text of `hyper-parallel --help`, wrapped to the terminal's width, at most 100 columns."""
+    """Return the text of `hyper-parallel --help` for `commands`, wrapped to the terminal, at most 100 columns."""
     width = max(min(shutil.get_terminal_size().columns, 100) - 2, 50)
     lines = ["Usage: hyper-parallel [OPTIONS] COMMAND [ARGS]...", ""]
     lines += textwrap.wrap(ABOUT, width, initial_indent="  ", subsequent_indent="  ")

@@ -1,4 +1,4 @@
-"""Standard output and error that ignore write errors (closed pipe, full disk), so that a run continues."""
+"""Standard output and standard error that ignore write errors (closed pipe, full disk), so that a run continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BrokenPipeSafeStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write the text, or discard it after an error."""
+        """Write the text; after a write error, discard it and all further output. Return the length of the text."""
         try:
             self._stream.write(text)
         except OSError as error:
@@ -40,7 +40,7 @@ class BrokenPipeSafeStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush buffered text, or discard it after an error."""
+        """Flush buffered text; after a write error, discard it and all further output."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -66,7 +66,7 @@ class BrokenPipeSafeStream:
 
 
 def sink_stream(stream: TextIO) -> None:
-    """Redirect a stream's file descriptor to /dev/null, so that native libraries also write there."""
+    """Redirect a stream's file descriptor to /dev/null, also for native libraries; no effect without a descriptor."""
     with suppress(OSError, ValueError):
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, stream.fileno())
@@ -75,7 +75,7 @@ def sink_stream(stream: TextIO) -> None:
 
 @contextmanager
 def broken_pipe_safe_output() -> Iterator[None]:
-    """Ignore write errors of standard output and error inside the context, and in ranks forked inside it.
+    """Ignore write errors of standard output and standard error inside the context, and in ranks forked inside it.
 
     Raises:
         OutputNotWritable: HP105 at exit, if text was lost and nothing else failed.
@@ -106,7 +106,7 @@ def check_output() -> int:
 
 
 def _place(stream: TextIO) -> str:
-    """Return the path of the file that a stream writes, for a hint."""
+    """Return the path of the file that a stream writes; `.` if it is unknown."""
     try:
         return str(Path(f"/proc/self/fd/{stream.fileno()}").readlink())
     except (OSError, ValueError):

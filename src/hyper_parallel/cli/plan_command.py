@@ -29,7 +29,7 @@ _IN_RECIPE: Final = (
     "model", "seq_len", "tokens_per_step", "pin", "exclude", "objective", "deadline", "offload", "all_layouts",
     "memory_headroom", "media", "image_size",
 )  # fmt: skip
-"""Options that a recipe replaces."""
+"""Options that `--recipe` excludes, because the recipe determines their values."""
 _NOT_REPEATED: Final = ("explain", "gantt", "dry_run", "top", "output", "launch")
 """Options omitted from the suggested next command."""
 
@@ -68,7 +68,10 @@ def plan(
     dtype: options.Dtype = None,
     no_code: NoCode = False,
 ) -> None:
-    """Print the best plan of a model on a machine. Needs no accelerator and imports no torch."""
+    """Print the best plan of a model on a machine. Needs no accelerator.
+
+    Imports torch only for multimodal models and for families whose config this package cannot read by itself.
+    """
     free = None if memory_headroom is None else _fraction(memory_headroom)
     if purpose != "train" or {prompts, prompt_len, new_tokens, parallel, dtype} != {None}:
         from hyper_parallel.cli.plan_to_generate import plan_to_generate
@@ -99,7 +102,7 @@ def _difference(left: Path, right: Path) -> str:
 
 
 def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
-    """Raise OutputNotWritable (HP105) if an output file exists and was not written by this command."""
+    """Raise OutputNotWritable (HP105) if `output` exists and is no plan, or `schedule_csv` and is no schedule."""
     from hyper_parallel.owned_folder import check_output_file
 
     if output is not None:
@@ -120,7 +123,7 @@ def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None, r
 
 
 def _choose_plan(ctx: typer.Context, recipe: Path | None, headroom: float | None) -> tuple[Plan, tuple[str, str]]:
-    """Return the plan of a recipe or of a model, and the names of model and topology that the user gave."""
+    """Return the plan of a recipe or of a model, and the names of model and topology."""
     params = ctx.params
     if recipe is not None:
         if replaced := sorted(options.typed_options(ctx).keys() & {*_IN_RECIPE}):
@@ -142,12 +145,12 @@ def _choose_plan(ctx: typer.Context, recipe: Path | None, headroom: float | None
 
 
 def _is_plan(text: str) -> bool:
-    """Return whether a text begins like a plan file; checks the first characters only."""
+    """Return whether a text, the beginning of a file, is that of a plan."""
     return re.match(r'\{\s*"model": \{', text) is not None and '"peak_flops": ' in text
 
 
 def _read(model: str, where: str | None = None) -> ModelSpec:
-    """Return the model spec, from the config, or for other families from transformers' module on the meta device."""
+    """Return the spec of a model, from its config or, for families without a reader, from transformers' module."""
     from hyper_parallel.model import is_read, load_model, read_config
 
     values = read_config(model, where=where).values
@@ -257,7 +260,7 @@ def _plan_text(plan: Plan, explain: bool, gantt: bool) -> str:
 def _next_commands(
     ctx: typer.Context, recipe: Path | None, topology: str | None, chosen: Plan, output: Path | None
 ) -> Iterator[str]:
-    """Yield the suggested next commands, as lines: write a recipe, then train.
+    """Yield the suggested next commands, as lines: write a recipe unless one is given, then train.
 
     The training command has `--dry-run` if this machine has too few devices.
     """
@@ -321,7 +324,7 @@ def _plan_recipe(
 
 
 def _fraction(text: str) -> float:
-    """Parse a fraction written as `5%` or `0.05`."""
+    """Return the value of a fraction written as `5%` or `0.05`; raise BadValue (HP102) outside [0, 1)."""
     try:
         fraction = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     except ValueError:

@@ -9,7 +9,7 @@ from typer import Argument, Context, Option
 
 
 def typed_options(ctx: Context) -> dict[str, Any]:
-    """Return the options and arguments on the command line, with their values, by name."""
+    """Return a dict from name to value of the options and arguments on the command line, without defaults."""
     names = [param.name or "" for param in ctx.command.params]
     typed = [n for n in names if str(ctx.get_parameter_source(n)).endswith("COMMANDLINE")]
     return {name: ctx.params[name] for name in typed}

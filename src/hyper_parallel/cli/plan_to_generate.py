@@ -1,4 +1,4 @@
-"""`hyper-parallel plan --for generate`: predict the layout with the fastest generation on a machine."""
+"""`hyper-parallel plan --for generate`: predict the fastest layout for generation on a machine."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SHARED: Final = ("model", "topology", "devices", "objective", "top", "memory_he
 
 
 def plan_to_generate(ctx: typer.Context, read: Callable[[str], ModelSpec], headroom: float | None, width: int) -> None:
-    """Print the layout with the fastest generation, for the options of the `plan` command.
+    """Print the fastest layout for generation and its runners-up, for the options of the `plan` command.
 
-    Texts are wrapped to `width` columns.
+    `read` returns the spec of a named model. Texts are wrapped to `width` columns.
 
     Raises:
         BadValue: HP102 for an unknown value of `--for`, or without a model.
@@ -64,10 +64,10 @@ def plan_to_generate(ctx: typer.Context, read: Callable[[str], ModelSpec], headr
 
 
 def _checked_options(ctx: typer.Context) -> set[str]:
-    """Return the names of the options on the command line; raise an error if `--for` does not support one of them."""
+    """Return the names of the options on the command line; raise an error if `--for` is invalid or excludes one."""
     purpose, typed = ctx.params["purpose"], {*typed_options(ctx)}
     if purpose not in ("train", "generate"):
-        raise BadValue("unknown purpose", where="--for", got=purpose, allowed="train, generate")
+        raise BadValue("the purpose of a plan is unknown", where="--for", got=purpose, allowed="train, generate")
     generate = purpose == "generate"
     wrong = typed - {*_OWN, *_SHARED, "purpose"} if generate else typed & {*_OWN}
     if wrong:

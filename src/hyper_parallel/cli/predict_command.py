@@ -23,8 +23,8 @@ def predict(
 ) -> None:
     """Predict step time, memory and every cost term of the runs in a CSV. Imports no torch.
 
-    Blank cells of step_s, tok_s_dev and mem_gib are filled; measured values are kept. The column `assumptions` lists
-    the assumptions for a row, or the reason why it cannot be predicted.
+    Predictions are added as columns. Blank cells of step_s, tok_s_dev and mem_gib are filled; measured values are kept.
+    The column `assumptions` lists the assumptions for a row, or the reason why it cannot be predicted.
     """
     from hyper_parallel.calibration import predict_file, read_cards
 

@@ -19,8 +19,8 @@ class Requirement:
 
     Attributes:
         name: Distribution name.
-        minimum: Lowest version that works; empty: any.
-        need: core (planning), training (plan, train, generate, report on a model), or optional.
+        minimum: Lowest version that works; empty: any version.
+        need: core (planning and reports), training (also generation), or optional.
         gives: Feature that the package provides.
     """
 
@@ -31,7 +31,7 @@ class Requirement:
 
     @property
     def wanted(self) -> str:
-        """Requirement with its lowest version, in the syntax of pip."""
+        """Requirement in the syntax of pip, with the lowest version if there is one."""
         return f"{self.name}>={self.minimum}" if self.minimum else self.name
 
 

@@ -59,11 +59,11 @@ def check_schedule_file(path: Path) -> None:
 
 
 def write_schedule(plan: Plan, path: Path, hint: str) -> None:
-    """Write the actions of all pipeline ranks as CSV, one row per rank; `hint` gives a plan a pipeline.
+    """Write the actions of all pipeline ranks as CSV, one row per rank; `hint` is for a plan without a pipeline.
 
     Raises:
         Contradiction: HP104 for a plan without a pipeline.
-        OutputNotWritable: HP105 if the file cannot be written.
+        OutputNotWritable: HP105 if the file exists and is not a schedule, or cannot be written.
     """
     from hyper_parallel.mpmd import step_schedule
     from hyper_parallel.serde import write_text

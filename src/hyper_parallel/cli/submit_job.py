@@ -1,4 +1,4 @@
-"""`hyper-parallel train --launcher`: start the ranks under torchrun, Slurm or Kubernetes, or print the command."""
+"""`hyper-parallel train --launcher`: start torchrun, submit a Slurm job, or write a Kubernetes manifest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def describe_submit(launcher: str, job: Job, words: Sequence[str]) -> str:
-    """Return the text of a dry run: ranks that the run would start, and files that it would write.
+    """Return the text of a dry run: how the run would start its ranks, and where it would write files.
 
     `words` are the command-line arguments of `hyper-parallel` on every rank.
     """
@@ -49,10 +49,11 @@ def describe_submit(launcher: str, job: Job, words: Sequence[str]) -> str:
 def submit_job(launcher: str, job: Job, words: Sequence[str]) -> None:
     """Replace this process with torchrun, submit a Slurm job, or write a Kubernetes manifest.
 
-    The command, script or manifest is printed on standard error.
+    The command, script or manifest is printed on standard error. `words` are those of `describe_submit`.
 
     Raises:
         LauncherMissing: HP630 if `sbatch` does not exist or rejects the job.
+        DegreesMismatch: HP301 if `launch.nnodes * launch.nproc_per_node` is not the number of ranks.
     """
     if launcher == "torchrun":
         command = torchrun_command(job, words)
@@ -71,7 +72,7 @@ def submit_job(launcher: str, job: Job, words: Sequence[str]) -> None:
         raise LauncherMissing(
             "this machine has no `sbatch` to submit the job with",
             where=str(path),
-            hint=f"sbatch {shlex.quote(str(path))}",
+            hint=f"on a machine with Slurm, run: sbatch {shlex.quote(str(path))}",
         )
     done = subprocess.run([sbatch, str(path)], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -85,7 +86,7 @@ def submit_job(launcher: str, job: Job, words: Sequence[str]) -> None:
 
 
 def _job_file(launcher: str, job: Job, words: Sequence[str]) -> tuple[Path, str]:
-    """Return path and text of the sbatch script of a Slurm job, or of the manifest of a Kubernetes job."""
+    """Return path and text of the manifest if `launcher` is kubernetes, else of the sbatch script of a Slurm job."""
     from hyper_parallel.runtime import sbatch_script
     from hyper_parallel.runtime.kubernetes import manifest
 
@@ -109,7 +110,7 @@ def _write_job_file(job: Job, path: Path, text: str) -> None:
 
 
 def _largest_start(job: Job) -> float:
-    """Return the largest number of ranks that a run may start on this machine; infinity if oversubscribed."""
+    """Return the maximum number of ranks on this machine; infinity for CPU ranks with `launch.oversubscribe`."""
     from hyper_parallel.runtime import local_capacity
 
     capacity = local_capacity()
@@ -118,7 +119,7 @@ def _largest_start(job: Job) -> float:
 
 
 def torchrun_command(job: Job, words: Sequence[str]) -> str:
-    """Return the torchrun command that starts the ranks of this machine; `words` as in `describe_submit`."""
+    """Return the torchrun command that starts the ranks of one machine; `words` as in `describe_submit`."""
     from hyper_parallel.runtime import torchrun_words
 
     return shlex.join(["torchrun", *torchrun_words(job.recipe, job.ranks, _with_quiet(words))])

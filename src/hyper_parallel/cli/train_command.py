@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer.signals import Interrupted
 
 _MAX_KERNELS: Final = 12
-"""Number of fused kernels that the summary lists, half a screen."""
+"""Maximum number of fused kernels that the printed results list."""
 
 
 def train(
@@ -44,7 +44,7 @@ def train(
     plan: options.Plan = None,
     no_code: NoCode = False,
 ) -> None:
-    """Train a model from a recipe. Starts local ranks unless another launcher has started them."""
+    """Train a model from a recipe. Starts local ranks, unless a launcher is set or has started this process."""
     from hyper_parallel.hub import stay_offline
 
     stay_offline()
@@ -99,7 +99,7 @@ def _train_recipe(
     no_calibrate: bool,
     no_code: bool,
 ) -> None:
-    """Load a recipe with its overrides and the layout of a saved plan, then train."""
+    """Load a recipe with its overrides and the layout of the saved plan, if there is one, then train."""
     from hyper_parallel.hub import permit_stream
 
     loaded = load_any_recipe(recipe, values, no_code)
@@ -119,9 +119,9 @@ def _train_recipe(
 
 
 def load_any_recipe(path: Path, overrides: Sequence[str], no_code: bool, command: str = "train") -> LoadedRecipe:
-    """Load a recipe file or a LlamaFactory file; with `no_code`, refuse one that names code.
+    """Load a recipe or a LlamaFactory file; with `no_code`, raise CodeRefused (HP110) if it names code.
 
-    `command` is the name of the calling command, for hints.
+    `command` is the name of the calling command, for hints. Other errors are those of `load_recipe`.
     """
     from hyper_parallel.config import load_recipe, read_mapping, refuse_code, refuse_data_file
     from hyper_parallel.errors import RecipeUnreadable
@@ -209,7 +209,7 @@ def _train(
 
 
 def _ranks_check(words: Sequence[str], dry_run: bool) -> Callable[[Recipe, int], None]:
-    """Return the function that checks the number of local ranks; it does nothing for a dry run."""
+    """Return a function that checks whether this machine can run the ranks; for a dry run it does nothing."""
 
     def check_ranks(recipe: Recipe, ranks: int) -> None:
         from hyper_parallel.runtime import check_local_start  # imports torch
@@ -221,7 +221,7 @@ def _ranks_check(words: Sequence[str], dry_run: bool) -> Callable[[Recipe, int],
 
 
 def _run(job: Job, loaded: LoadedRecipe, launcher: str, console: Console) -> None:
-    """Run a job, print its results, and exit with a nonzero status if it was interrupted or a file was not written."""
+    """Run a job and print its results; exit if it was interrupted, a file was not written, or torchrun started it."""
     from hyper_parallel.trainer import run_job, run_on_ray, under_torchrun
     from hyper_parallel.trainer.signals import Interrupted
 
@@ -245,7 +245,7 @@ def _run(job: Job, loaded: LoadedRecipe, launcher: str, console: Console) -> Non
 
 
 def _pinned(loaded: LoadedRecipe, job: Job) -> list[str]:
-    """Return overrides that fix the commit of a hub model, so that all ranks use the commit found by this process."""
+    """Return the override that fixes the commit of a Hub model, so that all ranks use the same; [] for other models."""
     from hyper_parallel.hub import name_of_snapshot
 
     path = job.recipe.model.path
@@ -254,7 +254,7 @@ def _pinned(loaded: LoadedRecipe, job: Job) -> list[str]:
 
 
 def _interrupted(job: Job, error: Interrupted) -> str:
-    """Return a message for an interrupted run, with its last checkpoint and the command that resumes it."""
+    """Return a message for an interrupted run: its state and, if a checkpoint exists, the command that resumes it."""
     from hyper_parallel.cli.submit_job import torchrun_command
     from hyper_parallel.errors import RankHung
     from hyper_parallel.trainer import under_torchrun
@@ -277,7 +277,7 @@ def _interrupted(job: Job, error: Interrupted) -> str:
 
 
 def _next_command(job: Job) -> str | None:
-    """Return the command that generates text with the exported model; None without such an export."""
+    """Return the command that generates text with the exported model; None for a reward model or without an export."""
     recipe = job.recipe
     if recipe.stage == "rm" or not (job.output_dir / "export").is_dir():
         return None
@@ -292,7 +292,7 @@ def _is_newer(path: Path, other: Path) -> bool:
 
 
 def _kernel_lines(kernels: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield lines about the fused kernels of a run, each given as its operators, largest kernel first."""
+    """Yield lines about the fused kernels of a run; `kernels` has the operators of each, largest kernel first."""
     if not kernels:
         return
     yield f"{len(kernels)} fused kernels of {sum(map(len, kernels))} operators"
@@ -302,9 +302,10 @@ def _kernel_lines(kernels: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten) -> None:
-    """Print the results of a run and the path of its report on standard error, and its sample on standard output.
+    """Write the report of a run; print results on standard error, and the sample on standard output.
 
-    Write errors are collected in `unwritten`.
+    With --quiet, print one line on standard output instead. Do nothing if a report of the finished run exists. Write
+    errors are collected in `unwritten`.
     """
     from hyper_parallel.reports import write_report
 

@@ -1,4 +1,4 @@
-"""Table of contradictions: recipe values that are each allowed, but not together. Rows are `Rule`s, see `_rules.py`."""
+"""Contradictions: recipe values that are each allowed, but not together. Rows of the tables are `Rule`s."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hyper_parallel.errors import HyperParallelError
 
 
 def check_recipe(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
-    """Return every contradiction in a recipe, in the order of its sections; `where` returns the origin of a key."""
+    """Return the contradictions in a recipe, in the order of the rules; `where` returns the origin of a dotted key."""
     rules = (
         *_STAGE_RULES,
         *(PREFERENCE_RULES if recipe.stage in PREFERENCE_STAGES else ()),
@@ -46,7 +46,7 @@ _STAGE_RULES: Final[Rules] = (
 
 
 def _repeated_names(recipe: Recipe) -> list[dict[str, str]]:
-    """Return the placeholders of the error text, one dict for each of `data.columns` and `data.roles` with a repeat."""
+    """Return one dict of placeholder values for each of `data.columns` and `data.roles` that repeats a name."""
     repeated = []
     for key in ("columns", "roles"):
         entries = getattr(recipe.data, key)
@@ -76,7 +76,7 @@ _DATA_RULES: Final[Rules] = (
          "two entries of `data.{key}` map to the same name in the data",
          "{shown}", "set `data.{key}.{last}=NAME`"),
     Rule("data.mask_documents", lambda r: not r.data.packing and r.data.mask_documents is not None,
-         "document masks need packing: without it, a sequence contains one document",
+         "document masks need packing, because without packing a sequence contains one document",
          "packing=false, mask_documents={data.mask_documents}",
          "set `data.mask_documents=null`, or `data.packing=true`"),
     Rule("data.streaming",
@@ -139,7 +139,7 @@ def _halves_batches(recipe: Recipe) -> bool:
 
 
 def _misses_evaluations(recipe: Recipe) -> dict[str, int] | None:
-    """Return, as `common`, an interval at which every checkpoint is evaluated, if `keep_best` lacks one; else None."""
+    """Return, as `common`, an interval for checkpoints and evaluations; None if `keep_best` needs no other interval."""
     every, eval_every = recipe.checkpoint.every, recipe.training.eval_every
     if not recipe.checkpoint.keep_best or (eval_every and every and every % eval_every == 0):
         return None
@@ -250,7 +250,7 @@ _TRAINING_RULES: Final[Rules] = (
          "set `{change}`"),
     Rule("training.eval_every",
          lambda r: r.training.eval_every and not r.data.validation and (r.data.holdout == 0 or r.data.streaming)
-         and {"holdout": "of a stream" if r.data.streaming else 0,
+         and {"holdout": "0, data.streaming=true" if r.data.streaming else 0,
               "change": "validation=FILE" if r.data.streaming else "holdout=0.02"},
          "evaluation needs held-out data, but none is held out",
          "eval_every={training.eval_every}, data.holdout={holdout}",
@@ -307,7 +307,7 @@ _MEMORY_AND_LAUNCH_RULES: Final[Rules] = (
         Rule("training.recompute_layers", lambda r: r.training.recompute_layers is not None and r.parallel.auto,
              "with `parallel: auto` the planner chooses the number of recomputed layers",
              "recompute_layers={training.recompute_layers}, parallel=auto",
-             "set `training.recompute_layers=null`, or the degrees"),
+             "set `training.recompute_layers=null`, or the degrees of `parallel`"),
     ),
     Rule("offload.max_slowdown", lambda r: r.offload.budget is not None and r.offload.max_slowdown is not None,
          "offload accepts one goal: least time within a budget, or least memory within a slowdown",

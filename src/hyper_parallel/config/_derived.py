@@ -20,10 +20,10 @@ def with_values(recipe: Recipe, section: str, values: Mapping[str, object]) -> R
 
 
 def derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Derive warm-up steps from `warmup_ratio`, or drop the default warm-up of a very short run.
+    """Return the recipe with the warm-up of `warmup_ratio`; without it, no default warm-up in a shorter run.
 
     Raises:
-        Contradiction: HP104 if the recipe also gives a number of steps.
+        Contradiction: HP104 if the recipe sets `warmup_ratio`, and `warmup_steps` to a number other than 0.
     """
     training = recipe.training
     if training.warmup_ratio is not None:
@@ -78,7 +78,7 @@ _UNSET_KEYS: Final[Sequence[tuple[str, Callable[[Recipe], object], str]]] = (
 
 
 def derive_unset(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Derive the keys of `_UNSET_KEYS`."""
+    """Return the recipe with values for those keys of `_UNSET_KEYS` that are missing or null."""
     for key, derive, reason in _UNSET_KEYS:
         section, _, name = key.partition(".")
         values = getattr(recipe, section)
@@ -90,7 +90,7 @@ def derive_unset(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 
 
 def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Copy the degrees of `parallel.submodels.language` to the keys of `parallel` that the recipe does not set."""
+    """Return the recipe with the degrees of `parallel.submodels.language` in keys of `parallel` that are not set."""
     parallel = recipe.parallel
     if parallel.submodels is None or parallel.submodels.auto:
         return recipe

@@ -1,12 +1,13 @@
 """Recipe loader: merges parent file, recipe file and overrides, in this order, and records the origin of each value.
 
-Parent, file and overrides are called layers. A layer is flattened to leaves (`training.lr`; one leaf per glob of
-`parallel.rules`), so merging is a dictionary update, with one origin per leaf. These rules apply to each layer:
+Parent, file and overrides are called layers. A layer is flattened to leaves: `training.lr`, or one glob of
+`parallel.rules`. Merging is a dictionary update with one origin per leaf. These rules apply to each layer:
 
 * `parallel: auto` lets the planner choose every degree; degrees of earlier layers are dropped.
-* A layer that gives a degree but not `parallel.auto` turns auto off; omitted degrees are 1.
+* A layer that gives a degree or `parallel.submodels`, but not `parallel.auto`, turns auto off; omitted degrees are 1.
 * `tp` is an alias of `tp_x`.
-* `overlap: none` and `overlap: auto` replace all earlier keys of `overlap`; later keys of `overlap` turn auto off.
+* `overlap: none`, `overlap: auto` and `parallel.submodels: auto` replace all earlier keys of their section; later keys
+  of the section turn its `auto` off.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from hyper_parallel.near_paths import command_with_data, is_data_file, is_recipe
 from hyper_parallel.received import LimitExceeded
 
 _LONGEST_HINT: Final = 300
-"""Maximum characters of a value repeated in a hint; a longer one would fill the terminal. Not measured."""
+"""Maximum characters of a value repeated in a hint; a longer value would fill the terminal."""
 DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
 """Keys of the `parallel` section that are degrees of mesh axes."""
 
@@ -76,7 +77,7 @@ _PATHS: Final = (
     "model.path", "data.source", "data.validation", "data.tokenizer", "data.chat_template", "data.media_dir",
     "parallel.schedule_file", "checkpoint.from_dir", "topology",
 )  # fmt: skip
-"""Keys that may name a file or directory to read; a relative path is tried in the recipe's folder first."""
+"""Keys that may name a file or directory to read; a relative path is looked up in the folder of its file first."""
 
 _WRITTEN: Final = ("output_dir", "data.cache_dir", "offload.flash_dir")
 """Keys that name a directory to write, always relative to the working directory."""
@@ -89,7 +90,7 @@ _ALTERNATIVES: Final = (
     (("training", "warmup_steps"), ("training", "warmup_ratio")),
     (("offload", "budget"), ("offload", "max_slowdown")),
 )
-"""Pairs of keys that set the same quantity in two ways; the later layer wins."""
+"""Pairs of alternative keys: a layer that sets one of them drops the other's value from earlier layers."""
 
 _OF_STAGES: Final = (("data", "packing"), ("data", "mask_documents"), ("training", "microbatch"))
 """Keys derived by preference stages; a layer that changes the stage drops their values from earlier layers."""
@@ -133,8 +134,9 @@ def load_recipe(
     Relative paths of inputs (model, source, tokenizer, ...) are resolved against the folder of their file if they exist
     there, else against the working directory. Overrides and `output_dir` are relative to the working directory.
 
-    A later layer replaces earlier ones key by key. `null` unsets a key, so that its default applies. Steps replace
-    epochs, and epochs replace steps. A preference stage drops packing, document masks and microbatch of another stage.
+    The recipe replaces values of its parent, and overrides replace values of both, key by key. `null` in an override
+    unsets a key, so that its default applies. Steps replace earlier epochs, and epochs replace earlier steps. A change
+    to a preference stage drops earlier values of packing, document masks and microbatch.
 
     Args:
         path: YAML file, or JSON if the name ends in `.json`. A top-level `extends: other.yaml`, relative to the file,
@@ -147,10 +149,10 @@ def load_recipe(
             mapping.
         UnknownKey: HP101 with the nearest key.
         BadValue: HP102 with the allowed values.
-        Contradiction: HP104 if values of several sections contradict each other.
+        Contradiction: HP104 if values contradict each other, or if the parent has a parent.
         DegreesMismatch: HP301 if the degrees do not multiply to `parallel.world_size`.
 
-    Of several problems, the first one is raised and lists the others.
+    Of several unknown keys and invalid values, or several contradictions, the first is raised and lists the others.
     """
     path = Path(path)
     refuse_data_file(path, "train")
@@ -179,7 +181,7 @@ class _Sources:
     overrides: Sequence[str]
 
     def origin_of(self, key: str) -> str:
-        """Return the origin of a dotted key, or of the key above it that has one."""
+        """Return the origin of a dotted key, or of the nearest section above it with an origin; else `recipe`."""
         while key and key not in self.origins:
             key = key[: max(key.rfind("."), key.rfind("["), 0)]
         return self.origins.get(key, "recipe")
@@ -188,10 +190,7 @@ class _Sources:
         return _where(self.path, key, self.origin_of(key))
 
     def as_override(self, key: str, value: object, written: str) -> str:
-        """Return the text of a hint that sets a value: an override, or a line of the recipe.
-
-        `written` is the dotted key as the user wrote it.
-        """
+        """Return the assignment for a hint: an override if the user set that section by one, else a line of YAML."""
         sections = {key.partition(".")[0], written.partition(".")[0]}
         typed = (
             f"{key}=",
@@ -222,9 +221,9 @@ def refuse_data_file(path: Path, command: str) -> None:
 
 
 def missing_run(path: Path, content: str, allowed: str, command: str) -> RunUnreadable:
-    """Return the error for a path that is not a run directory with some content, such as `checkpoints`.
+    """Return the error (HP603) for a path that is not a run directory with `content`, such as `checkpoints`.
 
-    `command` is the hint if no similar path exists.
+    `allowed` describes valid paths. `command` is the hint if no similar path exists.
     """
     problem = f"the directory has no {content}"
     if not path.is_dir():
@@ -235,11 +234,7 @@ def missing_run(path: Path, content: str, allowed: str, command: str) -> RunUnre
 
 
 def _run_hint(path: Path) -> str | None:
-    """Return a hint for a path that is not a run directory; None if nothing similar exists.
-
-    The hint names a similar path. For a recipe, it names the recipe's run directory, or the
-    command that trains the recipe if that directory does not exist.
-    """
+    """Return a hint for a path that is not a run directory: a similar directory, or the run of a recipe; else None."""
     if not is_recipe_file(path):
         near = None if path.exists() else nearest_path(str(path), ["runs"])
         return f"did you mean `{near}`?" if near is not None and Path(near).is_dir() else None
@@ -253,7 +248,7 @@ def _run_hint(path: Path) -> str | None:
 
 
 def _as_yaml(value: object) -> str:
-    """Return a value as one-line YAML: `null`, `true`, a list or a mapping."""
+    """Return a value as YAML in one line; texts are not quoted."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple, dict)):
@@ -266,7 +261,7 @@ def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
     """Return the recipe with epochs replaced by the equivalent number of steps.
 
     Raises:
-        Contradiction: HP104 if warm-up or decay is longer than the run.
+        Contradiction: HP104 if other values contradict `steps`, such as a longer warm-up or decay.
     """
     recipe = with_values(loaded.recipe, "training", {"steps": steps, "epochs": None})
     reason = f"derived: training.epochs={loaded.recipe.training.epochs:g}"
@@ -283,7 +278,7 @@ def with_submodels(loaded: LoadedRecipe, parts: Mapping[str, Mapping[str, Any]],
         origin: Origin of the values, for `LoadedRecipe.origins`.
 
     Raises:
-        Contradiction: HP104 if the recipe cannot run with these values.
+        Contradiction: HP104 if other values of the recipe contradict these values.
     """
     update = {"submodels": Submodels.model_validate(parts), "world_size": None}
     origins = {**loaded.origins, **{f"parallel.{key}": origin for key in update}}
@@ -300,7 +295,7 @@ def _where(path: Path, key: str, origin: str) -> str:
 
 
 def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_Key, Any]]]:
-    """Yield pairs of origin and leaves for the parent, the file and the command line."""
+    """Yield pairs of origin and leaves for the parent, if there is one, the file and the command line."""
     data = read_mapping(path, RecipeUnreadable, "recipe")
     parent_name = data.pop("extends", None)
     if parent_name is not None:
@@ -327,7 +322,7 @@ def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_K
 
 
 def _resolve_paths(file: Path, layer: dict[_Key, Any]) -> dict[_Key, Any]:
-    """Prefix relative paths that exist in the file's folder with that folder."""
+    """Return the layer in which each relative path that exists in the file's folder has that folder as prefix."""
 
     def resolve(value: Any) -> Any:
         if isinstance(value, list):  # mixed sources
@@ -346,9 +341,9 @@ def _resolve_paths(file: Path, layer: dict[_Key, Any]) -> dict[_Key, Any]:
 
 
 def _flatten(data: Mapping[str, Any], model: type[BaseModel] | None, prefix: _Key = ()) -> Iterator[tuple[_Key, Any]]:
-    """Yield key path and value of every leaf of a mapping.
+    """Yield pairs of key path and value for every leaf of a mapping.
 
-    `model` is the section class that describes the mapping; None: keys are free and every value is a leaf.
+    `model` is the section class of the mapping; None: keys are free and every value is a leaf.
     """
     for name, value in data.items():
         key = (*prefix, str(name))
@@ -390,7 +385,7 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
 
 
 def _override_hint(words: Sequence[str]) -> str | None:
-    """Return the hint for an override written as `key: value`, `--key=value` or two words; None for another form."""
+    """Return the hint for a malformed override, such as `key: value` or `--key=value`; None if no key is similar."""
     name, sign, text = re.fullmatch(r"-*([^=:]*)([=:]?)(.*)", words[0], re.DOTALL).groups()  # type: ignore[union-attr]
     known = [key for key, _ in leaves(Recipe)]
     near = difflib.get_close_matches(name.strip(), known, n=1)
@@ -406,7 +401,7 @@ _MAPPINGS: Final = {key for key, field in leaves(Recipe) if is_mapping(field.ann
 
 
 def _split(name: str) -> _Key:
-    """Return the parts of a dotted key. A key inside a mapping such as `parallel.rules` may contain dots."""
+    """Return the parts of a dotted key; a key of a mapping such as `parallel.rules` is one part, with its dots."""
     for key in _MAPPINGS:
         if name.startswith(f"{key}."):
             return (*key.split("."), name.removeprefix(f"{key}."))
@@ -436,7 +431,7 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
             f"the value of `{name}` is not YAML{limit}",
             where=_where(path, name, _COMMAND_LINE),
             got=abbreviated(text) if limit else text,
-            hint=None if limit else f"quote it for the shell: '{name}=\"{text}\"'",
+            hint=None if limit else f"close all brackets and quotes, and quote the override: '{name}=VALUE'",
         ) from cause
 
 
@@ -461,7 +456,7 @@ def _has_joined_key(value: Any) -> bool:
 def _merge_layers(
     path: Path, overrides: Sequence[str], layers: Sequence[tuple[str, Mapping[str, Any]]] | None
 ) -> dict[_Key, tuple[Any, str]]:
-    """Return the value and origin of every key after merging all layers; arguments as for `load_recipe`."""
+    """Return a dict from key to (value, origin) after merging all layers; arguments as for `load_recipe`."""
     merged: dict[_Key, tuple[Any, str]] = {("parallel", "auto"): (True, _DEFAULT)}
     if layers is None:
         sources = list(_layers(path, overrides))
@@ -487,10 +482,7 @@ def _drop(merged: dict[_Key, tuple[Any, str]], key: _Key) -> None:
 
 
 def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any]) -> None:
-    """Remove values of earlier layers that are void with the values of `layer`.
-
-    These are the other key of a pair in `_ALTERNATIVES`, and `_OF_STAGES` if `layer` changes to a preference stage.
-    """
+    """Remove earlier values of keys that `layer` replaces by another key, or by another stage (`_OF_STAGES`)."""
 
     def is_set(key: _Key) -> bool:
         return layer.get(key) not in (None, _UNSET)
@@ -508,7 +500,7 @@ def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any
 
 
 def _merge_parallel(path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], origin: str) -> None:
-    """Apply the rules of the `parallel` section to a layer before merging it."""
+    """Apply the rules of the `parallel` section to a layer before merging it; HP104 if `tp` and `tp_x` differ."""
     auto = ("parallel", "auto")
     if layer.get(("parallel",)) == "auto":
         del layer[("parallel",)]
@@ -534,7 +526,7 @@ def _merge_parallel(path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict
 def _merge_word(
     merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], section: _Key, words: Sequence[str]
 ) -> None:
-    """Before merging a layer, replace a word in place of a section, such as `overlap: none`, by the section's keys."""
+    """Replace a word such as `overlap: none` in `layer` by the section's key `auto`, and drop earlier values."""
     auto = (*section, "auto")
     keys = [key for key in layer if key[: len(section)] == section]
     if (word := layer.get(section)) in words:
@@ -573,7 +565,7 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return a recipe that is valid in any directory: existing paths are absolute, Hub snapshots are pinned names."""
+    """Return a recipe for any directory: absolute paths, if they exist or are written; Hub names for Hub snapshots."""
 
     def absolute(value: str | None, written: bool) -> str | None:
         if not value or value in _WORDS:
@@ -597,7 +589,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def paths_read(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the files, directories and names that a recipe may read, each with its dotted key."""
+    """Return pairs of dotted key and value for each path or name in a recipe that may be read."""
     paths: list[tuple[str, str]] = [("grpo.reward_funcs", n) for n in recipe.grpo.reward_funcs]
     for key in _PATHS:
         value = attrgetter(key)(recipe)
@@ -610,8 +602,7 @@ def recipe_to_yaml(recipe: Recipe) -> str:
     """Return the resolved recipe as YAML: a valid recipe that loads to the same values.
 
     With `parallel.auto`, degrees and choices that were not given are omitted, because a written value would fix them.
-    Of two keys in `_ALTERNATIVES` that both have values, the first one is derived from the second, or a default, and is
-    omitted.
+    `steps`, `warmup_steps` and `budget` are omitted if `epochs`, `warmup_ratio` or `max_slowdown` replace them.
     """
     data = recipe.model_dump(mode="json")
     for (section, name), (_, alternative) in _ALTERNATIVES:
@@ -627,7 +618,7 @@ def recipe_to_yaml(recipe: Recipe) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML dumper that quotes control characters: PyYAML writes NEL unquoted but reads it as a line break."""
+    """YAML dumper that quotes control characters. PyYAML would write NEL unquoted, but reads it as a line break."""
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
@@ -643,7 +634,7 @@ KNOWN_REWARDS = ("exact_match", "prefix_match", "environment")
 
 
 def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield each recipe key whose value names code that a run would import, and the value."""
+    """Yield pairs of key and value for each recipe value that names code that a run would import."""
     if recipe.model.trust_remote_code:
         yield "model.trust_remote_code", "true"
     if "." in recipe.training.optimizer:
@@ -658,7 +649,7 @@ def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def refuse_code(loaded: LoadedRecipe) -> None:
-    """Raise an error if a recipe names code; imports nothing.
+    """Raise an error if a recipe names Python code to import; import nothing.
 
     Raises:
         CodeRefused: HP110 for the first key; the other keys are listed.

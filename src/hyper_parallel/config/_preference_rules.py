@@ -1,4 +1,4 @@
-"""Contradictions of preference stages with the other sections of a recipe."""
+"""Contradictions of preference stages (dpo, orpo, kto, rm and grpo) with other values of a recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _ahead(recipe: Recipe) -> dict[str, str]:
 
 
 def _lacking_reference(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `needed`, the overrides that a reference on the sampling ranks needs; None if nothing is missing."""
+    """Return, as `needed`, the overrides missing for `reference_role: sampler`; None for `learner` or if none is."""
     grpo = recipe.grpo
     values = {"grpo.rollout_ranks=1": not grpo.rollout_ranks, "grpo.beta=0.04": not grpo.beta}
     needed = " ".join(text for text, is_missing in values.items() if is_missing)

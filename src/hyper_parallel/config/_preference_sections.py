@@ -1,4 +1,4 @@
-"""Sections of the stages that compare answers or completions: dpo, orpo, kto, rm and grpo."""
+"""Sections of the preference stages: dpo, orpo, kto, rm and grpo."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ PREFERENCE_STAGES: Final = {
     "rm": "pairs of answers",
     "grpo": "prompts with answers",
 }
-"""Stages that compare answers, with the kind of record they read."""
+"""Preference stages, with the kind of record that each reads."""
 PAIRED_STAGES: Final = ("dpo", "orpo", "kto", "rm")
-"""Preference stages whose data rows belong together in pairs."""
+"""Preference stages in which two consecutive rows of a batch form a pair."""
 
 
 class Grpo(Section):
     """Reinforcement learning with `stage: grpo`: advantages from comparing the completions of one prompt."""
 
     reward_funcs: tuple[str, ...] = Field(default=("exact_match",), min_length=1)
-    """Rewards. exact_match: 1 if the completion is the answer. prefix_match: length of the common prefix of completion
-    and answer, divided by the larger of their lengths. environment: the reward of `grpo.environment`. Otherwise: dotted
-    paths of functions that take `prompts`, `completions` and data columns, as in TRL, or directories of reward models,
-    as exported by `stage: rm`."""
+    """Rewards. exact_match: 1 if the completion is the answer, else 0. prefix_match: length of the common prefix of
+    completion and answer, divided by the larger of their lengths. environment: the sum of the rewards of
+    `grpo.environment`. Otherwise: dotted paths of functions that take `prompts`, `completions` and data columns, as in
+    TRL, or directories of reward models, as exported by `stage: rm`."""
     reward_weights: tuple[float, ...] | None = None
     """Weight of each reward. None: 1 each."""
     num_generations: int = Field(default=8, ge=2, le=MOST_REPEATS)
-    """Completions sampled per prompt; their rewards are compared with each other."""
+    """Completions sampled per prompt. These form a group, whose rewards are compared with each other."""
     max_completion_length: int = Field(default=256, ge=1, le=MOST_SEQ_LEN)
     """Maximum tokens of a completion. Prompt and completion together are limited to `data.seq_len` + 1."""
     scale_rewards: bool = True
     """Divide each advantage (reward minus group mean) by the standard deviation of its group."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the initial model. Above 0, the initial weights are kept in memory as the
-    reference."""
+    """Weight of the KL divergence from the reference, which is the initial model. Above 0, a copy of the initial values
+    of all trained parameters is kept in memory."""
     rollout_ranks: Annotated[int, Field(ge=0, le=MOST_RANKS)] | Literal["auto"] = 0
     """Extra ranks that only sample, in groups that each hold a model replica. 0: the training ranks sample. auto: with
     `parallel: auto` the planner divides all ranks between sampling and training."""
@@ -63,25 +63,26 @@ class Grpo(Section):
     log-probabilities are then bitwise equal at equal weights, so any difference is staleness. Every token costs one
     full forward pass."""
     partial_rollout: bool = False
-    """Continue unfinished completions with newer weights as soon as these arrive; the text so far is read again, and
-    each token records the version that sampled it. false: weights change only between rollouts."""
+    """Continue unfinished completions with newer weights as soon as these arrive. The prefix is then computed again,
+    and each token records the version that sampled it. false: weights change only between rollouts."""
     environment: str | None = None
     """Dotted path of an environment class that replies to the model, for completions with several turns."""
     importance_sampling_cap: float = Field(default=2.0, gt=0)
-    """Upper bound of the importance ratio of a token: probability under the current weights over probability when
-    sampled."""
+    """Upper bound of the importance ratio of a token: its probability under the training weights over that when
+    sampled. Used when `max_staleness` > 0."""
     importance_sampling: Literal["truncate", "mask"] = "truncate"
-    """Treatment of tokens beyond the cap. truncate: their importance weight is the cap. mask: they are excluded from
-    loss and token count, as are ratios below 1 / cap; costs one extra forward pass."""
+    """Treatment of tokens whose ratio exceeds the cap. truncate: their importance weight is the cap. mask: they are
+    excluded from loss and token count, as are tokens with a ratio below 1 / cap; costs one extra forward pass."""
     min_effective_samples: float | None = Field(default=None, gt=0, le=1)
-    """Skip a step as too far off-policy if its effective sample size per token is smaller. None: never."""
+    """Skip a step as too far off-policy if its effective sample size, as a fraction of its tokens, is smaller. None:
+    never."""
     num_iterations: int = Field(default=1, ge=1, le=MOST_REPEATS)
-    """Optimizer steps on the same completions (TRL's name)."""
+    """Optimizer steps on the same completions (key as in TRL)."""
     epsilon: float = Field(default=0.2, gt=0)
     """PPO clip range, used when `num_iterations` > 1. Ratios of current to old probability are clipped at 1 - epsilon;
     the old policy is that of the first iteration."""
     epsilon_high: float | None = Field(default=None, gt=0)
-    """Ratios are clipped at 1 + epsilon_high from above. None: `epsilon`."""
+    """Upper clip range: ratios are clipped at 1 + epsilon_high. None: `epsilon`."""
     loss_type: Literal["grpo", "dapo"] = "dapo"
     """Normalization of the loss. dapo: every token of the step has equal weight. grpo: every completion has equal
     weight."""
@@ -123,7 +124,7 @@ class Dpo(Section):
     loss_type: Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"] = "sigmoid"
     """Loss function. sigmoid is the original DPO loss; orpo and simpo need no reference model."""
     beta: float = Field(default=0.1, gt=0)
-    """Scale of the log-ratio margin of a pair. For orpo: weight of the odds ratio."""
+    """Scale of a pair's margin. ipo: the target margin is 1 / (2 beta) instead. orpo: weight of the odds ratio."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Assumed fraction of pairs with swapped labels (sigmoid only)."""
     simpo_gamma: float = Field(default=0.5, ge=0)
@@ -141,7 +142,8 @@ class Rm(Section):
     """Reward modelling with `stage: rm`: learning a score per answer from pairs of answers."""
 
     center_rewards_coefficient: float | None = Field(default=None, ge=0)
-    """Weight of the penalty on the squared sum of a pair's scores, which centers scores at 0 (TRL's name). None: 0."""
+    """Weight of the penalty on the squared sum of a pair's scores, which centers scores at 0 (key as in TRL). None:
+    0."""
 
 
 class Kto(Section):
@@ -150,7 +152,7 @@ class Kto(Section):
     beta: float = Field(default=0.1, gt=0)
     """Scale of the log-ratio between the model and the reference."""
     desirable_weight: float = Field(default=1.0, ge=0)
-    """Loss weight of good answers. The paper recommends that weight times count of the good answers be 1 to 4/3 times
-    the same product for the bad answers."""
+    """Loss weight of good answers. The KTO paper recommends that the product of weight and number of the good answers
+    be 1 to 4/3 times that of the bad answers."""
     undesirable_weight: float = Field(default=1.0, ge=0)
     """Loss weight of bad answers."""

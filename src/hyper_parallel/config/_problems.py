@@ -28,9 +28,9 @@ from hyper_parallel.serde import flatten
 S = TypeVar("S", bound=BaseModel)
 
 _MOST_PROBLEMS: Final = 50
-"""Maximum number of problems reported per file; more than a screen holds. Not measured."""
+"""Maximum number of pydantic errors converted per file."""
 _SHORTEST: Final = 4
-"""Minimum number of letters for matching a word as the beginning of a longer one."""
+"""Minimum number of letters for matching a word as the beginning of a longer word."""
 _ASSIGNMENT: Final = re.compile(r"([a-z_]+?)[=:]?(\d+)")
 """Key and number in one word, such as `dp2` or `tp=4`."""
 
@@ -44,7 +44,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """Return the section class X of an annotation X, X | None, tuple[X, ...] or dict[str, X]; None if there is none."""
+    """Return the first section class in an annotation such as X, X | None, tuple[X, ...] or dict[str, X]; else None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     inner = (section_of(argument) for argument in typing.get_args(annotation))
@@ -61,7 +61,7 @@ def optional_section(annotation: object) -> type[BaseModel] | None:
 
 
 def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | None:
-    """Return the field that a path of keys or aliases refers to, or None; skip list indices and mapping keys."""
+    """Return the field that a path of keys, aliases and list indices refers to; None for an unknown key."""
     section: type[BaseModel] | None = model
     field: FieldInfo | None = None
     parts = iter(path)
@@ -85,7 +85,7 @@ def is_mapping(annotation: object) -> bool:
 
 
 def describe(field: FieldInfo) -> str:
-    """Return a description of a field's values: `an integer >= 1`, `cosine, wsd, linear`, `true or false`."""
+    """Return a description of a field's values, such as `an integer >= 1` or `true or false`."""
     text = _describe(field.annotation)
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = [
@@ -131,7 +131,7 @@ def keys_of(model: type[BaseModel]) -> list[str]:
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every dotted key of a section with its field, in order; nested sections are expanded."""
+    """Yield pairs of dotted key and field of a section; a nested section that may be null is a single key."""
     for name, field in model.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -144,7 +144,7 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
     """Return the key that the user probably meant by an unknown key, or None.
 
     Order of preference: an equal key of another section; a similar key of the same section; the only key there that
-    begins with the unknown key; a similar key of another section.
+    begins with the unknown key and `_`; the recipe key for a similar key of another section or training program.
     """
     section = _section_at(model, path[:-1]) or model
     word, prefix = str(path[-1])[:80].lower(), dotted(path[:-1])
@@ -163,7 +163,7 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every value below a section, including aliases; nested sections are expanded."""
+    """Yield the dotted key, and each alias, of every value in a section and its nested sections."""
     for name in keys_of(model):
         field = model.model_fields.get(name)
         inner = None if field is None else optional_section(field.annotation)
@@ -190,7 +190,7 @@ def _section_at(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseM
 
 
 def _without_member(model: type[BaseModel], path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Return the path of a value, without the name of a union member that pydantic inserts in error paths."""
+    """Return a path of a pydantic error without the name of a union member that pydantic may append."""
     field = field_at(model, path[:-1])
     if field is None or isinstance(path[-1], int) or field_at(model, path) is not None:
         return path
@@ -224,10 +224,7 @@ def _near_value(
 
 
 def _near_word(value: str, words: Sequence[str]) -> str | None:
-    """Return the word most likely meant by `value`, or None.
-
-    Candidates are words that differ only in case, words of which one is a prefix of the other, and similar words.
-    """
+    """Return the word most likely meant by `value`; None if no word has the same beginning or is similar."""
     lower = {word.lower(): word for word in words}
     text = value.lower()
     if text in lower:
@@ -240,7 +237,7 @@ def _near_word(value: str, words: Sequence[str]) -> str | None:
 
 
 def _allowed_strings(annotation: Any) -> list[str]:
-    """Return the string values that a type annotation allows: literals, true/false, and words for a section."""
+    """Return the words that a type annotation allows: literal texts, true and false, and words for a section."""
     if typing.get_origin(annotation) is typing.Literal:
         return [word for word in typing.get_args(annotation) if isinstance(word, str)]
     if annotation is bool:
@@ -281,7 +278,7 @@ def _names_of(field: FieldInfo) -> list[str]:
 
 
 def _assignments(model: type[BaseModel], section: type[BaseModel], key: str, text: str) -> list[tuple[str, int]]:
-    """Return pairs of section key and number from a text such as `tp2,pp=2`; empty if a word has another form."""
+    """Return pairs of dotted key and number from a text such as `tp2,pp=2`; [] if a word has another form or key."""
     assignments = []
     names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
     for word in re.split(r"[\s,;+x]+", text[:80].lower()):
@@ -307,7 +304,7 @@ def _has_keys(field: FieldInfo) -> bool:
 
 
 def _is_foreign(model: type[BaseModel], path: Sequence[str | int]) -> bool:
-    """Return whether a path is a top-level section of another training program, not a misspelled recipe section."""
+    """Return whether an unknown path is a top-level key that is not similar to any recipe section."""
     return len(path) == 1 and not difflib.get_close_matches(str(path[0])[:80], keys_of(model), n=1, cutoff=0.9)
 
 
@@ -318,13 +315,13 @@ def _parts(key: str) -> list[str | int]:
 
 @dataclass(frozen=True, slots=True)
 class _InvalidValues:
-    """Converter of a file's validation errors to coded errors.
+    """Converter of the pydantic errors of a file to coded errors.
 
     Attributes:
         model: Section at the root of the file.
         where: Returns the origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
-        as_override: Returns a key and a value in the user's syntax; its third argument is the key the user wrote.
-        data: Values of the file, which were validated.
+        as_override: Returns key and value as an assignment in the user's syntax; third argument: key the user wrote.
+        data: Values of the file, as passed to pydantic.
     """
 
     model: type[BaseModel]
@@ -333,17 +330,17 @@ class _InvalidValues:
     data: object
 
     def problems(self, error: ValidationError) -> list[HyperParallelError]:
-        """Return one coded error per item of a validation error, in the order of the file's sections."""
+        """Return the coded errors for the first `_MOST_PROBLEMS` items of a validation error, in pydantic's order."""
         items: dict[object, ErrorDetails] = {}
         details = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
         for number, item in enumerate(details):
             path = _without_member(self.model, item["loc"])
-            # Every member of a union fails with an item of its own.
+            # Each member of a union fails with an item of its own; keep the first.
             items.setdefault(number if path == item["loc"] else path, item | {"loc": path})
         return [problem for item in items.values() for problem in self._item_problems(item)]
 
     def _item_problems(self, item: ErrorDetails) -> list[HyperParallelError]:
-        """Return the coded errors of one pydantic error: one per leaf for a section of another program, else one."""
+        """Return the coded errors of one pydantic error: one per leaf of an unexpected mapping, else one."""
         # A tagged union puts its tag into the path, in brackets.
         path = tuple(part for part in item["loc"] if not str(part).startswith("["))
         value = item["input"]
@@ -426,7 +423,7 @@ class _InvalidValues:
         )
 
     def _value_hint(self, path: Sequence[str | int], value: object) -> str | None:
-        """Return a hint that corrects an invalid value: a similar value, a list, another key, or the default."""
+        """Return a hint that names a similar value, a list, another key or the default; None if none of them fits."""
         field, key = field_at(self.model, path), dotted(path)
         if field is None:
             return None
@@ -441,17 +438,14 @@ class _InvalidValues:
         return f"write `{self.as_override(key, whole, key)}`"
 
     def _default_hint(self, field: FieldInfo, key: str) -> str | None:
-        """Return a hint with the default value, or None if the default is not a plain value."""
+        """Return a hint with the default value; None if the default is not a plain value or the key is in a list."""
         plain = field.default is None or isinstance(field.default, (bool, int, float, str))
         if "[" in key or not plain or not _accepts(field, field.default):
             return None
         return f"write `{self.as_override(key, field.default, key)}`, the default"
 
     def _main_key_hint(self, field: FieldInfo, key: str, value: object) -> str | None:
-        """Return the hint for a plain value in place of a section; None if the section has no main key.
-
-        The hint sets the main key to the value, or the keys that a text such as `tp2,pp=2` names.
-        """
+        """Return the hint for a plain value in place of a section; None if no key of the section accepts the value."""
         section = optional_section(field.annotation)
         if section is None:
             return None
@@ -482,7 +476,7 @@ class _InvalidValues:
         return self._key_hint(foreign.key, value, key)
 
     def _key_hint(self, key: str, value: object, written: str) -> str:
-        """Return the hint to write `key` instead of the key `written`, with the value if `key` accepts it."""
+        """Return the hint to write `key` in place of `written`, with the value if `key` accepts it."""
         field = self._field(key)
         if _accepts(field, value):
             return f"write `{self.as_override(key, value, written)}`"
@@ -500,7 +494,14 @@ def validated(
     where: Callable[[str], str],
     as_override: Callable[[str, object, str], str],
 ) -> S:
-    """Return the validated section; arguments as for `_InvalidValues`.
+    """Return the validated section.
+
+    Args:
+        model: Class of the section.
+        data: Values of the section.
+        where: Function from a dotted key to its origin, for errors: `recipe.yaml: training.lr (set by command line)`.
+        as_override: Function for hints: `as_override(key, value, written)` returns the assignment in the user's syntax;
+            `written` is the key that the user wrote.
 
     Raises:
         UnknownKey: HP101 for a key that the section does not have.
@@ -514,7 +515,7 @@ def validated(
 
 
 def read_section(path: Path, model: type[S], error: type[HyperParallelError], file_type: str) -> S:
-    """Return the section in a YAML or JSON file; arguments and errors as for `read_mapping` and `validated`."""
+    """Return the section of class `model` in a YAML or JSON file; errors as for `read_mapping` and `validated`."""
     return validated(
         model,
         read_mapping(path, error, file_type),
@@ -528,7 +529,7 @@ def _short(value: object) -> str:
 
 
 def raise_all(errors: Sequence[HyperParallelError]) -> None:
-    """Raise the first of several problems, with the others as one line each; return if there are none."""
+    """Raise the first of several errors, with one line for each other error; return if there are none."""
     if not errors:
         return
     first = errors[0]

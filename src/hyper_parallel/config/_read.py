@@ -1,7 +1,7 @@
 """Reader of one YAML or JSON file into a mapping. Syntax errors and repeated keys are reported with their line.
 
-Limits are checked before objects are built: file size and nesting on the text, and the number of elements after
-expanding aliases and merges (`<<`).
+File size and nesting depth are checked on the text, before objects are built. The number of elements is checked after
+aliases and merges (`<<`) are expanded.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ else:
     _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 LIMITS: Final = Limits(num_bytes=512 * 1024, num_elements=50_000, depth=30, integer_bits=4096)
-"""Limits of a recipe, a topology or a list of data sets; the longest published ones have a few hundred lines."""
+"""Limits of a recipe, a topology or a list of data sets."""
 
 _MERGE: Final = "tag:yaml.org,2002:merge"
 _LONG_NUMBER: Final = re.compile(r"[-+]?[0-9.][0-9a-fA-FxXobeE_:.+-]{1000,}\Z")
-"""Plain scalar that YAML would parse as a number of more than 1,000 characters."""
+"""Plain scalar of more than 1,000 characters that YAML may parse as a number."""
 
 
 class _StrictLoader(_Loader):
-    """SafeLoader that rejects repeated keys; plain YAML silently keeps the last one."""
+    """SafeLoader that rejects repeated keys; PyYAML's loader silently keeps the last value of such a key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -55,7 +55,7 @@ class _StrictLoader(_Loader):
         return super().construct_mapping(node, deep=deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Expand merge keys (`<<`) while the total number of keys is within the limit."""
+        """Expand merge keys (`<<`); raise ConstructorError if that gives more keys than `LIMITS.num_elements`."""
         num_keys = len(node.value)
         for key_node, value_node in node.value:
             if key_node.tag != _MERGE:
@@ -80,8 +80,8 @@ def read_mapping(path: Path, error: type[HyperParallelError], file_type: str) ->
         file_type: File type for messages: `recipe`, `topology file`.
 
     Raises:
-        HyperParallelError: Instance of `error`, if the file is missing, is not text, is not YAML or JSON, repeats a
-            key, exceeds `LIMITS`, or is not a mapping.
+        HyperParallelError: Instance of `error`, if the file is missing, is not UTF-8 text, is not YAML or JSON, repeats
+            a key, exceeds `LIMITS`, or is not a mapping with text keys.
     """
 
     def refusal(problem: str, place: str = "", hint: str | None = None) -> HyperParallelError:

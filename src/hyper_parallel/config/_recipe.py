@@ -42,15 +42,15 @@ class Offload(Section):
     """
 
     budget: Annotated[int | Literal["auto"] | None, BeforeValidator(size_or_auto)] = None
-    """Device memory per rank in bytes (`12GiB`); the fastest plan within it is used. auto: the free memory of the
-    device."""
+    """Device memory per rank in bytes (`12GiB`); the fastest plan within it is used. auto: most of the device's free
+    memory; on a CPU, the rank's memory in the topology."""
     max_slowdown: float | None = Field(default=None, ge=0)
     """Alternative goal: smallest device memory whose step time grows by at most this fraction (0.02: 2 %)."""
     dram: Bytes | None = None
     """Maximum host memory per rank in bytes. None: the rank's share of the topology's host memory; unlimited if the
     topology states none."""
     flash_dir: Annotated[str | None, BeforeValidator(directory)] = None
-    """Directory for storages that do not fit in host memory either. None: no files are used."""
+    """Directory for files of offloaded tensors that do not fit in host memory. None: no files are used."""
     flash: Bytes | None = None
     """Maximum bytes of files per rank in `flash_dir`. None: unlimited."""
     bandwidth: Annotated[int | None, BeforeValidator(rate)] = None
@@ -59,7 +59,7 @@ class Offload(Section):
     reorder: bool = True
     """Allow the plan to reorder operators. Results are unchanged."""
     recompute: bool = True
-    """Allow the plan to drop intermediate results and recompute them."""
+    """Allow the plan to free intermediate results and recompute them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -77,8 +77,8 @@ class Offload(Section):
 
 
 NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
-"""Names of linear modules that `target_modules: all-linear` excludes in a model with fused experts, because peft would
-apply an adapter for such a name to the experts' parameter."""
+"""Names of linear modules that get no adapter in a model with fused experts, because peft would apply an adapter for
+such a name to the experts' parameter."""
 
 _NAMES: Final = re.compile(r"[\w.]+(\s*,\s*[\w.]+)+")
 _LONGEST_PATTERN: Final = 10_000
@@ -90,7 +90,7 @@ class Lora(Section):
     MAIN_KEY: ClassVar[str] = "r"
 
     r: int = Field(default=8, ge=1, le=MOST_RANK)
-    """Rank of the adapters."""
+    """Rank r of the adapters' matrices."""
     lora_alpha: float = Field(default=16, gt=0, allow_inf_nan=False)
     """Scale: the output of an adapter is multiplied by `lora_alpha / r`."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -105,16 +105,16 @@ class Lora(Section):
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=MOST_RANK)]] = Field(default_factory=dict)
     """Exceptions to `r`: module-name suffix or regular expression to rank."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
-    """Exceptions to `lora_alpha`, by the same patterns."""
+    """Exceptions to `lora_alpha`: module-name suffix or regular expression to alpha."""
     modules_to_save: tuple[str, ...] = ()
     """Name suffixes of modules that are trained in full and saved with the adapter, such as norms."""
     init_lora_weights: Literal[True, "gaussian"] = True
-    """Initialization of matrix A, as in peft; matrix B starts at 0."""
+    """Initialization of matrix A, with peft's values; matrix B starts at 0."""
 
     @field_validator("target_modules", mode="before")
     @classmethod
     def _separate(cls, value: object) -> object:
-        """Parse `q_proj,v_proj` (LlamaFactory's form) as a list; as a regular expression it would match no module."""
+        """Split `q_proj,v_proj` (LlamaFactory's form) into a list; as a regular expression it would match no module."""
         if isinstance(value, str) and _NAMES.fullmatch(value):
             return [name.strip() for name in value.split(",")]
         return value
@@ -142,7 +142,7 @@ _TIME: Final = re.compile(
 
 
 def time_limit_s(text: str) -> int:
-    """Return the seconds of a time limit in one of sbatch's formats.
+    """Return the seconds of a time limit in one of sbatch's formats, such as `12:00:00`, `90` (minutes) or `1-12`.
 
     Raises:
         ValueError: The text has another format, or is not a positive time.
@@ -196,7 +196,7 @@ class Launch(Section):
     @field_validator("time", mode="before")
     @classmethod
     def _time(cls, value: object) -> object:
-        """Reject numbers: YAML 1.1 reads an unquoted 12:00:00 as a base-60 integer."""
+        """Reject numbers, because YAML 1.1 reads an unquoted 12:00:00 as a base-60 integer, and invalid formats."""
         if isinstance(value, int) and not isinstance(value, bool):
             raise ValueError("YAML reads an unquoted time as a number; quote it, as in time: '12:00:00'")
         if isinstance(value, str):
@@ -206,7 +206,7 @@ class Launch(Section):
     @field_validator("*")
     @classmethod
     def _one_line(cls, value: object) -> object:
-        """Reject control characters: these values become lines of a script, and a line feed would end one."""
+        """Reject control characters: the values become lines of a script, and a line feed would end a line."""
         texts = value if isinstance(value, tuple) else (value,)
         if not all(text.isprintable() for text in texts if isinstance(text, str)):
             raise ValueError("the text contains characters that are not printable")

@@ -1,10 +1,7 @@
 """Rules across sections of a recipe: rows of a table, and the driver that turns them into coded errors.
 
-    key         dotted key that the error names
-    when        condition on a recipe; may return values for placeholders in the texts
-    problem     sentence of the error; `got` the values, `hint` the remedy, `allowed` the allowed values
-
-Texts are templates. Placeholders are recipe keys, such as `{training.epochs:g}`, or names that the condition returns.
+The texts of a `Rule` are templates. Placeholders are recipe keys, such as `{training.epochs:g}`, or names that the
+rule's condition returns.
 """
 
 from __future__ import annotations
@@ -20,14 +17,14 @@ from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelE
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rule against recipe values that are each allowed but contradict each other.
+    """Rule that rejects recipe values that are each allowed but contradict each other.
 
     Attributes:
-        key: Dotted key of the value to report.
+        key: Dotted key at which the error is reported.
         when: Returns a false value if a recipe satisfies the rule. Otherwise returns True, a mapping of placeholders
             for the texts, or a list of such mappings, one per contradiction.
         problem: Sentence that explains the contradiction.
-        got: The values.
+        got: The contradicting values.
         hint: A change that satisfies the rule.
         allowed: The allowed values, if they can be listed.
     """
@@ -57,11 +54,11 @@ class Rule:
 
 
 Rules = Sequence[Rule | tuple[Rule, ...]]
-"""Rules in the order of their errors. Of a tuple of rules, only the first broken one is reported."""
+"""Rules in the order of their errors. Of a tuple of rules, only the first broken rule is reported."""
 
 
 def broken_rules(rules: Rules, recipe: Recipe, where: Callable[[str], str]) -> Iterator[HyperParallelError]:
-    """Yield the errors of a recipe; `where` returns the origin of a dotted key."""
+    """Yield the errors of the rules that a recipe breaks; `where` returns the origin of a dotted key."""
     for row in rules:
         for rule in row if isinstance(row, tuple) else (row,):
             if errors := rule.errors(recipe, where):
@@ -70,7 +67,7 @@ def broken_rules(rules: Rules, recipe: Recipe, where: Callable[[str], str]) -> I
 
 
 class _Texts(Formatter):
-    """Formatter of rule texts; takes placeholders from the keyword arguments, else from the recipe, `args[0]`."""
+    """Formatter of rule texts; a placeholder is a keyword argument, else an attribute of the recipe, `args[0]`."""
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return kwargs[str(key)] if key in kwargs else getattr(args[0], str(key))

@@ -1,6 +1,6 @@
 """Sections of a recipe: one pydantic class each, a docstring under every field. Unknown keys are errors.
 
-`None` means derived. Field validators check one section; rules across sections are rows of `_contradictions.py`.
+Validators here check one section. Rules across sections are rows of the tables that `_contradictions.py` combines.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Section(BaseModel):
     WORDS: ClassVar[tuple[str, ...]] = ()
     """Words that stand for the whole section: `parallel: auto`."""
     FOREIGN_KEYS: ClassVar[Mapping[str, ForeignKey]] = MappingProxyType({})
-    """Keys of other training programs, for hints. Set only on the class of a whole file."""
+    """Keys of other training programs, for hints. Only `Recipe` sets it."""
 
     @model_validator(mode="before")
     @classmethod
     def _expand_word(cls, data: object) -> object:
-        """Replace a word that stands for the section by the value of its key `auto`."""
+        """Replace a word that stands for the section by a mapping with the key `auto`."""
         return {"auto": data == "auto"} if data in cls.WORDS else data
 
     @field_validator("*")
@@ -84,14 +84,15 @@ class Model(Section):
     path: str
     """Hugging Face model directory, `config.json` file, Hub name, or preset name."""
     init: Literal["auto", "random", "pretrained"] = "auto"
-    """Initial weights. random: new ones from `training.seed`. pretrained: the safetensors files of `path`. auto:
-    pretrained if `path` has such files, else random."""
+    """Initial weights. random: new ones from `training.seed`. pretrained: the weight files of `path`, safetensors or
+    `pytorch_model*.bin`. auto: pretrained if `path` has weight files, else random. auto is an error for a Hub name, or
+    a directory with a tokenizer, without weight files."""
     attn_implementation: str | None = None
     """Attention implementation: a name in transformers' attention registry. None: `sdpa` if the model supports it, else
     `eager`."""
     trust_remote_code: bool = False
-    """Run the Python code in `model.path`, for architectures that transformers does not contain. There is no
-    interactive question: false rejects such models."""
+    """Allow the Python code in `model.path` to run, for architectures that transformers does not contain. false rejects
+    such models."""
 
 
 _Format = Literal[
@@ -130,7 +131,7 @@ class MixedSource(Section):
 
 
 def _entry(value: object) -> object:
-    """Convert a text in a list of sources to an entry of weight 1; other values are unchanged."""
+    """Return the entry for a text in a list of sources; other values are unchanged."""
     return {"source": value} if isinstance(value, str) else value
 
 
@@ -161,7 +162,7 @@ class Data(Section):
     split: str | None = None
     """Split of the dataset. None: `train`, or the only split."""
     format: _Format = "auto"
-    """Format of the records. auto: detected from the file name and the first record."""
+    """Format of the records. auto: detected from file names and the first record."""
     text_key: str = "text"
     """Key or column that holds the text of a record."""
     columns: dict[ColumnName, str] = {}
@@ -176,50 +177,53 @@ class Data(Section):
     media_dir: str | None = None
     """Folder of the images and recordings of records. None: the folder of the source. No file outside of it is read."""
     bad_media: Literal["error", "skip"] = "error"
-    """Reaction to an image or recording that cannot be read or has no placeholder in the text: fail with an error, or
-    skip (omit and count) the conversation."""
+    """Reaction to an image or recording that cannot be read, or to a wrong number of placeholders in the text: fail
+    with an error, or skip (omit and count) the conversation."""
     chat_template: str = "auto"
-    """Template that turns conversations into text. auto: the tokenizer's template; without one, `prompt` and
-    `completion` are concatenated as plain text. none: always concatenate. Otherwise: path of a template file."""
+    """Template that turns conversations into text. auto: the tokenizer's template; without one, a plain template, and
+    pairs of `prompt` and `completion` are concatenated. none: concatenate; records other than pairs are errors.
+    Otherwise: path of a Jinja file."""
     seq_len: int = Field(default=512, ge=2, le=MOST_SEQ_LEN)
     """Tokens per sequence."""
     packing: bool = True
-    """Pack several documents into one sequence, so that no tokens are padding. false: one document per sequence,
-    padded."""
+    """Pack several documents into one sequence. false: one document per sequence, padded. Conversations with images or
+    audio are always padded."""
     mask_documents: bool | None = None
-    """Block attention between the documents of a packed sequence, and restart positions at 0 in each. None: yes for
-    conversations (`stage: sft`); no for plain text (`stage: pt`), where a sequence is a slice of one long stream."""
+    """Block attention between the documents of a packed sequence, and restart positions at 0 in each document. None:
+    true with `stage: sft`, else false."""
     tokenizer: str | None = None
-    """Tokenizer directory. None: the tokenizer of `model.path`; without one, a byte-level BPE trained on the source."""
+    """Tokenizer directory or Hub name. None: the tokenizer of `model.path`; without one, a byte-level BPE trained on
+    the source."""
     vocab_size: int | None = Field(default=None, ge=260, le=MOST_VOCABULARY)
     """Vocabulary size of a tokenizer trained by this run. None: 4096, or the model's vocabulary size if that is
     smaller."""
     holdout: float = Field(default=0.02, ge=0.0, lt=0.5)
-    """Fraction of the documents held out for evaluation. 0 when `validation` or `streaming` is set."""
+    """Approximate fraction of the documents held out for evaluation; if that is less than one text, the end of the
+    longest text. Must be 0, its default then, when `validation` or `streaming` is set."""
     validation: str | None = None
-    """Evaluation data, used instead of held-out documents. Accepts the same forms as `source`."""
+    """Evaluation data, used instead of held-out documents: one source, as a text in the form of `source`."""
     validation_split: str | None = None
     """Split of the dataset in `validation`."""
     streaming: bool = False
     """Tokenize while training reads the data, without preparing files first. For endless or very large data."""
     max_bytes: int | None = Field(default=None, ge=1)
-    """Maximum amount of text to read, in bytes. None: all."""
+    """Maximum bytes of text to read from each source. None: all."""
     max_records: int | None = Field(default=None, ge=1)
-    """Maximum number of records to read from each source. None: all."""
+    """Maximum number of records to read from each source; does not limit text files. None: all."""
     max_record_bytes: Annotated[int, BeforeValidator(size)] = Field(default=64 * MiB, le=TiB)
     """Maximum size of one record in bytes (`64MiB`); a larger record is an error. Larger text files are read in pieces
-    that end at a line break."""
+    of at most this size, which end at a line break if possible."""
     shuffle: bool = True
     """Visit the packed sequences in a random order drawn from `training.seed`."""
     balance: Literal["auto", "cost", "none"] = "auto"
-    """Order of the records within a step. cost: ranks get about equal work of the encoder of images or audio, estimated
-    from number and tokens of the items; records and loss of a step do not change. none: the order of the data. auto:
-    cost for data with images or audio, else none."""
+    """Assignment of a step's records to ranks. cost: ranks get about equal work of the encoder of images or audio,
+    estimated from the number and tokens of the items; records and loss of a step do not change. none: the order of the
+    data. auto: cost for data with images or audio, else none."""
     cache_dir: str | None = None
     """Directory for tokenized data. None: the user's cache directory."""
 
     def parts(self) -> list[tuple[Data, float]]:
-        """Return every source as a `Data` section with its weight."""
+        """Return pairs of a `Data` section with a single source, and its weight; one pair per source."""
         if isinstance(self.source, str):
             return [(self, 1.0)]
         whole = self.model_dump()
@@ -228,7 +232,7 @@ class Data(Section):
         return [(Data(**whole | own), w) for own, w in zip(sources, weights, strict=True)]
 
     def masks(self, stage: str) -> bool:
-        """Return whether attention is blocked between the documents of a sequence."""
+        """Return whether attention is blocked between the documents of a packed sequence in `stage`."""
         wanted = stage == "sft" if self.mask_documents is None else self.mask_documents
         return self.packing and wanted
 
@@ -237,7 +241,7 @@ class Profile(Section):
     """Steps recorded by torch.profiler; each trace is written to `profile/rank<r>.json`."""
 
     start: int = Field(ge=1, le=MOST_STEPS)
-    """First profiled step."""
+    """First profiled step, counted from 1."""
     steps: int = Field(default=2, ge=1, le=MOST_STEPS)
     """Number of profiled steps."""
     ranks: Literal["first", "all"] = "first"
@@ -250,7 +254,7 @@ class Training(Section):
     steps: int = Field(default=100, ge=1, le=MOST_STEPS)
     """Total optimizer steps, including those before a resume. If the data is shorter, further epochs follow."""
     epochs: float | None = Field(default=None, gt=0, le=MOST_STEPS)
-    """Passes over the data; determines `steps`. Give one of the two. None: `steps` decides."""
+    """Passes over the data, from which `steps` is derived; an error if `steps` is set too. None: `steps` decides."""
     seed: int = 0
     """Seed of the initial weights, the data order and all random numbers of a step."""
     dtype: Annotated[Dtype, BeforeValidator(canonical_dtype)] = "bfloat16"
@@ -273,13 +277,14 @@ class Training(Section):
     lr_schedule_args: Annotated[dict[str, Any], BeforeValidator(arguments)] = {}
     """Arguments of a transformers schedule, with the names of its `lr_scheduler_kwargs`."""
     warmup_steps: int = Field(default=10, ge=0, le=MOST_STEPS)
-    """Steps of linear warm-up. A run shorter than the default has no warm-up unless this key is set."""
+    """Steps of warm-up. A run shorter than the default has no warm-up unless this key is set."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
     """Fraction of `steps` used for warm-up, rounded up, in place of `warmup_steps`. None: `warmup_steps` decides."""
     decay_steps: int | None = Field(default=None, ge=0, le=MOST_STEPS)
-    """Steps of the final decay of `wsd`. None: a tenth of the run."""
+    """Steps of the final decay of `wsd` and `warmup_stable_decay`. None: a tenth of the run, at least 1."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Final learning rate as a fraction of `lr`. The decay reaches this rate one step after the last step."""
+    """Final learning rate as a fraction of `lr`. cosine, wsd and linear reach this rate one step after the last
+    step."""
     optimizer: Annotated[str, BeforeValidator(canonical_optimizer)] = "adamw"
     """adamw, adam, sgd, adafactor, or muon (linear weights; AdamW for the rest). Also accepted: transformers' name of
     an optimizer of torch, torchao or bitsandbytes, or the dotted path of a class."""
@@ -288,41 +293,42 @@ class Training(Section):
     weight_decay: float = Field(default=0.1, ge=0)
     """Weight decay. Not applied to norms, biases, other vectors, and parameters of state-space layers."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Beta coefficients (beta1, beta2) of adamw and adam."""
+    """Beta coefficients (beta1, beta2) of Adam-like optimizers, and of muon's AdamW."""
     eps: float = Field(default=1e-8, gt=0)
-    """Epsilon of adamw and adam."""
+    """Epsilon of Adam-like optimizers, and of muon's AdamW."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip gradients to this global norm. None: no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Reaction to a NaN or infinite loss or gradient: end the run (stop), or skip the step (skip). 20 such steps in a
-    row always end the run."""
+    """Reaction to a NaN or infinite loss or gradient: end the run (stop), or skip the step (skip). 20 skipped steps in
+    a row end the run. With `dtype: float16` such steps are always skipped while the loss scale is above 1."""
     skip_grad_norm: float | None = Field(default=None, gt=0)
     """Skip a step whose global gradient norm is larger, as a loss spike. None: never."""
     freeze: tuple[str, ...] = ()
     """Glob patterns of parameter names to freeze (`model.embed_tokens.*`). Frozen parameters have no gradient and no
     optimizer state."""
     neftune_noise_alpha: float | None = Field(default=None, gt=0)
-    """NEFTune: add uniform noise of magnitude alpha / sqrt(tokens x features) to embeddings during training. None: no
-    noise."""
+    """NEFTune: add uniform noise of magnitude alpha / sqrt(tokens of a sequence x features) to embeddings during
+    training. None: no noise."""
     disable_dropout: bool | None = None
     """Train without dropout, including `lora.lora_dropout`. None: yes in every stage except `pt` and `sft`."""
     recompute: Literal["none", "full"] = "none"
     """Activation recomputation in the backward pass: none, or every decoder layer (full)."""
     recompute_layers: int | None = Field(default=None, ge=1, le=MOST_LAYERS)
-    """Number of layers per rank that `recompute` applies to, counted from the first layer of its stages. None: all."""
+    """Number of layers per rank that `recompute` applies to: the first layers of each of the rank's pipeline stages,
+    chosen in turn. None: all."""
     compile: bool | Literal["graph-kernel"] = False
     """Fusion of operators. true: torch.compile fuses each decoder layer. graph-kernel: a `backend` other than torch
     fuses operators of the captured step into generated kernels."""
     eval_every: int = Field(default=0, ge=0)
-    """Steps between evaluations on held-out data. 0: only before the first step and after the last one."""
+    """Steps between evaluations on held-out data. 0: evaluate only before the first step and after the last one."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after this many evaluations in a row without a better held-out loss, by transformers' rule. None: never."""
     early_stopping_threshold: float = Field(default=0.0, ge=0)
     """Minimum decrease below the best held-out loss that counts as better."""
     log_every: int = Field(default=1, ge=1)
-    """Steps between printed lines. `metrics.jsonl` records every step."""
+    """Steps between printed lines; steps 1 and `steps` are always printed. `metrics.jsonl` records every step."""
     eval_tokens: int = Field(default=65536, ge=1)
-    """Held-out tokens per evaluation."""
+    """Approximate number of held-out tokens per evaluation, at least one sequence."""
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Trackers that receive the curves of `metrics.jsonl`. Their packages and services must be installed and
     reachable."""
@@ -334,20 +340,18 @@ class Training(Section):
     """Seconds a rank may spend in one phase of a step before the run ends with an error that names the rank. A
     process that a signal has stopped has the same limit in every phase."""
     first_step_timeout_s: float = Field(default=1800.0, gt=0, le=MOST_SECONDS)
-    """Like `timeout_s`, for the first step of a process and outside steps: start, evaluation, checkpoint, export.
-    Larger, because compilation and file I/O take long."""
+    """Like `timeout_s`, for the first step of a process and outside steps: start, evaluation, checkpoint, export."""
     max_restarts: int = Field(default=0, ge=0)
-    """Number of times that lost ranks are restarted from the newest checkpoint. Not used under torchrun, which has
-    `--max-restarts`."""
+    """Number of times that all ranks are restarted from the newest checkpoint after a rank fails or hangs. The
+    launchers torchrun and slurm pass it to torchrun as `--max-restarts`."""
     elastic: bool = False
-    """Plan again for fewer ranks if ranks are lost a second time before a restart has saved a checkpoint. Under
-    torchrun, plan for the number of ranks it started. Requires `tokens_per_step`, which does not change."""
+    """Plan again for fewer ranks if ranks fail a second time before a restart has saved a checkpoint. Under torchrun,
+    plan for the number of ranks that it started. Requires `tokens_per_step`, which does not change."""
     check_ranks_every: int = Field(default=0, ge=0)
-    """Steps between bitwise comparisons of all data-parallel ranks on the same microbatches. Each comparison costs one
-    step. 0: never. Requires `deterministic`."""
+    """Steps between bitwise comparisons of all data-parallel ranks on the same microbatches. Each comparison costs
+    about one step. 0: never. Requires `deterministic`, and excludes `offload`."""
     debug_collectives: bool = False
-    """Before each collective, compare its operation, shape and dtype across ranks. Slow; for finding hangs and
-    mismatches."""
+    """Before each collective, compare its operation, shape and dtype across ranks. Slow; meant for finding hangs."""
 
 
 class TowerDegrees(Section):
@@ -359,7 +363,7 @@ class TowerDegrees(Section):
     """Like `parallel.dp_shard`."""
     ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] | None = Field(default=None, max_length=MOST_RANKS)
     """Ranks of this part, in ascending order in its mesh. Parts may share ranks. None: as many ranks as the product of
-    the degrees; `language` starts at rank 0, and an encoder uses the next ranks without a part."""
+    the degrees; `language` starts at rank 0, and an encoder uses the lowest ranks without a part."""
 
     @property
     def num_ranks(self) -> int:
@@ -381,10 +385,10 @@ class LanguageDegrees(TowerDegrees):
 
 
 def _refuse_keys_beside_auto(section: _S) -> _S:
-    """Return the section; raise ValueError if its key `auto`, which chooses the other keys, is set with another key."""
+    """Return the section; raise ValueError if `auto` is true and another key is set."""
     if getattr(section, "auto", False) and section.model_fields_set - {"auto"}:
         name = type(section).__name__.lower()
-        raise ValueError(f"`{name}: auto` chooses all other keys of `{name}`")
+        raise ValueError(f"`{name}: auto` cannot be combined with other keys of `{name}`, which the planner chooses")
     return section
 
 
@@ -396,9 +400,9 @@ class Submodels(Section):
     auto: bool = False
     """Let the planner choose ranks and degrees of all parts, by predicted time. The other keys are then not allowed."""
     language: LanguageDegrees = Field(default_factory=LanguageDegrees)
-    """Ranks of the language part."""
+    """Degrees and ranks of the language part."""
     vision: TowerDegrees | None = None
-    """Ranks of the encoder of images and videos with its projector."""
+    """Degrees and ranks of the encoder of images and videos with its projector."""
     audio: TowerDegrees | None = None
     """Like `vision`, for an encoder of audio."""
 
@@ -423,7 +427,7 @@ class Submodels(Section):
 
 
 class Parallel(Section):
-    """Degrees of the mesh axes, outermost first. `parallel: auto` lets the planner choose all of them."""
+    """Degrees of the mesh axes, and other choices of the layout. `parallel: auto` lets the planner choose."""
 
     KEY_ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({"tp": "tp_x"})
     WORDS: ClassVar[tuple[str, ...]] = ("auto",)
@@ -445,8 +449,8 @@ class Parallel(Section):
     ep: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Expert-parallel degree. Experts are distributed over ranks of dp_shard x cp x tp, so `ep` adds no ranks."""
     attention_shape: Literal["1d", "2d", "weight"] = "2d"
-    """Attention on two tensor-parallel axes. 1d: x and y act as one axis. 2d: activations are communicated over y.
-    weight: weights are gathered over y."""
+    """Attention on two tensor-parallel axes x and y. 1d: x and y act as one axis. 2d: activations are communicated over
+    y. weight: weights are gathered over y."""
     mlp_shape: Literal["1d", "2d", "weight"] = "2d"
     """Like `attention_shape`, for the MLP."""
     attention_scatter: Literal["head", "token"] = "head"
@@ -456,7 +460,7 @@ class Parallel(Section):
     """Gathered inputs of a matmul. keep: they stay in memory until the backward pass. re-gather: the backward pass
     gathers them again (less memory, more traffic)."""
     cp_kind: Literal["ring", "ulysses", "hybrid", "all_gather"] = "ring"
-    """Context-parallel attention: ring (zigzag), ulysses, hybrid (both), or all_gather (gather all keys and values)."""
+    """Context-parallel attention: ring (zigzag order), ulysses, hybrid (both), or all_gather (of keys and values)."""
     cp_ulysses: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Ulysses degree within cp, for `cp_kind: hybrid`."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"] = "1f1b"
@@ -476,14 +480,15 @@ class Parallel(Section):
     once per microbatch. None: `reshard_after_forward` decides."""
     one_order: bool = True
     """Assume that all data-parallel ranks call layers in the order of the first steps; a rank may skip layers. false:
-    the order may vary, because the ranks agree on each parameter gather by a message between hosts."""
+    the order may vary, because the ranks agree on every FSDP collective by messages between hosts."""
     rules: dict[str, str] = {}
-    """Overrides of the built-in sharding: glob pattern of module names to colwise, rowwise, vocab or replicate."""
+    """Overrides of the built-in sharding: glob pattern of module names to a style, such as colwise or replicate."""
     submodels: Submodels | None = None
-    """Ranks of the parts of a multimodal model, such as `{vision: {dp_shard: 1}, language: {tp_x: 2}}`. The degrees of
-    `language` replace the degrees of this section. auto: the planner chooses. None: one layout for the whole model."""
+    """Layouts of the parts of a multimodal model, such as `{vision: {dp_shard: 1}, language: {tp_x: 2}}`. The degrees
+    of `language` also become those of this section. auto: the planner chooses. None: one layout for the whole model."""
     world_size: int | None = Field(default=None, ge=1, le=MOST_RANKS)
-    """Number of ranks for `auto`, also of `submodels`. None: all accelerators, or 4 ranks on a machine without any."""
+    """Number of ranks for `auto`, also of `submodels`; explicit degrees must multiply to it. None: all accelerators of
+    the topology, or 4 ranks on a machine without any."""
 
     @property
     def is_planned(self) -> bool:
@@ -522,8 +527,8 @@ class Moe(Section):
     """Change of each router bias toward equal load after an optimizer step (DeepSeek-V3: 0.001). 0: biases are
     fixed."""
     capacity_factor: float | None = Field(default=None, gt=0)
-    """Maximum tokens per expert, as a multiple of an even share of the rank's tokens; the rest are dropped. None: no
-    token is dropped."""
+    """Maximum tokens that a rank sends to one expert, as a multiple of an even distribution; the rest are dropped.
+    None: no token is dropped."""
 
 
 class Overlap(Section):
@@ -553,7 +558,7 @@ class Checkpoint(Section):
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints. 0: only after the last step and as `every_minutes` requires."""
     every_minutes: float = Field(default=30.0, ge=0, le=MOST_SECONDS)
-    """Maximum minutes between checkpoints, independent of `every`. 0: no limit."""
+    """Minutes after the last checkpoint at which the next step ends with another, independent of `every`. 0: never."""
     snapshot_every: int = Field(default=0, ge=0)
     """Steps between snapshots in memory (/dev/shm), from which restarted ranks continue (`training.max_restarts`). 0:
     none."""
@@ -571,6 +576,7 @@ class Checkpoint(Section):
     """Resume from the newest intact checkpoint in `output_dir`: if there is one (auto), never, or fail without one
     (must)."""
     from_dir: str | None = None
-    """Start from the checkpoints of another run directory. A newer checkpoint in `output_dir` takes precedence."""
+    """Start from the newest checkpoint of another run directory. A checkpoint of a later step in `output_dir` takes
+    precedence."""
     export: bool = True
-    """Write a Hugging Face model directory after the last step."""
+    """Write a Hugging Face model directory after the last step; with `lora`, the adapters in peft's format."""

@@ -13,7 +13,7 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def arguments(value: object) -> object:
-    """Convert texts such as `1e-8` in a mapping of arguments to numbers; YAML 1.1 does not read them as numbers."""
+    """Convert texts such as `1e-8`, which YAML 1.1 reads as text, to numbers; values other than dicts are unchanged."""
     if not isinstance(value, dict):
         return value
     return {k: float(v) if isinstance(v, str) and _EXPONENT.fullmatch(v) else v for k, v in value.items()}
@@ -27,7 +27,7 @@ _ADAMW = (
 
 
 def canonical_optimizer(value: object) -> object:
-    """Return an optimizer's name in lower case, `adamw` for any AdamW; class paths and other values are unchanged."""
+    """Return an optimizer's name in lower case, `adamw` for the names in `_ADAMW`; class paths are unchanged."""
     if not isinstance(value, str) or "." in value:
         return value
     name = value.lower()
@@ -35,7 +35,7 @@ def canonical_optimizer(value: object) -> object:
 
 
 def size(value: object) -> int | None:
-    """Return the number of bytes that a text such as `12GiB` or an integer states."""
+    """Return the bytes of a text such as `12GiB` or a whole number; None for None. Raise ValueError if below 1."""
     if value is None:
         return None
     number = parse_bytes(value) if isinstance(value, str) else value
@@ -47,46 +47,46 @@ def size(value: object) -> int | None:
 
 
 def size_or_auto(value: object) -> object:
-    """Return the number of bytes as `size`; the word `auto` is unchanged."""
+    """Return the number of bytes like `size`; the word `auto` is unchanged."""
     return value if value == "auto" else size(value)
 
 
 def rate(value: object) -> object:
-    """Return the bytes/s that a text such as `50GB/s` states."""
+    """Return the bytes/s of a text such as `50GB/s`; otherwise like `size`."""
     return size(value.removesuffix("/s") if isinstance(value, str) else value)
 
 
 def directory(value: object) -> object:
-    """Return the directory name unchanged; raise ValueError for an empty text."""
+    """Return the value unchanged; raise ValueError for an empty text."""
     if value == "":
         raise ValueError("an empty text is not a directory; write `null` for no directory")
     return value
 
 
 MOST_RANKS: Final = 2**20
-"""Maximum ranks of a run, and maximum parallel degree. The largest announced clusters have some 100,000 devices."""
+"""Maximum ranks of a run, and maximum parallel degree."""
 MOST_STAGES: Final = 2**12
-"""Maximum pipeline stages, including virtual ones. No model has that many layers."""
+"""Maximum pipeline stages, and maximum virtual stages per rank."""
 MOST_LAYERS: Final = 2**16
 """Maximum decoder layers of one stage."""
 MOST_STEPS: Final = 10**9
-"""Maximum steps of a run. Published runs have a few million."""
+"""Maximum steps of a run, and maximum epochs."""
 MOST_SEQ_LEN: Final = 2**25
-"""Maximum tokens of a sequence. The longest published context is 10 million."""
+"""Maximum tokens of a sequence."""
 MOST_TOKENS: Final = 2**32
-"""Maximum tokens of a step. Published runs use up to a few hundred million."""
+"""Maximum tokens of a step."""
 MOST_SEQUENCES: Final = 2**22
 """Maximum sequences of a step over all ranks; each has an entry in memory."""
 MOST_VOCABULARY: Final = 2**22
-"""Maximum entries of a vocabulary. The largest published one has about a million."""
+"""Maximum entries of a vocabulary."""
 MOST_RANK: Final = 2**16
 """Maximum rank of an adapter."""
 MOST_REPEATS: Final = 2**16
-"""Maximum completions per prompt, and maximum optimizer steps on the same completions."""
+"""Maximum completions per prompt, optimizer steps on the same completions, and staleness in rollouts."""
 MOST_SECONDS: Final = 1e9
 """Maximum seconds or minutes of a deadline: 1e9 s is about thirty years."""
 MOST_WEIGHT: Final = 1e9
 """Maximum weight of a mixed source; the minimum is 1 / this value. Within these bounds, rounding errors of float64 are
 negligible."""
 MOST_CHUNKS: Final = 64
-"""Maximum chunks of one rank's tokens. Each is a separate collective; large batches become slower with far fewer."""
+"""Maximum chunks of one rank's tokens; each chunk has collectives of its own."""

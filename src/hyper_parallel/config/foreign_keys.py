@@ -1,7 +1,7 @@
-"""Key names of other training programs, with their recipe keys.
+"""Keys of other training programs, with the corresponding recipe keys, for hints in errors about unknown keys.
 
-Sources: `TrainingArguments` of transformers, the configs of TRL and torchtitan, the YAML files of LlamaFactory and
-axolotl, and Megatron's options. The names appear in hints only: a recipe that contains one is rejected.
+Sources include `TrainingArguments` of transformers, the configs of TRL, torchtitan and verl, the YAML files of
+LlamaFactory and axolotl, and Megatron's options. A recipe that contains such a key is rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ForeignKey:
 
 
 def _by_name(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """Return the key of each name in a table of keys with several names."""
+    """Return a dict from name to key, for a table from key to names."""
     return {name: key for key, names in table.items() for name in names}
 
 
@@ -143,7 +143,7 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "parallel.dp_replicate": ("data_parallel_replicate_degree", "dp_replicate_size"),
 }  # fmt: skip
-"""Recipe keys, with the names of the same setting in other programs."""
+"""Recipe keys, with the names in other programs of the same setting; hints keep the value if the key accepts it."""
 
 _CONVERTED: Final = (
     (
@@ -172,15 +172,17 @@ _CONVERTED: Final = (
         ("flash_attn", "flash_attention", "use_flash_attention_2"),
     ),
 )  # fmt: skip
-"""Recipe keys whose values are spelled differently, with the names of other programs."""
+"""Recipe keys whose values may be spelled differently in other programs, with the names there."""
 
 _ADVICE: Final[Mapping[str, tuple[str, ...]]] = {
     "training.tokens_per_step is the global batch size in tokens: sequences times data.seq_len": (
         "global_batch_size", "train_batch_size", "batch_size", "total_batch_size", "batch", "ppo_mini_batch_size",
         "rollout_batch_size", "num_prompts_per_step",
     ),
-    "training.min_lr_ratio=0.1 sets the final rate as a fraction of training.lr; transformers' schedules accept "
-    "`training.lr_schedule_args={min_lr: 1e-6}`": ("min_lr", "lr_end"),
+    "training.min_lr_ratio=0.1 sets the final rate as a fraction of training.lr; with "
+    "training.lr_schedule=cosine_with_min_lr, `training.lr_schedule_args={min_lr: 1e-6}` sets the rate itself": (
+        "min_lr", "lr_end",
+    ),
     "training.decay_steps=N and training.warmup_steps=N are counted in optimizer steps": (
         "lr_scheduler.decay_ratio", "lr_warmup_samples", "lr_decay_iters",
     ),
@@ -256,7 +258,7 @@ _ADVICE: Final[Mapping[str, tuple[str, ...]]] = {
         "overwrite_cache", "plot_loss", "logging_dir", "push_to_hub", "tf32", "include_num_input_tokens_seen",
     ),
 }  # fmt: skip
-"""Advice instead of a recipe key, with the names of other programs to which it applies."""
+"""Hints that replace a recipe key, with the keys of other programs to which they apply."""
 
 FOREIGN_KEYS: Final[Mapping[str, ForeignKey]] = MappingProxyType(
     {
@@ -265,7 +267,7 @@ FOREIGN_KEYS: Final[Mapping[str, ForeignKey]] = MappingProxyType(
         **{name: ForeignKey(advice=text) for text, names in _ADVICE.items() for name in names},
     }
 )
-"""Foreign keys by name, in lower case with underscores."""
+"""Keys of other programs by name, in lower case with underscores."""
 
 FOREIGN_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     _by_name({
@@ -278,7 +280,7 @@ FOREIGN_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "assistant": ("bot",),
     })
 )  # fmt: skip
-"""Common names in data sets, with the entries of `data.columns` and `data.roles` to which they belong."""
+"""Common names in data sets, with the corresponding names of `data.columns` and `data.roles`."""
 
 FOREIGN_VALUES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -295,4 +297,4 @@ FOREIGN_VALUES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "training.dtype": {"half": "float16", "float": "float32", "single": "float32"},
     }
 )  # fmt: skip
-"""Values of other programs in lower case, by recipe key."""
+"""By recipe key, a map from values of other programs, in lower case, to recipe values."""

@@ -27,8 +27,7 @@ SCHEDULE_ARGS: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = MappingProxy
         },
     }
 )
-"""Arguments of each schedule of transformers, with the names of `lr_scheduler_kwargs` and the allowed types or
-words."""
+"""Arguments of each schedule of transformers: names as in `lr_scheduler_kwargs`, with the allowed types or words."""
 
 if TYPE_CHECKING:
     ScheduleName = str

@@ -1,8 +1,7 @@
 """Coded errors, rendered in one fixed form.
 
 Families: configuration 1xx, layout 2xx, plan 3xx, capacity 4xx, back end 5xx, run 6xx, checkpoint 7xx. Mistakes of
-users and failures of machines raise one of these; `assert` guards our own invariants. The class of HP105 is in
-`_written.py`.
+users and failures of machines raise one of these; `assert` guards internal invariants.
 """
 
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from hyper_parallel.errors._written import written as written
 class UnknownKey(HyperParallelError, code="HP101"):
     """A recipe, override or file holds a key that does not exist.
 
-    Why: a misspelt key that is ignored would silently change the run. Fix: use the nearest key named in the hint.
+    Why: a misspelt key that is ignored would silently change the run. Fix: use the key in the hint, or an allowed key.
     """
 
 
@@ -37,25 +36,24 @@ class BadValue(HyperParallelError, code="HP102"):
 
 
 class RecipeUnreadable(HyperParallelError, code="HP103"):
-    """The recipe file is missing, is not YAML or JSON, is not a mapping, or contains data instead of a recipe.
+    """The recipe file is missing, too large, not YAML or JSON, or not a mapping, or contains data instead of a recipe.
 
     Fix: check the path and the line that is named.
     """
 
 
 class Contradiction(HyperParallelError, code="HP104"):
-    """Two values are allowed individually, but not together.
+    """Values or options are allowed individually, but not together.
 
-    Fix: change or remove one of the two values named.
+    Fix: change or remove one of those named in the message.
     """
 
 
 class NotImportable(HyperParallelError, code="HP109"):
     """A dotted path in the recipe does not name an importable class or function of the required kind.
 
-    Why: `module.Class` is imported from the current directory or the installed packages, before any rank starts.
-
-    Fix: check the path, and that the class derives from the base class named in the message.
+    Why: `module.Class` is imported from the current directory or the installed packages. Fix: check the path, and that
+    the class derives from the base class named in the message.
     """
 
 
@@ -78,8 +76,8 @@ class MeshError(HyperParallelError, code="HP201"):
 class LayoutError(HyperParallelError, code="HP202"):
     """A layout is invalid, or a redistribution between two layouts is not supported.
 
-    Why: two tensor dims cannot be sharded over the same axis. Fix: use each axis once, and only axes of the mesh and
-    dims of the tensor; for a redistribution, use the layouts that the message allows.
+    Why: for example, two tensor dims cannot be sharded over the same axis. Fix: use each axis once, and only axes of
+    the mesh and dims of the tensor; for a redistribution, use the layouts that the message allows.
     """
 
 
@@ -92,16 +90,16 @@ class NotDivisible(HyperParallelError, code="HP203"):
 
 
 class RuleError(HyperParallelError, code="HP204"):
-    """A rule of `parallel.rules` matches no module, names an unknown style, or has a style that does not apply.
+    """A sharding rule matches no module, has an unknown or unsuitable style, or contradicts another rule.
 
-    Fix: check the glob against the module names of the model, or use a style listed in the message.
+    Fix: check the glob in `parallel.rules` against the module names of the model, or use a style listed in the message.
     """
 
 
 class UnsupportedSharding(HyperParallelError, code="HP205"):
-    """The combination of model and parallel axes is not supported.
+    """The combination of model, parallel axes and other settings is not supported.
 
-    Why: a combination without an exact result is refused, never approximated. Fix: use the axes named in the hint.
+    Why: a combination without an exact result is refused, not approximated. Fix: apply the change in the hint.
     """
 
 
@@ -114,16 +112,16 @@ class AuditError(HyperParallelError, code="HP206"):
 
 
 class DegreesMismatch(HyperParallelError, code="HP301"):
-    """The product of the parallel degrees differs from the number of ranks.
+    """The parallel degrees, or the ranks of `launch`, do not multiply to the number of ranks.
 
-    Fix: change a degree as shown in the hint, or start another number of ranks.
+    Fix: change a value as shown in the hint, or start another number of ranks.
     """
 
 
 class NoLegalStrategy(HyperParallelError, code="HP302"):
     """No combination of degrees is legal and fits this model, machine and workload.
 
-    Fix: apply the change in the hint, the smallest change for which a strategy exists.
+    Fix: apply the change in the hint.
     """
 
 
@@ -135,14 +133,14 @@ class UnknownTopology(HyperParallelError, code="HP303"):
 
 
 class UnknownModel(HyperParallelError, code="HP304"):
-    """The model is no preset, no directory with a config.json, no config file, and not available on the Hub.
+    """The model is not a preset, a directory with a config.json, a config file, or an available name on the Hub.
 
     Fix: use a path, a Hub name, or one of the presets listed in the message.
     """
 
 
 class ModelUnreadable(HyperParallelError, code="HP305"):
-    """The config of the model cannot be read, lacks a required key, or has a value that is not supported.
+    """The config of the model cannot be read or lacks a key, or the model or one of its values is not supported.
 
     Fix: correct the key named in the message, or use a model of a supported family.
     """
@@ -165,13 +163,13 @@ class PlanMismatch(HyperParallelError, code="HP307"):
 class BatchMismatch(HyperParallelError, code="HP308"):
     """tokens_per_step, microbatch and accumulation_steps contradict each other or the pipeline schedule.
 
-    Why: two of the three batch numbers determine the third, which must be a whole number. A schedule runs only some
-    numbers of microbatches. Fix: use the value in the hint.
+    Why: two of the three batch numbers determine the third, which must be a whole number. A pipeline schedule supports
+    only some numbers of microbatches. Fix: use the value in the hint.
     """
 
 
 class TopologyUnreadable(HyperParallelError, code="HP309"):
-    """A topology file cannot be read, is not YAML, or is not a mapping.
+    """A topology file cannot be read, is not YAML or JSON, or is not a mapping.
 
     Fix: check the path and the line named in the message; the presets are examples.
     """
@@ -204,23 +202,23 @@ class UnknownDevice(HyperParallelError, code="HP312"):
 class CardUnreadable(HyperParallelError, code="HP313"):
     """A card (file with cost-model constants of a device or a software stack) is missing, unreadable or incomplete.
 
-    Also raised for unknown keys. Why: an ignored constant would silently change predictions.
+    It is also raised for unknown keys. Why: an ignored constant would silently change predictions.
     Fix: use a shipped card as an example, or create a card with `hyper-parallel calibrate`.
     """
 
 
 class RunsUnreadable(HyperParallelError, code="HP314"):
-    """A CSV of runs cannot be read, or no row has the columns that a prediction needs.
+    """A CSV of runs cannot be read, lacks required columns, or has no row that can be predicted or fitted.
 
-    Fix: add the columns named in the message. The column `assumptions` of the output states the problem of each row.
+    Fix: add the columns named in the message. `predict` writes the problem of each row into the column `assumptions`.
     """
 
 
 class LauncherIncomplete(HyperParallelError, code="HP315"):
     """Environment variables of a launcher (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, ...) are missing or invalid.
 
-    Why: a rank without a valid position would wait for the others forever. Fix: start the ranks with torchrun, which
-    sets all of them, or unset `RANK` to start local ranks without a launcher.
+    Why: a rank without a valid rank number would wait for the others forever. Fix: start the ranks with torchrun, which
+    sets all variables, or unset `RANK` to start local ranks without a launcher.
     """
 
 
@@ -234,7 +232,7 @@ class ScheduleError(HyperParallelError, code="HP320"):
 
 
 class TaskGraphError(HyperParallelError, code="HP321"):
-    """A task graph lists a task before a dependency, or a task has a negative duration or an undefined resource.
+    """A task graph lists a task before one of its dependencies, or a task has a negative duration.
 
     Why: the order of the list proves that the graph has no cycle and that its executors cannot deadlock.
     Fix: list every task after its dependencies.
@@ -244,14 +242,14 @@ class TaskGraphError(HyperParallelError, code="HP321"):
 class DeadlineMissed(HyperParallelError, code="HP322"):
     """No strategy on the available devices meets the deadline of a step.
 
-    Fix: use the deadline in the hint, which can be met, or provide more devices.
+    Fix: use the deadline in the hint, or provide more devices.
     """
 
 
 class DoesNotFit(HyperParallelError, code="HP401"):
     """The predicted peak memory exceeds a memory tier of the machine.
 
-    Fix: apply the change in the hint, the smallest one that fits: more devices, recompute, or a smaller microbatch.
+    Fix: apply the change in the hint, such as more devices, recompute, or a smaller microbatch.
     """
 
 
@@ -259,19 +257,17 @@ class BudgetImpossible(HyperParallelError, code="HP402"):
     """No memory plan fits the byte budget within the permitted step time.
 
     All operands of an operator must be on the device at once, so the largest working set is a lower bound of any plan.
-    The message states that bound and the lowest peak that the planner reached. Fix: raise the budget, or reduce the
-    largest operator (a chunked loss, a smaller microbatch).
+    Fix: raise the budget or the time limit, or reduce the largest operator (a chunked loss, a smaller microbatch).
     """
 
     least_bytes: int = 0
-    """Smallest budget with a known plan."""
+    """Smallest budget with a known plan, in bytes; 0 if it was not determined."""
 
 
 class TierFull(HyperParallelError, code="HP403"):
-    """A memory tier is too small for the plan or the run.
+    """A memory tier (device, host memory or files) is too small for the plan or the run.
 
-    The message states, for each tier, a size that suffices if the other tiers do not change. Fix: allow more bytes in
-    the tier, add a file tier, or raise the device budget so that less is offloaded.
+    Fix: allow more bytes in the tier, set `offload.flash_dir`, or raise the device budget so that less is offloaded.
     """
 
     enough_bytes: Mapping[str, int] = MappingProxyType({})
@@ -279,21 +275,21 @@ class TierFull(HyperParallelError, code="HP403"):
 
 
 class MemoryPlanInvalid(HyperParallelError, code="HP404"):
-    """A memory plan is illegal: an action uses bytes that are not in the required tier.
+    """A memory plan is illegal, or belongs to another step: an action uses bytes that are not in the required tier.
 
-    Every plan is simulated action by action before it runs. Fix: plan again for this program.
+    Every plan is simulated action by action before it runs. Fix: plan again for this step.
     """
 
 
 class MissingDependency(HyperParallelError, code="HP501"):
-    """A required package is not installed or too old.
+    """A required package or program is not installed, or is too old.
 
     Fix: run the install command in the hint.
     """
 
 
 class DeviceUnavailable(HyperParallelError, code="HP502"):
-    """The machine lacks the requested devices: too few accelerators, too many CPU ranks, or another device kind.
+    """The machine or cluster lacks the requested devices: too few accelerators, or too many CPU ranks.
 
     Why: ranks that share an accelerator cannot communicate, and too many CPU ranks for the cores and memory never
     finish starting. A machine without accelerators runs up to 4 ranks per core (at least 16), if each rank has 0.4 GiB
@@ -307,17 +303,16 @@ class DeviceUnavailable(HyperParallelError, code="HP502"):
 class CaptureUnsupported(HyperParallelError, code="HP511"):
     """The step contains an operation that a captured program cannot reproduce.
 
-    Examples: a result whose size depends on the data, a resized storage, a sparse tensor. Fix: change the setting of
-    the model or optimizer named in the hint.
+    Examples: a result whose size depends on the data, a resized parameter. Fix: change the setting of the model or
+    optimizer named in the hint.
     """
 
 
 class StepChanged(HyperParallelError, code="HP512"):
     """A captured step received values, shapes, a model or an optimizer other than those of its capture.
 
-    A branch of the model may depend on a value, and the capture has recorded the other branch. Or state outside of
-    tensors has changed: a learning rate, a hook, `eval()`, a replaced parameter. Fix: undo the change, capture again,
-    or run this step without capture.
+    Possible causes are a branch that depends on a value, and changed state outside of tensors: a learning rate, a hook,
+    `eval()`, a replaced parameter. Fix: undo the change, capture again, or run this step without capture.
     """
 
 
@@ -329,7 +324,7 @@ class TransferFailed(HyperParallelError, code="HP513"):
 
 
 class NoLoss(HyperParallelError, code="HP514"):
-    """A model returns no loss, or no log-probabilities, for the microbatches of a step.
+    """No loss or log-probabilities can be computed for a microbatch: it has no targets, or the logits do not match.
 
     Cross entropy and token log-probabilities are computed from the logits of a causal language model and from targets
     (`labels`, or already shifted `shift_labels`). Fix: provide targets, or pass `forward_backward` an objective over
@@ -353,14 +348,14 @@ class RankFailed(HyperParallelError, code="HP601"):
 
 
 class NoData(HyperParallelError, code="HP602"):
-    """The data source is missing, unreadable, or yields no training tokens.
+    """The data source is missing or unreadable, has a record that cannot be used, or yields no training tokens.
 
-    Fix: check the path, the format, and that `data.seq_len` is shorter than the text.
+    Fix: check the path, the format, the named record, and that `data.seq_len` is shorter than the text.
     """
 
 
 class RunUnreadable(HyperParallelError, code="HP603"):
-    """A run directory lacks files that the command needs, or one of them cannot be read.
+    """A directory is not that of a run, lacks files that the command needs, or has a file that cannot be read.
 
     Fix: use the output directory of a `hyper-parallel train` run, or restore the file named in the message.
     """
@@ -370,14 +365,14 @@ class LossNotFinite(HyperParallelError, code="HP604"):
     """The loss, a gradient, the held-out loss or a weight became NaN or infinite; the last checkpoint is intact.
 
     A step with a non-finite loss or gradient is not applied. Weights and optimizer state are checked before they are
-    saved or exported, because an update can overflow with a finite loss and gradient. The message names the first
-    non-finite tensor; within a step it is located by a second run of the step, except with offload. Fix: lower
-    `training.lr`, resume from the last checkpoint, or skip such steps with `training.on_nonfinite=skip`.
+    saved or exported, because an update can overflow with a finite loss and gradient. A second run of the step locates
+    the first non-finite tensor, except with offload or sub-models. Fix: lower `training.lr`, resume from the last
+    checkpoint, or skip such steps with `training.on_nonfinite=skip`.
     """
 
 
 class ForkUnsafe(HyperParallelError, code="HP605"):
-    """Local ranks cannot be forked from a process that uses a process group or a device, or has a running thread.
+    """Local ranks cannot be forked from a process that uses a process group or a device, or has a computing thread.
 
     A forked rank inherits locks held by other threads but not the threads, so it could wait forever. A rank also
     cannot use a device whose driver was initialized before the fork, for example by `tensor.cuda()`.
@@ -394,7 +389,7 @@ class RankHung(HyperParallelError, code="HP620"):
     debugger). If there is none, it is a rank outside of any collective: the other ranks wait for this rank in the
     collective named in the message. If all ranks wait in collectives, the collectives do not match.
 
-    Fix: see the position of the culprit. If a phase may take this long, raise `training.timeout_s` (in a step) or
+    Fix: see where the culprit is in its code. If a phase may take this long, raise `training.timeout_s` (in a step) or
     `training.first_step_timeout_s` (first step, evaluation, checkpoint, export). A stopped or ended process is detected
     after `training.timeout_s` in every phase.
     """
@@ -408,15 +403,15 @@ class RestartsUsedUp(HyperParallelError, code="HP621"):
 
 
 class CollectiveMismatch(HyperParallelError, code="HP622"):
-    """Ranks called mismatched collectives: different operations, shapes, dtypes or orders.
+    """Ranks called mismatched collectives, or would have: different operations, shapes, dtypes or orders.
 
-    `training.debug_collectives` detects the mismatch before the ranks hang. Fix: call the same collectives in the same
+    `training.debug_collectives` detects mismatches before the ranks hang. Fix: call the same collectives in the same
     order with matching shapes on all ranks of the group.
     """
 
 
 class DumpUnreadable(HyperParallelError, code="HP623"):
-    """A dump of torch's flight recorder is missing, contains unexpected objects, or lacks required keys.
+    """A dump of torch's flight recorder is missing, cannot be read, or occurs twice for a rank.
 
     Fix: pass the files, or the directory, of `TORCH_FR_DUMP_TEMP_FILE`; file names end in the rank number.
     """
@@ -427,8 +422,8 @@ class LayoutDiffers(HyperParallelError, code="HP624"):
 
     `hyper-parallel parity` compares the two runs in float64 on a small copy of the model, so rounding is not the cause.
     Possible causes are a wrong sharding rule, user code that depends on the rank, or a defect of this package. The
-    message names the first differing parameter in model order. Fix: replicate its module with `parallel.rules`, or
-    remove one axis at a time to find the cause.
+    message names the first parameter in model order whose gradient differs. Fix: replicate its module with
+    `parallel.rules`, or remove one axis at a time to find the cause.
     """
 
 
@@ -436,8 +431,8 @@ class RanksDisagree(HyperParallelError, code="HP625"):
     """A data-parallel rank computed a bitwise different result than its peers from the same microbatches.
 
     Detected by `training.check_ranks_every`: a defective device can return wrong numbers without any error. The message
-    names the rank that differs from the majority. Of two ranks, it names the one that does not reproduce its own
-    result; if both do, it names both, because their software or hardware may differ. Fix: exclude the device, and
+    names the rank that differs from the majority. Without a majority, it names the ranks that do not reproduce their
+    own result; if all do, it names all, because their software or hardware may differ. Fix: exclude the device, and
     resume from a checkpoint saved before the last agreement.
     """
 
@@ -445,9 +440,9 @@ class RanksDisagree(HyperParallelError, code="HP625"):
 class SnapshotsTooLarge(HyperParallelError, code="HP626"):
     """`checkpoint.snapshot_every` is set, and /dev/shm has too little space for the snapshots.
 
-    Up to three snapshots exist at once: two kept, and one being written. Each contains the parameters and two optimizer
-    states per trained parameter. Fix: enlarge /dev/shm (`mount -o remount,size=`, or `--shm-size` of the container), or
-    disable snapshots.
+    Up to three snapshots exist at once: two kept, and one being written. Each contains the parameters (with LoRA, the
+    trained ones) and two optimizer states per trained parameter. Fix: enlarge /dev/shm (`mount -o remount,size=`, or
+    `--shm-size` of the container), or disable snapshots.
     """
 
 
@@ -460,15 +455,15 @@ class LauncherMissing(HyperParallelError, code="HP630"):
 
 
 class HostLost(HyperParallelError, code="HP631"):
-    """A machine of the run has failed or is unreachable: its connections are closed and its ranks are silent.
+    """A machine of the run has failed or is unreachable: its connections are closed and its ranks do not answer.
 
     Why: the ranks of the other machines cannot continue without it. Fix: check the machine named in the message; then
-    resume from the newest checkpoint, on the same number of machines or with another layout on fewer.
+    resume from the newest checkpoint, on the same number of machines, or on fewer machines with another layout.
     """
 
 
 class TrackerFailed(HyperParallelError, code="HP632"):
-    """A tracker of `training.report_to` cannot start: its server does not respond, or rejects the run.
+    """A tracker of `training.report_to` cannot start, for example because its server does not respond.
 
     Why: metrics would be missing from the tracker. Fix: follow the tracker's message; `WANDB_MODE=offline` and
     `MLFLOW_TRACKING_URI` select the destination. A tracker that fails later is disabled with a warning.
@@ -476,7 +471,7 @@ class TrackerFailed(HyperParallelError, code="HP632"):
 
 
 class NotServed(HyperParallelError, code="HP633"):
-    """A LlamaFactory version after 0.9.5 imports names that this package does not provide.
+    """A LlamaFactory version after 0.9.5 imports a name that this package does not provide.
 
     Why: the run would use other settings than requested. Fix: use LlamaFactory 0.9.5, or pass the same YAML file to
     `hyper-parallel train`, which does not need LlamaFactory.
@@ -516,7 +511,7 @@ class CheckpointMismatch(HyperParallelError, code="HP702"):
 
 
 class RunInUse(HyperParallelError, code="HP720"):
-    """Another active process writes to this run directory, export directory or journal.
+    """Another active process writes to this directory or journal.
 
     Why: two runs would mix their metrics and remove each other's checkpoints. Fix: wait for the other process, stop
     it, or choose another path. The lock of a killed process is released.
@@ -526,9 +521,9 @@ class RunInUse(HyperParallelError, code="HP720"):
 class RunDirectoryLost(HyperParallelError, code="HP721"):
     """The directory of a run was removed, moved or replaced during the run.
 
-    Why: files that are still open would be lost at the end, with all metrics and checkpoints. The run ends at its next
-    record and reports the last saved step and its location. Fix: run the command in the hint, or the same command
-    again; without a checkpoint it starts at step 1.
+    Why: the metrics and checkpoints of the rest of the run would be lost. The run ends at its next record, and reports
+    the last saved step and its location. Fix: run the command in the hint, or the same command again; without a
+    checkpoint it starts at step 1.
     """
 
 
@@ -541,12 +536,11 @@ class CheckpointFormat(HyperParallelError, code="HP740"):
 
 
 class WeightsUnreadable(HyperParallelError, code="HP703"):
-    """A weight file of a model or adapter is missing or damaged, lacks a parameter, or has an unknown one.
+    """A weight file of a model or adapter is missing or damaged, lacks a parameter, or has an unknown or invalid one.
 
     Why: transformers would initialize a missing parameter randomly and drop an unknown tensor. Fix: download the file
     named in the message again; names and shapes must match `config.json`. If the files contain an embedding and a
-    different head, an already parallelized model cannot untie them: set `"tie_word_embeddings": false` in
-    `config.json`.
+    different head, set `"tie_word_embeddings": false` in `config.json`.
     """
 
 
@@ -561,5 +555,5 @@ class TokenizerMissing(HyperParallelError, code="HP706"):
 class WeightsUninitialised(HyperParallelError, code="HP704"):
     """A parameter or buffer has no initialization rule, so training would start from undefined memory.
 
-    Fix: add a `reset_parameters` method to its module, or handle it in the model's `_init_weights`.
+    Fix: add a `reset_parameters` method to its module, or initialize it in the model's `_init_weights`.
     """

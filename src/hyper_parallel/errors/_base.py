@@ -8,26 +8,26 @@ from typing import ClassVar, Final
 from hyper_parallel.errors._printable import plain, printable
 
 _MOST_CHARACTERS: Final = 20_000
-"""Maximum characters of one part of a message; tracebacks of a rank are the longest."""
+"""Maximum characters of one part of a message."""
 _MOST_OTHERS: Final = 50
-"""Maximum number of further problems to print, one line each."""
+"""Maximum number of further problems to print."""
 
 
 class HyperParallelError(Exception):
     """Base of all coded errors.
 
-    A subclass defines one code: `class NoData(HyperParallelError, code="HP602")`. Its docstring is the documentation of
-    the code: meaning, reason and fix. Constructor arguments describe one occurrence.
+    A subclass defines one code: `class NoData(HyperParallelError, code="HP602")`. Its docstring documents the code:
+    meaning, reason and fix. Constructor arguments describe one occurrence, and are attributes of the error.
 
     Args:
         what: The problem, in one sentence.
         where: Origin of the wrong value: `recipe.yaml: parallel.tp_x (set by command line)`, a file, a module.
         got: The actual value or values.
         allowed: The accepted values.
-        hint: One line that can be pasted: a command, an override, a recipe line. None: the hint shows `changes` as
-            overrides.
+        hint: One line that can be pasted: a command, an override, a recipe line. None: the hint shows `changes`, if
+            there are any, as overrides.
         changes: Recipe keys with values that fix the problem, as data: `{"parallel.ep": 4}`.
-        others: Further problems, one line each.
+        others: Further problems, one sentence each.
     """
 
     code: ClassVar[str] = "HP000"
@@ -61,7 +61,7 @@ class HyperParallelError(Exception):
     def render(self) -> str:
         """Return the message as printed: code and problem, location, got and allowed, hint, further problems.
 
-        Each part is truncated to a bounded length. Control characters, which may come from a file, are escaped.
+        Long parts are truncated. Control characters, which may come from a file, are escaped.
         """
         lines = [f"error[{self.code}]: {self.what[:_MOST_CHARACTERS]}"]
         if self.where is not None:
@@ -79,13 +79,13 @@ class HyperParallelError(Exception):
 
 
 def overrides(changes: Mapping[str, object]) -> str:
-    """Return changes as shell-quoted overrides: `parallel.pp=2 'parallel.stage_layers=[4, 4]'`."""
+    """Return changes as overrides, with lists in quotes: `parallel.pp=2 'parallel.stage_layers=[4, 4]'`."""
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in changes.items()}
     return " ".join(f"'{k}={v}'" if str(v).endswith("]") else f"{k}={v}" for k, v in plain.items())
 
 
 def all_codes() -> dict[str, type[HyperParallelError]]:
-    """Return every error code with its class, sorted by code.
+    """Return a dict from every error code to its class, sorted by code.
 
     Raises:
         TypeError: Two classes have the same code.

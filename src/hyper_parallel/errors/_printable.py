@@ -1,4 +1,4 @@
-"""Conversion of untrusted values to text for a terminal: of bounded length, and without control characters."""
+"""Conversion of untrusted values to short text without control characters, for a terminal."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _MOST_CHARACTERS: Final = 2_000
 _CONTROL: Final = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
 )
-"""Characters to escape: C0 without tab and line feed, DEL, C1, marks that reorder or end lines, lone surrogates."""
+"""Characters to escape: C0 except tab and line feed, DEL, C1, bidirectional marks, line and paragraph separators, lone
+surrogates, and the byte-order mark."""
 
 
 def printable(text: str) -> str:
     """Return a text in which characters that move the cursor, or hide or reorder text, are JSON escapes.
 
-    Tabs and line feeds are not escaped. Call once per text, before it is printed on a terminal. JSON text keeps its
-    value, because parsers decode the escapes.
+    Tabs and line feeds are not escaped. JSON text keeps its value, because parsers decode the escapes.
     """
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def console(**options: Any) -> Console:
-    """Return a rich console with these options that escapes control characters and markup in all texts."""
+    """Return a rich console with these options that escapes control characters and does not interpret markup."""
     from rich.console import Console
 
     class Printable(Console):
@@ -47,7 +47,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 class _Abbreviation(reprlib.Repr):
-    """Variant of `repr` whose result has a bounded length."""
+    """Variant of `repr` that shortens texts to `length` characters, and shortens collections and large integers."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -68,13 +68,13 @@ class _Abbreviation(reprlib.Repr):
 
 
 def abbreviated(value: Any, length: int = 80) -> str:
-    """Return `repr(value)`, shortened to at most `length` characters."""
+    """Return `repr(value)`, shortened to at most `length` characters; of an integer above 256 bits, the size."""
     text = _Abbreviation(length).repr(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def plain(value: object) -> str:
-    """Return a value as text for a message: a string without quotes, a list with commas; long values are shortened."""
+    """Return a value as text for a message: a string without quotes, a list with commas; long texts are shortened."""
     if isinstance(value, (list, tuple, range)):
         text = ", ".join(map(_plain_item, value[:200])) + (", ..." if len(value) > 200 else "")
     else:

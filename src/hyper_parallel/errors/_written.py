@@ -14,7 +14,7 @@ from typing import Final
 from hyper_parallel.errors._base import HyperParallelError
 
 DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-"""Error numbers of disk failures, as opposed to failures of a service."""
+"""Error numbers of failures of a disk or file system."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def written(place: str | Path) -> Iterator[None]:
 
 
 class Unwritten:
-    """Collector of errors while optional outputs are written, so that the run continues without these outputs.
+    """Collector of errors of optional outputs, so that the run continues without these outputs.
 
     Attributes:
         errors: Collected errors in order.
@@ -58,7 +58,7 @@ class Unwritten:
 
     @contextmanager
     def spare(self, place: str | Path) -> Iterator[None]:
-        """Collect a coded error or a failed write in the block; `place` as in `not_writable`."""
+        """Collect a coded error or an `OSError` that the block raises; `place` as in `not_writable`."""
         try:
             with written(place):
                 yield
@@ -72,7 +72,7 @@ class Unwritten:
 
 
 def _existing(name: str) -> str:
-    """Return the nearest existing directory above a path, for use in hints."""
+    """Return the path if it is a directory, else the nearest directory above it that exists."""
     while not os.path.isdir(name) and os.path.dirname(name) != name:  # noqa: PTH112, PTH120
         name = os.path.dirname(name)  # noqa: PTH120
     return name or "."

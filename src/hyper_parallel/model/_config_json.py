@@ -11,11 +11,11 @@ from hyper_parallel.errors import ModelUnreadable, abbreviated
 STANDARD_KEYS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
 )  # fmt: skip
-"""Keys that every Llama-like config has."""
+"""Keys that a Llama-like config must have, unless its family has a default."""
 PUBLISHED: Final = "use the config.json that the model was published with"
 """Hint for a value that no published config has."""
 _MOST = 2**31 - 1
-"""Largest accepted number; no published model has a larger one."""
+"""Largest accepted integer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ConfigView:
         return tuple(value)
 
     def refuse(self, problem: str, *, got: object, hint: str = PUBLISHED, allowed: object = None) -> NoReturn:
-        """Raise HP305 for the file."""
+        """Raise ModelUnreadable (HP305) with the sentence `problem`."""
         raise ModelUnreadable(problem, where=self.where, got=got, allowed=allowed, hint=hint)
 
     def _refuse_value(self, key: str, value: object, allowed: str) -> NoReturn:

@@ -27,7 +27,7 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
     Parameter names are those of transformers' `GPT2LMHeadModel`.
 
     Raises:
-        ModelUnreadable: HP305 with the missing keys or values of the wrong type.
+        ModelUnreadable: HP305 with missing keys, values of the wrong type, or unsupported features.
     """
     config.require(REQUIRED)
     if config.flag("add_cross_attention"):

@@ -21,7 +21,7 @@ Params = tuple[ParamSpec, ...]
 
 
 _MOST_LAYERS: Final = 100_000
-"""Maximum number of layers: they are listed one by one, and a damaged config may contain any number."""
+"""Maximum number of layers. They are listed one by one, so a larger number in a damaged config would take long."""
 
 
 def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:
@@ -161,7 +161,8 @@ def _mlp(hidden: int, width: int, path: str, bias: bool = False, fused: bool = F
 def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
     """Return spec and parameters of a mixture of experts: router [E, D], gate_up [E, 2F, D] and down [E, D, F].
 
-    GPT-OSS stores experts as (in, out), with interleaved gate and up columns. Its router and experts have biases.
+    Shared experts, if there are any, are a gated MLP. GPT-OSS stores experts as (in, out), with interleaved gate and up
+    columns. Its router and experts have biases.
     """
     hidden, width = config.integer("hidden_size"), config.integer(experts.width_key)
     num, per_token = config.integer("num_experts"), config.integer("num_experts_per_tok")

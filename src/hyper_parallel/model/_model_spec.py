@@ -68,7 +68,7 @@ class ParamSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """True if the parameter has two dims besides the expert dim: it is used in a matmul or lookup, unlike norms."""
+        """True if the parameter has two or more dims besides the expert dim, as weights of matmuls and lookups do."""
         return len(self.shape) - self.is_expert >= 2
 
 
@@ -82,7 +82,7 @@ class AttentionSpec:
         num_kv_heads: Key and value heads.
         qk_head_dim: Width of one query or key head.
         v_head_dim: Width of one value head.
-        window: Number of tokens that each query attends to; None: all earlier ones.
+        window: Maximum number of tokens that a query attends to; None: all earlier tokens.
         kv_cache_width: Values of a KV cache per token and layer: 2 * kv_heads * head width, or the latent of MLA.
     """
 
@@ -186,7 +186,7 @@ class KeptActivations:
         outside: Bytes per token kept outside the layers.
         fullest: `a` of the layer that keeps the most; None: equal to `a` of the average layer.
         last: `a` of the last layer; None: equal to `a` of the average layer.
-        modules: Contribution of each module to `a` in bytes, experts included, by name such as `model.layers.*.mixer`.
+        modules: `a` of each module of the average layer, experts included, by name such as `model.layers.*.mixer`.
         expert_rows: Rows per token that reach the routed experts of a layer; 0 without experts.
     """
 
@@ -204,7 +204,7 @@ class ModelSpec:
 
     Attributes:
         name: Preset name, directory name or hub id, for display.
-        family: `model_type` of the config.
+        family: `model_type` of the config; for a multimodal model, of its decoder.
         dtype: Dtype of the published weights.
         hidden_size: Embed width.
         num_layers: Decoder layers.
@@ -215,8 +215,7 @@ class ModelSpec:
         max_position_embeddings: Maximum sequence length of the model; None when the config does not state it.
         rules: Pairs of module pattern and sharding style for tensor and expert parallelism, for a model read from its
             module; None: the rules of its family.
-        unsplit: Axes, `pp` or `cp`, that the model does not support according to a probe of its forward, with the
-            reason.
+        unsplit: Pairs of axis (`pp` or `cp`) and reason, for axes that a probe of the model's forward has excluded.
         quantised: True if the published weights are quantised; sizes are those of `dtype`.
         kept: Activations that its forward keeps; None when not measured.
     """
@@ -280,9 +279,9 @@ class ModelSpec:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the properties that must agree between a plan and its model: every name, shape and layer.
+        """Hash of the properties that must agree between a plan and its model: family, parameters, attention and MLPs.
 
-        The display name, the notes and the published dtype may differ.
+        Display name, notes and published dtype may differ.
         """
         facts = [self.family, self.vocab_size, self.tied_embeddings, encode(self.blocks)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -290,7 +289,7 @@ class ModelSpec:
     def flops_per_token(self, seq_len: int, causal: bool = False) -> float:
         """Return training FLOPs per token: 6 N_matmul + 12 L * heads * head_dim * seq_len for full attention.
 
-        Sliding layers count min(seq_len, window) tokens. Latent attention (MLA) counts its query-key and value widths.
+        Layers with a window count min(seq_len, window) tokens. Latent attention counts its query-key and value widths.
 
         Args:
             seq_len: Tokens per sequence.

@@ -29,9 +29,9 @@ _EMBEDDING: Final = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings?|embeddings|tok_embeddings|embed_in|tokens_embed|shared"
     r"|transformer\.w)\.weight$"
 )
-"""Names of heads (`_HEAD`) and input embeddings in all transformers classes that tie the two."""
+"""Patterns for the names of heads (`_HEAD`) and input embeddings in transformers classes that tie the two."""
 _INSIDE: Final = re.compile(r"\.\d+\.|^mtp\b")
-"""Names inside decoder layers and multi-token-prediction layers; an embedding or head there is not the model's."""
+"""Pattern for names inside decoder or multi-token-prediction layers; a head or embedding there is not the model's."""
 _MAX_HEADER_BYTES: Final = 100_000_000  # limit of the safetensors library
 _INDEX_LIMITS: Final = Limits(num_bytes=_MAX_HEADER_BYTES, num_elements=2_000_000)
 """Limits of an index file, which lists the tensors of all weight files, as their headers do."""
@@ -59,7 +59,7 @@ class WeightListing:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Tensor of a safetensors file: dtype in the file's notation (`BF16`), shape, and byte range [start, end)."""
+    """Tensor of a safetensors file: dtype in the file's notation (`BF16`), shape, bytes [start, end) of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -95,7 +95,8 @@ def read_tensor_infos(path: Path) -> dict[str, TensorInfo]:
     and byte range; the data follows. Source: safetensors format description, `README.md` of the library.
 
     Raises:
-        WeightsUnreadable: HP703 when the file is shorter than its header states, or the header is invalid.
+        WeightsUnreadable: HP703 when the file cannot be read, is shorter than its header states, or has an invalid
+            header.
     """
     try:
         check_regular(path)
@@ -129,9 +130,9 @@ def read_tensor_infos(path: Path) -> dict[str, TensorInfo]:
 
 
 def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """Return the values of a config, with embeddings untied if the files contain two different tensors.
+    """Return the values of a config, with head and embedding untied if their tensors in the files differ.
 
-    Transformers unties them in this case too, with a warning. Pickled files are not opened here.
+    Transformers unties them in this case too, with a warning. Pickled files are not opened.
     """
     if values.get("tie_word_embeddings") is False:
         return values

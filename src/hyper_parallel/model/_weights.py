@@ -23,7 +23,7 @@ def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...
     """Return the tensors in the safetensors files of a directory by name, and notes for the user; both may be empty.
 
     Raises:
-        WeightsUnreadable: HP703 with the missing, truncated or corrupt file.
+        WeightsUnreadable: HP703 with some of the missing files, or the truncated or corrupt file.
     """
     listing = list_weight_files(directory)
     files = [f for f in listing.files if f.endswith(".safetensors")]
@@ -47,9 +47,9 @@ def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...
 def check_weights(spec: ModelSpec, tensors: Mapping[str, TensorInfo], directory: Path) -> ModelSpec:
     """Return the spec with the dtype of the weights, after comparing names and shapes.
 
-    A missing parameter, or one of another shape, raises an error; for an unknown family, it adds a note. Tensors
-    without a parameter in the spec (a vision tower) add a note. Quantised weights have other shapes and are not
-    compared.
+    A missing parameter, or one of another shape, raises an error; for a family outside `FAMILIES_READ`, it adds a note.
+    Tensors without a parameter in the spec, such as those of a vision tower, add a note. Quantised weights have other
+    shapes and are not compared.
 
     Raises:
         WeightsUnreadable: HP703 with the missing or different parameters.
@@ -78,7 +78,7 @@ def check_weights(spec: ModelSpec, tensors: Mapping[str, TensorInfo], directory:
     notes = list(spec.notes)
     if wrong and spec.family in FAMILIES_READ:
         raise WeightsUnreadable(
-            f"parameters of the weights do not match config.json: {len(wrong)}",
+            f"{len(wrong)} parameters of the weight files do not match config.json",
             where=str(directory),
             got=wrong[:3],
             hint="fetch config.json and the weight files again, from the same place",
@@ -100,7 +100,7 @@ def check_weights(spec: ModelSpec, tensors: Mapping[str, TensorInfo], directory:
 def _causal_lm_names(tensors: Mapping[str, TensorInfo], spec: ModelSpec) -> dict[str, TensorInfo]:
     """Return the tensors by their names in the causal language model.
 
-    Multimodal models, and models without a head, store them under other prefixes.
+    Files of multimodal models, and of models without a head, have other prefixes.
     """
     base = spec.blocks[0].params[0].name.partition(".")[0]
     prefixes = (
@@ -145,7 +145,7 @@ def _stored_as(name: str, param: ParamSpec, experts: Experts | None) -> Iterator
 
 
 def _main_dtype(tensors: list[TensorInfo]) -> str | None:
-    """Return the dtype of the majority of elements; None when this package does not know it."""
+    """Return the dtype that most elements have; None without tensors, or if it is not one of `FLOAT_DTYPES`."""
     elements: Counter[str] = Counter()
     for tensor in tensors:
         elements[tensor.dtype] += math.prod(tensor.shape)

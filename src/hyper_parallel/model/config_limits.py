@@ -1,7 +1,7 @@
 """Bounds on the numbers in a config.json, checked before a model, a plan or a transformers class is built from it.
 
 Large numbers in a config would make reading it slow, because lists of layers, label names and expert modules are built
-eagerly. Each bound is several times the largest published value.
+eagerly. Each bound is above the largest published value.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hyper_parallel.model._config_json import ConfigView
 from hyper_parallel.received import Limits
 
 CONFIG_LIMITS: Final = Limits(num_bytes=8 * 1024**2, num_elements=300_000, depth=30)
-"""Limits of a config file; the longest published configs contain about twenty thousand labels, twice."""
+"""Limits of a config file."""
 
 
 class _Count(NamedTuple):
-    """Bound on one kind of number: its config keys, the largest allowed value, and the largest published value."""
+    """Bound on one kind of number: config keys, largest allowed value, and largest published value with its model."""
 
     label: str
     keys: re.Pattern[str]
@@ -46,7 +46,7 @@ _MOST: Final = 2**53
 
 
 def check_config(values: Mapping[str, Any], where: str) -> None:
-    """Raise ModelUnreadable (HP305) for a config, read from `where`, with a number far beyond all published models."""
+    """Raise ModelUnreadable (HP305) if a number in a config, which was read from `where`, is above its bound."""
     config, largest = ConfigView(values, where), dict[str, int]()
     for key, number in _numbers(values, ""):
         name = key.rpartition(".")[2]

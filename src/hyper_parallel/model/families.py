@@ -63,9 +63,9 @@ class Family:
         fused_qkv: Query, key and value stacked (`qkv_proj`).
         fused_mlp: Gate and up stacked (`gate_up_proj`).
         norms: Names of a layer's norms outside of attention.
-        windows: Layers with a window of `sliding_window` tokens: none; all, if the key is set; all, if
-            `use_sliding_window`; from layer `max_window_layers` on, if `use_sliding_window`; or all except every n-th
-            (n = `sliding_window_pattern`).
+        windows: Layers with a window of `sliding_window` tokens. all: all, if the key is set. switch: all, if
+            `use_sliding_window`. upper: from layer `max_window_layers` on, if `use_sliding_window`. pattern: all except
+            every n-th (n = `sliding_window_pattern`). `layer_types` of a config replaces the last two rules.
         experts: Mixture of experts; None for a family without experts.
         required: Keys that a config must contain unless `defaults` has them.
     """
@@ -94,7 +94,7 @@ _BiasedAttention = partial(Family, qkv_bias="attention_bias", o_bias="attention_
 """Family in which the config key `attention_bias` states the bias of all attention projections."""
 
 LLAMA = _BiasedAttention(mlp_bias="mlp_bias")
-"""Entry of Llama, also used for an unknown Llama-like decoder."""
+"""Entry of Llama, also used for a Llama-like decoder of an unknown family."""
 
 _GLM = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}
 _GEMMA = {"tie_word_embeddings": True, "vocab_size": 256000, "head_dim": 256}

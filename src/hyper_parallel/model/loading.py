@@ -1,4 +1,4 @@
-"""Readers of a ModelSpec from a directory, a config.json, a preset name or a hub name."""
+"""Readers of a ModelSpec from a directory, a config.json, a preset name or a Hub name."""
 
 from __future__ import annotations
 
@@ -47,16 +47,15 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """Return the config of a preset, with the keys `_source` and `_aliases` that this package adds."""
+    """Return the config of the preset `name`, with the keys `_source` and `_aliases` that this package adds."""
     values: dict[str, Any] = json.loads((_FOLDER / f"{name}.json").read_text())
     return values
 
 
 def find_preset(text: str) -> str | None:
-    """Return the name of the preset with the name or hub id `text`; None if there is none.
+    """Return the name of the preset with the name or Hub id `text`; None if there is none.
 
-    Case and punctuation are ignored. The organisation of a hub id may be omitted. If it is given it must match, because
-    another organisation may publish another model with the same name.
+    Case and punctuation are ignored. The organisation of a Hub id may be omitted, but if it is given it must match.
     """
     normalized = _normal(text)
     if "/" not in text and normalized in preset_names():
@@ -98,7 +97,7 @@ class ConfigFile:
 
 
 def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ConfigFile:
-    """Find and read the config of a model given by path, hub id or preset; arguments and errors as in `load_model`."""
+    """Find and read the config of a model given by path, Hub id or preset; arguments and errors as in `load_model`."""
     text = os.fspath(path_or_name)
     # os.path, because pathlib raises for a text that cannot be a path: too long, home of an unknown user.
     path = Path(os.path.expanduser(text))  # noqa: PTH111
@@ -156,17 +155,17 @@ def _refuse_no_config(path: Path) -> None:
 
 
 def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ModelSpec:
-    """Return the ModelSpec of a model, without reading weights or importing a framework.
+    """Return the ModelSpec of a model from its config and the headers of its weight files, without a framework.
 
     Args:
-        path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a name on the hub
-            (`org/name` or `org/name@revision`). The config of a hub name is downloaded unless a preset matches. An
+        path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a name on the Hub
+            (`org/name` or `org/name@revision`). The config of a Hub name is downloaded unless a preset matches. An
             existing path takes precedence.
         where: Origin of the value, for errors: `recipe.yaml: model.path`.
 
     Raises:
-        UnknownModel: HP304 when the text is none of these, or the hub refuses the download.
-        ModelUnreadable: HP305 with the missing or invalid keys of the config.
+        UnknownModel: HP304 when the text is none of these, or the config cannot be downloaded from the Hub.
+        ModelUnreadable: HP305 with the missing, invalid or unsupported keys of the config.
         WeightsUnreadable: HP703 when a weight file is truncated, missing or belongs to another config.
     """
     config = read_config(path_or_name, where=where)
@@ -191,7 +190,7 @@ def spec_from_config(values: Mapping[str, Any], *, name: str, where: str | None 
         where: File of the values, for errors.
 
     Raises:
-        ModelUnreadable: HP305 with the missing or invalid keys of the config.
+        ModelUnreadable: HP305 with the missing, invalid or unsupported keys of the config.
     """
     config, notes = _text_part(ConfigView(values, where or f"config of {name}"))
     model_type = _model_type(config)
@@ -234,7 +233,7 @@ def read_config_values(path: Path) -> dict[str, Any]:
     """Return the values of a config.json, checked against limits.
 
     Raises:
-        ModelUnreadable: HP305 when the file is not a JSON object, or a number is far beyond all published models.
+        ModelUnreadable: HP305 when the file is not a JSON object within limits, or a value is out of range or invalid.
     """
     try:
         text = read_text(path, CONFIG_LIMITS)
@@ -297,7 +296,7 @@ def is_read(values: Mapping[str, Any]) -> bool:
 def _family(model_type: str, config: ConfigView) -> tuple[Family, tuple[str, ...]]:
     """Return the family of a `model_type`, and notes.
 
-    An unknown type is read as Llama; a key that no Llama-like decoder has raises HP305.
+    An unknown type is read as Llama. Raise HP305 if it lacks a key of Llama-like decoders, or has a key that they lack.
     """
     known = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
     if known is not None:

@@ -24,7 +24,7 @@ class Property:
 
     @property
     def agrees(self) -> bool:
-        """True if the property holds, or does not apply to the model and was therefore not measured."""
+        """True if the property holds, or was not measured for a reason other than an error."""
         return self.holds is True or (self.holds is None and not self.error)
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class ModelProperties:
         growing_cache: Decoding token by token with the model's cache gives the logits of the full text.
         fixed_cache: As `growing_cache`, with a cache of fixed length and one text.
         slot_cache: As `growing_cache`, with a cache of fixed length and several texts of different lengths.
-        idle_modules: Outermost modules with parameters that a text batch does not run.
+        idle_modules: Outermost modules whose parameters get no gradient from a batch of text.
         measured_on: Sizes of the copy and how it was built, as text.
     """
 

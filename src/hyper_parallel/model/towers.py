@@ -1,7 +1,7 @@
 """Towers: encoders of images or audio in a multimodal model, described as separate models for planning.
 
-The planner predicts the cost of a tower like that of a language model. An image or recording is a sequence, and an
-encoder position is a token.
+The planner predicts the cost of a tower like that of a language model. An image or recording is a sequence, and a
+patch or audio frame is a token.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Tower:
 
 
 def language_of(spec: ModelSpec, towers: Collection[str] | None = None) -> ModelSpec:
-    """Return the spec without the parameters of the named towers; `towers` None: without those of all towers."""
+    """Return the spec without the named towers (None: all); the projector belongs to the first tower of the model."""
     kinds = tower_kinds(spec)
     names = set(kinds if towers is None else towers)
     if towers is None or not names.isdisjoint(kinds[:1]):
@@ -81,13 +81,13 @@ def tower_kinds(spec: ModelSpec) -> list[str]:
 
 
 def fixed_image_size(config: Mapping[str, Any]) -> int | None:
-    """Return the side of an image in pixels; None if the encoder accepts images of any size."""
+    """Return the side of an image in pixels; None if the encoder accepts any size, or there is no image encoder."""
     section = config.get("vision_config")
     return (_side(section.get("image_size")) or None) if isinstance(section, Mapping) else None
 
 
 def towers_of(spec: ModelSpec, config: Mapping[str, Any], image_size: int | None = None) -> tuple[Tower, ...]:
-    """Return the towers of a model; omits a tower whose config lacks the number of heads or the patch size.
+    """Return the towers of a model, without a tower whose config lacks the number of heads or the size of its items.
 
     Args:
         spec: Spec of the whole model, with the parameters of its towers.
@@ -169,7 +169,7 @@ def _tower(
 
 
 def _with_dims(p: ParamSpec, hidden: int) -> ParamSpec:
-    """Return the parameter with logical dims for input and output; the dim of size `hidden` is `embed`."""
+    """Return a matrix with logical dims: `embed` for the last dim if its size is `hidden`, else for the first one."""
     if not p.is_matrix:
         return p
     return replace(p, dims=("features", "embed") if p.shape[-1] == hidden else ("embed", "features"))
@@ -203,7 +203,7 @@ def _rows(p: ParamSpec, merged: float) -> float:
 
 
 def _positions(kind: str, config: Mapping[str, Any], image_size: int | None) -> tuple[int, str]:
-    """Return encoder tokens per item and a description of the items; (0, "") if the config lacks the patch size."""
+    """Return encoder tokens per item, 0 if the config does not determine them, and a description of the items."""
     if kind == "audio":
         frames = 100 * _RECORDING_S
         longest = config.get("max_source_positions") or 0

@@ -20,8 +20,9 @@ def write_report(directory: str | Path) -> tuple[Path, Path]:
     """Write `report.html` and `trace.json` into a run directory and return their paths.
 
     Raises:
-        RunUnreadable: HP603 when the directory is not a run.
-        OutputNotWritable: HP105 when a file cannot be written.
+        RunUnreadable: HP603 when the directory is not a run, or a file of it is broken.
+        PlanUnreadable: HP306 for a broken plan.json.
+        OutputNotWritable: HP105 when a file cannot be written, or exists and is not a report or trace.
     """
     run = load_run(directory)
     page, trace = run.directory / "report.html", run.directory / "trace.json"
@@ -37,8 +38,9 @@ def write_comparison(directories: Sequence[str | Path]) -> Path:
     """Write `comparison.html`, a page that compares several runs, into the first run's directory; return its path.
 
     Raises:
-        RunUnreadable: HP603 when a directory is not a run.
-        OutputNotWritable: HP105 when a file cannot be written.
+        RunUnreadable: HP603 when a directory is not a run, or a file of it is broken.
+        PlanUnreadable: HP306 for a broken plan.json.
+        OutputNotWritable: HP105 when a file cannot be written, or exists and is not a report.
     """
     runs = [load_run(directory) for directory in directories]
     page = runs[0].directory / "comparison.html"
@@ -49,7 +51,7 @@ def write_comparison(directories: Sequence[str | Path]) -> Path:
 
 
 def _check_written(*paths: Path) -> None:
-    """Raise OutputNotWritable (HP105) if a file to write exists and was not written by a report."""
+    """Raise OutputNotWritable (HP105) if a file to write exists and is not a report or trace."""
     for path in paths:
         check_output_file(path, _is_report, "a report or a trace of a run")
 

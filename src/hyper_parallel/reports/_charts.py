@@ -40,7 +40,7 @@ class Unit(NamedTuple):
 
     @classmethod
     def of(cls, largest: float, units: Sequence[tuple[str, float]]) -> Unit:
-        """Return the largest of `units` that does not exceed the value `largest`."""
+        """Return the first of `units`, which are in descending order, that is at most `largest`; else the last one."""
         return cls(*next((u for u in units if largest >= u[1]), units[-1]))
 
 
@@ -82,9 +82,9 @@ def curves(
     """Return a chart of lines over training steps or another quantity; None when no line has a point.
 
     Args:
-        lines: Lines to draw; long lines are thinned to every n-th point.
+        lines: Lines to draw, without points that are not finite; long lines are thinned to every n-th point.
         y_label: Label of the y axis.
-        units: Candidate units of the y axis.
+        units: Candidate units of the y axis, in descending order.
         x_label: Label of the x axis.
         x_unit: Unit of the x axis.
         x_range: Range of another chart's x axis; both charts then pan and zoom together.
@@ -161,7 +161,7 @@ def bars(
     Args:
         rows: One row per bar: label, value per kind, and a note for some kinds.
         units: Candidate units of the axis.
-        limit: Capacity to draw as a line, unless it is far above all bars; 0: none.
+        limit: Capacity to draw as a line if it is above the longest bar by a factor of at most 4; 0: none.
     """
     totals = {label: sum(parts.values()) for label, parts, _ in rows}
     largest = max(totals.values(), default=0.0)

@@ -76,11 +76,11 @@ _CURVES: Final = (
     ("step_s", "step time", SECONDS, None),
     ("tps", "tokens/s per rank", _PLAIN, None),
 )
-"""Charts of one metric each: key, label and units of the metric, and the record that contains it."""
+"""Charts of one metric each: key, label and units of the metric, and the nested record with the key (None: the row)."""
 
 
 class _Source(NamedTuple):
-    """Run whose curves are drawn, with the prefix of their labels and their colour."""
+    """Run whose curves are drawn, with the colour of the curves and the prefix of their labels."""
 
     run: RunRecord
     prefix: str
@@ -91,7 +91,7 @@ class _Source(NamedTuple):
         return Curve(self.prefix + label, _points(self.run.metrics, key, record), self.color, style)
 
     def held_out(self, label: str, key: str, record: str | None = None, style: str = "dots") -> Curve:
-        """Return the curve of a metric of evaluations."""
+        """Return the curve of a metric of evaluations; `key` and `record` as for `_points`."""
         return Curve(self.prefix + label, _points(self.run.evals, key, record), self.color, style)
 
 
@@ -146,7 +146,7 @@ def render(*runs: RunRecord) -> str:
 
 
 def _exposed(run: RunRecord) -> dict[str, Any] | None:
-    """Return medians of the exposed communication over recorded steps; None without records.
+    """Return medians of the exposed communication over the recorded steps of the last part; None without records.
 
     `seconds` maps kinds of parallelism to exposed seconds; the other keys are the fractions `masking_timeline` and
     `masking_wait`.
@@ -166,7 +166,7 @@ def _exposed(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _balance(run: RunRecord) -> dict[str, float] | None:
-    """Return the mean imbalance of media tokens over ranks, before and after balancing; None without media tokens."""
+    """Return the mean imbalance of ranks, weighted by media tokens, before and after balancing; None without tokens."""
     steps = [m["balance"] for m in run.last.rows if "balance" in m]
     total = sum(step["media_tokens"] for step in steps)
     if not total:
@@ -190,7 +190,7 @@ def _run_colors(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
-    """Return the charts over steps, by name, with one colour per run; all charts zoom together."""
+    """Return the charts that runs can share, by name, with one colour per run; charts over steps zoom together."""
     ends = [(m[0]["step"], m[-1]["step"]) for m in (run.metrics for run in runs) if m]
     first, last = min((a for a, _ in ends), default=1) - 1, max((b for _, b in ends), default=1)
     margin = 0.02 * (last - first)
@@ -251,7 +251,7 @@ def _accuracy_chart(sources: Sequence[_Source], **options: Any) -> Chart | None:
 
 
 def _predicted_steps(source: _Source) -> Iterator[Curve]:
-    """Yield a flat line at the predicted step time for each part of a run."""
+    """Yield a flat line at the predicted step time for each part of a run with measured step times."""
     run = source.run
     for part in run.parts:
         ends = [row["step"] for row in part.rows if row.get("step_s") is not None]
@@ -268,9 +268,9 @@ def _points(rows: Sequence[dict[str, Any]], key: str, record: str | None = None)
 
 
 def _within(sources: Sequence[_Source]) -> Chart | None:
-    """Return a chart of memory over one step on the rank with the highest peak; None without records.
+    """Return a chart of memory over the first recorded step, per run on the rank with the highest peak.
 
-    For a single run, it also shows the phases of the step and the predicted peak.
+    For a single run, it also shows the phases of the step and the predicted peak. None without records.
     """
     lines, bands = [], []
     for run, prefix, color in sources:
@@ -319,7 +319,7 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
 
 
 def _lanes(timeline: Timeline) -> Chart:
-    """Return a chart of one step with a lane per executor, at most `_MAX_LANES` lanes."""
+    """Return a chart of a timeline with a lane per executor, at most `_MAX_LANES` lanes."""
     drawn = _working_lanes(timeline)[:_MAX_LANES]
     names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in drawn}
     return lanes(_with_labels(timeline, kind_of), names)
@@ -360,7 +360,7 @@ def _by_kind(
 
 
 def _phases(timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of each phase of a step, averaged over ranks and all but the first recorded step."""
+    """Return the seconds of each phase of a step, averaged over ranks and the steps of `steady_steps`."""
     steps = {*steady_steps(timeline)}
     # A collective in flight is no phase: the rank computes or waits meanwhile.
     spans = [s for s in timeline.spans if s.step in steps and s.category != "in flight"]

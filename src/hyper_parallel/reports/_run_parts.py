@@ -14,7 +14,7 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.received import Limits, read_json, read_text
 
 WARM_UP_STEPS: Final = 3
-"""Number of first steps of a part that medians exclude, because allocation, imports and compilation slow them."""
+"""Number of first steps of a part that medians exclude, because memory allocation and compilation slow them."""
 _FOLDER: Final = re.compile(r"step_(\d{8,15})")
 _LIMITS: Final = Limits()
 
@@ -47,7 +47,7 @@ class PartRecord:
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Largest measured memory over all steps; None without measurements."""
+        """Largest measured memory of a step, in bytes; None without measurements."""
         values = [int(m["memory_bytes"]) for m in self.rows if m.get("memory_bytes")]
         return max(values, default=None)
 
@@ -56,12 +56,13 @@ def read_parts(directory: Path, plan: Plan, rows: Sequence[dict[str, Any]]) -> t
     """Return the parts of a run that contain steps, in order; always at least one part.
 
     Args:
-        directory: Run directory. A directory of an older version, which records no parts, is read as a single part.
+        directory: Run directory. Without records of parts, as in runs of older versions, the run is a single part.
         plan: Plan of the last part.
         rows: Metrics of all steps.
 
     Raises:
         RunUnreadable: HP603 naming the broken file.
+        PlanUnreadable: HP306 for a broken plan.
     """
     folder = directory / "parts"
     paths = sorted(folder.iterdir()) if folder.is_dir() else []

@@ -113,7 +113,7 @@ _ABOUT: Final[TypeAdapter[_About]] = TypeAdapter(_About)
 _READ: Final = tuple(_Row.__annotations__)
 _FILE: Final = Limits(64 * MiB, num_elements=4_000_000)
 _LINES: Final = Limits(256 * MiB)
-"""Limits of metrics.jsonl, sufficient for about half a million steps."""
+"""Limits of metrics.jsonl and eval.jsonl."""
 _LINE: Final = Limits(MiB, num_elements=100_000)
 
 
@@ -128,14 +128,14 @@ class RunRecord:
         evals: One mapping per evaluation with a finite loss, in step order; may be empty.
         timeline: Measured spans of a window of steps; None without measurements.
         parts: Steps between two resumes, each with its plan; at least one.
-        data: Facts about the data from data.json; None for a run of an older version.
+        data: Facts about the data from data.json; None without the file.
         samplers: Measured spans of sampling ranks, on the same clock as `timeline`; None without such ranks.
         simulated: Simulated events of one step of the plan, with a lane per pipeline rank; None without simulation.
         config: Text of the resolved recipe.
         settings: Values of the resolved recipe by dotted key.
         sample: Text that the model generated after training; "" without a sample.
         answers: Held-out conversations with expected and given answers.
-        run_info: Machine and versions, as written by the trainer.
+        run_info: Machine, versions and other facts from run.json; empty without the file.
         offload: Predicted and measured timeline of one planned step; None without offload.
     """
 
@@ -187,7 +187,7 @@ class RunRecord:
 
     @property
     def busy(self) -> dict[str, float]:
-        """Fraction of time in which training and sampling ranks work; empty without separate sampling ranks."""
+        """Fractions of the step time in which training and sampling ranks work; empty without sampling ranks."""
         keys = "step_s", "wait_s", "sample_s"
         rows = self.last.rows[self.last.warm_up :]
         steps = [{**m, **(m.get("rollout") or {})} for m in rows]
@@ -199,7 +199,7 @@ class RunRecord:
 
     @property
     def fullest_rank(self) -> str | None:
-        """Name of the rank with the largest recorded memory; None without records."""
+        """Name of the rank with the largest recorded memory, such as `rank 0`; None without records."""
         samples = [c for c in self.timeline.counters if c.lane.endswith("/memory")] if self.timeline else []
         return max(samples, key=lambda c: c.value).lane.partition("/")[0] if samples else None
 
@@ -209,6 +209,7 @@ def load_run(directory: str | Path) -> RunRecord:
 
     Raises:
         RunUnreadable: HP603 naming the missing or broken file.
+        PlanUnreadable: HP306 for a broken plan.json.
     """
     root = Path(directory)
     if not (root / "metrics.jsonl").is_file():
@@ -259,13 +260,13 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """Return the content of run.json, such as machine and versions; empty if the file does not exist."""
+    """Return the content of run.json; empty if the file does not exist."""
     facts: dict[str, Any] | None = read_record(path, _ABOUT, "recorded settings", _FILE)
     return facts or {}
 
 
 def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
-    """Return the records of a JSON-lines file, with only the last record of a step that was repeated after a resume."""
+    """Return the last record of each step in a JSON-lines file, sorted by step; an incomplete last line is ignored."""
     rows: dict[int, dict[str, Any]] = {}
     lines = _text(path, _LINES).splitlines()
     for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""Table of predicted and measured seconds of a multimodal model's sub-models, and of the bubble of their step."""
+"""Table of predicted and measured seconds of a multimodal model's sub-models, and of the bubbles of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PartRow(NamedTuple):
 
 
 def submodel_rows(plan: SubmodelsPlan | None, timeline: Timeline | None) -> list[PartRow]:
-    """Return one row per sub-model, and one for the step; empty for a model that is not divided."""
+    """Return one row per sub-model, and one for the step; empty for a plan without sub-models."""
     if plan is None:
         return []
     rows = []

@@ -10,7 +10,7 @@ from typing import Any, Final
 from hyper_parallel.ir import Counter, Plan, Span, Timeline, merge_timelines
 
 _MOST_EVENTS: Final = 200_000
-"""Maximum number of events of one kind in a trace; Perfetto opens a few million."""
+"""Maximum number of predicted events, and of arrows, in a trace."""
 
 
 def predicted_timeline(plan: Plan) -> Timeline:
@@ -29,15 +29,12 @@ def steps_of(timeline: Timeline) -> list[int]:
 
 
 def steady_steps(timeline: Timeline) -> list[int]:
-    """Return the numbers of the recorded steps except the first one, unless it is the only one.
-
-    The count of bytes slows the first recorded step.
-    """
+    """Return the numbers of the recorded steps except the first one, which may be slower, unless it is the only one."""
     return steps_of(timeline)[1:] or steps_of(timeline)
 
 
 def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
-    """Return the spans and counters of one step, shifted to start at time 0; `step` None: the middle recorded step."""
+    """Return the part of a timeline in `step` (None: the middle step), shifted to time 0; all of it without steps."""
     steps = steps_of(timeline)
     if not steps:
         return timeline
@@ -121,7 +118,7 @@ def _flows(
     learners: Sequence[Span],
     lanes: dict[str, int],
 ) -> None:
-    """Append trace arrows from each span that samples completions to the training ranks' spans that consume them."""
+    """Append trace arrows from each span that samples completions to the spans of the same step that consume them."""
     takes: dict[int | None, list[Span]] = {}
     for span in learners:
         if span.name == "rollout":

@@ -71,7 +71,7 @@ _LIMITS: Final = Limits(16 * MiB)
 
 
 def read_data_facts(path: Path) -> dict[str, Any] | None:
-    """Return the facts about the data of a run; None for a run of an older version; errors as `read_record`."""
+    """Return the facts about the data of a run; None without the file; errors as `read_record`."""
     facts: dict[str, Any] | None = read_record(path, _FACTS, "facts on the data")
     return facts
 
@@ -104,7 +104,7 @@ def read_record(path: Path, schema: TypeAdapter[Any], name: str, limits: Limits 
 
 
 def data_section(facts: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the values of the section's template: rows, notes, length histograms and examples; None without facts."""
+    """Return the values of the section's template, such as rows, histograms and examples; None without facts."""
     if facts is None:
         return None
     sources = []

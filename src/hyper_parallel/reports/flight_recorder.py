@@ -2,7 +2,7 @@
 
 A dump, a pickle or JSON file, contains the last collectives of one rank (`entries`) and its groups (`pg_config`). All
 ranks of a group number its collectives alike. Ranks diverge at the first number that a rank lacks, or at which calls
-differ. Messages between two ranks are numbered separately and are not compared.
+differ; else at the first collective that a rank has not completed. Messages between two ranks are not compared.
 Source: the format in torch/distributed/flight_recorder/components and its `Collective` (version 2.10).
 """
 
@@ -69,9 +69,10 @@ class Divergence:
         ranks: Ranks of the group.
         number: Number of the collective in the group.
         kind: missing, operation, shape, dtype, or state (called on all ranks, but not completed on all).
-        culprits: Ranks that lack the collective, differ from the majority, or have not completed it.
-        calls: Call of each rank at this number; for a rank that lacks it, the rank's last call.
-        time_ns: Time of the first call at this number.
+        culprits: Ranks that lack the collective, differ from the most common call (all ranks if no call is the most
+            common), or have not completed it.
+        calls: Description of each rank's call at this number; for a rank that lacks it, of the rank's last call.
+        time_ns: Time of the first call at this number, in ns since the epoch; 0 if it was not recorded.
     """
 
     group: str
@@ -96,9 +97,9 @@ class Divergence:
 
 
 def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
-    """Return the content of dump files by rank, the number at the end of a file name, before any extension.
+    """Return the content of dump files by rank, in the order of ranks.
 
-    In a directory, other files are ignored.
+    The rank is the number at the end of a file name, before any extension. In a directory, other files are ignored.
 
     Raises:
         DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is no dump.
@@ -124,7 +125,7 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler for containers, texts and numbers; refuses any class or function, so no code runs."""
+    """Unpickler for containers, texts and numbers; it refuses any class or function, so no code runs."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it wants to load `{module}.{name}`, which no dump does")
@@ -158,7 +159,7 @@ def _unreadable(path: Path, why: str) -> DumpUnreadable:
 
 
 def divergences(dumps: Mapping[int, Mapping[str, Any]]) -> list[Divergence]:
-    """Return the first divergence of every process group with one, in order of time."""
+    """Return the first divergence of each process group whose ranks diverge, in order of time."""
     groups: dict[tuple[str, str], dict[int, dict[int, Mapping[str, Any]]]] = defaultdict(dict)
     members: dict[tuple[str, str], set[int]] = defaultdict(set)
     for rank, dump in dumps.items():
@@ -172,7 +173,7 @@ def divergences(dumps: Mapping[int, Mapping[str, Any]]) -> list[Divergence]:
             numbers = groups[key].setdefault(rank, {})
             if not entry.get("is_p2p"):
                 number = entry["collective_seq_id"]
-                # Numbering restarts: the entries belong to a later group with the same name
+                # Numbering restarts, so this entry belongs to a later group with the same name.
                 if numbers and number < max(numbers):
                     numbers.clear()
                 numbers[number] = entry

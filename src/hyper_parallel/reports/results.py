@@ -30,7 +30,7 @@ class Result(NamedTuple):
 
 
 def deviation(measured: float | None, predicted: float) -> str:
-    """Return the relative deviation in percent, such as "+3.1 %"; empty when a value is absent or zero."""
+    """Return the relative deviation in percent, such as "+3.1 %"; empty if a value is None or 0."""
     if not measured or not predicted:
         return ""
     return f"{(measured / predicted - 1) * 100:+.1f} %"
@@ -41,7 +41,7 @@ def _predicted_note(text: str, measured: float, predicted: float) -> str:
 
 
 def results(run: RunRecord) -> list[Result]:
-    """Return the main numbers of a run: settings, quality, speed and memory."""
+    """Return the main numbers of a run: amounts and learning rate, quality, speed and memory."""
     return [*_settings_of(run), *_quality(run), *_speed(run)]
 
 
@@ -72,7 +72,7 @@ def _settings_of(run: RunRecord) -> Iterator[Result]:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as text in readable units: `12.3 s`, `4 min 5 s`, `3 h 20 min`."""
+    """Return a duration as text: below 100 s as `format_seconds`, else `4 min 5 s` or `3 h 20 min`."""
     if seconds < 100:
         return format_seconds(seconds)
     minutes, rest = divmod(round(seconds), 60)
@@ -111,7 +111,7 @@ def _quality(run: RunRecord) -> Iterator[Result]:
 
 
 def _preference(prefix: str, first: Mapping[str, float] | None, last: Mapping[str, float] | None) -> Iterator[Result]:
-    """Yield accuracy and margin of a preference stage, from the first and last record that has them."""
+    """Yield accuracy and margin of a preference stage at the end of the run; `first` is the record of its start."""
     first, last = first or {}, last or {}
     if (accuracy := last.get("accuracy")) is not None:
         note = f"from {first['accuracy'] * 100:.1f} %" if first.get("accuracy") is not None else ""
@@ -184,7 +184,7 @@ def part_rows(run: RunRecord) -> list[dict[str, str]]:
 
 
 def conditions(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the conditions under which a run was measured and predicted."""
+    """Return the conditions under which a run was measured and predicted, as pairs of name and text."""
     plan, work, info = run.plan, run.plan.workload, run.run_info
     batch = (
         f"per data rank microbatch {work.microbatch} x {work.accumulation_steps} accumulated, "
@@ -208,7 +208,7 @@ def conditions(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Return pairs of setting and its values, one per run, for settings that differ; `-` for a missing value."""
+    """Return pairs of a differing setting, strategy or machine and its values, one per run; `-`: value is missing."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [(key, [f"{run.settings.get(key, '-')}" for run in runs]) for key in keys]
     strategies = ("mesh and strategy", [f"{run.plan.strategy}" for run in runs])

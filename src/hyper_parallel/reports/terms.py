@@ -103,13 +103,13 @@ def words(name: str) -> str:
 
 
 def time_kind(name: str) -> str:
-    """Return the kind of a cost term of the step time, with one kind for forward, backward and recompute."""
+    """Return the kind of a cost term of the step time, with the same kind for forward, backward and recompute."""
     kind = kind_of(name)
     return BOTH if kind.startswith(("forward", "backward", "recompute")) else kind
 
 
 def memory_kind(name: str) -> str:
-    """Return the kind of a memory term of a plan: a persistent state, offloaded, or transient memory."""
+    """Return the kind of a memory term of a plan: one of `STATES`, `offloaded`, or `MOVING` for transient memory."""
     kind = _KINDS.get(name, "optimizer states" if name == "optimizer" else name)
     return kind if kind in STATES else "offloaded" if name.startswith("offloaded") else MOVING
 
