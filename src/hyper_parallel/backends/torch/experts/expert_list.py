@@ -135,7 +135,7 @@ def is_list(module: nn.Module | None) -> TypeGuard[nn.ModuleList]:
 
 
 def shard_expert_lists(model: nn.Module, state: ExpertState | None) -> None:
-    """Replace every list of experts by an `ExpertList` with this rank's experts; parameter names are unchanged."""
+    """Replace every list of experts by an `ExpertList` with this rank's experts if ep > 1; keep parameter names."""
     if state is None or state.group is None:
         return
     modules = dict(model.named_modules())
@@ -154,7 +154,7 @@ class ListBlock:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block twice, with the exchange in between; raise HP205 if the first run has side effects."""
-        # The first call follows all other wrappers, which may contain collectives, so that these run once too.
+        # Children are wrapped at the first call, outside of all other wrappers: collectives in those then run once too.
         while self._unwrapped:
             child = self._unwrapped.pop()
             wrap(child, partial(_call_once, child))
