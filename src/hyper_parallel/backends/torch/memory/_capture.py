@@ -1,8 +1,8 @@
 """Capture of one step of an unmodified model as a list of replayable operator calls on storages.
 
-Capture works on real and on fake tensors. It runs below graph breaks, autograd and the optimizer, so their operators
-are recorded too. A tensor is recorded as a view of its storage (one allocation). An operator becomes part of the
-program if it allocates or writes bytes, returns a guard, or sends or receives. For a DTensor, the operators on its
+Capture works on real and on fake tensors. It intercepts operators below autograd, so those of backward and of the
+optimizer are recorded too. A tensor is recorded as a view of its storage (one allocation). An operator becomes part of
+the program if it allocates or writes bytes, returns a guard, or sends or receives. For a DTensor, the operators on its
 local shard are recorded.
 
 Some storages are resized in place by the code that owns them: FSDP frees and refills gathered parameters. A resize ends

@@ -137,7 +137,7 @@ class Owners:
                 )
 
     def make_stubs(self) -> None:
-        """Turn the owner tensors into stubs, because a planned device owns their bytes from now on."""
+        """Turn the emptied owner tensors and their aliases into stubs: a planned device owns their bytes now."""
         storages, inputs = self._captured.program.storages, self._captured.input_storages
         tensors = [*self._captured.state.values(), *(tensor for _, tensor in self._captured.owners)]
         emptied = [t for t in tensors if not t.untyped_storage().nbytes()]

@@ -48,7 +48,7 @@ _CODE: Final = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.opt
 def checksum(words: Tensor) -> int:
     """Return the sum of word times an odd number for its position, modulo 2**64, of a flat tensor of integers.
 
-    It is computed on the tensor's device, because copying gigabytes to the host would take longer than a step.
+    That of a large tensor is computed on its device, because copying gigabytes to the host would take too long.
     """
     if words.numel() <= _CHUNK:
         words = words.cpu()
@@ -302,7 +302,7 @@ def _random_state() -> tuple[Any, ...]:
 
 
 def python_attributes(owner: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of each attribute of a module or an optimizer that is not a tensor.
+    """Yield (name, value) of each attribute of a module or an optimizer, except tensors and `TORCH_ATTRIBUTES`.
 
     Values can be compared with `==`. `seen` has objects to skip, by id; the inspected objects are added.
     """

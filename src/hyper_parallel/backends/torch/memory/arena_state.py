@@ -126,7 +126,7 @@ class ArenaState:
         return binder.at_start
 
     def _acquire(self) -> None:
-        """Take the state from its owner tensors, and turn them into stubs."""
+        """Move the state out of its owner tensors, and turn them into stubs."""
         try:
             self.owners.check()
         except StepChanged:
@@ -330,7 +330,7 @@ class ArenaState:
             self.closed = True
 
     def check_usable(self) -> None:
-        """Raise `StepChanged` if the planned device was closed or a step on it failed."""
+        """Raise StepChanged (HP512) if the planned device was closed or a step on it failed."""
         if self.closed or self.failed:
             raise StepChanged(
                 "the planned device was closed, or a step on it failed",
@@ -340,7 +340,7 @@ class ArenaState:
     def on_home_tier(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of model or optimizer with its bytes in the home tier; from the file tier, a copy.
 
-        Call it between two steps.
+        Tensors whose bytes stay with the caller are returned detached. Call it between two steps.
         """
         with torch._C.DisableTorchFunctionSubclass():
             s = self._numbers.get(tensor.untyped_storage()._cdata)
