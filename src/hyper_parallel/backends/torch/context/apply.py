@@ -54,7 +54,7 @@ def apply_context_parallel(
     calls: Sequence[int],
     running: RunningPass,
 ) -> ContextState | None:
-    """Shard a model's sequences and make attention cover all tokens; return the state, None without mesh or cp.
+    """Shard a model's sequences and make attention cover all tokens; return the state, None if cp is 1 or no mesh.
 
     `stage_layers` returns the layers of the running stage; None without pipeline parallelism. `calls` is the result of
     `count_attention_calls`.
@@ -85,7 +85,7 @@ def apply_context_parallel(
 
 
 def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ...]:
-    """Return how often each layer calls the attention interface, by a trial forward in one process; () if cp is 1.
+    """Return how often each layer calls the attention interface, by two forwards on meta tensors; () if cp is 1.
 
     Raises:
         UnsupportedSharding: HP205 for a model whose sequences or attention cannot be sharded, with the reason.

@@ -82,12 +82,12 @@ def context_attention(
 
     Args:
         module: The attention module.
-        query: Queries of this rank's tokens, [B, H, S / cp, D].
-        key: Keys of this rank's tokens, [B, G, S / cp, D].
-        value: Values of this rank's tokens, [B, G, S / cp, Dv].
+        query: Queries of this rank's tokens, [B, H, S / cp, K].
+        key: Keys of this rank's tokens, [B, G, S / cp, K].
+        value: Values of this rank's tokens, [B, G, S / cp, V].
         attention_mask: Must be None, except in the trial forward on meta tensors.
         dropout: Must be 0.
-        scaling: Factor of the scores; None: 1 / sqrt(D).
+        scaling: Factor of the scores; None: 1 / sqrt(K).
         sliding_window: Number of visible tokens per query; None: no window.
         softcap: Cap of the scores, as in Gemma 2.
         s_aux: Logits of attention sinks [H], as in GPT-OSS.
@@ -95,7 +95,7 @@ def context_attention(
         unused: Further arguments that models pass and attention functions ignore.
 
     Returns:
-        Output [B, S / cp, H, Dv], and None in place of attention weights.
+        Output [B, S / cp, H, V], and None in place of attention weights.
 
     Raises:
         UnsupportedSharding: HP205 for an argument with an unsupported value, and for query heads that `ulysses` ranks

@@ -67,7 +67,7 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge a block's output into `out` and `lse` in place; every row of `lse` must be finite."""
+    """Merge a block's output into `out` and `lse` in place; in every row, `lse` or `block_lse` must be finite."""
     total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.add_(block_out * (block_lse - total).exp_().unsqueeze(-1))

@@ -192,7 +192,7 @@ class StepCapture:
         return self.storages.find(tensor)
 
     def mark(self, tensor: torch.Tensor, kind: StorageKind) -> None:
-        """Set the kind of a tensor's storage if it was allocated inside the step."""
+        """Set the kind of a tensor's storage; no effect for a storage that is not recorded."""
         index = self._find(tensor)
         if index is not None:
             self._entries[index].kind = kind
@@ -421,7 +421,7 @@ def read_error(func: Any) -> CaptureUnsupported:
 
 
 def model_state(model: torch.nn.Module) -> Named:
-    """Return the parameters, on local shards, and buffers of a model; a tied parameter appears once."""
+    """Return the local parameters and the buffers of a model by name, with kinds; a tied parameter appears once."""
     state: Named = {}
     for name, parameter in model.named_parameters():
         state[name] = (local(parameter), "expert" if ".experts." in name else "weight")

@@ -52,7 +52,7 @@ from hyper_parallel.units import round_up
 
 
 def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of an operator that other ranks read or write; of an FSDP operator, the first one."""
+    """Return the tensors of a collective, which other ranks read or write; of an FSDP operator, the first one."""
     if func.namespace == "fsdp":
         return tensors[:1]
     return tensors if func.namespace in COMMUNICATION else []
@@ -320,7 +320,7 @@ class Peak:
 
     Attributes:
         num_bytes: Live bytes.
-        during: Name of the last storage allocated before the peak, or `inside` and the operator with the workspace.
+        during: Name of the storage allocated at the peak, else of the operator; `inside` precedes it for workspace.
         segment: Segment of the program with the peak.
         breakdown: Dict from category to live bytes; they add up to `num_bytes`.
         top: Largest live tensors, grouped by equal properties, largest total first.

@@ -263,10 +263,11 @@ class ArenaState:
         allocates is not counted. `spill` makes the state resident on use; None: all of the state becomes resident.
 
         Raises:
-            StepChanged: HP512 at the end when tensors were replaced instead of changed in place, or model or optimizer
-                differ from the recording. The state then stays with its owner tensors, and the device is closed.
-            TransferFailed: HP513 when the state could not be moved; storages that do not fit their tier stay with the
-                model.
+            StepChanged: HP512 for a closed or failed device. HP512 at the end when tensors were replaced instead of
+                changed in place, or model or optimizer differ from the recording. The state then stays with its owner
+                tensors, and the device is closed.
+            TransferFailed: HP513 when another error interrupts a move of the state.
+            TierFull: HP403 when a tier has too little memory for the state.
         """
         self.check_usable()
         with self._failing_on_partial_move():

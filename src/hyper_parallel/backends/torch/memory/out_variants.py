@@ -89,10 +89,7 @@ def out_variant(call: Call) -> OutVariant | None:
 
 @cache
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...], frozenset[str]] | None:
-    """Return (overload, names of its results, options that it does not accept) for an operator's `out` overload.
-
-    Return None if the operator has no usable `out` overload.
-    """
+    """Return (overload, names of its results, options it does not accept) for a usable `out` overload, else None."""
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
     plain = [pair for pair in wanted if pair[0] not in _OPTIONS]
     packet = func._overloadpacket

@@ -235,7 +235,7 @@ class Region:
         return tokens.products.pop(module)
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Gather tokens to [B, S, .], or [B, span, .] if y shards sequences; for an MLP on two axes, to [1, T, .]."""
+        """Gather tokens [B, S, ...], or [B, span, ...] if y shards sequences; for an MLP on two axes, [1, T, ...]."""
         tokens = gather(part, 1, self.group(Purpose.SEQUENCE_GATHER), Purpose.SEQUENCE_GATHER)
         self.current.padded_rows = tokens.shape[1]
         if not self.kv_heads and Y in self.state.groups:
@@ -245,7 +245,7 @@ class Region:
         return grid.without_padding(tokens, (grid.batch[0], length))
 
     def _placeholder_input(self, tokens: Tensor) -> Tensor:
-        """Return the module's input: `tokens`, or for 2d attention on spans a placeholder [B, span, .] of NaN.
+        """Return the module's input: `tokens`, or for 2d attention on spans a placeholder [B, span, ...] of NaN.
 
         With spans, projections read all tokens from `RegionPass.gathered` but return only those of one span. The module
         therefore needs an input with the shape of the span.

@@ -136,7 +136,7 @@ def apply_tensor_parallel(
 
 
 def watch_gradients(model: nn.Module, layouts: dict[str, Layout], state: TpState, trial: TensorTrial | None) -> None:
-    """Register the parameters with partial gradients: those to sum over a tensor-parallel axis that replicates them.
+    """Register the parameters whose gradients are partial and must be summed over tensor-parallel ranks.
 
     Call this function after FSDP has wrapped the model.
 
@@ -144,7 +144,7 @@ def watch_gradients(model: nn.Module, layouts: dict[str, Layout], state: TpState
         model: Model wrapped by `apply_tensor_parallel`.
         layouts: Layout of each parameter, by name.
         state: State of tensor parallelism.
-        trial: Result of `try_forward`; None: the gradients of all replicated parameters except experts are partial.
+        trial: Result of `try_forward`; None: all parameters replicated over an axis, except experts, are registered.
     """
     axes = TP if Y in state.groups else X
 

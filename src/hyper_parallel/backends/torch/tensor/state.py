@@ -282,7 +282,7 @@ class TpState:
         groups: Process groups of this rank by their mesh axes: `X`, `TP` (all ranks) and, with a second axis, `Y`.
         shard_hidden_over_y: True if the features of the residual stream are sharded over tp_y.
         shard_sequences_over_y: True if sequences are cut into spans over tp_y before tokens are sharded over tp_x.
-        replicated_activations: True if every rank holds the residual stream of all tokens.
+        replicated_activations: `ShardPlan.whole_stream`: True if every rank holds the residual stream of all tokens.
         regather: True if gathered inputs are gathered again in backward instead of being saved.
         gradients: Reducer of the gradients of replicated parameters.
         halves: Executor of half-batches, a `half_batch.HalfBatch`; None: passes run on whole batches.
