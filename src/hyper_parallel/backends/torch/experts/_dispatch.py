@@ -270,7 +270,7 @@ def dispatch(
         index: Experts [N, k] of the tokens. A row is one of the k choices of one token.
         num_experts: Number of experts; each rank of the group has an equal, contiguous range.
         group: Expert-parallel ranks; None: all experts are on this rank, which requires a capacity.
-        capacity: Number of rows that each rank sends to an expert; None: all of its rows.
+        capacity: Limit of the rows that each rank sends to an expert; None: no limit.
         routing: Statistics to which the rows of this pass are added.
         work: Computation of the experts.
         computed: Mask [N] of the tokens to compute; None: all.

@@ -183,7 +183,7 @@ class ListBlock:
         # The empty slice of the block's input connects a rank without calls to the backward of the exchange.
         hidden = torch.cat([source.reshape(-1, width)[:0].to(rows[0] if rows else source), *rows])
         sizes = [len(r) for r in rows]
-        # Built on the host, where the sizes are known, then copied once.
+        # The index is built on the host, where the sizes are known, then copied once.
         index = torch.tensor(calls.called, dtype=torch.long)
         index = index.repeat_interleave(torch.tensor(sizes, dtype=torch.long)).to(hidden.device)
 

@@ -103,7 +103,7 @@ class ExpertState:
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatistics:
-    """Routing of one optimizer step over all ranks and microbatches.
+    """Routing of one optimizer step over all ranks and microbatches; every layer counts as having the largest E.
 
     Attributes:
         max_load: Rows of the busiest expert divided by the mean over experts, in the worst layer; 1 is perfect balance.

@@ -77,7 +77,7 @@ def run_measured(
         return func(*args, **kwargs), (workspace,) if workspace else (), None
     event, stream = DeviceApi.of(device).event, module.current_stream(device)
     begin, end = event(enable_timing=True), event(enable_timing=True)
-    # Memory that a collection frees would distort the measured workspace.
+    # Memory that a garbage collection frees would distort the measured workspace.
     with paused_garbage_collection():
         module.reset_peak_memory_stats(device)
         begin.record(stream)

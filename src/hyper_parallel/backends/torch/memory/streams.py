@@ -196,7 +196,7 @@ class StreamLanes:
         if lane in _FILES:
             self._running[storage, dst] = self._threads[lane].submit(copy_file)
             return
-        # The thread that reads the file issues the copy after its own work.
+        # The thread that reads files issues the copy, because it can wait for the copy that writes the source.
         self._running[storage, dst] = self._threads["copy_in"].submit(issue_on_stream)
 
     def _on_stream(self, lane: str, move: Callable[[], Any], after: Any) -> Any:

@@ -6,10 +6,10 @@
     final norm                  on this rank's part, then gather tokens: the base model's output is unchanged
     head (rows sharded)         logits of all tokens for this rank's part of the vocabulary, which the loss accepts
 
-Other models keep replicated activations, see `_replicated_activations`. Forwards and a few attributes of module
-instances change, such as numbers of heads; classes and parameter names do not. All arithmetic runs on local tensors;
-parameters stay DTensors for FSDP, optimizers and checkpoints. An attention or MLP module with these collectives is
-called a region.
+Models whose layers the sharding rules do not cover keep replicated activations, see `_replicated_activations`.
+Forwards and a few attributes of module instances change, such as numbers of heads; classes and parameter names do not.
+All arithmetic runs on local tensors; parameters stay DTensors for FSDP, optimizers and checkpoints. An attention or MLP
+module with these collectives is called a region.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def watch_gradients(model: nn.Module, layouts: dict[str, Layout], state: TpState
                 yield param, state.groups[missing]
 
     state.gradients.watch(partial_parameters)
-    # Registered after FSDP's own hook, so that FSDP's callback at the end of backward runs first.
+    # This hook follows FSDP's own, so that FSDP's callback at the end of backward runs first.
     model.register_forward_hook(lambda _, __, output: state.gradients.end_forward(output))
 
 

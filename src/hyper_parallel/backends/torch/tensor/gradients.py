@@ -156,7 +156,7 @@ class TpGradients:
             return
         self._queued = True
         self._rescale_accumulated()
-        # Queued after FSDP's own callback, which was queued when the root's outputs received their gradients.
+        # This callback follows FSDP's own, which was queued when the root's outputs received their gradients.
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def defer(self) -> None:

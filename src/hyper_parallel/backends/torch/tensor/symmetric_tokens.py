@@ -150,7 +150,7 @@ class SymmetricExecutor:
     def product(self, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Projection:
         """Return the weight and the bias; adapters are not supported."""
         assert adapter is None, "refused by `check_token_overlap`"
-        # A view, because `is_needed` cannot answer for leaves.
+        # The weight is a view, because `is_needed` cannot answer for leaves.
         return Projection(weight.view_as(weight), bias)
 
     def gather(self, part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> SymmetricTokens:
