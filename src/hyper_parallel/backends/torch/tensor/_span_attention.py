@@ -49,7 +49,7 @@ class SpanAttention:
         inner = config._attn_implementation
         if inner not in ("sdpa", "eager"):
             raise UnsupportedSharding(
-                "attention with tokens sharded over tp_y needs an implementation that accepts a mask of queries and keys",
+                "attention with tokens sharded over tp_y needs an implementation that accepts a query-by-key mask",
                 where=name,
                 got=inner,
                 allowed="sdpa, eager",
