@@ -53,7 +53,7 @@ def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
 
 
 def apply_to_experts(model: nn.Module, state: ExpertState, tokens: Tokens, in_decoder: bool) -> None:
-    """Wrap the forward of every module of experts on this rank with token dispatch and combination.
+    """Wrap the modules of experts on this rank: dispatch tokens and combine results if needed, and count rows.
 
     `state` gets the names of the modules and their routing counters. `in_decoder` tells whether the experts belong to a
     Hugging Face model with a list of decoder layers.
@@ -130,7 +130,7 @@ def _attach_gradients_to_block(block: nn.Module, experts: nn.Module) -> None:
 
 
 class _Forward:
-    """Replacement forward of one module of experts, which dispatches tokens to the ranks of their experts."""
+    """Replacement forward of one module of experts; with ep > 1 or a capacity, it dispatches the tokens."""
 
     def __init__(self, module: nn.Module, name: str, state: ExpertState) -> None:
         self.module, self.inner, self.name, self.state = module, module.forward, name, state

@@ -93,7 +93,7 @@ class BalanceLoss:
         return cls(facts, coefficient, strategy, groups, world_group, device)
 
     def watch(self, model: nn.Module, tokens: Tokens) -> None:
-        """Make each pass of a model record the router logits of this rank's layers."""
+        """Make each forward pass of a model with gradients record the router logits of this rank's layers."""
         self._tokens = tokens
         modules = dict(model.named_modules())
         for name, output in self._facts.routers:

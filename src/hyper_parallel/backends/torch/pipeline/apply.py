@@ -267,7 +267,7 @@ class _PipelinePass:
         self._slopes: dict[int, Tensor] = {}
 
     def run(self, step: StepActions | None) -> Tensor:
-        """Run the schedule and wait for all sends; return the loss on the rank of the last stage."""
+        """Run the schedule and wait for all sends; return the loss on the rank of the last stage, 0 on others."""
         self._step, actions = step, None if step is None else step.actions
         if actions is None:
             schedule = self._pipeline.schedule(len(self._microbatches), self._train)
