@@ -1,7 +1,7 @@
-"""Check by a forward on meta tensors, before any rank starts, that the sequences of a model can be sharded over ranks.
+"""Check by a forward on meta tensors, without other ranks, that the sequences of a model can be sharded over ranks.
 
-Tokens may interact only in functions of transformers' attention interface, with a causal mask and an optional sliding
-window passed to the function. All other code must compute each token from its own id and position.
+Tokens may interact only in functions of transformers' attention interface, where all tokens are visible, or the mask is
+causal with an optional sliding window. All other code must compute each token from its own id and position.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AttentionTrial:
         """Run the model once and return how often each layer calls the attention function.
 
         Raises:
-            UnsupportedSharding: HP205 with the operation for which a rank would need the tokens of other ranks.
+            UnsupportedSharding: HP205 with the reason why the sequences cannot be sharded.
         """
         model, tracer = self.model, self.tracer
         config = copy.deepcopy(self.config)

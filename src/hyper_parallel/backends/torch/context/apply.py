@@ -1,6 +1,6 @@
 """Context parallelism: cp ranks receive complete sequences, shard them, and compute attention over all tokens.
 
-    root module     pads and shards ids, labels and positions (`ContextState.shard_inputs`), and gathers logits
+    root module     pads and shards ids, labels and positions (see `ContextState`); gathers logits if there is no loss
     decoder layers  run on [B, S / cp, D]; only attention uses the tokens of other ranks (see `attention`)
     loss            the sum over this rank's tokens; the sums of all ranks add up to the loss of the sequences
 
@@ -54,7 +54,7 @@ def apply_context_parallel(
     calls: Sequence[int],
     running: RunningPass,
 ) -> ContextState | None:
-    """Shard a model's sequences and make attention cover all tokens; return the state, or None if cp is 1.
+    """Shard a model's sequences and make attention cover all tokens; return the state, None if cp is 1 or no mesh.
 
     `stage_layers` returns the layers of the running stage; None without pipeline parallelism. `calls` is the result of
     `count_attention_calls`.
@@ -85,11 +85,10 @@ def apply_context_parallel(
 
 
 def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ...]:
-    """Return how often each layer calls the attention interface, by a trial forward in one process; () if cp is 1.
+    """Return how often each layer calls the attention interface, by two forwards on meta tensors; () if cp is 1.
 
     Raises:
-        UnsupportedSharding: HP205 for attention that does not use the interface, or that is neither causal nor causal
-            with a sliding window.
+        UnsupportedSharding: HP205 for a model whose sequences or attention cannot be sharded, with the reason.
     """
     if strategy.cp == 1:
         return ()
@@ -109,9 +108,9 @@ def _wrap_root(
     gathers_outputs: bool,
     tables: Sequence[Any],
 ) -> None:
-    """Add hooks to a model that shard its inputs before each forward and gather its outputs afterwards.
+    """Add hooks to a model that shard its inputs before each forward and, with `gathers_outputs`, gather its outputs.
 
-    `num_calls` returns the expected number of attention calls. `tables` derive positions from ids if a batch has none.
+    `num_calls` returns the expected number of attention calls. `tables` are modules that derive positions from ids.
     """
     names = list(inspect.signature(model.forward).parameters)
 

@@ -4,10 +4,10 @@ Ring. A ring position is a group of `ulysses` ranks. In round d, every position 
 position d steps ahead and receives those of the position d steps behind, while it computes on the blocks of the
 previous round. Unlike in a ring of neighbours, rounds outside of a sliding window can be skipped; the bytes per round
 are the same. Backward exchanges keys and values again. The gradients of a block are sent directly to its owner, which
-accumulates them in float32 or wider, so no gradient is rounded more than once.
+accumulates them in float32 or wider.
 
 Ulysses. One all-to-all before attention moves the sharding from tokens to heads, and one after attention moves it back.
-With fewer key heads than ranks, key heads are repeated. The hybrid uses Ulysses inside a ring position and the ring
+Key heads are repeated if the ranks do not divide them. The hybrid uses Ulysses inside a ring position and the ring
 between positions.
 
 Sources: Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention (balance); Jacobs et al. 2023,
@@ -82,12 +82,12 @@ def context_attention(
 
     Args:
         module: The attention module.
-        query: Queries of this rank's tokens, [B, H, S / cp, D].
-        key: Keys of this rank's tokens, [B, G, S / cp, D].
-        value: Values of this rank's tokens, [B, G, S / cp, Dv].
+        query: Queries of this rank's tokens, [B, H, S / cp, K].
+        key: Keys of this rank's tokens, [B, G, S / cp, K].
+        value: Values of this rank's tokens, [B, G, S / cp, V].
         attention_mask: Must be None, except in the trial forward on meta tensors.
         dropout: Must be 0.
-        scaling: Factor of the scores; None: 1 / sqrt(D).
+        scaling: Factor of the scores; None: 1 / sqrt(K).
         sliding_window: Number of visible tokens per query; None: no window.
         softcap: Cap of the scores, as in Gemma 2.
         s_aux: Logits of attention sinks [H], as in GPT-OSS.
@@ -95,7 +95,11 @@ def context_attention(
         unused: Further arguments that models pass and attention functions ignore.
 
     Returns:
-        Output [B, S / cp, H, Dv], and None in place of attention weights.
+        Output [B, S / cp, H, V], and None in place of attention weights.
+
+    Raises:
+        UnsupportedSharding: HP205 for an argument with an unsupported value, and for query heads that `ulysses` ranks
+            do not divide.
     """
     context = getattr(module, ATTRIBUTE)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -110,7 +114,7 @@ def context_attention(
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     rules = AttentionRules(scale, sliding_window, softcap, view.documents, causal)
     group, ulysses = context.group, context.ulysses
-    # From all heads of this rank's tokens to this rank's heads of the position's tokens
+    # Exchange all heads of this rank's tokens for this rank's heads of all tokens at its ring position.
     if ulysses > 1:
         query, key, value = _exchange_tokens_for_heads(context, query, key, value)
         if s_aux is not None:
@@ -174,8 +178,8 @@ class RingAttention:
     def blocks(self, source: int) -> Iterator[tuple[slice, slice, AttentionBlock]]:
         """Yield (slice of the local queries, slice of the keys, block) for visible keys of ring position `source`.
 
-        For each query span, the block with the keys of the same span comes first, because `merge` needs a visible key
-        in every row.
+        For each query span, the block with the keys of the same span, if any, comes first, because `merge` needs a
+        visible key in every row.
         """
         query_spans, key_spans = (list(_slices(self.view.cut.spans[p])) for p in (self.position, source))
         for rows, queries in query_spans:
@@ -316,7 +320,7 @@ def _unpack(flat: Tensor, *like: Tensor) -> Iterator[Tensor]:
 
 
 def _key_value_blocks(context: ContextState, ring: RingAttention, k: Tensor, v: Tensor) -> KeyValueBlocks:
-    """Yield (ring position, keys, values), those of this rank first; the next ones are in flight meanwhile."""
+    """Yield (ring position, keys, values), own position first; in a ring, the next ones are in flight meanwhile."""
     name, ring_size = Purpose.KEYS_AND_VALUES, context.ring_size
     if context.gather_keys:
         rows = gather_rows(_pack(k, v), context.group, name)

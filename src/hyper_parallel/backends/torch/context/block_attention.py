@@ -24,7 +24,7 @@ from torch import Tensor
 from hyper_parallel.ir import Interval
 
 _SCORES = 1 << 24
-"""Maximum number of scores computed at a time without a fused kernel, to bound temporaries."""
+"""Maximum number of scores computed at a time without a fused kernel, if one query does not have more."""
 _FORMATS = {
     "cuda": (torch.bfloat16, torch.float16),
     "cpu": (torch.bfloat16, torch.float16, torch.float32),
@@ -67,7 +67,7 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge a block's output into `out` and `lse` in place; every row of `lse` must be finite."""
+    """Merge a block's output into `out` and `lse` in place; in every row, `lse` or `block_lse` must be finite."""
     total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.add_(block_out * (block_lse - total).exp_().unsqueeze(-1))
@@ -141,7 +141,7 @@ class AttentionBlock:
         return dq, dk, dv
 
     def _tiles(self, q: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yield (slice of queries, slice of the keys visible to any of these queries), each with a bounded size."""
+        """Yield (slice of queries, slice of the keys that may be visible to them), each with a bounded size."""
         (first_query, last_query), (first_key, last_key) = self.queries, self.keys
         count = last_query - first_query
         per_row = q.shape[0] * q.shape[1] * (last_key - first_key)
@@ -197,7 +197,7 @@ class AttentionBlock:
             if dk.shape[1] != groups:
                 dk, dv = (x.unflatten(1, (groups, -1)).to(exact).sum(2) for x in (dk, dv))
         else:
-            # Unused without dropout
+            # The kernel does not read it without dropout.
             rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
             dq, dk, dv = ops._scaled_dot_product_flash_attention_backward(
                 grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, rng_state, rng_state,

@@ -79,11 +79,11 @@ class ContextState:
         return self._positions[length, device].clamp(max=length - 1)
 
     def shard_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's tokens of a microbatch, [B, padded length / cp], and set `view` for its forward pass.
+        """Return a microbatch with this rank's tokens, [B, padded length / cp], and set `view` for its forward pass.
 
-        The result always has `position_ids`. If the batch has labels, both `labels` and `shift_labels` of the result
-        are shifted. Every pipeline stage calls this method for a microbatch, because all stages need positions and
-        `view`.
+        The result always has `position_ids`. If the batch has targets, `labels` and `shift_labels` of the result are
+        both shifted, and `num_items_in_batch` is counted if it is missing. Every pipeline stage calls this method for a
+        microbatch, because all stages need positions and `view`.
 
         Args:
             batch: Arguments of the model's forward; `position_ids` restart at each document.

@@ -5,13 +5,13 @@
       counts       all-to-all of the number of rows per expert
       dispatch     all-to-all with uneven splits: each rank receives R rows for its experts
       experts      code of the model, on [R, D]
-      combine      inverse all-to-all, inverse permutation, weighted sum over k
+      combine      inverse all-to-all, inverse permutation; the caller sums over k
 
-With a capacity, every expert computes exactly `capacity` rows of every rank. Each row is assigned a slot of its expert,
+With a capacity, every expert computes a fixed number of rows of every rank. Each row is assigned a slot of its expert,
 in token order. Surplus rows are written to one overflow row at the end, which is dropped. No size depends on the data,
 so there is no device synchronization, and a step can be captured once and planned.
 
-Padding rows are sorted behind the rows of all experts and use the overflow row. Without a capacity they are not sent.
+Rows of tokens that are not computed, such as padding, are sorted behind the rows of all experts and are not sent.
 
 Backward is exact: the gradient of an all-to-all is the all-to-all with exchanged splits. No row is used twice, so
 gradients are scattered without atomic additions, and sums have one fixed order on every device.
@@ -126,11 +126,11 @@ def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.Pro
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Maximum number of rows that each rank sends to one expert in one pass.
+    """Number of rows that each rank sends to one expert in one pass.
 
     Attributes:
-        slots: Number of slots per expert, independent of the data.
-        limit: Number of slots that may be used, smaller than `slots` if some tokens are padding.
+        slots: Number of slots per expert that are sent, independent of the data.
+        limit: Maximum number of slots that are used; it may be below `slots` if some tokens are padding.
     """
 
     slots: int
@@ -263,14 +263,14 @@ def dispatch(
     load: Tensor | None = None,
     chunks: int = 1,
 ) -> Tensor:
-    """Compute the expert results [N k, D] of tokens [N, D]; zero for dropped rows.
+    """Compute the expert results [N k, D] of tokens [N, D]; zero for rows that are dropped or not computed.
 
     Args:
         hidden: Tokens [N, D].
         index: Experts [N, k] of the tokens. A row is one of the k choices of one token.
         num_experts: Number of experts; each rank of the group has an equal, contiguous range.
         group: Expert-parallel ranks; None: all experts are on this rank, which requires a capacity.
-        capacity: Maximum number of rows per expert and rank; None: unlimited.
+        capacity: Limit of the rows that each rank sends to an expert; None: no limit.
         routing: Statistics to which the rows of this pass are added.
         work: Computation of the experts.
         computed: Mask [N] of the tokens to compute; None: all.

@@ -53,7 +53,7 @@ def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
 
 
 def apply_to_experts(model: nn.Module, state: ExpertState, tokens: Tokens, in_decoder: bool) -> None:
-    """Wrap the forward of every module of experts on this rank with token dispatch and combination.
+    """Wrap the modules of experts on this rank: dispatch tokens and combine results if needed, and count rows.
 
     `state` gets the names of the modules and their routing counters. `in_decoder` tells whether the experts belong to a
     Hugging Face model with a list of decoder layers.
@@ -61,7 +61,7 @@ def apply_to_experts(model: nn.Module, state: ExpertState, tokens: Tokens, in_de
     Raises:
         UnsupportedSharding: HP205 for experts on several ranks, or with a capacity, that are not called with tokens,
             indices and weights, for a capacity of experts in a list, and for tensor parallelism of experts outside of
-            a decoder.
+            a decoder, unless they are in a list and ep is 1.
     """
     group, tp = state.group, tokens.tp
     modules = dict(model.named_modules())
@@ -95,7 +95,7 @@ def _is_supported(module: nn.Module, name: str, state: ExpertState, tokens: Toke
         alone = group is None and tp is None
         if alone and capacity is None:
             return False
-        hints = [] if alone else ["parallel.ep=1 parallel.tp=1"]
+        hints = [] if alone else ["parallel.ep=1 parallel.tp_x=1 parallel.tp_y=1"]
         hints += [] if capacity is None else ["moe.capacity_factor=null"]
         raise UnsupportedSharding(
             "experts on several ranks, or with a capacity, must be called as experts(hidden_states, index, weights)",
@@ -115,7 +115,7 @@ def _is_supported(module: nn.Module, name: str, state: ExpertState, tokens: Toke
         raise UnsupportedSharding(
             "experts under tensor parallelism need a Hugging Face model with a list of decoder layers",
             where=name,
-            hint="parallel.tp=1",
+            hint="parallel.tp_x=1 parallel.tp_y=1",
         )
     return True
 
@@ -130,7 +130,7 @@ def _attach_gradients_to_block(block: nn.Module, experts: nn.Module) -> None:
 
 
 class _Forward:
-    """Replacement forward of one module of experts, which dispatches tokens to the ranks of their experts."""
+    """Replacement forward of one module of experts; with ep > 1 or a capacity, it dispatches the tokens."""
 
     def __init__(self, module: nn.Module, name: str, state: ExpertState) -> None:
         self.module, self.inner, self.name, self.state = module, module.forward, name, state
@@ -138,7 +138,10 @@ class _Forward:
         self.has_child_parameters = any(True for child in module.children() for _ in child.parameters())
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the combined results for tokens [N, D], or [B, S, D] in some models, by experts and weights [N, k]."""
+        """Return the weighted sums of the expert results, in the shape of `hidden`.
+
+        `hidden` has shape [N, D], or [B, S, D] in some models; `index` and `weights` have shape [N, k].
+        """
         shape, rows = hidden.shape, index.shape[0]
         self.has_batch_dim = hidden.dim() == 3
         if self.has_batch_dim:

@@ -15,9 +15,9 @@ The weight of a microbatch is its weight in the cross entropy: valid targets ove
 ranks. The weights of the microbatches of a step add up to 1.
 
 A pipeline stage has some of the layers, so the routing counts are sent along with the activations: 2 E + 1 numbers per
-microbatch, to which every stage adds. The last stage sums the counts over the data-parallel ranks and computes the loss
-and its E derivatives by the probabilities of the experts, which are sent back along with the gradients. Backward of a
-stage has two roots: its output, and the sums of its probabilities.
+microbatch, to which every stage adds. The last stage sums the counts over its ranks and computes the loss and its E
+derivatives by the probabilities of the experts, which are sent back along with the gradients. Backward of a stage has
+two roots: its output, and the sums of its probabilities.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class BalanceLoss:
         return cls(facts, coefficient, strategy, groups, world_group, device)
 
     def watch(self, model: nn.Module, tokens: Tokens) -> None:
-        """Make each pass of a model record the router logits of this rank's layers."""
+        """Make each forward pass of a model with gradients record the router logits of this rank's layers."""
         self._tokens = tokens
         modules = dict(model.named_modules())
         for name, output in self._facts.routers:
@@ -214,9 +214,10 @@ class BalanceLoss:
         return local, torch.cat((counts, local.detach().double(), number))
 
     def mean(self) -> Tensor | None:
-        """Return the mean unweighted loss of the step's microbatches and reset it.
+        """Return the auxiliary loss of the step without its coefficient, and reset it.
 
-        If nothing was routed, the result is None, or NaN with pipeline stages.
+        It is the mean over microbatches, by their weight in the cross entropy. If nothing was routed, the result is
+        None, or NaN with pipeline stages.
         """
         sums, self._sums = self._sums, None
         if sums is None:
@@ -231,8 +232,8 @@ class BalanceLoss:
 def disable_model_router_loss(model: nn.Module, routing: Routing, alone: bool, replaced: bool) -> None:
     """Disable the model's own router loss, which covers the tokens of one rank only.
 
-    Router logits are not returned either. If there is one rank only (`alone`), an unknown loss of the model stays
-    enabled. `replaced` tells whether a `BalanceLoss` is added in place of the loss.
+    Router logits are not returned either. If there is one rank only (`alone`) and `routing` sets no coefficient, an
+    unknown loss of the model stays enabled. `replaced` tells whether a `BalanceLoss` is added in place of the loss.
     """
     facts = router_loss_facts(model)
     is_unknown = facts is not None and not facts.known and routing.aux_loss_coef is None

@@ -143,10 +143,10 @@ class DeferredWeights(TorchFunctionMode):
     """Context that defers the weight gradients of expert code, for one chunk of rows."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        """Create the nodes of the weights, after the start of the exchange of the rows.
+        """Create the autograd nodes of the weights; the exchange of the rows must have started.
 
         Args:
-            weights: Local tensors of the weights that the experts read; only trained ones are deferred.
+            weights: Local tensors of the weights that the experts read; only trained, contiguous ones are deferred.
         """
         super().__init__()
         self._weights: dict[int, tuple[_ViewGradients, Tensor]] = {}

@@ -135,7 +135,7 @@ def is_list(module: nn.Module | None) -> TypeGuard[nn.ModuleList]:
 
 
 def shard_expert_lists(model: nn.Module, state: ExpertState | None) -> None:
-    """Replace every list of experts by an `ExpertList` with this rank's experts; parameter names are unchanged."""
+    """Replace every list of experts by an `ExpertList` with this rank's experts if ep > 1; keep parameter names."""
     if state is None or state.group is None:
         return
     modules = dict(model.named_modules())
@@ -154,7 +154,7 @@ class ListBlock:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block twice, with the exchange in between; raise HP205 if the first run has side effects."""
-        # The first call follows all other wrappers, which may contain collectives, so that these run once too.
+        # Children are wrapped at the first call, outside of all other wrappers: collectives in those then run once too.
         while self._unwrapped:
             child = self._unwrapped.pop()
             wrap(child, partial(_call_once, child))
@@ -183,7 +183,7 @@ class ListBlock:
         # The empty slice of the block's input connects a rank without calls to the backward of the exchange.
         hidden = torch.cat([source.reshape(-1, width)[:0].to(rows[0] if rows else source), *rows])
         sizes = [len(r) for r in rows]
-        # Built on the host, where the sizes are known, then copied once.
+        # The index is built on the host, where the sizes are known, then copied once.
         index = torch.tensor(calls.called, dtype=torch.long)
         index = index.repeat_interleave(torch.tensor(sizes, dtype=torch.long)).to(hidden.device)
 

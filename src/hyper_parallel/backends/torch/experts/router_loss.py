@@ -42,7 +42,7 @@ class RouterLoss:
     """Auxiliary loss of a model's routers, as computed by its class on one device.
 
     Attributes:
-        coefficient: Weight of the auxiliary loss in the model's loss.
+        coefficient: Weight of the auxiliary loss in the model's loss; NaN if it cannot be measured.
         requested: True if the model adds the loss although the caller does not ask for router logits.
         num_experts: Number of experts of a layer; 0 for an unknown definition.
         top_k: Number of experts per token in the definition of the loss.

@@ -103,14 +103,14 @@ class ExpertState:
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatistics:
-    """Routing of one optimizer step over all ranks and microbatches.
+    """Routing of one optimizer step over all ranks and microbatches; every layer counts as having the largest E.
 
     Attributes:
         max_load: Rows of the busiest expert divided by the mean over experts, in the worst layer; 1 is perfect balance.
         mean_max_load: As `max_load`, averaged over the layers.
         entropy: Entropy of the load divided by its maximum ln E, averaged over the layers; 1 is perfect balance.
         dropped: Fraction of the rows that were dropped, because they exceeded the capacity of their expert.
-        aux_loss: Unweighted auxiliary loss, mean over the microbatches; None if disabled.
+        aux_loss: Result of `BalanceLoss.mean`: auxiliary loss without its coefficient; None if there is none.
     """
 
     max_load: float
@@ -146,7 +146,7 @@ def checked_loss(
 ) -> RouterLoss | None:
     """Return the router loss that training adds, see `_added_loss`, if the model supports the options of routing.
 
-    `where` is the location of the options, for errors.
+    `where` is the location of the options, for errors. `alone` tells that there is one rank only.
 
     Raises:
         UnsupportedSharding: HP205 with the first unsupported option, or for an unknown router loss.
@@ -208,8 +208,8 @@ def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
     """Sum the routing of a step over all ranks, update the router biases, and reset the counters.
 
     Returns:
-        For each layer, the rows of each expert and the number of kept rows, [layers, E + 1] float64. None if no row was
-        routed and the model is not split into pipeline stages.
+        For each layer, the rows of each expert and the number of kept rows, [layers, E + 1] float64, with the largest E
+        of all layers. None if no row was routed and the model is not split into pipeline stages.
     """
     # Pipeline ranks without routed rows take part too: other stages wait for the all-reduce.
     if not state.staged and all(routed.load is None for routed in state.layers.values()):

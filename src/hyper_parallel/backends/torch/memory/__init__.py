@@ -1,7 +1,7 @@
 """Memory planning on torch: recording of a step as a program over storages, and execution of memory plans.
 
-A storage is one allocation, shared by a tensor and its views. The arena is the device buffer with the planned address
-of every resident storage. The home tier of a storage is the tier that holds it between steps.
+A storage is one allocation, shared by a tensor and its views. The arena is one device buffer that contains every
+resident storage at its planned address. The home tier of a storage is the tier that holds it between steps.
 
 `memory.generation` contains planned generation; it is not imported here because it needs transformers.
 """

@@ -1,8 +1,8 @@
 """Capture of one step of an unmodified model as a list of replayable operator calls on storages.
 
-Capture works on real and on fake tensors. It runs below graph breaks, autograd and the optimizer, so their operators
-are recorded too. A tensor is recorded as a view of its storage (one allocation). An operator becomes part of the
-program if it allocates or writes bytes, returns a guard, or sends or receives. For a DTensor, the operators on its
+Capture works on real and on fake tensors. It intercepts operators below autograd, so those of backward and of the
+optimizer are recorded too. A tensor is recorded as a view of its storage (one allocation). An operator becomes part of
+the program if it allocates or writes bytes, returns a guard, or sends or receives. For a DTensor, the operators on its
 local shard are recorded.
 
 Some storages are resized in place by the code that owns them: FSDP frees and refills gathered parameters. A resize ends
@@ -192,7 +192,7 @@ class StepCapture:
         return self.storages.find(tensor)
 
     def mark(self, tensor: torch.Tensor, kind: StorageKind) -> None:
-        """Set the kind of a tensor's storage if it was allocated inside the step."""
+        """Set the kind of a tensor's storage; no effect for a storage that is not recorded."""
         index = self._find(tensor)
         if index is not None:
             self._entries[index].kind = kind
@@ -421,7 +421,7 @@ def read_error(func: Any) -> CaptureUnsupported:
 
 
 def model_state(model: torch.nn.Module) -> Named:
-    """Return the parameters, on local shards, and buffers of a model; a tied parameter appears once."""
+    """Return the local parameters and the buffers of a model by name, with kinds; a tied parameter appears once."""
     state: Named = {}
     for name, parameter in model.named_parameters():
         state[name] = (local(parameter), "expert" if ".experts." in name else "weight")

@@ -123,10 +123,10 @@ class PlannedDevice:
             The result of the step, and its measurements.
 
         Raises:
-            StepChanged: HP512 before the planned step if an input does not match the recording, or model or optimizer
-                have changed since; the change may be undone. HP512 during or after the planned step if a guarded value
-                or a size differs from the recording, an operator did not run, or the results of the first step differ
-                from the eager ones; the device can then only be closed.
+            StepChanged: HP512 before the planned step if the device is closed or has failed, an input does not match
+                the recording, or model or optimizer have changed since; the change may be undone. HP512 during or after
+                the planned step if a guarded value or a size differs from the recording, an operator did not run, or
+                the results of the first step differ from the eager ones; the device can then only be closed.
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """

@@ -94,13 +94,13 @@ def grouped_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _round_robin(index: Tensor, choices: int) -> Tensor:
-    """Return indices in the shape of `index` in which all `choices` are equally frequent."""
+    """Return indices in the shape of `index` that repeat 0, 1, ..., `choices` - 1 in turn."""
     with unset_fake_temporarily():
         return (torch.arange(index.numel()) % choices).view(index.shape)
 
 
 def _from_equal_ranks(func: Any, args: tuple[Any, ...]) -> None:
-    """Fill the result of a collective under the assumption that all ranks have this rank's inputs."""
+    """Fill the result of a sum, an all-gather or an all-to-all as if all ranks had this rank's inputs."""
     name = func.__name__
     if name.startswith("allreduce_"):
         group, op = dist.ProcessGroup.unbox(args[1]), dist.ReduceOp.unbox(args[2])

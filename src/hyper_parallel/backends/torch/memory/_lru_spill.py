@@ -5,7 +5,8 @@ operator is made resident before the operator runs. To make room, the least-rece
 memory and emptied in place. Tensors keep their storages, so autograd, the optimizer and a recorder below see the same
 step with the same bits. This is slow: every copy synchronises the device.
 
-FSDP also empties and refills storages in place. FSDP is called their owner here. They are never evicted.
+FSDP also empties and refills the storages of gathered parameters in place; it is called their owner here. These
+storages are never evicted.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class _Record:
         last_use: Clock of the last operator that used it.
         copy: Content in host memory; None: never evicted.
         current: True if the copy equals the content of the storage.
-        fixed: True if the storage must not move: its owner resizes it, its address is known elsewhere, or a message
-            uses it.
+        fixed: True if the storage must not move: it cannot be resized, its owner resizes it, its address is known
+            elsewhere, or a message uses it.
         resized: True if its owner has resized it.
         owner_may_resize: True if it was allocated by `empty` or outside of the context: its owner may resize it.
         on_other_stream: True if another stream has used it.
@@ -277,7 +278,7 @@ class LruSpillMode:
         return out
 
     def _on_raw_access(self, tensor: torch.Tensor, values: bool) -> None:
-        """Make a tensor resident before Python code reads its values or its address; pin it if the address is read."""
+        """Make a tensor resident before Python code reads its values or address; never evict it after the latter."""
         self.make_resident(tensor)
         if (record := self._record_use(tensor)) is not None and not values:
             record.current = False
@@ -478,7 +479,7 @@ def _facts(value: Any) -> Any:
 
 
 def _traced_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Run a call on meta tensors and return the bytes that its new storages would have."""
+    """Run a call on meta tensors and return the bytes that its new storages would have; None if the run fails."""
     arguments: list[torch.Tensor] = []
 
     def shape(tensor: torch.Tensor) -> torch.Tensor:

@@ -106,11 +106,7 @@ class Owners:
         self._written = captured.written_state
 
     def check(self) -> None:
-        """Check that model and optimizer still have the recorded storages and settings.
-
-        Raises:
-            StepChanged: HP512 that names the change.
-        """
+        """Raise StepChanged (HP512) if model or optimizer no longer have the recorded storages and settings."""
         with torch._C.DisableTorchFunctionSubclass():  # only metadata of stub tensors is read
             if self._captured.source is not None:
                 self._captured.source.check()
@@ -124,10 +120,9 @@ class Owners:
             )
 
     def check_bytes(self, num_bytes: Callable[[torch.UntypedStorage], int]) -> None:
-        """Check that the storage of every state tensor has its full size; `num_bytes` returns it, resident or evicted.
+        """Raise StepChanged (HP512) if another offloaded step owns the bytes of a state tensor.
 
-        Raises:
-            StepChanged: HP512 when another offloaded step has taken the bytes.
+        `num_bytes` returns the size of a storage, resident or evicted.
         """
         for s, tensor in self._captured.state.items():
             if num_bytes(tensor.untyped_storage()) != self._captured.program.storages[s].num_bytes:
@@ -137,7 +132,7 @@ class Owners:
                 )
 
     def make_stubs(self) -> None:
-        """Turn the owner tensors into stubs, because a planned device owns their bytes from now on."""
+        """Turn the emptied owner tensors and their aliases into stubs: a planned device owns their bytes now."""
         storages, inputs = self._captured.program.storages, self._captured.input_storages
         tensors = [*self._captured.state.values(), *(tensor for _, tensor in self._captured.owners)]
         emptied = [t for t in tensors if not t.untyped_storage().nbytes()]

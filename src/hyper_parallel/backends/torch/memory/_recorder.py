@@ -52,7 +52,7 @@ from hyper_parallel.units import round_up
 
 
 def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of an operator that other ranks read or write; of an FSDP operator, the first one."""
+    """Return the tensors of a collective, which other ranks read or write; of an FSDP operator, the first one."""
     if func.namespace == "fsdp":
         return tensors[:1]
     return tensors if func.namespace in COMMUNICATION else []
@@ -161,7 +161,7 @@ class Recorder(OperatorMode):
             self._segments.append((len(self._actions), segment))
 
     def name(self, tensor: Tensor, name: str, kind: StorageKind) -> None:
-        """Set name and kind of a tensor's storage; a storage not seen before is recorded as live from the start."""
+        """Set name and kind of a tensor's storage; a storage not seen before is recorded as allocated now."""
         number = self.storages.find(tensor)
         if number is None:
             number = self._add_existing(tensor, name)
@@ -320,7 +320,8 @@ class Peak:
 
     Attributes:
         num_bytes: Live bytes.
-        during: Operator that allocated the last bytes.
+        during: Name of the storage allocated at the peak, else of the operator; `inside` precedes it for workspace.
+        segment: Segment of the program with the peak.
         breakdown: Dict from category to live bytes; they add up to `num_bytes`.
         top: Largest live tensors, grouped by equal properties, largest total first.
     """
@@ -462,7 +463,7 @@ class CommCounter(OperatorMode):
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Collectives so far, grouped as by `collectives_of`."""
+        """Collectives so far, grouped as by `collectives_of` without `fsdp_axes`: FSDP's have purposes of experts."""
         return _group_collectives(self._records, self._axes)
 
     @property

@@ -75,7 +75,7 @@ class Meter:
         self.live_bytes -= size
 
     def add(self, size: int) -> None:
-        """Count bytes that are not a torch storage (a file), or release them (negative).
+        """Add to the bytes in use; a negative size releases bytes.
 
         Raises:
             TierFull: HP403 when the capacity is exceeded.
@@ -136,7 +136,7 @@ class FileTier:
     """Storages in files of one folder, one file per storage, with names that are unique to this tier.
 
     A file is written under a temporary name, synchronised, then renamed; a read checks the size and a checksum. So a
-    full disk or a truncated or changed file stops the step, and is never read as data.
+    full disk or a truncated or changed file stops the step with HP513, and is never read as data.
     """
 
     def __init__(self, folder: Path, meter: Meter) -> None:

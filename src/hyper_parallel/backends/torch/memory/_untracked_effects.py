@@ -48,7 +48,7 @@ _CODE: Final = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.opt
 def checksum(words: Tensor) -> int:
     """Return the sum of word times an odd number for its position, modulo 2**64, of a flat tensor of integers.
 
-    It is computed on the tensor's device, because copying gigabytes to the host would take longer than a step.
+    That of a large tensor is computed on its device, because copying gigabytes to the host would take too long.
     """
     if words.numel() <= _CHUNK:
         words = words.cpu()
@@ -132,11 +132,7 @@ class UntrackedEffects:
         self._state[storage] = digest(base)
 
     def check_operands(self, tensors: Sequence[Tensor]) -> None:
-        """Raise if an operand was written through its pointer.
-
-        Raises:
-            CaptureUnsupported: HP511 with the name of the storage.
-        """
+        """Raise CaptureUnsupported (HP511) if an operand was written through its pointer."""
         for tensor in tensors if self._exposed else ():
             storage = self._storages.find(tensor)
             before = None if storage is None else self._exposed.pop(storage, None)
@@ -145,10 +141,9 @@ class UntrackedEffects:
 
     @contextmanager
     def observe(self, func: Any, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> Iterator[None]:
-        """Observe the call of an operator in this context; check custom operators against their schemas.
+        """Observe the call of an operator in this context; set `drew`.
 
-        Raises:
-            CaptureUnsupported: HP511 when the operator writes an argument that its schema declares as read-only.
+        A custom operator that writes an argument that its schema declares as read-only raises HP511.
         """
         declared = {id(tensor) for tensor in written}
         foreign = func.namespace not in TORCH and fake_mode() is None
@@ -168,11 +163,7 @@ class UntrackedEffects:
             raise untracked_write_error(f"an argument of {func}")
 
     def after_operator(self, func: Any, reads: Sequence[int], writes: Sequence[int], allocated: Sequence[int]) -> None:
-        """Refuse an operator that reads a storage that no operator has written, and update the set of such storages.
-
-        Raises:
-            CaptureUnsupported: HP511 with the name of the storage.
-        """
+        """Raise HP511 for an operator that reads uninitialised storages, and update the set of such storages."""
         self._uninitialised.difference_update(writes)
         name, allocates = func._opname, "empty" in func._opname
         # `*_like` and `new_*` read only the shape of their argument.
@@ -193,12 +184,9 @@ class UntrackedEffects:
         state: Mapping[int, Tensor],
         make_resident: Callable[[Tensor], None],
     ) -> None:
-        """Refuse, after the step, state that changed without an operator.
+        """Raise CaptureUnsupported (HP511), after the step, for state that changed without an operator.
 
         `state` maps a storage to a tensor that existed before the step; `make_resident` makes a tensor resident.
-
-        Raises:
-            CaptureUnsupported: HP511 with the name of the changed state.
         """
         read = {s for operator in operators for s in operator.reads}
         written = {s for operator in operators for s in operator.writes}
@@ -260,12 +248,9 @@ class PythonValues:
             hook.remove()
 
     def refuse_changes(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Raise if the step has changed a Python attribute or drawn random numbers of Python or NumPy.
+        """Raise HP511 if the step has changed a Python attribute or drawn random numbers of Python or NumPy.
 
         `was_read` tells whether an operator of the step has read a tensor; a replaced tensor is refused only then.
-
-        Raises:
-            CaptureUnsupported: HP511 with the attribute.
         """
         for owner, name, key, tensor in self._tensors:
             now = getattr(owner, key, None)
@@ -302,7 +287,7 @@ def _random_state() -> tuple[Any, ...]:
 
 
 def python_attributes(owner: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of each attribute of a module or an optimizer that is not a tensor.
+    """Yield (name, value) of each attribute of a module or an optimizer, except tensors and `TORCH_ATTRIBUTES`.
 
     Values can be compared with `==`. `seen` has objects to skip, by id; the inspected objects are added.
     """

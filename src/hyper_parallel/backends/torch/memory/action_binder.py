@@ -1,4 +1,4 @@
-"""Binding of a plan's actions, once before the first step, to calls without arguments.
+"""Binding of a plan's actions to calls without arguments, whenever the arena is allocated.
 
 The host issues thousands of actions per step. Everything that is constant over steps is bound beforehand: the operator
 and its tensors, the device buffer and the tier of a copy. Each live range of a storage on the device has one address
@@ -58,7 +58,7 @@ class Prepared:
 
 
 class ActionBinder:
-    """Factory of calls that execute the actions of a memory plan; its storages, streams and files must not change.
+    """Factory of calls that execute the actions of a memory plan on the storages, streams and files of a state.
 
     Actions must be bound in the order of the plan, because an action may move a storage to another address.
 

@@ -126,7 +126,7 @@ class ArenaState:
         return binder.at_start
 
     def _acquire(self) -> None:
-        """Take the state from its owner tensors, and turn them into stubs."""
+        """Move the state out of its owner tensors, and turn them into stubs."""
         try:
             self.owners.check()
         except StepChanged:
@@ -263,10 +263,11 @@ class ArenaState:
         allocates is not counted. `spill` makes the state resident on use; None: all of the state becomes resident.
 
         Raises:
-            StepChanged: HP512 at the end when tensors were replaced instead of changed in place, or model or optimizer
-                differ from the recording. The state then stays with its owner tensors, and the device is closed.
-            TransferFailed: HP513 when the state could not be moved; storages that do not fit their tier stay with the
-                model.
+            StepChanged: HP512 for a closed or failed device. HP512 at the end when tensors were replaced instead of
+                changed in place, or model or optimizer differ from the recording. The state then stays with its owner
+                tensors, and the device is closed.
+            TransferFailed: HP513 when another error interrupts a move of the state.
+            TierFull: HP403 when a tier has too little memory for the state.
         """
         self.check_usable()
         with self._failing_on_partial_move():
@@ -330,7 +331,7 @@ class ArenaState:
             self.closed = True
 
     def check_usable(self) -> None:
-        """Raise `StepChanged` if the planned device was closed or a step on it failed."""
+        """Raise StepChanged (HP512) if the planned device was closed or a step on it failed."""
         if self.closed or self.failed:
             raise StepChanged(
                 "the planned device was closed, or a step on it failed",
@@ -340,7 +341,7 @@ class ArenaState:
     def on_home_tier(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of model or optimizer with its bytes in the home tier; from the file tier, a copy.
 
-        Call it between two steps.
+        Tensors whose bytes stay with the caller are returned detached. Call it between two steps.
         """
         with torch._C.DisableTorchFunctionSubclass():
             s = self._numbers.get(tensor.untyped_storage()._cdata)

@@ -2,8 +2,8 @@
 
 The comparison detects a value that was recorded as a constant, a kernel that the capture missed, and an operator that
 did not run. Results must be equal bit for bit, unless two eager runs differ: kernels of an accelerator may sum in a
-different order every time. Then samples of every tensor are compared, with a tolerance of ten times the difference of
-the two eager runs, plus `ULPS`.
+different order every time. Then samples of every tensor are compared, with a tolerance of `ULPS` plus ten times the
+difference of the two eager runs. A small share of the elements may exceed this tolerance.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
-"""Number of sampled elements of a tensor, to distinguish rounding from another value; an estimate."""
+"""Minimum number of sampled elements of a larger tensor, to distinguish rounding from another value."""
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ULPS: Final = 4
 """Tolerance in units in the last place of a tensor's largest value, when two eager runs differ."""
 _SPREAD_TOLERANCE: Final = 10
-"""Tolerance of a planned step in multiples of the difference of two eager runs; no measured step has reached it."""
+"""Tolerance of a planned step in multiples of the difference of two eager runs."""
 _OUTLIER_SHARE: Final = 0.01
-"""Share of a tensor's elements that may exceed the tolerance: Adam's steps have random signs where a gradient is noise.
-"""
+"""Share of the samples that may exceed the tolerance: Adam's steps have random signs where a gradient is noise."""
 OUTPUTS: Final = ("loss", "gradient norm", "routing")
 
 
@@ -64,7 +63,7 @@ class ReferenceStep:
 
     Args:
         first: Results of the eager step.
-        second: Results of a second eager run; None: the hardware is deterministic.
+        second: Results of a second eager run; None: results must be equal bit for bit.
 
     Attributes:
         spread: Largest difference between samples of the two runs, by tensor name; empty if the runs are equal.
@@ -237,7 +236,7 @@ def _digest(tensor: Tensor) -> int:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Return about `_SAMPLED` elements of a tensor, evenly spaced, in float64 on the host."""
+    """Return evenly spaced elements of a tensor, fewer than `2 * _SAMPLED`, in float64 on the host."""
     flat = _flat(tensor)
     return flat[:: max(flat.numel() // _SAMPLED, 1)].to("cpu", torch.float64, copy=True)
 

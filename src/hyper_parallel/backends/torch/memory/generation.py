@@ -50,6 +50,8 @@ class MemoryLimits:
     """Memory limits of a generation.
 
     Attributes:
+        device_bytes: Budget of device memory.
+        machine: Capacities and channels of the memory tiers.
         roofline: Model of the operators' seconds, for the plans and the virtual clock.
         flash: Parent of the file tier's folder; required when the machine has a file tier.
     """
@@ -65,7 +67,7 @@ class MemoryUse:
     """Predicted and measured memory use of a generation.
 
     Attributes:
-        predicted_bytes: Predicted peak per tier over all plans: arena and staging on the device, buffers in DRAM.
+        predicted_bytes: Predicted peak over all plans: arena and staging on the device, DRAM buffers, and files.
         measured_bytes: Measured peak per tier over all steps.
         state_bytes: Bytes of weights, buffers and KV cache.
         seconds: Seconds of all steps.
@@ -212,7 +214,7 @@ class PlannedSlots(FixedPasses):
             self._planned_device = self._open(1)
 
     def close(self) -> None:
-        """Return the weights' bytes to the model."""
+        """Return the weights' bytes to the model, and delete the folder of the file tier."""
         with self._stack:
             if self._planned_device is not None:
                 self._planned_device.close()

@@ -1,7 +1,7 @@
 """Staging and workspace bytes of an operator on the device, and its kernel time.
 
 Workspace depends on the kernel that a device chooses: sums in float32, sorted rows, scratch buffers. On an accelerator,
-the allocator measures the workspace while the step is recorded, and events measure the time of every kernel.
+the allocator measures the workspace while the step is recorded, and events measure the time of the kernels.
 
 The gradient of an embedding is as large as the table, and no kernel writes it at a given address. So it is computed in
 pieces, a few columns at a time, in a staging buffer. A column depends only on the same column of the incoming gradient
@@ -32,7 +32,7 @@ _MIN_PIECE_BYTES: Final = 64 * KiB  # smaller pieces cost more in launches than 
 
 
 def staged_result_bytes(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
-    """Return the bytes of each result that a call cannot write at its planned address; () if there is none."""
+    """Return the staging bytes of a call that cannot write its results at their planned addresses; () otherwise."""
     if not call.results or out_variant(call) is not None:
         return ()
     if pieces := columns(call):
@@ -63,9 +63,9 @@ def run_measured(
 ) -> tuple[Any, tuple[int, ...], Events | None]:
     """Run an operator on `tensors`, the tensors among its arguments; on an accelerator, measure its workspace and time.
 
-    Return its outputs, the workspace bytes of its kernel, and the events around it. For collectives, fake tensors, and
-    devices whose allocator reports no peak, the events are None and nothing is measured. Else the allocator's peak is
-    reset.
+    Return its outputs, the workspace bytes of its kernel, and the events around it. A measurement resets the
+    allocator's peak. Nothing is measured on a CPU, for collectives, for fake tensors, and for devices whose allocator
+    reports no peak: the events are None, and the workspace is () or that of `device_workspace`.
     """
     device = next((t.device for t in tensors if t.device.type != "cpu"), None)
     if device is None or func.namespace in COMMUNICATION:
@@ -77,7 +77,7 @@ def run_measured(
         return func(*args, **kwargs), (workspace,) if workspace else (), None
     event, stream = DeviceApi.of(device).event, module.current_stream(device)
     begin, end = event(enable_timing=True), event(enable_timing=True)
-    # Memory that a collection frees would distort the measured workspace.
+    # Memory that a garbage collection frees would distort the measured workspace.
     with paused_garbage_collection():
         module.reset_peak_memory_stats(device)
         begin.record(stream)
@@ -94,7 +94,7 @@ def kernel_seconds(operators: Sequence[Operator], timed: Sequence[Timed]) -> tup
     """Return the seconds of every operator, measured by events; None if there are no events at all.
 
     Operators without events get 0. If the device waited for the host, the host's seconds are subtracted. If the kernels
-    of a step take less time than the host, every operator takes at least the median time of issuing an operator.
+    of a step take less time than the host, every torch operator gets at least the median time of issuing one.
     """
     if not timed:
         return None

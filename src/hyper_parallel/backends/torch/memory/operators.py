@@ -399,7 +399,7 @@ def numbers_read(func: Any, flat: Sequence[Any]) -> list[tuple[int, Any]]:
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Return the FLOPs of a call by torch's formulas, except for attention, where torch 2.11 refuses grouped heads."""
+    """Return the FLOPs of a call by torch's formulas, 0 without one; attention and `_grouped_mm` have own formulas."""
     packet, name = func._overloadpacket, func._opname
     if name.startswith("_scaled_dot_product_") and _has(func, "is_causal"):
         causal = _argument(func, args, kwargs, "is_causal")

@@ -1,9 +1,9 @@
 """Out variants: variants of recorded calls that write their results into existing tensors.
 
 Most operators of ATen have an `out` overload, which takes the results as further arguments and runs the same kernel.
-For operators that only allocate, fill or copy bytes, this module defines a variant. `out` overloads that torch
-generates compute into fresh tensors and copy, so they are not used. A variant depends only on the recorded call, not on
-tensors.
+This module defines variants of operators that only allocate, fill or copy bytes, and of a few others. `out` overloads
+that torch generates compute into fresh tensors and copy, so they are not used. A variant depends only on the recorded
+call, not on tensors.
 """
 
 from __future__ import annotations
@@ -89,10 +89,7 @@ def out_variant(call: Call) -> OutVariant | None:
 
 @cache
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...], frozenset[str]] | None:
-    """Return (overload, names of its results, options that it does not accept) for an operator's `out` overload.
-
-    Return None if the operator has no usable `out` overload.
-    """
+    """Return (overload, names of its results, options it does not accept) for a usable `out` overload, else None."""
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
     plain = [pair for pair in wanted if pair[0] not in _OPTIONS]
     packet = func._overloadpacket
@@ -123,7 +120,7 @@ def _same_overload(func: Any, name: str) -> Any:
 
 
 def _has_fixed_size(call: Call) -> bool:
-    """Return whether the size of a call's result is independent of values of tensors."""
+    """Return whether a call with a data-dependent size is an indexing without masks, whose size is fixed."""
     if call.func is not torch.ops.aten.index.Tensor:
         return False
     kinds = [v.dtype for v in call.args[1] if isinstance(v, View)]

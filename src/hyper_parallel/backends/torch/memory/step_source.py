@@ -54,11 +54,7 @@ class CaptureSource:
         self._stamp: _IdentityStamp | None = None
 
     def check(self) -> None:
-        """Check that model and optimizers are as they were when the step was recorded.
-
-        Raises:
-            StepChanged: HP512 with the first property that differs.
-        """
+        """Raise StepChanged (HP512) for the first property of model and optimizers that differs from the recording."""
         if self._stamp is not None and self._stamp.is_unchanged():
             return
         seen: dict[int, Any] = {}

@@ -4,8 +4,8 @@ A copy waits for all work of the compute stream before its issue: that work wrot
 `wait` makes the compute stream wait for the copy. Later work of the compute stream then follows the copy, including the
 reuse of a freed buffer. A valid plan frees no buffer of a copy in flight, so no buffer needs `record_stream`.
 
-Host threads read and write files. A thread waits for the event of the storage that it reads or overwrites. It also
-issues a copy to the device that depends on a file, and only the wait for that copy involves the host.
+Host threads read and write files. A thread waits for the event of the storage that it reads or overwrites. A thread
+also issues a copy whose source another copy still writes. Only a wait for a copy of a thread blocks the host.
 
 Only names that all device modules of torch share are used (`torch.get_device_module`: cuda, npu, xpu, and cpu, whose
 streams and events do nothing).
@@ -120,7 +120,7 @@ class Times:
 
 
 class StreamLanes:
-    """Copies in flight: one stream per direction, and one thread per direction of files.
+    """Copies in flight: one stream per direction between device and DRAM, and one thread per direction of files.
 
     A direction is called a lane. Events are created once and reused in every step; all work issued at one point of the
     compute stream shares an event. A copy begins when it is issued or when the preceding copy on its stream ends.
@@ -157,8 +157,8 @@ class StreamLanes:
     def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
         """Issue a copy.
 
-        A copy between device and DRAM is issued on the stream of its direction: immediately, or by a thread if it
-        depends on a file. A copy between DRAM and a file runs in a thread.
+        A copy between device and DRAM is issued on the stream of its direction: immediately, or by a thread if another
+        copy writes its source. A copy between DRAM and a file runs in a thread.
 
         `lane` is the direction, a key of `COPIES`. `move` copies the bytes, on the current stream or synchronously.
         """
@@ -196,7 +196,7 @@ class StreamLanes:
         if lane in _FILES:
             self._running[storage, dst] = self._threads[lane].submit(copy_file)
             return
-        # The thread that reads the file issues the copy after its own work.
+        # The thread that reads files issues the copy, because it can wait for the copy that writes the source.
         self._running[storage, dst] = self._threads["copy_in"].submit(issue_on_stream)
 
     def _on_stream(self, lane: str, move: Callable[[], Any], after: Any) -> Any:
@@ -210,7 +210,7 @@ class StreamLanes:
     def wait(self, storage: int, tier: str) -> None:
         """Make the compute stream wait for the newest copy of a storage into a tier.
 
-        The host blocks only if a file is involved.
+        The host blocks only if a thread runs or issues the copy.
 
         Raises:
             TransferFailed: HP513 when the copy failed.

@@ -1,9 +1,9 @@
 """Executor of one pipeline rank: runs its stages in the order of a schedule.
 
-`mpmd` builds and verifies the schedule; this module executes its actions: F, B, I, W, SEND and RECV. An action uses an
-input on this rank, or waits for a receive that an earlier action of the schedule has posted. Message shapes follow from
-the batch: activations [B, S, D], under tensor parallelism this rank's part of them. Microbatches accumulate gradients
-without communication. Data and tensor parallelism reduce gradients once, after the last backward.
+`mpmd` builds and verifies the schedule; this module executes its actions: F, B, I, W, SEND, RECV and REDUCE_GRAD. An
+action uses an input on this rank, or waits for a receive that an earlier action of the schedule has posted. Message
+shapes follow from the batch: activations [B, S, D], under tensor parallelism this rank's part of them. Microbatches
+accumulate gradients without communication. Data and tensor parallelism reduce gradients once per step.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Pipeline:
         Args:
             model: The model.
             microbatches: Arguments of the model's forward per microbatch.
-            loss_of: See `LossOf`.
+            loss_of: Function that runs the model on the last stage for the microbatch of an index; returns its loss.
             span: See `forward_backward`.
             train: Whether to run backward.
             scale: Factor included in the losses of `loss_of`, applied to the router loss too.
@@ -189,9 +189,9 @@ class Pipeline:
     def splits(self, model: nn.Module) -> bool:
         """Return whether backward runs in two parts, input gradients (I) and weight gradients (W).
 
-        Recompute and re-gathering prevent a split, because both parts would repeat them. Compiled layers prevent it
-        too, because they compute both kinds of gradients at once. Without a split, I computes all gradients and W does
-        nothing.
+        Full recompute and re-gathering prevent a split, because both parts would repeat them. Compiled layers prevent a
+        split, because they compute both kinds of gradients at once. Without a split, I computes all gradients and W
+        does nothing.
         """
         s = self._strategy
         repeats = s.recompute == "full" or (s.tp > 1 and s.gathered_inputs == "re-gather")
@@ -267,7 +267,7 @@ class _PipelinePass:
         self._slopes: dict[int, Tensor] = {}
 
     def run(self, step: StepActions | None) -> Tensor:
-        """Run the schedule and wait for all sends; return the loss on the rank of the last stage."""
+        """Run the schedule and wait for all sends; return the loss on the rank of the last stage, 0 on others."""
         self._step, actions = step, None if step is None else step.actions
         if actions is None:
             schedule = self._pipeline.schedule(len(self._microbatches), self._train)
@@ -386,7 +386,7 @@ class _PipelinePass:
             self._weight_steps.pop((stage, i))()
 
     def _take_message(self, kind: str, stage: int, i: int) -> _Message | None:
-        """Return the message that an action consumes, produced on this rank or received."""
+        """Return the message that an action consumes, produced on this rank or received; None if it needs none."""
         direction = "F" if kind == "F" else "B"
         if kind == "W" or stage == (0 if direction == "F" else self._pipeline.last):
             return None

@@ -128,7 +128,7 @@ class StageLayers(SlotList):
         media_stages: Stages that run the encoders of images and recordings.
         trace: Trace of the running pass; None unless it is the first one with a kind of media.
         traced: Names of the media that were traced in earlier passes.
-        features: Features that the running stage received from other parts of the model, which need their gradients.
+        features: Features that the running stage received from other parts of the model, which receive the gradients.
     """
 
     ranges: tuple[range, ...]
@@ -237,7 +237,7 @@ class StageModules:
         return self.running.ranges[self.running.stage]
 
     def install(self, model: nn.Module) -> None:
-        """Restrict embedding, final norm and head to their stages, after tensor parallelism has wrapped them.
+        """Restrict modules outside of the layers to their stages, after tensor parallelism has wrapped them.
 
         Afterwards, calls of the model outside of a stage raise HP205.
         """
@@ -288,7 +288,7 @@ def trace_stages(model: nn.Module, plan: Plan) -> LayerFlow:
 
     Raises:
         UnsupportedSharding: HP205 for a model without a list of layers, or with layers that pass more than one tensor.
-            `mpmd.check_pipeline` raises further errors.
+            `mpmd.check_pipeline` and `check_stage_layers` raise further errors.
     """
     strategy, flow = plan.strategy, trace_layer_flow(model)
     check_pipeline(strategy, flow.layers, plan.workload.accumulation_steps or 1)
@@ -401,9 +401,10 @@ def _outer_modules(
 
 
 def _placeholder_result(trailing: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Return a replacement of a module's forward that returns its input, if shapes match, or zeros.
+    """Return a replacement of a module's forward that returns zeros of the shape of its result.
 
-    In the result, `sizes` replace the last `trailing` dims of the input. `dtype` is used for integer inputs.
+    In the result, `sizes` replace the last `trailing` dims of the input; if both are empty, it is the input itself.
+    `dtype` is used for integer inputs.
     """
 
     def replacement(*args: Any, **kwargs: Any) -> Tensor:

@@ -5,11 +5,13 @@ features; q and F are the widths of attention and MLP. P = x y ranks lie on the 
 [out, in], as in `nn.Linear`.
 
     1d                   [T, D] @ [F/P, D] -> [T, F/P] @ [D, F/P] -> scatter tokens over all P ranks
-    2d, attention        gather tokens over x -> [T, D/y] @ [q/x, D/y] -> scatter heads over y -> attention on q/P heads
-                         -> gather heads over y -> [T, D/x] @ [D/y, D/x] -> scatter tokens over x
+    2d, attention        gather tokens over x -> [T, D/y] @ [q/x, D/y] -> scatter heads over y -> attention on width q/P
+                         -> gather heads over y -> [T, q/x] @ [D/y, q/x] -> scatter tokens over x
     2d, MLP              gather tokens over x -> [T, D/y] @ [F/x, D/y] -> scatter tokens over y -> activation on
                          [T/y, F/x] -> gather tokens over y -> [T, F/x] @ [D/y, F/x] -> scatter tokens over x
     weight               the 1d block of the x ranks on T/y tokens; each weight is gathered over y where it is used
+
+2d attention can also shard tokens instead of heads over y, see `_span_attention`.
 
 `shard.block_program` selects the collectives of a block and their ranks, called its program; this module runs them.
 A packed projection (q, k and v, or gate and up, in one weight) whose parts are sharded separately needs no further
@@ -59,7 +61,7 @@ class RegionPass:
 
     Attributes:
         scope: Scope in which gathered tensors are gathered again in backward; None: they are saved.
-        gathered: Gathered tokens that projections use in place of their input; None: use the input.
+        gathered: Gathered tokens that column-parallel projections use in place of their input; None: use the input.
         block_input: Input of the column-parallel projections; set only with replicated activations.
         block_input_summed_grad: Tensor equal to `block_input` whose gradient is summed over the ranks.
         padded_rows: Number of gathered tokens, padding included.
@@ -135,14 +137,14 @@ class Region:
         return self.state.groups[self.program[purpose].axes]
 
     def forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Gather the tokens in the arguments, run the module's forward `inner` on them, and return its output."""
+        """Run the module's forward `inner` on gathered tokens; a row-parallel projection scatters its output."""
         by_keyword, state = "hidden_states" in kwargs, self.state
         if not by_keyword and not (args and isinstance(args[0], Tensor)):
             raise UnsupportedSharding(
                 "the module gets its activations neither as first argument nor as `hidden_states`",
                 where=self.name,
                 got=f"arguments {', '.join(kwargs) or 'none'}",
-                hint="parallel.tp=1",
+                hint="parallel.tp_x=1 parallel.tp_y=1",
             )
 
         def run(tokens: Tensor) -> Any:
@@ -233,7 +235,7 @@ class Region:
         return tokens.products.pop(module)
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Gather tokens to [B, S, .], or [B, span, .] if y shards sequences; for an MLP on two axes, to [1, T, .]."""
+        """Gather tokens [B, S, ...], or [B, span, ...] if y shards sequences; for an MLP on two axes, [1, T, ...]."""
         tokens = gather(part, 1, self.group(Purpose.SEQUENCE_GATHER), Purpose.SEQUENCE_GATHER)
         self.current.padded_rows = tokens.shape[1]
         if not self.kv_heads and Y in self.state.groups:
@@ -243,7 +245,7 @@ class Region:
         return grid.without_padding(tokens, (grid.batch[0], length))
 
     def _placeholder_input(self, tokens: Tensor) -> Tensor:
-        """Return the module's input: `tokens`, or for 2d attention on spans a placeholder [B, span, .] of NaN.
+        """Return the module's input: `tokens`, or for 2d attention on spans a placeholder [B, span, ...] of NaN.
 
         With spans, projections read all tokens from `RegionPass.gathered` but return only those of one span. The module
         therefore needs an input with the shape of the span.
@@ -264,7 +266,7 @@ class Region:
     def with_weight(self, module: nn.Module, use: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `use(weight)` for the module's local weight; if the program gathers weights, gather it over y first.
 
-        Backward gathers a gathered weight again, so it is not saved.
+        Backward gathers the weight again instead of saving it, except in a recomputed layer.
         """
         weight = self.state.local(module.weight)
         if Purpose.WEIGHT_GATHER not in self.program:
@@ -299,7 +301,7 @@ class Region:
     def sum_heads(
         self, out: Tensor, bias: Tensor | None, rows: slice | None, boundary: Boundary
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum the output of a 2d attention projection over y; return this rank's slice of the output and of the bias.
+        """Sum the output of a 2d attention projection over y; return this rank's slice and the bias of its features.
 
         The slice has complete heads or, with span attention, all local heads for the tokens of a span. `rows` is that
         of `colwise`, and `boundary` is the collective with the purpose `HEAD_SCATTER`. The bias is not added.
@@ -331,8 +333,7 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
         module: The projection.
         name: Module path of the projection.
         region: Region of the attention or MLP module that contains the projection.
-        rows: Rows of the weight for the key heads that this rank's queries use, if the weight is replicated; None: all
-            local rows.
+        rows: Rows of a replicated weight for the key or value head that this rank's queries use; None: all local rows.
     """
     state, keys = region.state, name.rpartition(".")[2] in ("k_proj", "v_proj")
     program = region.key_program if keys else region.program
@@ -438,9 +439,10 @@ class LocalHeads:
 
 
 def set_local_head_counts(attention: nn.Module, config: Any, degree: int) -> None:
-    """Divide the head counts in the attributes and the config of an attention module by `degree` ranks.
+    """Divide head counts and widths in the attributes and the config of an attention module by `degree` ranks.
 
-    `config` is the text config of the model. If it has values per layer, the config of the module is used instead.
+    At least one key and value head remains. `config` is the text config of the model. If it has values per layer, the
+    config of the module is used instead.
     """
     config = attention.config if getattr(config, "is_heterogeneous", False) else config
     heads = config.num_attention_heads
@@ -466,9 +468,9 @@ def exchange_packed(module: nn.Module, parent: nn.Module, style: str, config: An
 
     Args:
         module: The packed projection, whose forward already uses local parameters.
-        parent: Module that splits the projection's output.
+        parent: Module that splits the projection's output; for qkv, its head counts are reduced to those of a rank.
         style: Kind of packing: qkv or gate_up.
-        config: Text config of the model.
+        config: Text config of the model, used for qkv.
         state: State of tensor parallelism.
     """
     if style == "gate_up":

@@ -2,6 +2,7 @@
 
     column-parallel projection   input unchanged; the gradient of the input is summed over the ranks
     row-parallel projection      output summed over the ranks; the gradient passes unchanged
+    between these two            each rank computes its own heads or features
     all other modules            same computation on every rank, with the same random numbers; their gradients are
                                  complete on every rank and are not summed
 
@@ -36,8 +37,8 @@ def call_with_summed_input_grad(
 ) -> Any:
     """Return `inner(x)`, where `inner` is a column-parallel projection; backward sums the gradient of `x` over ranks.
 
-    Projections of one attention or MLP module share their input: its gradient is all-reduced once per `region`. If
-    `region` is None, only this projection reads `x`.
+    If the projections of a region have the same input, its gradient is all-reduced once for all of them. If `region` is
+    None, only this projection reads `x`.
     """
     if region is None:
         return inner(sum_backward(x, group, Purpose.ACTIVATIONS))

@@ -26,7 +26,7 @@ _ATTRIBUTE = "_hyper_parallel_spans"
 
 @dataclass(slots=True)
 class SpanAttention:
-    """Attention of one module with the queries of this rank's span.
+    """Attention of one module with the queries of this rank's span, an interval of positions of every sequence.
 
     Attributes:
         state: State of tensor parallelism.
@@ -49,7 +49,7 @@ class SpanAttention:
         inner = config._attn_implementation
         if inner not in ("sdpa", "eager"):
             raise UnsupportedSharding(
-                "attention with tokens sharded over tp_y needs an implementation that accepts a two-dimensional mask",
+                "attention with tokens sharded over tp_y needs an implementation that accepts a query-by-key mask",
                 where=name,
                 got=inner,
                 allowed="sdpa, eager",
@@ -65,7 +65,10 @@ class SpanAttention:
         return spans
 
     def cut(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        """Return the keyword arguments of an attention module with positions and mask rows reduced to this span."""
+        """Return an attention module's keyword arguments with the positions and mask rows of this span.
+
+        The default mask is causal. A cache of keys and values is refused with HP205.
+        """
         caches = [n for n in ("past_key_values", "cache") if kwargs.get(n) is not None]
         if caches:
             raise UnsupportedSharding(
@@ -77,7 +80,7 @@ class SpanAttention:
         grid = self.state.grid
         length = grid.batch[1]
         first = self.state.groups[Y].rank() * grid.span
-        # The last span is padded by repeating the last position; these rows are dropped after attention.
+        # Rows after the end of the sequence repeat the last position; they are dropped after attention.
         rows = torch.arange(first, first + grid.span, device=device).clamp_(max=length - 1)
         out = dict(kwargs)
         if out.get("position_embeddings") is not None:

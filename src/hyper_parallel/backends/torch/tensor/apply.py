@@ -1,14 +1,15 @@
 """Tensor and sequence parallelism on one or two mesh axes, by wrapping unmodified modules.
 
-    embedding (rows sharded)    partial sums of [B, S, D]
-    first decoder layer         reduce-scatter to this rank's part of the residual stream
+    embedding (rows sharded)    partial sums of [B, S, D], all-reduced here or reduce-scattered by the first layer
+    first decoder layer         this rank's part of the residual stream, see `TokenGrid`
       attention or MLP          gather tokens -> projections (see `_projections`) -> scatter tokens
     final norm                  on this rank's part, then gather tokens: the base model's output is unchanged
     head (rows sharded)         logits of all tokens for this rank's part of the vocabulary, which the loss accepts
 
-Forwards and a few attributes of module instances change, such as numbers of heads; classes, parameter names and the
-model's source do not. All arithmetic runs on local tensors; parameters stay DTensors for FSDP, optimizers and
-checkpoints. An attention or MLP module with these collectives is called a region.
+Models whose layers the sharding rules do not cover keep replicated activations, see `_replicated_activations`.
+Forwards and a few attributes of module instances change, such as numbers of heads; classes and parameter names do not.
+All arithmetic runs on local tensors; parameters stay DTensors for FSDP, optimizers and checkpoints. An attention or MLP
+module with these collectives is called a region.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ Forward = Callable[..., Any]
 
 
 def tensor_mesh(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh | None:
-    """Return the tensor-parallel mesh of one or two axes; None without tensor parallelism."""
+    """Return the submesh of the tensor-parallel axes; None without a mesh or without tensor parallelism."""
     if mesh is None or strategy.tp == 1:
         return None
     return mesh["tp_x"] if strategy.tp_y == 1 else mesh[TP]
@@ -78,7 +79,7 @@ def tensor_state(
     running: RunningPass,
     executor: TokenExecutor | None,
 ) -> TpState | None:
-    """Return the state of tensor parallelism; None without tensor parallelism."""
+    """Return the state of tensor parallelism on the mesh of `tensor_mesh`; None if this mesh is None."""
     if tp_mesh is None:
         return None
     groups = {X: tp_mesh["tp_x"].get_group()}
@@ -116,6 +117,10 @@ def apply_tensor_parallel(
         state: State of tensor parallelism.
         strategy: The strategy of the plan.
         trial: Result of `try_forward` if activations are replicated, else None.
+
+    Raises:
+        UnsupportedSharding: HP205 for two mesh axes with replicated activations, and for a module that a wrapper does
+            not support.
     """
     parallel = TensorParallel(model, styles, state, strategy)
     if view.base is not None and not state.replicated_activations:
@@ -131,7 +136,7 @@ def apply_tensor_parallel(
 
 
 def watch_gradients(model: nn.Module, layouts: dict[str, Layout], state: TpState, trial: TensorTrial | None) -> None:
-    """Register the replicated parameters whose gradients are summed over tensor-parallel ranks.
+    """Register the parameters whose gradients are partial and must be summed over tensor-parallel ranks.
 
     Call this function after FSDP has wrapped the model.
 
@@ -139,8 +144,7 @@ def watch_gradients(model: nn.Module, layouts: dict[str, Layout], state: TpState
         model: Model wrapped by `apply_tensor_parallel`.
         layouts: Layout of each parameter, by name.
         state: State of tensor parallelism.
-        trial: Result of `try_forward`; None if activations are sharded, in which case the gradients of all replicated
-            parameters are partial and must be summed.
+        trial: Result of `try_forward`; None: all parameters replicated over an axis, except experts, are registered.
     """
     axes = TP if Y in state.groups else X
 
@@ -153,7 +157,7 @@ def watch_gradients(model: nn.Module, layouts: dict[str, Layout], state: TpState
                 yield param, state.groups[missing]
 
     state.gradients.watch(partial_parameters)
-    # Registered after FSDP's own hook, so that FSDP's callback at the end of backward runs first.
+    # This hook follows FSDP's own, so that FSDP's callback at the end of backward runs first.
     model.register_forward_hook(lambda _, __, output: state.gradients.end_forward(output))
 
 
@@ -197,7 +201,7 @@ class TensorParallel:
         return self.regions.setdefault(module_of(name), Region(self.state))
 
     def _used_rows(self, module: nn.Module, style: str) -> slice | None:
-        """Return the weight rows of the key head that this rank's queries use; None: all local rows."""
+        """Return the weight rows of the key or value head that this rank's queries use; None: all local rows."""
         if style != "kv_replicate":
             return None
         heads = self.config.num_key_value_heads
@@ -245,7 +249,7 @@ class TensorParallel:
                 inside[0].following = inside[1]
 
     def apply_to_modules(self, splits_logits: bool) -> None:
-        """Wrap the sharded modules of any model, with replicated activations; `splits_logits` shards the logits."""
+        """Wrap the sharded modules of a model with replicated activations; `splits_logits` keeps logits sharded."""
         state, config = self.state, self.config
         split = {n: s for n, s in self.styles.items() if s in SPLIT_STYLES}
         split |= dict.fromkeys(tied_heads(self.modules, split), "head")
@@ -301,9 +305,9 @@ class TensorParallel:
         return cast("Tensor", inner(x))
 
     def _embedding(self, module: nn.Module, reduce: Callable[..., Tensor] | None) -> None:
-        """Make an embedding look up this rank's rows, with zeros for other tokens, and sum the result over ranks.
+        """Make an embedding look up the tokens in this rank's rows, with zeros for other tokens.
 
-        `reduce` computes the sum; None: return partial sums, which the first layer reduces.
+        `reduce` then sums the result over ranks; None: the first layer sums it.
         """
         state = self.state
         rows = module.num_embeddings // state.degree
@@ -317,7 +321,7 @@ class TensorParallel:
             raise UnsupportedSharding(
                 f"tensor parallelism cannot shard an embedding with {unsupported[0]}",
                 where=type(module).__name__,
-                hint="parallel.tp=1",
+                hint="parallel.tp_x=1 parallel.tp_y=1",
             )
         pad = module.padding_idx
         pad = pad - first if pad is not None and first <= pad < first + rows else None
@@ -358,7 +362,7 @@ class TensorParallel:
         module.forward = forward
 
     def _replicated(self, module: nn.Module, name: str) -> None:
-        """Make the forward of a module without sharded weights use local parameters.
+        """Make the forward of a module that is not parallelized, such as a norm, use its local parameters.
 
         A norm whose features are sharded over y computes its statistics over all features.
         """
@@ -393,7 +397,7 @@ class TensorParallel:
         return self.state.leave(lambda part: inner(part, *args, **kwargs), hidden_states)
 
     def _guard(self) -> None:
-        """Add hooks to the root module that reset the state of a pass, refuse sharded outputs and gather logits."""
+        """Add hooks to the root module: reset the state of a pass, refuse sharded outputs, gather unconsumed logits."""
         state = self.state
         sharded_outputs = ["output_attentions"]
         if not state.replicated_activations:

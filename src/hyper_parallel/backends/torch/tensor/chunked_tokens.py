@@ -33,7 +33,7 @@ from hyper_parallel.backends.torch.tensor.overlapped_tokens import (
 from hyper_parallel.ir import Purpose
 
 Product = Callable[[Tensor], Tensor]
-"""Function that multiplies a chunk of tokens [1, T, C] by a weight; the weight is read once for all chunks."""
+"""Function that applies a linear projection to a chunk of tokens [1, T, C]; all chunks use one read of the weight."""
 
 
 class _Weight(torch.autograd.Function):
@@ -58,7 +58,7 @@ class _Weight(torch.autograd.Function):
 
 
 class _ChunkProduct(torch.autograd.Function):
-    """Product of a chunk with a weight; backward appends chunk and output gradient to `chunks`, for `_Weight`."""
+    """Product of a chunk with a weight; backward appends (chunk, output gradient) to `chunks`, for `_Weight`."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ class _ChunkProduct(torch.autograd.Function):
 
 
 def chunk_product(weight: Tensor, bias: Tensor | None) -> Product:
-    """Return a function that multiplies chunks [..., C] by a weight [F, C] and adds a bias [F], in one forward pass.
+    """Return a function that multiplies chunks [..., C] of one forward pass by a weight [F, C] and adds a bias [F].
 
     Backward computes the gradient of the weight once, from all chunks. Autograd runs nodes in the reverse order of
     creation. If this function is called between start and finish of a collective, the gradient is therefore computed

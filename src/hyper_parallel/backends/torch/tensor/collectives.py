@@ -29,7 +29,7 @@ from hyper_parallel.ir import Purpose
 
 
 def padded(tokens: Tensor, rows: int) -> Tensor:
-    """Pad tokens [..., T, C] with zeros to [..., rows, C]; return the input itself if T equals `rows`."""
+    """Pad tokens [..., T, C] with zeros to [..., rows, C], T <= rows; return the input itself if T equals `rows`."""
     missing = rows - tokens.shape[-2]
     return F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
 
@@ -40,7 +40,7 @@ def gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
 
 
 def gather_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return launchers of the all-gather of `gather` and of its transpose, for `in_flight.start`."""
+    """Return launchers of the all-gather of `gather` and of its transpose, for `PendingCollective`."""
     back = partial(_launch_scatter, dim=dim, group=group, name=name.backward)
     return partial(_launch_gather, dim=dim, group=group, name=name), back
 
@@ -51,7 +51,7 @@ def scatter(x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, leads_to
 
 
 def scatter_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return launchers of the reduce-scatter of `scatter` and of its transpose, for `in_flight.start`."""
+    """Return launchers of the reduce-scatter of `scatter` and of its transpose, for `PendingCollective`."""
     back = partial(_launch_gather, dim=dim, group=group, name=name.backward)
     return partial(_launch_scatter, dim=dim, group=group, name=name), back
 
@@ -81,8 +81,8 @@ def reshard(
 
     Args:
         tensors: Local shards along dim `gather_dim`.
-        shard_dim: Dim that is sharded afterwards.
-        gather_dim: Dim that is gathered.
+        shard_dim: Dim that is sharded afterwards; not negative, with a size divisible by the number of ranks.
+        gather_dim: Dim that is gathered; not negative.
         group: Process group.
         name: Purpose of the collective.
         neighbours: Size of the subgroups of consecutive ranks that exchange with each other; None: the entire group.

@@ -2,8 +2,8 @@
 
 On each rank, a replicated parameter (a norm, a bias after a reduction) may act only on the rank's own tokens or heads.
 Each tensor-parallel rank then computes a partial gradient. At the end of backward, one all-reduce per process group and
-dtype sums the gradients of all such parameters. It runs after FSDP's reduction over the data-parallel ranks, so only
-1 / dp_shard of each gradient is sent.
+dtype sums the gradients of all such parameters. It runs after FSDP's reduction over the data-parallel ranks, so each
+rank sends only its shard of each gradient.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -
     """Return the local tensor of a parameter, or rows of it; differentiable with respect to the parameter.
 
     Args:
-        param: The parameter; None (no bias) is returned unchanged.
-        owner: Reducer of the gradients of replicated parameters; None: gradients are not reduced.
+        param: The parameter; None (no bias) and tensors other than DTensors are used unchanged.
+        owner: Reducer that is told when the parameter receives its gradient; None: no reducer.
         rows: Rows to select; None: all local rows.
     """
     if rows is not None and param is not None:
@@ -87,7 +87,7 @@ def use_local_parameters(
         owner: Reducer of gradients, see `to_local`.
         inside: Function that returns a context in which the forward runs.
         rows: Rows to select, see `to_local`.
-        modules: Modules whose parameters are replaced during the forward; None: only `module`.
+        modules: Modules whose own parameters, not those of children, are replaced; None: only `module`.
     """
     originals: list[dict[str, Any]] = []
     # Number of running calls: the second half-batch begins while the first one is suspended, and ends after it.
@@ -134,7 +134,7 @@ class TpGradients:
         self._params = [(p, group) for p, group in list_params() if p.requires_grad]
 
     def partial_parameters(self) -> tuple[PartialParameter, ...]:
-        """Return the registered parameters, for callers that compute gradients without `backward`."""
+        """Return the parameters with partial gradients, also frozen ones, for callers that do not run `backward`."""
         return tuple(self._list_params())
 
     def begin_forward(self) -> None:
@@ -150,13 +150,13 @@ class TpGradients:
     def begin_backward(self) -> None:
         """Queue the all-reduce of gradients for the end of backward; only the first call in a backward has an effect.
 
-        Hooks call this method when backward starts and when a replicated parameter receives its gradient.
+        Hooks call this method when backward starts and when a parameter receives its gradient.
         """
         if self._queued:
             return
         self._queued = True
         self._rescale_accumulated()
-        # Queued after FSDP's own callback, which was queued when the root's outputs received their gradients.
+        # This callback follows FSDP's own, which was queued when the root's outputs received their gradients.
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def defer(self) -> None:

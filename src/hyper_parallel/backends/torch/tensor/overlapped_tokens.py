@@ -4,8 +4,9 @@
     chunks      `chunked_tokens`: the products of one chunk run while other chunks are in flight
     symmetric   `symmetric_tokens`: an operator of torch runs a collective together with its products
 
-The module's wrapper (`Region`) passes its input to `gather`, and calls the module with the resulting
-`OverlappedTokens`, from which column-parallel projections read their products. Row-parallel ones call `scatter`.
+The wrapper of an attention or MLP module (`Region`) passes the input to `gather`, and calls the module with the
+resulting `OverlappedTokens`. Column-parallel projections read their products from them. Row-parallel projections call
+`scatter`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ Adapter = Callable[[Tensor], Tensor]
 
 
 class OverlappedTokens(StandIn):
-    """Tokens [B, S, D] that are still being gathered; any use except a projection waits for the gather.
+    """Placeholder for gathered tokens [B, S, D]; use of their values outside of projections completes the gather.
 
     Attributes:
-        products: Outputs [B, S, F] of projections that are computed before the projections are called.
+        products: Outputs [B, S, F] that are computed but not yet returned by their projection.
         is_multiplied: True after the first call of `multiply`.
     """
 
@@ -65,10 +66,10 @@ class TokenExecutor(Protocol):
         ...
 
     def gather(self, part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> OverlappedTokens:
-        """Start to gather the tokens [1, n, D] of every rank.
+        """Return a placeholder for the tokens of all ranks; the gather starts now or at the first use.
 
         Args:
-            part: Tokens of this rank.
+            part: Tokens of this rank, [1, n, D].
             group: Process group of the ranks.
             batch: Number of sequences and their length, (B, S); tokens after the first B * S are padding.
         """

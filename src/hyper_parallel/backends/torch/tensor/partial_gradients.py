@@ -1,4 +1,4 @@
-"""Find replicated parameters with partial gradients, by one forward on meta tensors before any rank starts.
+"""Find replicated parameters with partial gradients, by one forward on meta tensors without other ranks.
 
 With replicated activations, the gradient of a replicated parameter is complete on each rank, unless the parameter acts
 on a sharded activation: the heads or features of one rank. Then each rank computes a partial gradient. A trial forward
@@ -65,12 +65,13 @@ class TensorTrial:
 def try_forward(
     model: nn.Module, layouts: Mapping[str, Layout], styles: Mapping[str, str], strategy: Strategy
 ) -> TensorTrial:
-    """Run a model once on meta tensors and trace the values that tensor parallelism would shard.
+    """Find the replicated parameters with partial gradients if activations are replicated.
 
-    Activations between sharded modules are replicated.
+    The model runs once on meta tensors. If it has no `config`, or if the run fails and the strategy has no user rules,
+    the result follows from the styles alone.
 
     Args:
-        model: Model before it is wrapped, on any device; not changed.
+        model: Model before it is wrapped, on any device.
         layouts: Layout of each parameter, by name.
         styles: Sharding style of each module, by name.
         strategy: The strategy of the plan.
@@ -105,8 +106,8 @@ class _Parts(FlowTracer):
 
     Attributes:
         summands: Bits of the parameters with partial gradients, because they were combined with a sharded value.
-        complete: Bits of the parameters with complete gradients, because the input of a sharded module, whose gradient
-            is summed over ranks, was computed from them.
+        complete: Bits of the parameters with complete gradients: the loss, the logits, or an input whose gradient is
+            summed over ranks was computed from them.
         vocabulary: Number of columns of the logits.
         tells_columns: True if an operator treats some columns of the logits differently from others.
     """
@@ -171,7 +172,7 @@ class _SummandTrial:
                 f"tensor parallelism cannot sum the gradient of `{name}`",
                 where=type(model).__name__,
                 got="a parameter that acts on replicated and on sharded activations",
-                hint="parallel.tp=1",
+                hint="parallel.tp_x=1 parallel.tp_y=1",
             )
         summands = frozenset(n for i, n in enumerate(self.names) if tracer.summands >> i & 1)
         return TensorTrial(summands, self.loss_taken and not tracer.tells_columns)

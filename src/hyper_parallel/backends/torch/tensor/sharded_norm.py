@@ -1,9 +1,9 @@
 """Norms over features or heads that are sharded over ranks: an unmodified module with global statistics.
 
 During the norm's forward, a mean over the last dim is averaged over the ranks by one all-reduce of one number per
-token, in float32 or wider. The fused norms of torch are computed from such means. Other common reductions, and norms
-without a mean, are refused: they would cover one rank's slice only. Key heads held by several ranks do not change the
-average, because all heads are held by equally many ranks.
+token, in float32 or wider. The fused norms of torch are computed from such means. Other common reductions, matrix
+products, and norms without a mean are refused: they would cover one rank's slice only. Key heads held by several ranks
+do not change the average, because all heads are held by equally many ranks.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ class RegatherScope:
     def regather_in_backward(self, gathered: Tensor, regather: Callable[[], Tensor]) -> Iterator[None]:
         """Prevent autograd from saving `gathered` and its views in this context; backward calls `regather` instead.
 
-        No code may write to `gathered`. Backward calls `regather` in no-grad mode, in the same order on every rank.
+        The context of `open` must be active. No code may write to `gathered`. Backward calls `regather` without
+        gradients, in the same order on every rank.
         """
         key = gathered.untyped_storage()._cdata
         self._sources[key] = _Gathered(regather)
@@ -127,7 +128,7 @@ class TokenGrid:
 
     @property
     def span(self) -> int:
-        """Number of positions in a span: all S positions, or ceil(S / y) with `shard_sequences_over_y`."""
+        """Number of positions in a span, ceil(S / y)."""
         return padded_sizes(*self.batch, self.x, self.y, self.shard_sequences_over_y)[0]
 
     @property
@@ -140,7 +141,7 @@ class TokenGrid:
         return (1, self.y * self.rows, width // self.y) if self.shard_hidden_over_y else (1, self.rows, width)
 
     def parts(self, full: Tensor) -> Tensor:
-        """Rearrange [B, S, D] into the concatenated parts of all ranks.
+        """Pad the residual stream [B, S, D] and rearrange it into the concatenated parts of all ranks.
 
         The result is [1, P n, D], or [1, P y n, D / y] if features are sharded over y; P = x y, n = `rows`.
         """
@@ -150,7 +151,7 @@ class TokenGrid:
         return pieces
 
     def whole(self, parts: Tensor) -> Tensor:
-        """Rearrange the concatenated parts of all ranks into [B, S, D]; inverse of `parts`."""
+        """Rearrange the concatenated parts of all ranks into the residual stream [B, S, D]; inverse of `parts`."""
         x, y, n = self.x, self.y, self.rows
         if self.shard_hidden_over_y:
             parts = parts.view(x, y, y * n, -1).transpose(1, 2).reshape(1, x * y * n, -1)
@@ -173,7 +174,7 @@ class TokenGrid:
         return self._pieces(indices).view(self.x * self.y, -1)[rank] - 1
 
     def spans(self, full: Tensor) -> Tensor:
-        """Rearrange [B, S, C] into the concatenated spans of all sequences, [1, y B span, C]."""
+        """Rearrange [B, S, C] into the concatenated spans of all sequences, padding included: [1, y B span, C]."""
         batch, y, span = full.shape[0], self.y, self.span
         spans = padded(full, y * span).view(batch, y, span, -1)
         return spans.transpose(0, 1).reshape(1, y * batch * span, -1)
@@ -203,7 +204,7 @@ _CUDA_STEP: Final = 4
 
 @dataclass
 class RandomStreams:
-    """Switch between the random stream common to all tensor-parallel ranks and the stream of this rank.
+    """Two random streams of this rank: one common to all tensor-parallel ranks, and its own.
 
     Attributes:
         rank: Position of this rank in the tensor-parallel group.
@@ -214,7 +215,7 @@ class RandomStreams:
     _common: Tensor | None = None
 
     def run_column_projection(self, module: nn.Module, inner: Callable[..., Any], x: Tensor) -> Any:
-        """Run a column-parallel projection, then switch to this rank's own stream (in training mode)."""
+        """Run a column-parallel projection on the common stream; in training mode, switch to this rank's stream."""
         self.join()
         out = inner(x)
         if module.training:
@@ -222,13 +223,13 @@ class RandomStreams:
         return out
 
     def run_row_projection(self, inner: Callable[..., Any], x: Tensor) -> Any:
-        """Run a row-parallel projection, then switch back to the common stream."""
+        """Run a row-parallel projection, then switch to the common stream."""
         out = inner(x)
         self.join()
         return out
 
     def split(self, like: Tensor) -> None:
-        """Switch to this rank's own stream on the device of `like`."""
+        """Switch to this rank's own stream on the device of `like`; no effect for a fake tensor."""
         if isinstance(like, FakeTensor):
             return
         self._generator = generator = _generator_of(like.device)
@@ -237,13 +238,13 @@ class RandomStreams:
         generator.manual_seed(_hash64(seed + self.rank))
 
     def join(self) -> None:
-        """Switch back to the common stream."""
+        """Switch to the common stream, if this rank's own stream is in use."""
         if self._common is not None and self._generator is not None:
             self._generator.set_state(self._common)
         self.forget()
 
     def forget(self) -> None:
-        """Treat the current stream as the common one, in case the last pass ended with an error."""
+        """Treat the current stream as the common one: the last pass may have ended with an error."""
         self._generator = self._common = None
 
 
@@ -278,10 +279,10 @@ class TpState:
     """Tensor-parallel state of one model.
 
     Attributes:
-        groups: Process groups of this rank by their mesh axes; without a second axis, no key contains tp_y.
+        groups: Process groups of this rank by their mesh axes: `X`, `TP` (all ranks) and, with a second axis, `Y`.
         shard_hidden_over_y: True if the features of the residual stream are sharded over tp_y.
         shard_sequences_over_y: True if sequences are cut into spans over tp_y before tokens are sharded over tp_x.
-        replicated_activations: True if every rank holds the residual stream of all tokens.
+        replicated_activations: `ShardPlan.whole_stream`: True if every rank holds the residual stream of all tokens.
         regather: True if gathered inputs are gathered again in backward instead of being saved.
         gradients: Reducer of the gradients of replicated parameters.
         halves: Executor of half-batches, a `half_batch.HalfBatch`; None: passes run on whole batches.
@@ -289,8 +290,9 @@ class TpState:
         same_random: True after all ranks have set equal random seeds, as replicated activations require in training.
         executor: Executor that overlaps collectives with products in blocks; None: they run serially.
         chunked_blocks: Number of blocks that the executor has run since the last `take_counts`.
-        whole_blocks: Number of blocks that ran serially since then, because the executor does not support their size.
-        streams: Random streams for dropout with replicated activations; None if the model has no such dropout.
+        whole_blocks: Number of blocks that ran serially since then, because the executor does not support their number
+            of tokens or the block is compiled.
+        streams: Random streams for dropout with replicated activations; None if they are not needed.
     """
 
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]
@@ -350,7 +352,7 @@ class TpState:
 
     @property
     def regathers(self) -> bool:
-        """True if gathered inputs of the running layer are gathered again in backward; recomputation does so anyway."""
+        """True if gathered inputs are gathered again in backward; False in a recomputed layer, which gathers anyway."""
         return self.regather and not self.recomputed
 
     def grid_of(self, batch: tuple[int, ...]) -> TokenGrid:
@@ -364,7 +366,7 @@ class TpState:
         return self.grid_of(self.batch)
 
     def list_of(self, batch: tuple[int, ...]) -> TokenGrid:
-        """Return the sharding of (B, S) tokens as one list over all ranks, independent of the residual stream's."""
+        """Return the sharding of (B, S) tokens as one list over all ranks, with all features on each rank."""
         return TokenGrid(batch, self.degree, 1, False, False)
 
     def enter(self, full: Tensor) -> Tensor:
@@ -385,7 +387,7 @@ class TpState:
         return scatter(parts, 1, self.group, Purpose.SEQUENCE_SCATTER) if is_summand else self.local_part(parts)
 
     def local_part(self, parts: Tensor) -> Tensor:
-        """Return this rank's part of the concatenated parts of all ranks."""
+        """Return a copy of this rank's part, from the concatenated parts of all ranks."""
         return parts.chunk(self.degree, dim=1)[self.rank].clone()
 
     def leave(self, norm: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
@@ -401,7 +403,7 @@ class TpState:
         return result
 
     def local(self, param: Any, rows: slice | None = None) -> Any:
-        """Call `to_local` with this state's gradient reducer."""
+        """Return the local tensor of a parameter, or `rows` of it; see `gradients.to_local`."""
         return to_local(param, self.gradients, rows)
 
     def with_gathered(

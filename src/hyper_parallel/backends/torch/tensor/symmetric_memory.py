@@ -93,7 +93,7 @@ def check_symmetric_memory(group: ProcessGroup, device: torch.device) -> None:
         raise refusal("`overlap.tp=symmetric` needs CUDA devices", f"a device of type {device.type}")
     if device.type == "cuda":
         try:
-            # Also exchanges the addresses of the ranks.
+            # This call also exchanges the addresses of the ranks.
             symmetric_memory.get_symm_mem_workspace(cast("str", group.group_name), 1)
         except RuntimeError as error:
             raise refusal(

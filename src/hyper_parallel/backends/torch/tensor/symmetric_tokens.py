@@ -70,7 +70,7 @@ class _GatherAndMultiply(torch.autograd.Function):
 def _scattered_gradient(
     tokens_grad: Tensor | None, pairs: list[tuple[Tensor, Tensor]], group: ProcessGroup
 ) -> Tensor | None:
-    """Return this rank's gradient [n, D] from that of the gathered tokens and (output gradient, weight) of products."""
+    """Return the gradient [n, D] of this rank's tokens, None without any; `pairs`: (output gradient, weight)."""
     name = Purpose.SEQUENCE_GATHER.backward
     if not pairs and tokens_grad is None:
         return None
@@ -114,13 +114,13 @@ class _MultiplyAndScatter(torch.autograd.Function):
 
 
 class SymmetricTokens(OverlappedTokens):
-    """Placeholder for the tokens [B, S, D] of a block, which are gathered together with the first products."""
+    """Placeholder for the tokens [B, S, D] of a block, gathered by the first call of `multiply` or `whole`."""
 
     part: Tensor
     group: ProcessGroup
 
     def multiply(self, products: Mapping[nn.Module, Projection]) -> None:
-        """Compute the products of projections; the first call also gathers the tokens."""
+        """Compute the products of projections; gather the tokens first if they are not gathered yet."""
         self.is_multiplied = True
         if self._whole is None:
             weights = [p.weight for p in products.values()]
@@ -150,7 +150,7 @@ class SymmetricExecutor:
     def product(self, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Projection:
         """Return the weight and the bias; adapters are not supported."""
         assert adapter is None, "refused by `check_token_overlap`"
-        # A view, because `is_needed` cannot answer for leaves.
+        # The weight is a view, because `is_needed` cannot answer for leaves.
         return Projection(weight.view_as(weight), bias)
 
     def gather(self, part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> SymmetricTokens:
