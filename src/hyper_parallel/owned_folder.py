@@ -22,6 +22,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -472,10 +473,11 @@ def check_output_file(path: Path, is_own: Callable[[str], bool], label: str, opt
     except Exception:  # any exception of a format reader
         is_same_kind = False
     if not is_same_kind:
+        other = path.with_name(f"{path.stem}-new{path.suffix}")
         raise OutputNotWritable(
             f"the file exists and is not {label}, so it is not replaced",
             where=f"{option} {path}" if option else str(path),
-            hint=f"{option} {path.with_name(path.stem + '-new' + path.suffix)}" if option else _move_away(path),
+            hint=shlex.join([option, str(other)]) if option else _move_away(path),
         )
 
 
@@ -511,6 +513,4 @@ def file_facts(path: Path) -> tuple[int, str]:
 
 
 def _move_away(path: Path) -> str:
-    import shlex
-
     return shlex.join(["mv", str(path), f"{path}.moved"])

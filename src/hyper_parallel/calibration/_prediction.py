@@ -200,8 +200,6 @@ def predict_file(source: str | Path, output: str | Path, cards: Cards | None = N
     failures = 0
     for index, row in enumerate(rows):
         try:
-            if row.pop(SURPLUS, None) is not None:
-                raise RowError("the row has more cells than the header has columns")
             added = predict(read_run(row), cards).columns()
         except (RowError, HyperParallelError) as error:
             failures += 1
@@ -210,6 +208,7 @@ def predict_file(source: str | Path, output: str | Path, cards: Cards | None = N
         except Exception as error:
             error.add_note(f"in row {index + 1} of {source} (id {row.get('id') or 'none'})")
             raise
+        row.pop(SURPLUS, None)
         names |= dict.fromkeys(added)
         for name in MEASURED:
             if not stated(row.get(name)) and f"predicted_{name}" in added:

@@ -34,6 +34,7 @@ from hyper_parallel.config._sections import (
     Section,
     Training,
 )
+from hyper_parallel.config._values import LEAST_TRAINED_VOCABULARY
 from hyper_parallel.config.foreign_keys import FOREIGN_KEYS
 from hyper_parallel.config.schedules import SCHEDULE_ARGS
 
@@ -41,6 +42,7 @@ __all__ = [
     "DEGREES",
     "FOREIGN_KEYS",
     "KNOWN_REWARDS",
+    "LEAST_TRAINED_VOCABULARY",
     "NAMES_OF_EXPERTS",
     "PAIRED_STAGES",
     "PREFERENCE_STAGES",

@@ -119,9 +119,9 @@ def _incomparable_ranks(recipe: Recipe) -> dict[str, str] | None:
     training, goal = recipe.training, _goal(recipe)
     if not training.check_ranks_every or (training.deterministic and goal is None):
         return None
-    if goal is None:
-        return {"offload": "off", "change": "training.deterministic=true"}
-    return {"offload": "on", "change": f"offload.{goal['goal']}=null"}
+    changes = [] if goal is None else [f"offload.{goal['goal']}=null"]
+    changes += [] if training.deterministic else ["training.deterministic=true"]
+    return {"offload": "off" if goal is None else "on", "change": " ".join(changes)}
 
 
 def _late_profile(recipe: Recipe) -> dict[str, str] | None:

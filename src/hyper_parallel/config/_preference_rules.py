@@ -76,7 +76,8 @@ PREFERENCE_RULES: Final[Rules] = (
          "partial_rollout=true, rollout_dp_shard={grpo.rollout_dp_shard}",
          "set `grpo.rollout_dp_shard=1 grpo.rollout_ep=1`, or `grpo.partial_rollout=false`"),
     Rule("grpo.exact_logprobs",
-         lambda r: [{"name": name, "value": str(value).lower()} for name in ("environment", "partial_rollout")
+         lambda r: [{"name": name, "value": "true" if value is True else value}
+                    for name in ("environment", "partial_rollout")
                     if r.grpo.exact_logprobs and (value := getattr(r.grpo, name))],
          "bitwise equal log-probabilities need the same batches in sampling and training, which `{name}` prevents",
          "exact_logprobs=true, {name}={value}", "set `grpo.exact_logprobs=false`"),

@@ -47,7 +47,9 @@ def _unused_ratio(recipe: Recipe) -> dict[str, str] | None:
     if is_default or name not in SCHEDULE_ARGS or name in _WITH_MIN_RATIO:
         return None
     lr_end = f"training.lr_schedule_args={{lr_end: {training.min_lr_ratio * training.lr:g}}}"
-    return {"better": lr_end if name == "polynomial" else "training.lr_schedule=cosine"}
+    if name == "polynomial":
+        return {"change": f"set `{lr_end} training.min_lr_ratio=null`"}
+    return {"change": "set `training.lr_schedule=cosine`, or `training.min_lr_ratio=null`"}
 
 
 def _high_end(recipe: Recipe) -> dict[str, float] | None:
@@ -66,7 +68,7 @@ SCHEDULE_RULES: Final[Rules] = (
     Rule("training.min_lr_ratio", _unused_ratio,
          "`training.min_lr_ratio` has no effect on the schedule {training.lr_schedule}",
          "lr_schedule={training.lr_schedule}, min_lr_ratio={training.min_lr_ratio:g}",
-         "set `{better}` and `training.min_lr_ratio=null`"),
+         "{change}"),
     Rule("training.lr_schedule_args", _high_end,
          "the schedule polynomial must end below the peak learning rate",
          "lr_end={end:g}, lr={training.lr:g}", "set `training.lr_schedule_args={{lr_end: {lower:g}}}`"),

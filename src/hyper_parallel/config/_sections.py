@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from hyper_parallel.config._values import (
+    LEAST_TRAINED_VOCABULARY,
     MOST_CHUNKS,
     MOST_LAYERS,
     MOST_RANKS,
@@ -194,7 +195,7 @@ class Data(Section):
     tokenizer: str | None = None
     """Tokenizer directory or Hub name. None: the tokenizer of `model.path`; without one, a byte-level BPE trained on
     the source."""
-    vocab_size: int | None = Field(default=None, ge=260, le=MOST_VOCABULARY)
+    vocab_size: int | None = Field(default=None, ge=LEAST_TRAINED_VOCABULARY, le=MOST_VOCABULARY)
     """Vocabulary size of a tokenizer trained by this run. None: 4096, or the model's vocabulary size if that is
     smaller."""
     holdout: float = Field(default=0.02, ge=0.0, lt=0.5)

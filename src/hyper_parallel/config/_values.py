@@ -79,6 +79,8 @@ MOST_SEQUENCES: Final = 2**22
 """Maximum sequences of a step over all ranks; each has an entry in memory."""
 MOST_VOCABULARY: Final = 2**22
 """Maximum entries of a vocabulary."""
+LEAST_TRAINED_VOCABULARY: Final = 260
+"""Minimum entries of a trained tokenizer: 256 bytes and 4 special tokens."""
 MOST_RANK: Final = 2**16
 """Maximum rank of an adapter."""
 MOST_REPEATS: Final = 2**16

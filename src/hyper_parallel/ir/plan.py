@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from hyper_parallel.errors import PlanUnreadable
+from hyper_parallel.errors import HyperParallelError, PlanUnreadable
 from hyper_parallel.ir import _text
 from hyper_parallel.ir.layout import Layout, Mesh
 from hyper_parallel.ir.strategy import MOST_RANKS, Strategy, Workload
@@ -463,8 +463,7 @@ class Plan:
 
         Raises:
             PlanUnreadable: HP306 if the text is not JSON, exceeds a limit, has another schema version, or has a value
-                of a wrong type or range.
-            LayoutError: HP202 for a layout that its class does not allow.
+                of a wrong type or range, or a layout that its class does not allow.
         """
         try:
             data = parse_json(text, _LIMITS)
@@ -480,7 +479,7 @@ class Plan:
             plan = decode(cls, data)
             if problem := next(_range_problems(plan), ""):
                 raise DecodeError(problem)
-        except (DecodeError, TypeError) as error:
+        except (DecodeError, TypeError, HyperParallelError) as error:
             raise _unreadable("contains an invalid value", where, str(error), data) from error
         return plan
 

@@ -210,6 +210,12 @@ class Schedule:
                     f"the edge {edge[0]}>{edge[1]} names a stage that does not exist",
                     allowed=f"0 to {self.stages - 1}",
                 )
+        for mark in ("frozen", "copied", "sharded") if self.graph else ():
+            if missing := [stage for stage in getattr(self.graph, mark) if stage >= self.stages]:
+                raise ScheduleError(
+                    f"`{missing[0]} {mark}` marks a stage that does not exist",
+                    allowed=f"0 to {self.stages - 1}",
+                )
 
     def before(self, stage: int) -> tuple[int, ...]:
         """Return the stages that produce a stage's inputs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,7 +47,7 @@ def _first_folder(parents: list[Path], stack: ExitStack) -> Path:
             stack.push(attempt.pop_all())
             return folder
     assert refusal is not None
-    refusal.hint = f"export TMPDIR={Path.home()}, or another directory with free space"
+    refusal.hint = f"export TMPDIR={shlex.quote(str(Path.home()))}, or another directory with free space"
     raise refusal
 
 

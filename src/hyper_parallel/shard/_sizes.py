@@ -79,7 +79,7 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
     _refuse_features("half-batches do not work with", illegal, changes)
     sequences = workload.microbatch or 1
     if overlap.parts(sequences, workload.seq_len) == 1:
-        even = 2 * sequences if 2 * sequences != workload.seq_len else sequences + 2
+        even = next(n for n in (2 * sequences, 4 * sequences) if overlap.parts(n, workload.seq_len) > 1)
         raise _overlap_error(
             "a microbatch of this size cannot be halved",
             f"microbatch={sequences}, seq_len={workload.seq_len}",

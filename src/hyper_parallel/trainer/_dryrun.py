@@ -159,7 +159,7 @@ def trace_rank(
         rank,
         plan.mesh.coordinate(rank),
         {"hbm": peak_of(recording)},
-        collectives_of(recording, rank, *meshes, fsdp_axes=strategy.fsdp_axes),
+        collectives_of(recording, rank, *meshes),
         recording.num_operators,
         time.perf_counter() - start,
     )

@@ -170,7 +170,7 @@ def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> T
         return _intercepted(model, attached, batch, targets, tap.logprobs)
     out = None if _is_encoder_decoder(model) else model(**_forward_kwargs(model, batch))
     logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
-    if logits is None or logits.shape[:-1] != targets.shape:
+    if logits is None or logits.shape[:-1] != targets.shape or scores_tokens(model):
         raise _no_loss(
             model,
             attached,
@@ -640,8 +640,8 @@ def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     Returns:
         Counts and auxiliary loss. None for a model without experts, or when no token was routed and the model has no
         pipeline stages. The counts [layers, E + 1] are float64 and equal on every rank. Columns 0 to E - 1 are the
-        number of tokens routed to each expert. The last column is the number of (token, expert) pairs that were not
-        dropped. The loss is None if training adds no auxiliary loss.
+        number of tokens routed to each expert, NaN for experts that a layer lacks. The last column is the number of
+        (token, expert) pairs that were not dropped. The loss is None if training adds no auxiliary loss.
     """
     attached = handle(model)
     total = None if attached.experts is None else collect_routing(model, attached.experts)

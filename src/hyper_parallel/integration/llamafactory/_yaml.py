@@ -46,7 +46,7 @@ _RECOMPUTES: Final = "torch"
 """Back end that recomputes activations."""
 
 _DEGREES: Final = ("dp_replicate", "dp_shard", "cp", "tp_x", "ep")
-_SERVED: Final = {"activation_mode": ("none", "recompute"), "reduce_dtype": (None, "float32")}
+_SERVED: Final = {"activation_mode": ("none", "recompute"), "reduce_dtype": (None, "float32"), "device_type": ("auto",)}
 """Supported values of `hyper_parallel_args` keys without a recipe key; the hint shows the last one."""
 
 Layer = tuple[str, dict[str, Any]]

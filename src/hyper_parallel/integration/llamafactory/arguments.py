@@ -40,7 +40,7 @@ class HyperParallelArguments(BaseModel):
         activation_mode: `recompute`: recompute the activations of a layer; `swap`: recompute them except matrix
             products and attention, which are offloaded to the host. `none`: keep them on the device.
         activation_swap_inputs: With `swap`, also offload the inputs of a layer.
-        device_type: Accepted, but without effect.
+        device_type: `auto`, or the machine's accelerator; without one, `cpu`. Other values are refused.
     """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, strict=True)

@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import hyper_parallel as hp
 from hyper_parallel.backends.torch.host_saved_activations import save_activations_on_host
 from hyper_parallel.backends.torch.model_structure import view_of
-from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.errors import Contradiction, UnsupportedSharding
 from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
 from hyper_parallel.ir import Strategy
 from hyper_parallel.owned_folder import MARKER, remove_files
@@ -32,7 +33,20 @@ def shard_model(
 
     `mixed` is the compute dtype unless `hp_args` sets one; None: the dtype of the parameters. With `average`, gradients
     are averaged over data-parallel ranks instead of summed.
+
+    Raises:
+        Contradiction: HP104 when `device_type` is not the device that the ranks use.
     """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device_type = "cpu" if accelerator is None else accelerator.type
+    if hp_args.device_type not in ("auto", device_type):
+        raise Contradiction(
+            "`device_type` is not the device that the ranks use",
+            where="hyper_parallel_args",
+            got=hp_args.device_type,
+            allowed=f"auto, {device_type}",
+            hint='{"device_type": "auto"}',
+        )
     trained = (p for p in model.parameters() if p.requires_grad)
     trained_param = next(trained, None)  # None for a reference model
     plain = str((next(model.parameters()) if trained_param is None else trained_param).dtype).removeprefix("torch.")

@@ -15,6 +15,7 @@ import fcntl
 import json
 import logging
 import os
+import shlex
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -93,7 +94,7 @@ class Journal:
                 where=str(self._path),
                 got=requested,
                 allowed=recorded,
-                hint=f"mv {self._path} {self._path}.old",
+                hint=shlex.join(["mv", str(self._path), f"{self._path}.old"]),
             )
         return record
 
@@ -130,7 +131,7 @@ class Journal:
                 raise RunInUse(
                     "another controller or one of its ranks uses this journal",
                     where=str(self._path),
-                    hint=f"fuser -v {self._path}",
+                    hint=shlex.join(["fuser", "-v", str(self._path)]),
                 ) from error
             except OSError:
                 _log.warning("%s is on a file system without locks", self._path)
@@ -161,7 +162,7 @@ class Journal:
             "a line of the journal is not a record",
             where=f"{self._path}:{index + 1}",
             got=repr(line[:80]),
-            hint=f"mv {self._path} {self._path}.old",
+            hint=shlex.join(["mv", str(self._path), f"{self._path}.old"]),
         )
 
     def _not_writable(self, error: OSError) -> OutputNotWritable:

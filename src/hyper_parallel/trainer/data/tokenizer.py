@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from hyper_parallel.config import Data
+from hyper_parallel.config import LEAST_TRAINED_VOCABULARY, Data
 from hyper_parallel.errors import BadValue, NoData
 from hyper_parallel.received import Limits, read_json, read_text
 from hyper_parallel.trainer.data._cache import byte_bar, cache_root, digest, entry
@@ -131,6 +131,8 @@ def _too_large(tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_l
         where, hint = f"data.tokenizer: {data.tokenizer}", "data.tokenizer=null"
     elif own:
         hint = f"model.resize_token_embeddings({tokenizer.vocab_size}) of transformers adds the rows"
+    elif vocab_limit < LEAST_TRAINED_VOCABULARY:
+        hint = f'set "vocab_size" in the model\'s config.json to at least {LEAST_TRAINED_VOCABULARY}'
     beyond = sorted(word for word, i in tokenizer.hf.get_vocab().items() if i >= vocab_limit)
     names = ", ".join(beyond[:3]) + (", ..." if len(beyond) > 3 else "")
     return BadValue(

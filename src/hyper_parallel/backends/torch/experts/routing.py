@@ -209,7 +209,8 @@ def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
 
     Returns:
         For each layer, the rows of each expert and the number of kept rows, [layers, E + 1] float64, with the largest E
-        of all layers. None if no row was routed and the model is not split into pipeline stages.
+        of all layers. Columns of experts that a layer lacks are NaN. None if no row was routed and the model is not
+        split into pipeline stages.
     """
     # Pipeline ranks without routed rows take part too: other stages wait for the all-reduce.
     if not state.staged and all(routed.load is None for routed in state.layers.values()):
@@ -223,6 +224,9 @@ def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
             row[-1] = routed.num_kept
     if state.world_group is not None:
         all_reduce(total, state.world_group, Purpose.EXPERT_LOAD)
+    for row, count in zip(total, state.num_experts.values(), strict=True):
+        if count < state.width:
+            row[count:-1] = math.nan
     if rate := state.options.bias_update_rate:
         for row, (name, count) in zip(total, state.num_experts.items(), strict=True):
             if name not in state.modules:
@@ -239,12 +243,14 @@ def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
 def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics | None:
     """Return the statistics of a result of `collect_routing`; None without routed rows."""
     load, num_kept = total[:, :-1].cpu(), total[:, -1].cpu()
-    load, num_kept = load[load.sum(1) > 0], num_kept[load.sum(1) > 0]
+    experts, load = (~load.isnan()).sum(1), load.nan_to_num()
+    used = load.sum(1) > 0
+    experts, load, num_kept = experts[used], load[used], num_kept[used]
     if not len(load):
         return None
     share = load / load.sum(1, keepdim=True)
-    busiest = share.amax(1) * share.shape[1]
-    entropy = torch.special.entr(share).sum(1) / math.log(max(2, share.shape[1]))
+    busiest = share.amax(1) * experts
+    entropy = torch.special.entr(share).sum(1) / experts.clamp(min=2).log()
     loss = math.nan if aux is None else float(aux)
     return RoutingStatistics(
         float(busiest.max()),

@@ -400,25 +400,23 @@ def _generic(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def collectives_of(
-    recording: Recording, rank: int, *meshes: Mesh, fsdp_axes: tuple[str, ...] = ()
-) -> tuple[Collective, ...]:
+def collectives_of(recording: Recording, rank: int, *meshes: Mesh) -> tuple[Collective, ...]:
     """Return the collectives of a recorded program, grouped by kind, axes and purpose, in order of first occurrence.
 
     Groups of one rank send nothing and are excluded. A group that is in no mesh is listed with the axes `("other",)`.
-    The first mesh that has a group names it. FSDP shards the non-expert parameters over `fsdp_axes`.
+    The first mesh that has a group names it.
     """
     records = (
         (operator.name, recording.groups.get(operator.group, ()), operator.purpose, operator.access_bytes)
         for operator in recording.program.operators
     )  # fmt: skip
-    return _group_collectives(records, group_axes(rank, *meshes), fsdp_axes)
+    return _group_collectives(records, group_axes(rank, *meshes), _fsdp_axes(meshes[0]))
 
 
 def _group_collectives(
     records: Iterable[tuple[str, tuple[int, ...], str, int]],
     axes_of: dict[frozenset[int], tuple[str, ...]],
-    fsdp_axes: tuple[str, ...] = (),
+    fsdp_axes: tuple[str, ...],
 ) -> tuple[Collective, ...]:
     """Group `records`, (operator name, ranks, purpose, sent bytes), into collectives with their counts and sums."""
     calls: Counter[tuple[str, tuple[str, ...], str]] = Counter()
@@ -442,6 +440,11 @@ def _fsdp_purpose(kind: str, axes: tuple[str, ...], fsdp_axes: tuple[str, ...]) 
     return Purpose.EXPERT_PARAMETERS if kind == "all_gather" else Purpose.EXPERT_GRADIENTS
 
 
+def _fsdp_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of a strategy's main mesh over which FSDP shards parameters that are not experts."""
+    return tuple(axis for axis in ("dp_shard", "cp") if axis in mesh.names and mesh.degree(axis) > 1)
+
+
 class CommCounter(OperatorMode):
     """Context that counts every collective of a rank by kind and mesh axes; see `collectives_of`.
 
@@ -450,7 +453,7 @@ class CommCounter(OperatorMode):
 
     def __init__(self, mesh: Mesh, rank: int, *extra_meshes: Mesh) -> None:
         super().__init__(self._operator)
-        self._axes = group_axes(rank, mesh, *extra_meshes)
+        self._axes, self._fsdp_axes = group_axes(rank, mesh, *extra_meshes), _fsdp_axes(mesh)
         self._records: list[tuple[str, tuple[int, ...], str, int]] = []
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -463,8 +466,8 @@ class CommCounter(OperatorMode):
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Collectives so far, grouped as by `collectives_of` without `fsdp_axes`: FSDP's have purposes of experts."""
-        return _group_collectives(self._records, self._axes)
+        """Collectives so far, grouped as by `collectives_of`."""
+        return _group_collectives(self._records, self._axes, self._fsdp_axes)
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, tuple[str, ...]]]:
