@@ -55,7 +55,9 @@ def export_adapter(
         `out_dir`, which `peft.PeftModel.from_pretrained` loads.
 
     Raises:
-        OutputNotWritable: HP105 when the directory is not writable.
+        BadValue, NoData: HP102, HP602 for tokenizer files that cannot be copied.
+        OutputNotWritable: HP105 when the directory is not writable, or has files that are not from an earlier export.
+        RunInUse: HP720 when another process is writing the directory.
         LossNotFinite: HP604 when a trained parameter is not finite.
     """
     out = Path(out_dir)
@@ -81,13 +83,17 @@ def export_adapter(
 
 
 def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
-    """Add the adapters of a peft directory to a model on any device, including the meta device.
+    """Add the adapters of a peft directory to a model, and load their values.
+
+    Adapters and other trained parameters on the meta device move to the CPU; other parameters keep their device.
 
     Returns:
-        Dict from recipe key to value of the settings that determine the adapters' scale: rank, alpha and patterns.
+        Dict from recipe key, such as `lora.r`, to value: `r`, `lora_alpha`, `use_rslora` and the patterns of both.
 
     Raises:
-        WeightsUnreadable: HP703 when the tensors do not match the directory's configuration.
+        WeightsUnreadable: HP703 when the files cannot be read, the tensors do not match the configuration, or a value
+            is not finite.
+        BadValue: HP102 when the configuration names a module that the model does not have.
         UnsupportedSharding: HP205 for adapters other than LoRA of linear modules.
     """
     config = read_adapter_config(directory)
@@ -120,7 +126,7 @@ def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
 
 
 def _weights_file(directory: Path) -> Path:
-    """Return the path of an adapter's weights: the safetensors file or, if only it exists, the PyTorch file."""
+    """Return the path of an adapter's weights: the PyTorch file if only that file exists, else the safetensors file."""
     plain, pickled = directory / ADAPTER_WEIGHTS, directory / _PICKLED
     return pickled if pickled.is_file() and not plain.is_file() else plain
 
@@ -135,7 +141,7 @@ def _tensor_mismatch(directory: Path, different: list[str]) -> WeightsUnreadable
 
 
 def _key(name: str) -> str:
-    """Return the name of a parameter in peft's files."""
+    """Return the name of an adapter factor or another trained parameter in peft's files."""
     return f"base_model.model.{name}{'.weight' if is_adapter(name) else ''}"
 
 

@@ -1,7 +1,7 @@
 """`extra.json`: JSON values saved with the tensors of a checkpoint (extra values). Imports no framework.
 
-A user's own training loop may store any JSON object. The trainer stores a `TrainerExtra`. A checkpoint of the trainer
-counts as damaged if its values do not have the types and ranges of `TrainerExtra`.
+A user's own training loop may store any JSON object. The trainer stores a `TrainerExtra`. A checkpoint that the trainer
+loads counts as damaged if its values do not have the types and ranges of `TrainerExtra`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Resume(TypedDict):
 
 @with_config(_OPEN)
 class _Stopping(TypedDict):
-    """State of early stopping: lowest loss, and number of consecutive evaluations without improvement."""
+    """State of early stopping: lowest held-out loss, and number of consecutive evaluations without improvement."""
 
     best: _Number | None
     waited: _Count
@@ -64,7 +64,7 @@ class _Stopping(TypedDict):
 
 @with_config(_OPEN)
 class _Scale(TypedDict):
-    """State of the dynamic loss scale: its value, and number of finite steps since its last change."""
+    """State of the dynamic loss scale: its value, and number of finite steps since the last change or overflow."""
 
     value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     good_steps: _Count
@@ -91,7 +91,10 @@ class ImportedExtra(TypedDict):
 
 
 def check_trainer_extra(step: int, extra: dict[str, Any]) -> str:
-    """Return an error text for the extra values of a trainer's checkpoint, or "" if they are valid."""
+    """Return an error text for the extra values of a trainer's checkpoint, or "" if they are valid.
+
+    A checkpoint of step 0 is an imported model.
+    """
     try:
         decode(TrainerExtra if step else ImportedExtra, extra, extra="allow")
     except DecodeError as error:
@@ -115,7 +118,7 @@ def encode_extra(extra: dict[str, Any]) -> str:
 
 
 def normalize_extra(extra: dict[str, Any]) -> dict[str, Any]:
-    """Return extra values as `read_extra` will return them, with lists for tuples.
+    """Return extra values as `read_extra` will return them, for example with lists for tuples.
 
     Raises:
         BadValue: HP102 for a value that is not JSON, and for values that are too large.

@@ -39,7 +39,10 @@ class RankGroup:
             self.group = None
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
-        """Call `action` on every rank; on all ranks, return the list of results by rank, or raise the first error."""
+        """Call `action` on every rank; return the results in rank order, or raise the error of the lowest rank.
+
+        Every rank returns or raises the same. The error is converted by `_coded`.
+        """
         try:
             outcome: tuple[Any, Exception | None] = action(), None
         except Exception as error:
@@ -58,7 +61,10 @@ class RankGroup:
         return self.everywhere(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def _coded(self, error: Exception) -> Exception:
-        """Return an exception that can be pickled for other ranks; I/O errors become OutputNotWritable (HP105)."""
+        """Return an exception that can be pickled for other ranks.
+
+        A HyperParallelError stays as it is. I/O errors become OutputNotWritable (HP105), all others RuntimeError.
+        """
         if isinstance(error, HyperParallelError):
             return error
         if isinstance(error, SafetensorError):  # for example a full disk
