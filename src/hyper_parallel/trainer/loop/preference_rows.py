@@ -15,7 +15,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
     """Check that every data-parallel rank gets whole pairs or groups in a step, and that rewards can be imported.
 
     Raises:
-        Contradiction: HP104 for a number of sequences or ranks that is not divisible as required.
+        Contradiction: HP104 for a number of sequences, ranks or microbatch sequences that is not divisible as required.
         NotImportable: HP109 for a reward or environment that cannot be imported.
     """
     from hyper_parallel.trainer.stages.rewards import reward_functions
@@ -67,7 +67,10 @@ def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
 
 
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> None:
-    """Raise HP104 if sampling ranks do not form whole replicas with equal shares of the `rows` sequences of a step."""
+    """Raise HP104 if sampling ranks do not form whole replicas with equal shares of the `rows` sequences of a step.
+
+    With `grpo.exact_logprobs`, also raise it if a share does not consist of whole microbatches.
+    """
     grpo = loaded.recipe.grpo
     ranks, shares = grpo.sampling_ranks, grpo.shares
     if ranks % grpo.copy_ranks:
