@@ -56,7 +56,7 @@ def parallelize(
             only for unsharded replicas.
 
     Returns:
-        `model` with sharded parameters; class and parameter names do not change.
+        `model` with sharded parameters of the same names. FSDP replaces its class by a subclass, as in `fully_shard`.
 
     Raises:
         DegreesMismatch: HP301 when the plan is for another number of ranks.
@@ -136,7 +136,10 @@ def plan_of(
 
 
 def _say_in_words(error: HyperParallelError, words: str) -> None:
-    """Replace recipe keys in an error, such as `parallel.tp_x`, by keys of the strategy text `words`, in place."""
+    """Change an error of `plan_of` in place: name keys of the strategy text `words`, not recipe keys.
+
+    If the hint only changes keys of the strategy, it becomes a call of `plan_of` with the changed text.
+    """
     if error.where is not None and error.where.startswith("parallel."):
         error.where = f"strategy: {error.where.removeprefix('parallel.')}"
     changes = error.changes
@@ -182,7 +185,10 @@ _DEFAULTS: Final = {
 
 
 def attach_save_pretrained(model: nn.Module) -> None:
-    """Replace `save_pretrained` of a Hugging Face model by a method that can write sharded parameters."""
+    """Replace `save_pretrained` of a Hugging Face model by a method that can write sharded parameters.
+
+    No effect for a model without this method.
+    """
     if callable(getattr(model, "save_pretrained", None)):
         object.__setattr__(model, "save_pretrained", MethodType(_save_pretrained, model))
 

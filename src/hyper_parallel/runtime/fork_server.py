@@ -48,7 +48,7 @@ def fork_rank(target: Callable[..., None], arguments: tuple[Any, ...], rank: int
 
 
 def prepare_fork() -> None:
-    """Prepare forks: import modules that ranks need, flush output, end OpenMP threads, and check for busy threads.
+    """Prepare forks: import modules that ranks need, flush output, end OpenMP threads, and check that a fork is safe.
 
     Raises:
         ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
@@ -82,7 +82,7 @@ def begin_forked() -> None:
 
 
 def _check_fork() -> None:
-    """Raise ForkUnsafe (HP605) if torch.distributed is initialized; free destroyed process groups.
+    """Raise ForkUnsafe (HP605) if torch.distributed is initialized; else free destroyed process groups.
 
     Forked ranks inherit process groups without their threads, and would hang when using or freeing a group. Meshes
     refer to groups in reference cycles, so garbage collection is needed to free them.
@@ -146,10 +146,14 @@ def _end_openmp_threads() -> None:
 
 
 def device_of_rank(kind: str, local_rank: int) -> torch.device:
-    """Set the current device of torch to the device of a rank, and return this device.
+    """Return the device of a rank; for an accelerator, also make it the current device of torch.
+
+    Args:
+        kind: `cpu`, `cuda`, `npu`, ...
+        local_rank: Rank on this machine, which is the index of its accelerator.
 
     Raises:
-        DeviceUnavailable: HP502 when there are fewer devices than local ranks.
+        DeviceUnavailable: HP502 when the accelerator of this index does not exist.
         ForkUnsafe: HP605 when the process that forked this rank has initialized the device driver.
     """
     import torch

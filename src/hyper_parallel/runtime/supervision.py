@@ -64,7 +64,7 @@ class Heartbeat:
     """Last published state of a rank.
 
     Attributes:
-        pid: Process id; 0 before the first heartbeat and after a successful end.
+        pid: Process id; 0 if the rank has not started or is no longer monitored.
         beats: Number of phases begun, which does not change while the rank makes no progress.
         begun: Number of steps begun by the process.
         step: Current step; 0 outside steps.
@@ -122,7 +122,7 @@ def _text(field: bytes) -> str:
 
 
 class HeartbeatWriter:
-    """Writer of this rank's heartbeat slot. No other process writes the slot.
+    """Writer of this rank's heartbeat slot. From its first heartbeat on, no other process writes the slot.
 
     Args:
         board: Heartbeat slots of the machine.
@@ -419,7 +419,10 @@ class WaitReporter:
         self._next_s = _QUIET_S
 
     def poll(self) -> None:
-        """Poll the heartbeats; print a line after 30 s, 60 s, 120 s, ... without progress of any rank."""
+        """Poll the heartbeats; print a line after 30 s, 60 s, 120 s, ... without progress of any rank.
+
+        No line is printed while no rank waits in a collective.
+        """
         seen = [(beat.beats, beat.note) for beat in self._board.read()]
         if seen != self._seen or not any(note.startswith("waits for") for _, note in seen):
             self._seen, self._since, self._next_s = seen, time.monotonic(), _QUIET_S
