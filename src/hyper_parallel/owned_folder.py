@@ -209,8 +209,8 @@ def remove_finished(folder: Path) -> list[str]:
 def remove_unfinished(folder: Path, kind: str) -> list[str]:
     """Remove the files that an ended process has written into a folder of a kind; return the paths that remain.
 
-    The folder is removed as well, if no other files remain. Of a folder without a marker of this kind, only partly
-    written markers are removed.
+    The folder is removed as well, if no other files remain. Without a marker of this kind, only partly written markers
+    are removed.
     """
     marker = read_marker(folder)
     if marker is not None and marker.kind == kind:
@@ -304,10 +304,7 @@ class Replacement:
         return self.partial
 
     def publish(self) -> None:
-        """Replace the target by the written folder with two renames, and flush them to the disk.
-
-        Raise OutputNotWritable (HP105) if the target has got other files since `open`.
-        """
+        """Replace the target by the written folder, and flush the renames to the disk; raise HP105 as `check`."""
         self._check_targets()
         seal(self.partial, self._kind)
         remove_finished(self._old)

@@ -76,10 +76,7 @@ class SubModel:
         return 1.0 if self.frozen else 1.0 + self.input_grad + self.weight_grad
 
     def stage_costs(self, share: float, width: int, reduce_s: float = 0.0) -> list[StageCost]:
-        """Return the cost of each microbatch on a stage with the fraction `share` of the layers, on `width` devices.
-
-        `reduce_s` is the time in seconds to reduce the gradients of the stage.
-        """
+        """Return the cost of each microbatch on a stage with the fraction `share` of the layers, on `width` devices."""
         factor = share / self.speedup[width]
         return [
             StageCost(
@@ -376,9 +373,8 @@ class _Plan:
     def _balanced(self, shares: Sequence[float]) -> tuple[list[int], list[list[int]], list[float]]:
         """Return the language layers of each rank, the rank of each microbatch per encoder stage, and each rank's load.
 
-        Loads are in seconds. Every stage has one layer; each further layer goes to the least loaded rank. `shares` are
-        the expected seconds of encoder work on language ranks. Then each encoder microbatch, longest first, goes to the
-        rank with the lowest load after it.
+        Loads are in seconds, `shares` are the expected loads of language ranks by encoders. Layers go to the least
+        loaded rank. Then each encoder microbatch, longest first, goes to the rank with the lowest load after it.
         """
         p, per_rank = self._ranks, self._key[3]
         layer_s = self._language_s / self._language.layers

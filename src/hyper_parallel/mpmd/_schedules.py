@@ -9,8 +9,7 @@ the two in the middle. The loss is computed on the rank that reads the batch, an
 
 zb_h1 and zbv need a minimum number of microbatches. For fewer, they are generated with the minimum, and the surplus
 microbatches are removed. Dependencies connect only actions of the same microbatch, so the remaining order is valid.
-dualpipev requires at least 2p microbatches. Its overlaps shorten the work, so its docstring gives idle time instead of
-the bubble.
+dualpipev requires at least 2p microbatches. Its overlaps shorten the work, so its docstring gives idle time.
 """
 
 from __future__ import annotations
@@ -263,10 +262,7 @@ def microbatch_rule(name: str, ranks: int) -> str:
 
 
 def legal_microbatches(name: str, ranks: int, near: int) -> tuple[int, ...]:
-    """Return the largest legal number of microbatches up to `near`, if any, and the smallest from `near` on.
-
-    If `near` is legal, return only `near`.
-    """
+    """Return the largest legal number of microbatches up to `near`, if any, and the smallest that is not below it."""
     below = next((m for m in range(near, 0, -1) if is_legal(name, ranks, m)), None)
     above = next(m for m in range(max(1, near), near + 4 * ranks + 2) if is_legal(name, ranks, m))
     return tuple(sorted({m for m in (below, above) if m is not None}))

@@ -136,10 +136,7 @@ def plan_of(
 
 
 def _say_in_words(error: HyperParallelError, words: str) -> None:
-    """Change an error of `plan_of` in place: name keys of the strategy text `words`, not recipe keys.
-
-    If the hint only changes keys of the strategy, it becomes a call of `plan_of` with the changed text.
-    """
+    """Replace recipe keys in an error of `plan_of`, in place, by keys of the strategy text `words`."""
     if error.where is not None and error.where.startswith("parallel."):
         error.where = f"strategy: {error.where.removeprefix('parallel.')}"
     changes = error.changes
@@ -185,10 +182,7 @@ _DEFAULTS: Final = {
 
 
 def attach_save_pretrained(model: nn.Module) -> None:
-    """Replace `save_pretrained` of a Hugging Face model by a method that can write sharded parameters.
-
-    No effect for a model without this method.
-    """
+    """Replace the method `save_pretrained` of a model, if it has one, by one that can write sharded parameters."""
     if callable(getattr(model, "save_pretrained", None)):
         object.__setattr__(model, "save_pretrained", MethodType(_save_pretrained, model))
 

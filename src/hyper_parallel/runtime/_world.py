@@ -320,10 +320,7 @@ class World:
         self.leave()
 
     def leave(self) -> None:
-        """Stop the heartbeat, and destroy the process groups that this object has created.
-
-        Other ranks are not waited for.
-        """
+        """Stop the heartbeat, and destroy the process groups that this object has created, without a barrier."""
         self._watched.close()
         had_meshes = bool(self._meshes)
         self._meshes.clear()

@@ -146,11 +146,7 @@ def _end_openmp_threads() -> None:
 
 
 def device_of_rank(kind: str, local_rank: int) -> torch.device:
-    """Return the device of a rank; for an accelerator, also make it the current device of torch.
-
-    Args:
-        kind: `cpu`, `cuda`, `npu`, ...
-        local_rank: Rank on this machine, which is the index of its accelerator.
+    """Return the device of a rank, of type `kind`; an accelerator also becomes the current device of torch.
 
     Raises:
         DeviceUnavailable: HP502 when the accelerator of this index does not exist.

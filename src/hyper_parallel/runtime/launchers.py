@@ -196,15 +196,13 @@ def local_capacity(device: str | None = None) -> RankCapacity:
 def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
     """Check that this machine can run the local ranks of a run; no effect in a rank, or if a cluster runs the ranks.
 
-    On a CPU with `launch.oversubscribe`, up to 256 ranks are accepted.
-
     Args:
         recipe: Recipe of the run.
         ranks: Number of all ranks of the run.
         words: Arguments of `hyper-parallel` that start the run, for the hint.
 
     Raises:
-        DeviceUnavailable: HP502 with the number of ranks that this machine can run.
+        DeviceUnavailable: HP502 with the number of ranks that this machine can run (256 on an oversubscribed CPU).
         DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
     """
     if "RANK" in os.environ:  # this process is a rank already

@@ -281,13 +281,11 @@ def _wait(
 ) -> tuple[dict[int, str], Hang | None]:
     """Wait for the end of all ranks, at most a grace time after the first failure.
 
-    After `timeout_s`, or when a rank exceeds its deadline, ranks write their stacks to their log files.
+    After `timeout_s`, or when a rank exceeds its deadline, ranks write their stacks to their log files. Before the
+    first step, a signal raises KeyboardInterrupt.
 
     Returns:
         Descriptions of failures by rank, earliest first, and the hang (None: no hang).
-
-    Raises:
-        KeyboardInterrupt: A signal has asked ranks to end before the first step.
     """
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(ranks)}
     failures: dict[int, str] = {}
@@ -374,10 +372,7 @@ def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int]) -> 
 
 
 def _raise_first(failures: dict[int, str], record_files: _Records, logs: Path, echo_rank: int | None) -> None:
-    """Raise the coded error of the rank that failed first or, without one, RankFailed (HP601).
-
-    RankFailed contains the traceback of this rank and a line per other failed rank.
-    """
+    """Raise the coded error of the rank that failed first or, without code, RankFailed with a line per failed rank."""
     records = {rank: record_files.read(rank) for rank in failures}
     # A killed rank leaves no record, and other ranks fail in their next collective, so its failure was the first.
     killed = [rank for rank, how in failures.items() if how.startswith("killed by")]

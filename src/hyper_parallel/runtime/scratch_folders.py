@@ -1,7 +1,4 @@
-"""Scratch folders of processes on this machine, in memory if there is space.
-
-The folder of a killed process is removed when the next folder is created; see `owned_folder`.
-"""
+"""Scratch folders of processes on this machine, in memory if there is space; see `owned_folder.temporary_folder`."""
 
 from __future__ import annotations
 

@@ -419,10 +419,7 @@ class WaitReporter:
         self._next_s = _QUIET_S
 
     def poll(self) -> None:
-        """Poll the heartbeats; print a line after 30 s, 60 s, 120 s, ... without progress of any rank.
-
-        No line is printed while no rank waits in a collective.
-        """
+        """Poll; print a line after 30 s, 60 s, 120 s, ... without progress of any rank, if a rank waits for others."""
         seen = [(beat.beats, beat.note) for beat in self._board.read()]
         if seen != self._seen or not any(note.startswith("waits for") for _, note in seen):
             self._seen, self._since, self._next_s = seen, time.monotonic(), _QUIET_S

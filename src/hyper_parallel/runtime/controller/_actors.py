@@ -34,10 +34,7 @@ class RoleActor(Rank):
         return os.getpid()
 
     def begin(self, spec: RoleSpec, rank: int, environment: dict[str, str], threads: int) -> None:
-        """Set the environment variables, CPU threads and random seed of the rank.
-
-        The later call `BIRTH` constructs the role's object.
-        """
+        """Set environment variables, CPU threads and seed; the later call `BIRTH` constructs the role's object."""
         import torch
 
         os.environ.update(environment)

@@ -231,10 +231,7 @@ class Role:
         return None
 
     def _poll(self, call: RoleCall, lost: str | None) -> None:
-        """Restart the ranks if a rank is lost, or if the running call exceeds its time limit.
-
-        If a rank has raised, end the ranks that do not answer within 2 s, and settle the call.
-        """
+        """Restart the ranks if one is lost or `call` exceeds its time limit; settle `call` 2 s after a rank raised."""
         now = time.monotonic()
         self._silent_s += min(now - self._polled_at, _LONGEST_POLL_S)
         self._polled_at = now

@@ -98,10 +98,7 @@ class Journal:
         return record
 
     def write(self, role: str | None, number: int, method: str, arguments: str, answer: dict[str, Any]) -> None:
-        """Append the record of a call, and flush it to disk; `answer` has a key `value` or `error`.
-
-        Raise OutputNotWritable (HP105) if this fails.
-        """
+        """Append the record of a call, and flush it to disk; `answer` is a dict with the key `value` or `error`."""
         if self._file is None:
             return
         key = {"role": role, "number": number, "method": method, "arguments": json.loads(arguments)}
@@ -140,10 +137,7 @@ class Journal:
             return
 
     def _read(self) -> None:
-        """Load the records without a last exception per role; remove an incomplete last line of a killed program.
-
-        Raise JournalMismatch (HP641) for any other line that is not a record.
-        """
+        """Load the records; drop the last record of a role if it is an exception, and an incomplete last line."""
         self._file.seek(0)
         lines, complete_bytes = self._file.readlines(), 0
         last: dict[str | None, dict[str, Any]] = {}

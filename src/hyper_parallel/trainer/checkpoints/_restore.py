@@ -61,10 +61,7 @@ def compare_fingerprints(saved: dict[str, Any], expected: dict[str, Any], path: 
 
 
 def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
-    """Raise CheckpointMismatch (HP702) if names, shapes or dtypes of the model's tensors differ from the checkpoint.
-
-    `expected` is a dict from stored name to (shape, dtype name) over all ranks.
-    """
+    """Raise CheckpointMismatch (HP702) if `expected`, (shape, dtype) by stored name, differs from the checkpoint."""
     saved = {k: (t.shape, t.dtype) for k, t in index.tensors.items() if k.startswith(MODEL)}
     for key in expected:
         if key not in saved:
@@ -92,11 +89,8 @@ def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
 def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Path) -> None:
     """Raise if the optimizer's parameters differ from the saved ones, or its groups lack a saved hyperparameter.
 
-    Hyperparameters that a learning-rate scheduler adds may be missing. `group_keys` lists, for each parameter of any
-    rank, the keys of its parameter group, such as `lr`.
-
-    Raises:
-        CheckpointMismatch: HP702 with the first difference.
+    Hyperparameters of learning-rate schedulers may be missing. `group_keys` is a dict from parameter name, over all
+    ranks, to the keys of its parameter group, such as `lr`. The error is CheckpointMismatch (HP702).
     """
     saved = {name: group.values for group in index.groups for name in group.parameters}
     for name in group_keys:
@@ -174,10 +168,7 @@ def restore_optimizer(
 
 
 def _fits(old: object, value: object) -> bool:
-    """Return whether the saved `value` may replace the hyperparameter `old`.
-
-    None fits and accepts any value. A number must be finite; lists and tuples must have equal lengths.
-    """
+    """Return whether a saved `value` may replace the hyperparameter `old`: a compatible type, finite if a number."""
     if old is None or value is None:
         return True
     if isinstance(old, (list, tuple)):
@@ -189,10 +180,7 @@ def _fits(old: object, value: object) -> bool:
 
 
 def _state_tensor(name: str, stored: StoredTensor, old: object, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return a tensor to read optimizer state into: `old` if its shape and dtype match, else a new one.
-
-    Raise CheckpointMismatch (HP702) for state of a sharded parameter with another shape, except the step count.
-    """
+    """Return `old` if its shape and dtype match, else a new tensor; raise HP702 if the sharding does not fit."""
     dtype = getattr(torch, stored.dtype)
     if isinstance(old, Tensor) and tuple(old.shape) == stored.shape and old.dtype == dtype:
         return old

@@ -285,10 +285,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         resident: Resident,
     ) -> tuple[Index, list[StatePart]]:
-        """Choose a writing rank for every block; return an index without pieces, and this rank's blocks to write.
-
-        Raise LossNotFinite (HP604) if a trained parameter or optimizer state of any rank is not finite.
-        """
+        """Return an index without pieces, and the blocks that this rank writes; raise HP604 for non-finite values."""
         parts: list[StatePart] = []
 
         def describe() -> tuple[dict[str, Any], dict[Box, int], State, str | None]:
@@ -374,10 +371,7 @@ class Checkpointer:
         return self._checked[step]
 
     def _best(self, published: list[int]) -> list[int]:
-        """Return a list of the step of the intact checkpoint with the lowest `keep_best` metric; [] if there is none.
-
-        Of equal values, the newest step counts.
-        """
+        """Return the step of the intact checkpoint with the lowest `keep_best` metric, then the newest, as a list."""
         metric, values = self._keep_best, {}
         if metric is None:
             return []

@@ -117,13 +117,7 @@ def _set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def _load(model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *, lora: bool, merge: bool) -> None:
-    """Load a checkpoint into a model on the meta device.
-
-    With `merge`, load the base weights first. With only `lora`, allocate only the trained parameters.
-
-    Raises:
-        CheckpointMismatch: HP702 when the base weights are not those that the adapters were trained on.
-    """
+    """Load a checkpoint into a model on the meta device; with `merge`, first load and verify the base weights."""
     base = None
     if merge:
         base = load_base(model, model_dir, frozen=True)
@@ -139,10 +133,7 @@ def _load(model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *,
 
 
 def _carried_weights(model: nn.Module, model_dir: Path, *, merge: bool) -> CarriedWeights | None:
-    """Return the tensors of the pretrained files that the model does not use.
-
-    They are recorded in `model_dir` or, without `merge`, found in its weight files. Return None if there is neither.
-    """
+    """Return the unused tensors recorded in `model_dir` or, without `merge`, in its weight files; None if unknown."""
     carried = CarriedWeights.read(model_dir)
     if carried is None and not merge and model_dir.is_dir() and list_weight_files(model_dir).files:
         return carried_of(model, model_dir)

@@ -91,10 +91,7 @@ class ImportedExtra(TypedDict):
 
 
 def check_trainer_extra(step: int, extra: dict[str, Any]) -> str:
-    """Return an error text for the extra values of a trainer's checkpoint, or "" if they are valid.
-
-    A checkpoint of step 0 is an imported model.
-    """
+    """Return an error text for the extra values of a trainer's checkpoint or an imported model, or "" if valid."""
     try:
         decode(TrainerExtra if step else ImportedExtra, extra, extra="allow")
     except DecodeError as error:

@@ -262,10 +262,7 @@ def remove(directory: Path, step: int) -> None:
 
 
 def remove_all(directory: Path) -> None:
-    """Remove all checkpoints in a folder and leftovers of killed runs, then the folder itself if it is empty.
-
-    Files that belong to no checkpoint stay.
-    """
+    """Remove all checkpoints in a folder, leftovers of killed runs, and the folder itself if no other files remain."""
     if not directory.is_dir():
         return
     for step in steps(directory):
@@ -331,7 +328,6 @@ class CheckpointDirectory:
         Raises:
             OutputNotWritable: HP105 when the folder was replaced, or its parent removed or replaced, during the run,
                 or when the checkpoint would replace a folder with files that belong to no checkpoint.
-            OSError: The folder cannot be created.
         """
         for folder, identity in self._identities.items():
             if folder == self._path and not folder.exists():

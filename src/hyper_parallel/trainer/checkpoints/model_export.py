@@ -208,10 +208,7 @@ class _Writer:
         self._open: dict[str, dict[str, Tensor]] = {}
 
     def add(self, name: str, full: Tensor) -> None:
-        """Add a full parameter; convert its group when all members are added, and write every complete file.
-
-        Raise LossNotFinite (HP604) for a trained parameter that is not finite in its stored dtype.
-        """
+        """Add a full parameter, which must be finite if it is trained, and write every file that is now complete."""
         if full.is_floating_point():
             full = full.to(self._dtypes[name])
         if name in self._trained:

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 
 class Display:
-    """Progress bar and log lines of a run with `steps` steps.
-
-    Silent unless `enabled` is True and the log level of the package is at most INFO.
+    """Progress bar and log lines of a run with `steps` steps; silent unless `enabled` with a log level up to INFO.
 
     Attributes:
         bar: Context manager that draws the progress bar, if standard error is a terminal.

@@ -232,11 +232,7 @@ class Trainer:
         return _RunState(done, done + 1, last_step, complete, stopping, part, facts, history)
 
     def _open_records(self, run: _RunState, stack: ExitStack) -> None:
-        """Write recipe and plan, and open the metric files, which `stack` closes. Called on rank 0 only.
-
-        With `checkpoint.resume=never`, first remove the files of an earlier run. A resumed run writes recipe and plan
-        after its first step instead. A completed run opens no metric files.
-        """
+        """On rank 0, write recipe and plan unless `RunPart.is_late`, and open the metric files of an unfinished run."""
         job, recipe = self._job, self._job.recipe
         with written(job.output_dir):
             mark_run_directory(job.output_dir)

@@ -67,10 +67,7 @@ def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
 
 
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> None:
-    """Raise HP104 if sampling ranks do not form whole replicas with equal shares of the `rows` sequences of a step.
-
-    With `grpo.exact_logprobs`, also raise it if a share does not consist of whole microbatches.
-    """
+    """Raise HP104 unless sampling ranks form whole replicas with equal, whole shares of the `rows` of a step."""
     grpo = loaded.recipe.grpo
     ranks, shares = grpo.sampling_ranks, grpo.shares
     if ranks % grpo.copy_ranks:

@@ -92,10 +92,7 @@ def _contents(job: Job) -> dict[str, str | None]:
 
 
 def _model_code(job: Job) -> str | None:
-    """Return the checksum of the Python files in the model directory.
-
-    Return None without `model.trust_remote_code`, for a model that is no directory, or without such files.
-    """
+    """Return the checksum of the Python files in the model directory, or None if none of them may run."""
     directory = Path(job.recipe.model.path).expanduser()
     if not (job.recipe.model.trust_remote_code and directory.is_dir()):
         return None
@@ -234,10 +231,7 @@ def _differences(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> Changes:
 
 
 def _is_unstated(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether a key that only one of `saved` and `facts` has is no change.
-
-    Other versions of this package or of transformers record other keys, and an imported adapter records few.
-    """
+    """Return whether a key is absent from `saved` or `facts` although the run has not changed."""
     if key.partition(".")[0] in _STATED_BY_ALL:
         return True
     if key.startswith(f"{MODEL_CONFIG}."):
@@ -275,11 +269,7 @@ def _default(key: str) -> Any:
 
 
 def _is_fixed(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether a changed key must not change on resume.
-
-    Fixed are the keys in `_FIXED` with their parents and children, used keys of the model config, the validation data
-    of stages that store its scores, and the initialization of a model with adapters.
-    """
+    """Return whether a changed key must not change on resume."""
     if key.startswith(f"{MODEL_CONFIG}."):
         both = key in saved and key in facts
         same_classes = saved.get(_VERSION) == facts.get(_VERSION)
