@@ -81,22 +81,12 @@ def check_regular(path: Path) -> None:
 
 
 def read_text(path: Path, limits: Limits) -> str:
-    """Return the UTF-8 text of a regular file.
-
-    Raises:
-        LimitExceeded: As `read_bytes`.
-        OSError: The file cannot be read.
-        UnicodeDecodeError: It is not UTF-8.
-    """
+    """Return the UTF-8 text of a regular file; raise as `read_bytes`, or UnicodeDecodeError."""
     return read_bytes(path, limits).decode("utf-8")
 
 
 def holds_text(path: Path, text: str) -> bool:
-    """Return whether a path is a regular file that holds exactly this text, in UTF-8.
-
-    Raises:
-        OSError: The path is missing, a folder, or cannot be read.
-    """
+    """Return whether a path is a regular file that holds exactly this text, in UTF-8; raise OSError without a file."""
     content = text.encode()
     try:
         return read_bytes(path, Limits(num_bytes=len(content))) == content

@@ -373,7 +373,7 @@ class _Plan:
     def _balanced(self, shares: Sequence[float]) -> tuple[list[int], list[list[int]], list[float]]:
         """Return the language layers of each rank, the rank of each microbatch per encoder stage, and each rank's load.
 
-        Loads are in seconds, `shares` are the expected loads of language ranks by encoders. Layers go to the least
+        Loads are in seconds. `shares` are the expected loads of language ranks by encoders. Layers go to the least
         loaded rank. Then each encoder microbatch, longest first, goes to the rank with the lowest load after it.
         """
         p, per_rank = self._ranks, self._key[3]

@@ -219,8 +219,6 @@ def action_times(
 ) -> list[list[tuple[int, int]]]:
     """Return (start, end) of every action of a compute-only schedule, per rank, in nanoseconds.
 
-    Every action takes at least one nanosecond.
-
     Args:
         schedule: Compute-only schedule.
         costs: As for `schedule_tasks`; None: one nanosecond for F, I and W, two for B.

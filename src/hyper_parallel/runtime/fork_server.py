@@ -30,11 +30,7 @@ _QUIET_LOOKS: Final = 5
 
 
 def fork_rank(target: Callable[..., None], arguments: tuple[Any, ...], rank: int, world_size: int) -> ForkProcess:
-    """Fork a rank that runs `target(*arguments)`, and return its process.
-
-    Raises:
-        RankFailed: HP601 when the limit of processes or memory is reached.
-    """
+    """Fork a rank that runs `target(*arguments)`, and return its process; raise RankFailed (HP601) if this fails."""
     process = ForkProcess(target=target, args=arguments)
     try:
         process.start()

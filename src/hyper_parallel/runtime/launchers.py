@@ -284,11 +284,7 @@ class Rank:
 
 
 def import_ray(where: str) -> Any:
-    """Import and return the module `ray`; `where` is the option that needs it, for the error.
-
-    Raises:
-        MissingDependency: HP501 when the package `ray` is not installed.
-    """
+    """Return the module `ray`; raise MissingDependency (HP501), with the option `where`, if it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -346,11 +342,7 @@ def launch_on_ray(
 
 
 def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
-    """Reserve machines and start an actor per rank; return the actors in rank order. Closing `stack` kills them.
-
-    Raises:
-        DeviceUnavailable: HP502 when the cluster cannot reserve the machines.
-    """
+    """Reserve machines and start an actor per rank; return the actors in rank order. Closing `stack` kills them."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

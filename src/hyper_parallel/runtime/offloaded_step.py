@@ -200,11 +200,7 @@ class _StepMachine:
 
 
 def _step_machine(topology: str, optimizers: Sequence[torch.optim.Optimizer]) -> _StepMachine:
-    """Return the machine model of a topology, with FLOP/s for the dtype of the first trained parameter.
-
-    Raises:
-        BadValue: HP102 for topology `local` with ranks on several machines.
-    """
+    """Return the machine model of a topology, with FLOP/s for the dtype of the first trained parameter."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # set by torchrun
     if topology == "local" and ranks > local_size:
@@ -369,12 +365,7 @@ class OffloadedStep:
         return named
 
     def _plan_step(self, captured: Captured) -> MemoryPlan:
-        """Check a recorded step and plan its memory; collective over all ranks.
-
-        Raises:
-            CaptureUnsupported: HP511 if the step cannot be replayed.
-            BudgetImpossible, TierFull: HP402, HP403 on all ranks, with a sufficient budget.
-        """
+        """Check a recorded step and plan its memory; collective over all ranks."""
         refuse_reads(captured, self._optimizers)
         refuse_schedule(self._step, captured, self._optimizers)
         captured.source, captured.owned = CaptureSource(self._model, *self._optimizers), self._owned

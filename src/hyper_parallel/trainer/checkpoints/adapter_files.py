@@ -49,16 +49,10 @@ def export_adapter(
 ) -> Path:
     """Write the adapters and other trained parameters of a model as a peft directory; collective over all ranks.
 
-    `metadata` is further metadata of the weight file. The other arguments are those of `export_hf`.
+    `metadata` is further metadata of the weight file. The other arguments and the errors are those of `export_hf`.
 
     Returns:
         `out_dir`, which `peft.PeftModel.from_pretrained` loads.
-
-    Raises:
-        BadValue, NoData: HP102, HP602 for tokenizer files that cannot be copied.
-        OutputNotWritable: HP105 when the directory is not writable, or has files that are not from an earlier export.
-        RunInUse: HP720 when another process is writing the directory.
-        LossNotFinite: HP604 when a trained parameter is not finite.
     """
     out = Path(out_dir)
     folder, ranks = exported_folder(out, "adapter"), RankGroup(out)

@@ -141,11 +141,7 @@ def _carried_weights(model: nn.Module, model_dir: Path, *, merge: bool) -> Carri
 
 
 def _build_model(path: str, *, trusted: bool, **sections: Any) -> nn.Module:
-    """Return the model at `path` on the meta device; `sections` are further sections of its recipe.
-
-    Raises:
-        ModelUnreadable: HP305 when the model cannot be read or built.
-    """
+    """Build the model at `path` on the meta device, with further recipe `sections`; raise ModelUnreadable (HP305)."""
     # All models support eager attention, and checkpoints do not depend on the attention implementation.
     source = Model(path=path, attn_implementation="eager", trust_remote_code=trusted)
     try:

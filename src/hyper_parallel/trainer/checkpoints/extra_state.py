@@ -102,11 +102,7 @@ def check_trainer_extra(step: int, extra: dict[str, Any]) -> str:
 
 
 def encode_extra(extra: dict[str, Any]) -> str:
-    """Return extra values as the text of `extra.json`.
-
-    Raises:
-        LimitExceeded: The text exceeds the limits for reading.
-    """
+    """Return extra values as the text of `extra.json`; raise LimitExceeded beyond the limits for reading."""
     text = json.dumps(extra, indent=1, sort_keys=True) + "\n"
     if len(text) > EXTRA_LIMITS.num_bytes:
         raise LimitExceeded(f"{len(text):,} bytes, more than {EXTRA_LIMITS.num_bytes:,}")
@@ -150,11 +146,7 @@ def json_value(name: str, value: Any) -> Any:
 
 
 def read_extra(checkpoint: Path) -> dict[str, Any]:
-    """Return the extra values of a checkpoint.
-
-    Raises:
-        Damaged: The file is missing, beyond its limits, or not a JSON object.
-    """
+    """Return the extra values of a checkpoint; raise Damaged without a JSON object within the limits."""
     path = checkpoint / EXTRA
     try:
         extra = read_json(path, EXTRA_LIMITS)

@@ -162,8 +162,7 @@ def read_index(checkpoint: Path) -> Index:
 def most_index_bytes(checkpoint: Path) -> int:
     """Return an upper bound on the bytes of a valid index: 16 MiB or, if larger, 8 times the safetensors headers.
 
-    Raises:
-        Damaged: A file is not readable.
+    Raise Damaged for a file that cannot be read.
     """
     header_bytes, path = 0, checkpoint / INDEX
     try:

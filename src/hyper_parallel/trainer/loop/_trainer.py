@@ -151,7 +151,7 @@ class _RunState:
 
 
 class Trainer:
-    """Training loop of one run on one rank; if `stop` is None, no signal ends it early."""
+    """Training loop of one run on one rank, which ends early after a request by `stop` or a callback."""
 
     def __init__(self, job: Job, engine: Engine, display: Display, stop: StopRequest | None = None) -> None:
         self._job, self._engine, self._display = job, engine, display
@@ -337,11 +337,7 @@ class Trainer:
             raise
 
     def _continue(self, done: int, extra: dict[str, Any], facts: dict[str, Any], stopping: EarlyStopping) -> Changes:
-        """Restore the data position from a checkpoint; print and return the changed facts, {} for a new run.
-
-        Raises:
-            CheckpointMismatch: HP702 for a changed fact that must not change.
-        """
+        """Restore the data position from a checkpoint; print and return the changed facts, {} for a new run."""
         if not done:
             return {}
         job, line = self._job, self._display.line

@@ -35,7 +35,7 @@ _RECORD: Final = Limits(MiB, num_elements=100_000)
 class StepMeasurements:
     """Measurements of one step; equal on every rank, except `step_s` and `overlap`, which are those of one rank."""
 
-    loss: float  # mean over the tokens or, by stage, pairs or answers of the step, over every rank and microbatch
+    loss: float  # mean over the valid tokens or, by stage, pairs or answers of the step, over all ranks
     grad_norm: float  # global norm of the gradients before clipping
     valid_tokens: int  # tokens of this step counted by the loss
     step_s: float  # seconds of the step
@@ -46,7 +46,7 @@ class StepMeasurements:
     loss_scale: float | None = None  # scale of the loss in this step; None without scaling
     # 1 for a skipped step: gradients overflowed or spiked, or the stage rejected it; else 0. None: no rule skips steps
     skipped: int | None = None
-    rollout: dict[str, Any] | None = None  # rewards and lengths of completions; None in other stages than GRPO
+    rollout: dict[str, Any] | None = None  # rewards and lengths of completions; None outside of stage grpo
     preference: dict[str, Any] | None = None  # scores of pairs of answers; None without pairs
     # Numbers of layers run on half-batches and on whole batches; in recorded steps also exposed communication
     overlap: dict[str, Any] | None = None

@@ -93,11 +93,7 @@ def make_trackers(
 
 
 def _known_ids(path: Path) -> dict[str, str]:
-    """Read the run ids by tracker that an earlier process of the run has stored; return {} if the file is absent.
-
-    Raises:
-        TrackerFailed: HP632 for a file that cannot be read.
-    """
+    """Read the run ids by tracker that an earlier process of the run has stored; return {} if the file is absent."""
     if not path.exists():
         return {}
     try:
