@@ -197,7 +197,7 @@ def remove_files(
 
 
 def remove_finished(folder: Path) -> list[str]:
-    """Remove the files that the marker of a folder lists, and the folder; return the paths that remain."""
+    """Remove the files that the marker of a folder lists, and the folder if empty; return the paths that remain."""
     marker = read_marker(folder)
     files = {} if marker is None or marker.files is None else marker.files
     remaining = remove_files(folder, files.__contains__)
@@ -236,7 +236,7 @@ class Replacement:
         kind: Kind of the folder.
         label: Description of the folder in errors.
         replaces: Kinds of folders that may be replaced; (): only `kind`.
-        parents: Create missing parent folders.
+        parents: Whether to create missing parent folders.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Limits:
             counts at each use.
         depth: Maximum nesting of objects and lists.
         integer_bits: Maximum size of an integer, in bits.
-        finite: Refuse NaN and infinities, which Python's JSON reader accepts.
+        finite: Whether to refuse NaN and infinities, which Python's JSON reader accepts.
     """
 
     num_bytes: int = 16 * _MIB
@@ -49,7 +49,7 @@ class Limits:
 
 
 class LimitExceeded(ValueError):
-    """Error for a file or value that exceeds one of its `Limits`; the message names the limit."""
+    """Error for a file or value that exceeds one of its `Limits`, and for a path that is not a regular file."""
 
 
 def read_bytes(path: Path, limits: Limits) -> bytes:
@@ -218,7 +218,7 @@ def bounded_heap(num_bytes: int) -> Iterator[None]:
     """Raise MemoryError for allocations that would grow the heap of this process by more than `num_bytes`.
 
     Intended for libraries that decompress a received file. Mapped files do not count. The limit applies to all
-    threads, so use it for a single read. On systems without such a limit, this does nothing.
+    threads, so use it for a single read. On systems other than Linux, this does nothing.
     """
     if not sys.platform.startswith("linux"):
         yield

@@ -26,7 +26,7 @@ class TrainingRun:
 
     Attributes:
         output_dir: Directory of the run.
-        steps: Last step.
+        steps: Last finished step.
         loss: Training loss of the last step; NaN when no step was left to train.
         eval_loss: Held-out loss of the last evaluation; NaN without one, as when the run was already complete.
         seconds: Seconds of preparation, training, evaluations and checkpoints.

@@ -3,7 +3,7 @@
 Whenever a rank is free, it starts its most urgent action that is ready and fits its memory:
 
 1. B or I whose gradient another stage needs;
-2. F, if memory then still suffices for the remaining forwards of all earlier microbatches;
+2. F, if memory then still suffices for the remaining forwards of its and all earlier microbatches;
 3. W, and B or I of stages whose gradient no other stage needs: these fill bubbles. With `reduce_first`, stages with a
    gradient reduction come first, so that other actions overlap the reduction.
 

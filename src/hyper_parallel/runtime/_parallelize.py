@@ -102,10 +102,10 @@ def plan_of(
 
     Args:
         model: Any module, also on the meta device; only its structure and parameter shapes are read.
-        strategy: A `Strategy`, or keys of a recipe's sections `parallel` and `overlap` as text, such as
-            `"dp_shard=4 tp=2 overlap.tp=chunks"`. An empty text means a single rank.
-        workload: Sequence length, batch sizes and dtypes of a step. None: the dtypes of the module, and default sizes
-            that the plan's notes list.
+        strategy: A `Strategy`, or a text of keys as in `"dp_shard=4 tp=2 recompute=full overlap.tp=chunks"`: keys of a
+            recipe's section `parallel`, `recompute` and `overlap.*`. An empty text means a single rank.
+        workload: Sequence length, batch sizes and dtypes of a step. None: the dtypes of the module, and default sizes,
+            which the attribute `workload` of the plan contains.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
 
     Raises:

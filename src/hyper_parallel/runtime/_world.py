@@ -107,7 +107,7 @@ _MISMATCH: Final = "Detected mismatch between collectives"
 
 
 class World:
-    """Ranks with a common process group, which train one or more models; a context manager that destroys the group.
+    """Ranks with a common process group, which train one or more models; also a context manager.
 
     Attributes:
         rank: Rank of this process.

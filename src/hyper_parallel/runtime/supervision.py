@@ -431,7 +431,7 @@ class WaitReporter:
             sys.stderr.write(f"no rank has made progress for {idle_s:.0f} s: {where}\n")
 
     def places(self) -> list[str]:
-        """Return a line about the wait or position of every rank that has published a heartbeat."""
+        """Return a line about the wait or position of every monitored rank."""
         return [
             f"rank {self._first + slot} {beat.note or 'does not wait'}"
             for slot, beat in enumerate(self._board.read())

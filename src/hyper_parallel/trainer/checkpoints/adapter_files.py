@@ -87,7 +87,7 @@ def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
     Raises:
         WeightsUnreadable: HP703 when the files cannot be read, the tensors do not match the configuration, or a value
             is not finite.
-        BadValue: HP102 when the configuration names a module that the model does not have.
+        BadValue: HP102 when the configuration does not fit the model, for example by the name of a module.
         UnsupportedSharding: HP205 for adapters other than LoRA of linear modules.
     """
     config = read_adapter_config(directory)

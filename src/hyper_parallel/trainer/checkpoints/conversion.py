@@ -80,7 +80,7 @@ def export_checkpoint(
         CheckpointMismatch: HP702 when the base weights are not those that the adapters were trained on.
         WeightsUnreadable: HP703 when the base weights cannot be read.
         UnsupportedSharding: HP205 for adapters of a weight that several modules share, with `merge`.
-        CheckpointCorrupt, CheckpointFormat, LossNotFinite, OutputNotWritable: See `Checkpointer.load`, `export_hf`.
+        HyperParallelError: Other errors of `Checkpointer.load` and `export_hf`.
     """
     check_dtype(dtype, _EXPORTED_DTYPES)
     exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
@@ -167,8 +167,7 @@ def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32", 
     Raises:
         BadValue: HP102 for an unsupported parameter dtype, or when the directory already has checkpoints.
         ModelUnreadable: HP305 when the model cannot be read or built.
-        WeightsUnreadable, UnsupportedSharding: See `load_pretrained` and `load_adapter`.
-        LossNotFinite, OutputNotWritable: See `Checkpointer.save`.
+        HyperParallelError: Errors of `load_pretrained`, `load_adapter` and `Checkpointer.save`.
     """
     check_dtype(dtype, _IMPORTED_DTYPES)
     _check_empty(directory)

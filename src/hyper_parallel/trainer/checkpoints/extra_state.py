@@ -146,7 +146,7 @@ def json_value(name: str, value: Any) -> Any:
 
 
 def read_extra(checkpoint: Path) -> dict[str, Any]:
-    """Return the extra values of a checkpoint; raise Damaged without a JSON object within the limits."""
+    """Return the extra values of a checkpoint; raise Damaged if the file is not a JSON object within the limits."""
     path = checkpoint / EXTRA
     try:
         extra = read_json(path, EXTRA_LIMITS)

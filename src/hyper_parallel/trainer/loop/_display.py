@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Display:
-    """Progress bar and log lines of a run with `steps` steps; silent unless `enabled` with a log level up to INFO.
+    """Progress bar and log lines of a run with `steps` steps; silent if not `enabled` or at a log level above INFO.
 
     Attributes:
         bar: Context manager that draws the progress bar, if standard error is a terminal.

@@ -122,7 +122,7 @@ class Engine(Protocol):
 class Summary:
     """Outcome of a run, returned on rank 0."""
 
-    steps: int  # last step
+    steps: int  # last finished step
     # Held-out loss before the first step of this process, NaN without held-out data or if `complete`
     first_eval_loss: float
     last_eval_loss: float  # held-out loss of the last evaluation, NaN if there was none
@@ -151,7 +151,7 @@ class _RunState:
 
 
 class Trainer:
-    """Training loop of one run on one rank, which ends early after a request by `stop` or a callback."""
+    """Training loop of one run on one rank; `stop` may request its end after the current step."""
 
     def __init__(self, job: Job, engine: Engine, display: Display, stop: StopRequest | None = None) -> None:
         self._job, self._engine, self._display = job, engine, display

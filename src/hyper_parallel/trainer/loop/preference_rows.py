@@ -15,7 +15,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
     """Check that every data-parallel rank gets whole pairs or groups in a step, and that rewards can be imported.
 
     Raises:
-        Contradiction: HP104 for a number of sequences, ranks or microbatch sequences that is not divisible as required.
+        Contradiction: HP104 for a number of sequences or sampling ranks that is not divisible as required.
         NotImportable: HP109 for a reward or environment that cannot be imported.
     """
     from hyper_parallel.trainer.stages.rewards import reward_functions
@@ -48,7 +48,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
 
 
 def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
-    """Check that the data has the columns that reward functions read, and that reward models use the run's tokenizer.
+    """Check that the data, unless streamed, has the columns of reward functions, and the tokenizers of reward models.
 
     Raises:
         Contradiction: HP104 naming a function parameter that is not a data column. See also `ModelReward.check`.
