@@ -9,7 +9,7 @@ folder are not followed.
 A temporary folder is removed by its process or, after a kill, when the next one is created in the same parent. Next to
 the folder is a lock file, `NAME.lock`. The process locks it with `flock`. The kernel releases the lock when this
 process and its forks have ended. The lock file and the marker contain the name of the folder. The next process removes
-the folder only if both names agree, both belong to this user, and the lock file was written since the last boot.
+the folder only if these names agree, lock file and folder belong to this user, and the system has not rebooted since.
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ def parallelize(
         NotDivisible: HP203 for a dimension that the degrees do not divide.
         RuleError: HP204 for a sharding rule that matches no parameter.
         UnsupportedSharding: HP205 for an unsupported layout.
+        HyperParallelError: Errors of `World.join`, if `world` is None.
     """
     if world is None:
         world = World.join()

@@ -99,17 +99,14 @@ def launch(
         echo_rank: Rank that writes to the parent's standard output and error instead of a log file; None: no rank.
         deadlines: Maximum time of a rank in a phase of a step. None: no limit; a line reports ranks that wait long.
         worlds: Sizes of several worlds (process groups), in rank order; (): a single world of all ranks.
-        ending: Function that returns whether a signal has asked ranks to end after their step. Without `deadlines`, it
-            is called only while ranks are started.
+        ending: Function that returns whether a signal asks ranks to end; without `deadlines`, called only at the start.
 
     Raises:
         KeyboardInterrupt: All ranks were killed because `ending` returned True before the first step.
-        OutputNotWritable: HP105 when `log_dir` or a temporary folder cannot be created.
         ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
         RankHung: HP620 when a rank exceeds its deadline; the error names the rank that caused the hang.
-        RankFailed: HP601 when a rank cannot be started, has failed or is unfinished after `timeout_s`, with the
-            traceback of the first failure.
-        HyperParallelError: Coded error of the rank that failed first.
+        RankFailed: HP601 with the first traceback when a rank cannot start, fails or exceeds `timeout_s`.
+        HyperParallelError: Coded error of the rank that failed first, or HP105 when `log_dir` cannot be created.
     """
     with scratch_folder() as scratch, _Records(world_size) as records:
         with written(logs := Path(log_dir or scratch)):

@@ -135,8 +135,7 @@ def save_pretrained(
     Raises:
         ModelUnreadable: HP305 for a model that is not a transformers model, or whose file format joins several layers.
         BadValue, NoData: HP102, HP602 for tokenizer files that cannot be copied.
-        OutputNotWritable: HP105 when the directory is rejected or not writable.
-        RunInUse: HP720 when another process is writing the directory.
+        OutputNotWritable, RunInUse: HP105, HP720 when the directory is rejected, not writable or in use.
         LossNotFinite: HP604 when a trained parameter is NaN or infinite.
     """
     if has_adapters(model):

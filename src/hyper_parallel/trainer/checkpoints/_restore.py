@@ -61,7 +61,7 @@ def compare_fingerprints(saved: dict[str, Any], expected: dict[str, Any], path: 
 
 
 def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
-    """Raise CheckpointMismatch (HP702) if the model tensors, `expected` as (shape, dtype) by name, differ from `index`."""
+    """Raise CheckpointMismatch (HP702) if the facts `expected`, (shape, dtype) by tensor name, differ from `index`."""
     saved = {k: (t.shape, t.dtype) for k, t in index.tensors.items() if k.startswith(MODEL)}
     for key in expected:
         if key not in saved:

@@ -78,9 +78,8 @@ def export_checkpoint(
         BadValue: HP102 for an unknown dtype.
         ModelUnreadable: HP305 when the config is missing or is not a causal language model of transformers.
         CheckpointMismatch: HP702 when the base weights are not those that the adapters were trained on.
-        WeightsUnreadable: HP703 when the base weights cannot be read.
         UnsupportedSharding: HP205 for adapters of a weight that several modules share, with `merge`.
-        HyperParallelError: Other errors of `Checkpointer.load` and `export_hf`.
+        HyperParallelError: Other errors of `load_pretrained`, `Checkpointer.load` and `export_hf`.
     """
     check_dtype(dtype, _EXPORTED_DTYPES)
     exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()

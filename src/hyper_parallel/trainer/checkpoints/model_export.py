@@ -68,8 +68,7 @@ def export_hf(
 ) -> Path:
     """Write the model, its configuration and its tokenizer; collective over all ranks.
 
-    Memory: each rank holds one full parameter at a time. Rank 0 also holds converted tensors until their file is
-    complete.
+    Memory: each rank holds one full parameter at a time; rank 0 also holds the tensors of incomplete files.
 
     Args:
         model: Hugging Face model of plain tensors or DTensors.
@@ -90,11 +89,9 @@ def export_hf(
         `out_dir`.
 
     Raises:
-        ModelUnreadable: HP305 for a model that is not a Hugging Face model or whose published format joins parameters
-            of several layers, or for an invalid `generation` file.
+        ModelUnreadable: HP305 for a model without a published format, or for an invalid `generation` file.
         BadValue, NoData: HP102, HP602 for tokenizer files that cannot be copied.
-        OutputNotWritable: HP105 when the directory is rejected or not writable.
-        RunInUse: HP720 when another process is writing the directory.
+        OutputNotWritable, RunInUse: HP105, HP720 when the directory is rejected, not writable or in use.
         LossNotFinite: HP604 when a trained parameter is not finite in its stored dtype.
     """
     out = Path(out_dir)
