@@ -40,7 +40,7 @@ In simulation of two lanes, 1 gains nothing over 1F1B. More than 2 need more mem
 
 @dataclass(frozen=True, slots=True)
 class TowerLanes:
-    """Lanes on which the language stages and the tower of a step run.
+    """Lanes (ranks of a joint schedule) on which the language stages and the tower (encoder) of a step run.
 
     Attributes:
         stages: Number p of language stages, which are on lanes 0 to p - 1.
@@ -101,7 +101,7 @@ class TowerLanes:
 
 @dataclass(frozen=True, slots=True)
 class JointLayout:
-    """Assignment of tower ranks to lanes when one schedule orders the actions of encoder and language part.
+    """Assignment of tower (encoder) ranks to lanes (ranks of the schedule) in a joint schedule with the language part.
 
     A share is one data-parallel rank of the language part, with its own set of lanes. All shares run the same schedule,
     so collectives between ranks of different shares match.
@@ -115,7 +115,7 @@ class JointLayout:
     towers: tuple[tuple[int, ...], ...]
 
     def place(self, tower_rank: int) -> tuple[int, int]:
-        """Return (share, lane) of a tower rank."""
+        """Return (share, lane) of a tower rank; a share is a data-parallel rank of the language part."""
         share = next(k for k, ranks in enumerate(self.towers) if tower_rank in ranks)
         return share, self.lanes.towers[self.towers[share].index(tower_rank)]
 
@@ -138,7 +138,7 @@ def submodel_schedule(
     frozen: bool = False,
     ahead: int = AHEAD,
 ) -> Schedule:
-    """Return the fastest of several verified schedules of a step, with sends and receives.
+    """Return the fastest of several verified schedules of tower and language part, with sends and receives.
 
     They differ in the order of microbatches and in the placement of the tower's microbatches on lanes. List scheduling
     orders the actions. It splits each backward into I (input gradient) and W (weight gradient), with at most
@@ -293,7 +293,7 @@ def _seconds(cost: StageCost) -> float:
 
 
 def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool) -> Schedule:
-    """Verify the schedule of a step, which may lack sends and receives, and return it with them.
+    """Verify a joint schedule of tower and language part, and return it; add sends and receives if it has none.
 
     Raises:
         ScheduleError: HP320 for a schedule that does not fit the lanes, or that cannot run.
@@ -327,7 +327,7 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
 
 
 def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
-    """Return the forward-only part of a schedule, with sends and receives; microbatches keep their lanes."""
+    """Return the forwards of a joint schedule, with sends and receives; microbatches keep their lanes."""
     # Order by microbatch, because 1F1B may start later microbatches before earlier ones arrive.
     forwards = [sorted((a for a in row if a.kind == "F"), key=lambda a: a.microbatch or 0) for row in schedule.ranks]
     begins = {a: a.stage + (a.microbatch or 0) for row in forwards for a in row}

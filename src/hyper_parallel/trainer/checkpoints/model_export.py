@@ -228,7 +228,7 @@ class _Writer:
             save_file(self._open.pop(file), self._temporary / file, metadata={"format": "pt"})
 
     def finish(self, config: Any, own: Any, generation: Path | None, tokenizer_dir: str | Path | None) -> None:
-        """Write carried tensors, the weight index if there are several weight files, configs and tokenizer.
+        """Write the unused pretrained tensors, the index of several weight files, configs and tokenizer.
 
         The file `generation`, if it exists, takes precedence over the model's `own` generation config.
         """
