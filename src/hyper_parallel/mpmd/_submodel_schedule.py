@@ -157,7 +157,7 @@ def submodel_schedule(
     """
     if lanes.padded(microbatches) != microbatches:
         raise ScheduleError(
-            "the number of microbatches is not a multiple of the ranks of a sharded encoder",
+            "the number of microbatches is not a multiple of the lanes of a sharded encoder",
             got=f"{microbatches} microbatches",
             allowed=f"a multiple of {lanes.width}",
         )

@@ -560,7 +560,7 @@ def with_restarts(attempt: Callable[[int], _T], max_restarts: int) -> _T:
                     f"{first}; the ranks were started {max_restarts + 1} times",
                     where=error.where,
                     allowed=f"training.max_restarts={max_restarts}",
-                    hint="read the log of that rank, then start the run again, from the newest checkpoint",
+                    hint="read the log of the failed rank, then resume the run from the newest checkpoint",
                     others=[line for line in other_lines or error.others if line.strip()],
                 ) from error
             wait_s = min(_BACKOFF_S * 2**number, _LONGEST_BACKOFF_S)

@@ -108,10 +108,10 @@ def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
             value = stored[key].read(())
             if not value.is_floating_point() or not value.isfinite().all():
                 raise WeightsUnreadable(
-                    "a tensor of the adapter has values that are not finite numbers",
+                    "a tensor of the adapter does not consist of finite floating-point numbers",
                     where=f"{directory}: {key}",
                     got="NaN or infinity" if value.is_floating_point() else str(value.dtype),
-                    hint="fetch or export the adapter again",
+                    hint="download or export the adapter again",
                 )
             parameter.copy_(value)
     patterns = {k: dict(getattr(config, k) or {}) for k in ("rank_pattern", "alpha_pattern")}

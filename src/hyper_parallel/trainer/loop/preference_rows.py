@@ -79,7 +79,7 @@ def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> No
         )
     if ranks and rows % shares:
         raise Contradiction(
-            "the sampling replicas do not divide the sequences of a step evenly",
+            "the sequences of a step cannot be divided evenly among the sampling ranks",
             where=loaded.where("grpo.rollout_ranks"),
             got=f"{shares} data-parallel sampling ranks, {rows} sequences in a step",
             hint=f"grpo.rollout_ranks={grpo.copy_tp} grpo.rollout_dp_shard=1 grpo.rollout_ep=1",
