@@ -127,7 +127,7 @@ class Summary:
     first_eval_loss: float
     last_eval_loss: float  # held-out loss of the last evaluation, NaN if there was none
     loss: float  # training loss of the last step, NaN if no step was run
-    seconds: float  # seconds from the loaded state to the last written checkpoint
+    seconds: float  # seconds of preparation, steps, evaluations and saves, without loading
     complete: bool = False  # True: the run had already ended, no metric was written
     unwritten: tuple[HyperParallelError, ...] = ()  # write failures of optional outputs
     # Names of the operators of each kernel that the back end generated
