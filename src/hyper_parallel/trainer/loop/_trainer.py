@@ -67,7 +67,7 @@ class Engine(Protocol):
     Attributes:
         rank: Rank of this process; rank 0 writes the records.
         world_size: Number of processes.
-        plan: Plan as executed by the ranks; with offload, complete after `begin`.
+        plan: Plan as executed by the ranks; with offload, complete after `begin` and final after `finish`.
         wishes: Function, set by the trainer, that returns (stop, save): whether this rank requests the end of the run
             or a checkpoint after the current step. `step` combines the requests of all ranks.
         unwritten: Collector of write failures of optional outputs, set by the trainer.
