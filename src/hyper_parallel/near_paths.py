@@ -33,8 +33,8 @@ def nearest_path(
 ) -> str | None:
     """Return the existing path most likely meant by a missing one; None when no path is similar.
 
-    Candidates in order: the same name in the working directory or in one of the folders, a similar name in the same
-    folder, a similar name in the other folders.
+    Candidates in order: the same name in the working directory or in one of `folders`, a similar name in the folder of
+    the missing path, a similar name in the working directory or in one of `folders`.
 
     Args:
         text: The missing path.
@@ -61,7 +61,7 @@ def nearest_path(
 
 
 def export_hint(text: str) -> str | None:
-    """Return the hint for a missing export of a training run; None for any other path."""
+    """Return the hint for a missing path `RUN_DIR/export` of a training run; None for any other path."""
     path = Path(text)
     if path.name != "export" or path.parent == Path():
         return None
@@ -69,13 +69,13 @@ def export_hint(text: str) -> str | None:
 
 
 def is_data_file(path: Path) -> bool:
-    """Return whether the file name has the extension of a data file."""
+    """Return whether a file name has the extension of a data file, such as `.jsonl` or `.csv.gz`."""
     name = path.with_suffix("") if path.suffix in _COMPRESSED else path
     return name.suffix.lower() in _RECORDS
 
 
 def is_recipe_file(path: Path) -> bool:
-    """Return whether a file is YAML with a top-level key that names a model or a parent recipe, as every recipe has."""
+    """Return whether a YAML file has a top-level key that names a model or a parent recipe, as every recipe has."""
     try:
         if path.suffix.lower() not in (".yaml", ".yml") or not path.is_file():
             return False
@@ -86,9 +86,10 @@ def is_recipe_file(path: Path) -> bool:
 
 
 def some_recipe(data: str = "") -> str | None:
-    """Return the first recipe in the working directory or its folder `recipes`; None without one.
+    """Return the path of a recipe in the working directory or its folder `recipes`; None without one.
 
-    Recipes whose text contains `data`, the name of a data file, precede others; then the order is that of names.
+    Recipes whose text contains `data`, the name of a data file, precede others. Then the working directory precedes
+    `recipes`, and names are in alphabetical order.
     """
     recipes: list[Path] = []
     for folder in (Path(), Path(RECIPE_FOLDER)):
@@ -110,7 +111,7 @@ def _contains(path: Path, words: str) -> bool:
 
 
 def command_with_data(command: str, data: str) -> str:
-    """Return the command, such as `train`, most likely meant when a data file is passed in place of the recipe."""
+    """Return the command line most likely meant when a data file is passed to `command` in place of the recipe."""
     recipe = some_recipe(Path(data).name)
     if recipe is None:
         return "hyper-parallel init"

@@ -6,10 +6,10 @@ an allowed kind and every file is listed and unchanged. Otherwise HP105 is raise
 unlinks listed files one by one, then empty folders, so a file that appears meanwhile survives. Symbolic links below the
 folder are not followed.
 
-A temporary folder is removed by its process or, after a kill, when the next one is created on this host. Next to the
-folder is a lock file of the same name. The process locks it with `flock`. The kernel releases the lock when this
-process and its forks have ended. The lock file names its folder, and the marker in the folder names the lock. A folder
-is removed only if both names agree, both belong to this user, and the lock file was written since the last boot.
+A temporary folder is removed by its process or, after a kill, when the next one is created in the same parent. Next to
+the folder is a lock file, `NAME.lock`. The process locks it with `flock`. The kernel releases the lock when this
+process and its forks have ended. The lock file and the marker contain the name of the folder. The next process removes
+the folder only if these names agree, lock file and folder belong to this user, and the system has not rebooted since.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Marker:
         kind: Kind of the folder: run, export, adapter, model, part, cache, scratch, launch.
         files: Size and checksum of every file by relative path; for a run, of its recipe only. None: the folder is
             unfinished.
-        identity: Text that ties the folder to a file outside it; empty for most kinds.
+        identity: Name of a temporary folder; empty for other kinds.
     """
 
     kind: str
@@ -124,10 +124,10 @@ def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
 
 
 def check_replaceable(folder: Path, kinds: Collection[str], label: str) -> None:
-    """Raise an error unless a folder is missing, empty, or a finished folder of these kinds without other files.
+    """Raise an error unless a folder is missing, empty, or an unchanged finished folder of these kinds.
 
     Args:
-        folder: The folder, which must not be a symbolic link.
+        folder: The folder; a symbolic link or file is refused.
         kinds: Kinds that may be replaced.
         label: Description of the folder in errors, such as `the export directory`.
 
@@ -175,7 +175,7 @@ def remove_files(
         owned_folder: Predicate on the relative path of an empty folder.
 
     Returns:
-        Relative paths that remain; empty when the folder is removed.
+        Relative paths that remain, `.` for the folder; empty when the folder is removed or was missing.
     """
     remaining, emptied = [], {folder}
     if not folder.is_dir() or folder.is_symlink():
@@ -198,7 +198,7 @@ def remove_files(
 
 
 def remove_finished(folder: Path) -> list[str]:
-    """Remove the files that the marker of a folder lists, and the folder; return the paths that remain."""
+    """Remove the files that the marker of a folder lists, and the folder if empty; return the paths that remain."""
     marker = read_marker(folder)
     files = {} if marker is None or marker.files is None else marker.files
     remaining = remove_files(folder, files.__contains__)
@@ -210,7 +210,8 @@ def remove_finished(folder: Path) -> list[str]:
 def remove_unfinished(folder: Path, kind: str) -> list[str]:
     """Remove the files that an ended process has written into a folder of a kind; return the paths that remain.
 
-    The folder is removed as well, if no other files remain.
+    The folder is removed as well, if no other files remain. Without a marker of this kind, only partly written markers
+    are removed.
     """
     marker = read_marker(folder)
     if marker is not None and marker.kind == kind:
@@ -236,7 +237,7 @@ class Replacement:
         kind: Kind of the folder.
         label: Description of the folder in errors.
         replaces: Kinds of folders that may be replaced; (): only `kind`.
-        parents: Create missing parent folders.
+        parents: Whether to create missing parent folders.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class Replacement:
         self._parents, self._lock = parents, -1
 
     def check(self) -> None:
-        """Raise HP105 if publishing would delete files that this package has not written."""
+        """Raise OutputNotWritable (HP105) if publishing would delete files that this package has not written."""
         self._check_targets()
         if not os.path.lexists(self.partial):
             return
@@ -278,7 +279,7 @@ class Replacement:
         check_replaceable(self._old, self._replaces, f"the backup of {self._label}")
 
     def open(self) -> Path:
-        """Create the hidden folder and return it; replaces a hidden folder that a killed process has left.
+        """Create the hidden folder and return it; replace a hidden folder that a killed process has left.
 
         Raises:
             OutputNotWritable: HP105 as `check`.
@@ -304,7 +305,7 @@ class Replacement:
         return self.partial
 
     def publish(self) -> None:
-        """Rename the written folder to its target, and flush the rename to the disk."""
+        """Replace the target by the written folder, and flush the renames to the disk; raise HP105 as `check`."""
         self._check_targets()
         seal(self.partial, self._kind)
         remove_finished(self._old)
@@ -336,7 +337,7 @@ class Replacement:
             self._old.rename(self.target)
 
     def _hold(self) -> None:
-        """Lock the marker of the hidden folder; the kernel releases the lock when this process ends."""
+        """Lock the marker of the hidden folder; raise RunInUse (HP720) if another process holds the lock."""
         try:
             self._lock = os.open(self.partial / MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -406,7 +407,7 @@ def _remove_dead(parent: Path) -> None:
 
 
 def _remove_if_dead(mark: Path, lock: int) -> None:
-    """Remove a lock file and its folder; raise OSError while another process holds the lock.
+    """Remove the lock file and the folder of an ended process; raise OSError while another process holds the lock.
 
     `mark` is the path of the lock file, `lock` its open file descriptor. Lock files of other users, and those written
     before the last boot, are ignored.
@@ -447,18 +448,18 @@ def _lock_text(folder: Path) -> bytes:
 
 
 def check_output_file(path: Path, is_own: Callable[[str], bool], label: str, option: str | None = None) -> None:
-    """Raise when an output file exists and was not written by the same command.
+    """Raise an error if an output file exists and was not written by the same command.
 
-    Empty files, devices and pipes may be written. `is_own` receives the first MiB of the text.
+    Empty files, devices and pipes may be written. `is_own` receives the first 2**20 characters of the text.
 
     Args:
         path: The file.
-        is_own: Returns whether a text is the output of the same command.
+        is_own: Function that returns whether a text is the output of the same command. Any exception counts as False.
         label: Description of such an output, such as `a plan`.
         option: Option by which the user has named the file; None: the command has chosen its name.
 
     Raises:
-        OutputNotWritable: HP105.
+        OutputNotWritable: HP105 for a file of another origin.
     """
     try:
         status = path.stat()

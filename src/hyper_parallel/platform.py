@@ -7,7 +7,7 @@ import sys
 
 
 class Platform:
-    """Rank and world size, from torch's process group, or from the launcher's variables before it is initialized."""
+    """Rank and world size of torch's process group or, before it exists, of the launcher's environment variables."""
 
     def get_rank(self) -> int:
         """Return the rank of this process, 0 without a launcher."""

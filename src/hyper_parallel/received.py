@@ -1,8 +1,7 @@
-"""Bounded readers for files of untrusted origin.
+"""Bounded readers for JSON and text files of untrusted origin.
 
-All JSON and text from outside a process is read through this module. A file must be a regular file within limits on
-bytes, nesting, elements and numbers, so a damaged or hostile file costs a bounded amount of time and memory. Callers
-convert `LimitExceeded` to the coded error of their format.
+A file must be a regular file within limits on bytes, nesting, elements and numbers, so a damaged or hostile file costs
+a bounded amount of time and memory. Callers convert `LimitExceeded` to the coded error of their format.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Limits:
         num_elements: Maximum number of members of all objects and lists together; a container that a YAML alias repeats
             counts at each use.
         depth: Maximum nesting of objects and lists.
-        integer_bits: Maximum size of an integer.
-        finite: Refuse NaN and infinities, which Python's JSON reader accepts.
+        integer_bits: Maximum size of an integer, in bits.
+        finite: Whether to refuse NaN and infinities, which Python's JSON reader accepts.
     """
 
     num_bytes: int = 16 * _MIB
@@ -50,14 +49,14 @@ class Limits:
 
 
 class LimitExceeded(ValueError):
-    """Error for a file or value that exceeds one of its `Limits`; the message names the limit."""
+    """Error for a file or value that exceeds one of its `Limits`, and for a path that is not a regular file."""
 
 
 def read_bytes(path: Path, limits: Limits) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        LimitExceeded: The path is a device, pipe or socket, or the file is larger than `limits.num_bytes`.
+        LimitExceeded: The path is a device or pipe, or the file is larger than `limits.num_bytes`.
         OSError: The file cannot be read.
     """
     # Without O_NONBLOCK, opening a pipe blocks until a writer opens it.
@@ -76,32 +75,18 @@ def read_bytes(path: Path, limits: Limits) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Raise an error unless the path is a regular file; some libraries would block on a pipe or device.
-
-    Raises:
-        OSError: The path is missing or not a regular file.
-    """
+    """Raise OSError unless the path is a regular file; some libraries would block on a pipe or device."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def read_text(path: Path, limits: Limits) -> str:
-    """Return the UTF-8 text of a regular file.
-
-    Raises:
-        LimitExceeded: As `read_bytes`.
-        OSError: The file cannot be read.
-        UnicodeDecodeError: It is not UTF-8.
-    """
+    """Return the UTF-8 text of a regular file; raise as `read_bytes`, or UnicodeDecodeError."""
     return read_bytes(path, limits).decode("utf-8")
 
 
 def holds_text(path: Path, text: str) -> bool:
-    """Return whether a path is a regular file that holds exactly this text, in UTF-8.
-
-    Raises:
-        OSError: The path is missing, a folder, or cannot be read.
-    """
+    """Return whether a path is a regular file that holds exactly this text, in UTF-8; raise OSError without a file."""
     content = text.encode()
     try:
         return read_bytes(path, Limits(num_bytes=len(content))) == content
@@ -149,13 +134,10 @@ def read_json(path: Path, limits: Limits) -> Any:
 
 
 def check_value(value: Any, limits: Limits) -> None:
-    """Check a value of dicts, lists, texts and numbers against its limits.
+    """Raise LimitExceeded for the first limit that a value of dicts, lists, texts and numbers exceeds.
 
     A value referenced several times (a YAML alias) is counted at each reference. The walk ends at the first exceeded
     limit, so its cost is bounded by `num_elements`.
-
-    Raises:
-        LimitExceeded: Names the first exceeded limit.
     """
     stack: list[Iterator[Any]] = [iter((value,))]
     num_elements_left, num_chars_left = limits.num_elements, limits.num_bytes
@@ -203,9 +185,9 @@ def outside_target(path: Path, folder: Path) -> Path | None:
 def foreign_target(path: Path, folder: Path) -> Path | None:
     """Return the target of a symbolic link if it is outside the folder and has another name; else None.
 
-    Folders with links to the files of a model are common. Such a link has the name of its target, or leads to a blob in
-    the cache of the Hugging Face hub. A link with another name could publish any file, because exports copy the files
-    of a received folder.
+    A target outside that is reached through a linked subfolder is returned too. Folders with links to the files of a
+    model are common. Such a link has the name of its target, or leads to a blob in the cache of the Hugging Face hub. A
+    link with another name could publish any file, because exports copy the files of a received folder.
     """
     if outside_target(path, folder) is None:
         return None
@@ -226,7 +208,7 @@ def foreign_target(path: Path, folder: Path) -> Path | None:
 
 
 def names_outside(name: str) -> bool:
-    """Return whether a file name leads outside its folder: a URL, an absolute path, or a path with `..`."""
+    """Return whether a file name may lead outside its folder, such as a URL, an absolute path or a path with `..`."""
     parts = name.replace("\\", "/").split("/")
     return "://" in name or "::" in name or ".." in parts or parts[0] in ("", "~") or "\0" in name
 
@@ -236,7 +218,7 @@ def bounded_heap(num_bytes: int) -> Iterator[None]:
     """Raise MemoryError for allocations that would grow the heap of this process by more than `num_bytes`.
 
     Intended for libraries that decompress a received file. Mapped files do not count. The limit applies to all
-    threads, so use it for a single read. On systems without such a limit, this does nothing.
+    threads, so use it for a single read. On systems other than Linux, this does nothing.
     """
     if not sys.platform.startswith("linux"):
         yield

@@ -26,10 +26,10 @@ class TrainingRun:
 
     Attributes:
         output_dir: Directory of the run.
-        steps: Last step.
-        loss: Training loss of the last step; NaN when the run was already complete.
-        eval_loss: Held-out loss after the last step; NaN without held-out data.
-        seconds: Seconds of training, evaluations included.
+        steps: Last finished step.
+        loss: Training loss of the last step; NaN when no step was left to train.
+        eval_loss: Held-out loss of the last evaluation; NaN without one, as when the run was already complete.
+        seconds: Seconds of preparation, training, evaluations and checkpoints.
     """
 
     output_dir: Path
@@ -40,12 +40,12 @@ class TrainingRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Records of all steps, as in metrics.jsonl."""
+        """Records of all steps, as in metrics.jsonl; [] without this file."""
         return _records(self.output_dir / "metrics.jsonl")
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Records of all evaluations, as in eval.jsonl."""
+        """Records of all evaluations, as in eval.jsonl; [] without this file."""
         return _records(self.output_dir / "eval.jsonl")
 
     @property
@@ -57,7 +57,7 @@ class TrainingRun:
 
     @property
     def export_dir(self) -> Path:
-        """Hugging Face directory of the trained model, or of its adapter."""
+        """Hugging Face directory of the trained model, or of its adapter; missing with `checkpoint.export=false`."""
         return self.output_dir / "export"
 
     @property
@@ -67,7 +67,7 @@ class TrainingRun:
 
     @property
     def report(self) -> Path:
-        """Report page of the run."""
+        """Path of the report page of the run."""
         return self.output_dir / "report.html"
 
     def __str__(self) -> str:
@@ -88,6 +88,8 @@ def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> Tra
 
     Raises:
         BadValue: HP102 for a recipe that is not a path, or a value that a recipe cannot contain.
+        Contradiction: HP104 for the launchers `slurm`, `kubernetes` and `ray`.
+        KeyboardInterrupt: A signal has ended the run.
         HyperParallelError: Any error of the command.
     """
     from hyper_parallel.config import load_recipe

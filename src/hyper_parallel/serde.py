@@ -1,8 +1,7 @@
 """JSON encoding of the core's frozen dataclasses, by pydantic, and atomic and synced writes of files.
 
-`encode` turns a dataclass into plain JSON values; `decode` builds the dataclass from them. Types are strict (a text is
-not converted to a number), unknown keys are refused, and an error names the dotted path of the value. Pydantic's
-adapters are built at first use, because building them is slow.
+`encode` turns a dataclass into plain JSON values; `decode` builds the dataclass from them. Types are strict: a text is
+not converted to a number. Pydantic's adapters are built at first use, because building them is slow.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ def decode(cls: type[T], data: Any, *, extra: Extra = "forbid") -> T:
     """Build `cls` from JSON values; `extra` tells whether unknown keys are refused, at every level.
 
     Raises:
-        DecodeError: Contains the dotted path of the first value that does not fit.
+        DecodeError: A value does not fit. The text begins with the dotted path of the first such value, or is only a
+            number of values if they are more than 1000.
     """
     try:
         check_value(data, _DECODED)
@@ -62,8 +62,7 @@ def read(cls: type[T], path: Path, limits: Limits, *, extra: Extra = "forbid") -
     """Build `cls` from a JSON file within limits; arguments as in `decode`.
 
     Raises:
-        DecodeError: The file is not JSON, exceeds a limit or does not fit; contains the dotted path of the first such
-            value.
+        DecodeError: The file is not JSON, exceeds a limit or does not fit; see `decode`.
         OSError: The file cannot be read.
     """
     try:
@@ -103,8 +102,8 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees either the old or the new content, never a part.
 
-    A link at either name is replaced, not followed. A failed write removes the temporary file; a killed process may
-    leave `.NAME.PROCESS.part`. A device or pipe is written directly.
+    A symbolic link to a file is replaced, not followed. A device or pipe, also behind a link, is written directly. A
+    failed write removes the temporary file and raises OSError; a killed process may leave `.NAME.PROCESS.part`.
     """
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Constants of units, and conversion of bytes, seconds and counts to and from text; integer arithmetic.
+"""Constants of units, conversion of bytes, seconds and counts to text and of sizes from text, and integer arithmetic.
 
 Sizes are bytes, times are seconds, rates are per second; a name carries its unit (`_bytes`, `_s`, `_bytes_s`,
 `_flops`). Memory is printed in GiB (2**30 bytes); vendors quote link rates in GB (10**9 bytes).

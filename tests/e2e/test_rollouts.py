@@ -309,7 +309,7 @@ def test_the_gradient_of_old_completions_is_weighted_by_what_they_have_become():
     [
         (["grpo.max_staleness=1"], "have the newest weights"),
         (["grpo.reference_role=sampler", "grpo.beta=0.1"], "needs a reference"),
-        (["grpo.rollout_ranks=3"], "do not divide the sequences of a step evenly"),
+        (["grpo.rollout_ranks=3"], "sequences of a step cannot be divided evenly among"),
         (["grpo.rollout_ranks=3", "grpo.rollout_tp=2"], "form whole replicas"),
         (["grpo.rollout_ranks=8", "grpo.exact_logprobs=true"], "whole microbatches of training"),
     ],

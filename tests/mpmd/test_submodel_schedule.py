@@ -93,7 +93,7 @@ def test_a_sharded_tower_needs_one_order_of_its_passes_on_all_lanes() -> None:
     alone = schedule(("0F0 1F0 1B0 0F1 1F1 1B1", ""), one)
     with pytest.raises(ScheduleError, match="does not use all lanes"):
         check_submodel_schedule(replace(alone, stages=2, microbatches=2, graph=graph), one, frozen=True)
-    with pytest.raises(ScheduleError, match="is not a multiple of the ranks of a sharded encoder"):
+    with pytest.raises(ScheduleError, match="is not a multiple of the lanes of a sharded encoder"):
         submodel_schedule(sharded, 3)
     text = schedule(rows, sharded).to_csv(extended=True)
     assert Schedule.from_csv(text, "mine") == schedule(rows, sharded)

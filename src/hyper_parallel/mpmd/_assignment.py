@@ -1,8 +1,8 @@
 """Search for the assignment of a multimodal model's encoders and language part to devices.
 
 A rank is a group of devices that works in lockstep. Language ranks form a pipeline. Encoders run on ranks of their own,
-or copies of the encoders run on language ranks, where they fill bubbles. An encoder has several stages. Each microbatch
-passes through one copy of each stage, and the copies of a stage reduce their gradients once per step.
+or copies of the encoders run on language ranks, where they fill bubbles. An encoder has one to six stages. Each
+microbatch passes through one copy of each stage, and the copies of a stage reduce their gradients once per step.
 
 The search enumerates widths of ranks, copies, stages, I/W split of the backward, and orders of microbatches (`Choice`).
 For each choice, layers and encoder microbatches are balanced over the ranks, and list scheduling orders the actions.
@@ -117,7 +117,7 @@ class Choice:
         stages_per_rank: Language stages of a rank: 1 for a chain, 2 for a V-shaped schedule.
         split: Whether backwards are split into I and W.
         order: Order of microbatches. `given`: unchanged. `light` or `heavy`: lowest or highest encoder cost first.
-            `mixed`: the lightest quarter first, so that the pipeline starts soon, then the heaviest ones.
+            `mixed`: the lightest quarter first, so that the pipeline starts soon, then the others, heaviest first.
         reduce_first: As for `list_schedule`.
     """
 
@@ -167,7 +167,7 @@ class Assignment:
 
     @property
     def bubble(self) -> float:
-        """Fraction of the device time of a step in which devices are idle."""
+        """Fraction of the device time of a step in which devices do not compute."""
         cost_of = cost_function(self.schedule, self.costs)
         busy_s = sum(cost_of(a)[0] * self.widths[rank] for rank, _, a in self.schedule.leaves())
         return 1.0 - busy_s / (sum(self.widths) * self.value_s)
@@ -257,12 +257,13 @@ def assign_submodels(
 
     Args:
         encoders: Encoders; none reads the output of another one.
-        language: Language part, which is not frozen and has a layer for every language stage.
+        language: Language part, which is not frozen.
         devices: Devices to use, all of them.
         pins: Dict from a field of `Choice` to its only allowed value.
 
     Raises:
-        ScheduleError: HP320 for an unknown pin, incomplete costs, or when no choice has the pins and fits into memory.
+        ScheduleError: HP320 for an unknown pin, equal names, incomplete costs, or when no choice has the pins and fits
+            into memory.
     """
     _check([*encoders, language])
     names = [f.name for f in fields(Choice)]
@@ -323,7 +324,7 @@ def _check(parts: Sequence[SubModel]) -> None:
 def _geometries(
     encoders: Sequence[SubModel], language: SubModel, devices: Devices
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (width, own, copies, stages_per_rank) of every `Choice` that uses all devices."""
+    """Yield (width, own, copies, stages_per_rank) of each `Choice` to evaluate; every choice uses all devices."""
     for width, own in product(sorted(language.speedup), range(devices.count)):
         ranks, rest = divmod(devices.count - own, width)
         if rest or not ranks:
@@ -370,10 +371,10 @@ class _Plan:
             self._layers = (*(n - n // 2 for n in counts), *(n // 2 for n in reversed(counts)))
 
     def _balanced(self, shares: Sequence[float]) -> tuple[list[int], list[list[int]], list[float]]:
-        """Return the language layers of each rank, the rank of each encoder microbatch, and the seconds of each rank.
+        """Return the language layers of each rank, the rank of each microbatch per encoder stage, and each rank's load.
 
-        Each layer goes to the least loaded rank; `shares` are the expected seconds of encoder work on language ranks.
-        Then each encoder microbatch, longest first, goes to the rank with the lowest load after it.
+        Loads are in seconds. `shares` are the expected loads of language ranks by encoders. Layers go to the least
+        loaded rank. Then each encoder microbatch, longest first, goes to the rank with the lowest load after it.
         """
         p, per_rank = self._ranks, self._key[3]
         layer_s = self._language_s / self._language.layers
@@ -416,7 +417,8 @@ class _Plan:
     def bound(self, split: bool) -> int:
         """Return a lower bound of the step in nanoseconds: the largest sum of busy and waiting time of a rank.
 
-        A rank waits for its first input, and at the end for the backward of earlier stages.
+        A language rank without encoders waits for its first input and, unless backwards are `split`, at the end for the
+        backward of earlier stages.
         """
         language, width = self._language, self._key[0]
         used = {rank for homes in self._homes for rank in homes}
@@ -536,5 +538,5 @@ class _Plan:
 
 
 def _floor(seconds: float) -> int:
-    """Return seconds as nanoseconds, lowered by the factor 1e-6: a sum of rounded durations never falls below."""
+    """Return seconds as nanoseconds, lowered by one millionth, so that rounded durations never add up to less."""
     return nanoseconds(seconds * (1 - 1e-6))

@@ -3,7 +3,7 @@
 Whenever a rank is free, it starts its most urgent action that is ready and fits its memory:
 
 1. B or I whose gradient another stage needs;
-2. F, if memory then still suffices for the remaining forwards of all earlier microbatches;
+2. F, if memory then still suffices for the remaining forwards of its and all earlier microbatches;
 3. W, and B or I of stages whose gradient no other stage needs: these fill bubbles. With `reduce_first`, stages with a
    gradient reduction come first, so that other actions overlap the reduction.
 
@@ -47,7 +47,7 @@ def list_schedule(
         homes: Rank of each microbatch, per stage.
         costs: Costs as for `schedule_tasks`.
         transfer_s: Seconds per edge as for `schedule_tasks`.
-        max_bytes: Limit per rank of `held_bytes` (activations and gathered parameters); None: no limit.
+        max_bytes: Limit of activation bytes per rank; None: no limit.
         split: Whether backwards are split into I and W.
         order: Microbatches, most urgent first; None: 0, 1, 2, ...
         reduce_first: Whether stages with a gradient reduction come first among the actions that fill bubbles.
@@ -135,13 +135,13 @@ class ListScheduler:
         reduce_first: bool = False,
         stop: int | None = None,
     ) -> tuple[Schedule, int] | None:
-        """Return the compute-only schedule, and the end of the step with gradient reductions in nanoseconds.
+        """Return the compute-only schedule, and the end of the step, gradient reductions included, in nanoseconds.
 
         Args:
             order: Microbatches, most urgent first.
             max_bytes: Limit of held bytes per rank; None: no limit.
             reduce_first: As for `list_schedule`.
-            stop: Nanoseconds; the result is None if the step cannot end earlier. None: no limit.
+            stop: Nanoseconds; the result is None if the step does not end earlier. None: no limit.
 
         Raises:
             ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
@@ -222,7 +222,7 @@ class ListScheduler:
         return self._homes[stage][microbatch]
 
     def _start(self, r: int) -> int:
-        """Return the earliest time at which rank `r` can start an action, given the inputs that have been sent."""
+        """Return the earliest time at which rank `r` can start an action whose inputs have been sent, or `_NEVER`."""
         rank = self._ranks[r]
         while rank.coming and rank.coming[0][0] <= rank.free:
             _, rule, action = heappop(rank.coming)
@@ -241,7 +241,7 @@ class ListScheduler:
         return _NEVER
 
     def _fits(self, r: int, action: tuple[int, int, int]) -> bool:
-        """Return whether memory suffices for the forward `action` and then for all earlier microbatches."""
+        """Return whether memory suffices for a forward, and then to finish its and all earlier microbatches."""
         if self._limits is None:
             return True
         rank, limit = self._ranks[r], self._limits[r]

@@ -35,13 +35,14 @@ def lower(
             `max_unsharded` distinct stages of the rank.
         max_unsharded: Maximum number of stages with gathered parameters per rank, including prefetched stages; at
             least 2.
-        reduce_grad: Whether to reduce and scale the gradients of a stage after its last backward. torch's pipeline
-            runtime needs this action even without data parallelism: it divides by the number of microbatches.
+        reduce_grad: Whether to add REDUCE_GRAD after the last backward of each stage. torch's pipeline runtime needs
+            this action even without data parallelism: it divides gradients by the number of microbatches.
         costs: Costs as for `schedule_tasks`; None: F, I and W take one unit of time each, B two.
         transfer_s: Seconds per edge as for `schedule_tasks`.
 
     Raises:
-        ScheduleError: HP320 when the schedule contains other actions, deadlocks, or `max_unsharded` is below 2.
+        ScheduleError: HP320 when the schedule contains communication or deadlocks, `max_unsharded` is below 2, or the
+            number of costs is not the number of stages.
     """
     for rank, position, leaf in schedule.leaves():
         if leaf.kind not in COMPUTE:
@@ -109,7 +110,7 @@ def one_by_one(schedule: Schedule) -> Schedule:
     """Return the schedule with every OVERLAP_F_B split into its parts, for an executor without overlap.
 
     `lower` places the sends of an OVERLAP_F_B after its second part, which would delay the receiver of the first
-    result. Here each part is a separate action, followed by its send.
+    result. Here each part is a separate action, followed by its send. UNSHARD and RESHARD are dropped.
 
     Args:
         schedule: Lowered schedule; returned unchanged when it contains no overlap.
@@ -121,7 +122,7 @@ def one_by_one(schedule: Schedule) -> Schedule:
 
 
 def _with_unshard(row: Sequence[Action], limit: int) -> list[Action]:
-    """Return a rank's actions with UNSHARD and RESHARD, so that the next `limit` distinct stages are gathered."""
+    """Return a rank's actions with UNSHARD and RESHARD, which keep its next `limit` distinct stages gathered."""
     # The next distinct stages at each position, built from the end.
     ahead: list[list[int]] = []
     following: list[int] = []

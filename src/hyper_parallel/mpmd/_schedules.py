@@ -9,7 +9,7 @@ the two in the middle. The loss is computed on the rank that reads the batch, an
 
 zb_h1 and zbv need a minimum number of microbatches. For fewer, they are generated with the minimum, and the surplus
 microbatches are removed. Dependencies connect only actions of the same microbatch, so the remaining order is valid.
-dualpipev refuses fewer; its overlaps shorten the work, so its docstring states idle time in place of the bubble.
+dualpipev requires at least 2p microbatches. Its overlaps shorten the work, so its docstring gives idle time.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def one_f_one_b(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 def interleaved(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
     """Append 1F1B over v stages per rank, with the microbatches in rounds of size `round` = m / max(1, m // p).
 
-    Bubble (p-1)(tf+tb)/v when p divides m; min(m v, 2 (p - rank - 1) + (v - 1) round + 1) stage inputs in flight.
+    Bubble (p-1)(tf+tb)/v when p divides m; min(m v, 2 (p - rank - 1) + (v - 1) round + 1) activations in flight.
     """
     size = m // max(1, m // p)
     stages = [k // size % v for k in range(m * v)]
@@ -135,9 +135,9 @@ def zbv(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 def dualpipev(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
     """Append DualPipeV: forward and backward of different microbatches overlap in the steady state.
 
-    Needs m >= 2p; fewer are refused. With times of one stage, tf = ti, and tfb >= tb the time of an overlapped forward
-    and backward, the last rank is idle for (p-1)(tfb + tb - 3 tw), and no rank for longer. Each rank holds at most 2p +
-    1 stage activations.
+    Needs m >= 2p. In this docstring, times are those of one stage, tf = ti, and an overlapped forward and backward take
+    tfb >= tb. The last rank is idle for (p-1)(tfb + tb - 3 tw), and no rank for longer. Each rank holds at most 2p + 1
+    stage activations.
 
     Source: DeepSeek-AI 2024, DeepSeek-V3 technical report, section 3.2.1 (DualPipe), cut in half so that no rank
         holds parameters twice.
@@ -215,8 +215,8 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int
         stages_per_rank: Virtual stages v per rank; None: 2 for the V-shaped and interleaved schedules, else 1.
 
     Raises:
-        ScheduleError: HP320 for an unknown name, an illegal number of stages, or an illegal number of microbatches;
-            the error lists the nearest legal numbers.
+        ScheduleError: HP320 for an unknown name, or an illegal number of ranks, stages or microbatches; the error lists
+            the legal numbers.
 
     Source: gpipe: Huang et al. 2019; 1f1b and interleaved_1f1b: Narayanan et al. 2021, section 2.2; zb_h1 and zbv: Qi
         et al. 2024, "Zero Bubble Pipeline Parallelism"; dualpipev: the V form of DeepSeek-AI 2024, section 3.2.1.
@@ -262,7 +262,7 @@ def microbatch_rule(name: str, ranks: int) -> str:
 
 
 def legal_microbatches(name: str, ranks: int, near: int) -> tuple[int, ...]:
-    """Return the legal numbers of microbatches nearest to `near`: one from below, if any, and one from above."""
+    """Return the largest legal number of microbatches up to `near`, if any, and the smallest that is not below it."""
     below = next((m for m in range(near, 0, -1) if is_legal(name, ranks, m)), None)
     above = next(m for m in range(max(1, near), near + 4 * ranks + 2) if is_legal(name, ranks, m))
     return tuple(sorted({m for m in (below, above) if m is not None}))

@@ -104,7 +104,7 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
     """Raise an error if the schedule of a strategy does not support its number of virtual stages.
 
     Raises:
-        UnsupportedSharding: HP205 with a supported number of virtual stages, or a schedule that supports the number.
+        UnsupportedSharding: HP205; it names a supported number of virtual stages, or a schedule that supports this one.
     """
     change: tuple[str, object]
     if s.schedule in V_SHAPED and s.virtual_stages != 2:
@@ -134,7 +134,8 @@ def step_schedule(strategy: Strategy, microbatches: int) -> Schedule:
     """Return the verified schedule of one training step with a pipeline, with sends and receives.
 
     Raises:
-        ScheduleError: HP320 for an illegal number of microbatches, or a schedule file that does not fit the strategy.
+        ScheduleError: HP320 for an illegal number of microbatches or virtual stages, or for a schedule file that cannot
+            be read, cannot run or does not fit the strategy.
     """
     if strategy.schedule_file:
         return _read(strategy, microbatches)
@@ -191,7 +192,7 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
 
 
 def forward_schedule(strategy: Strategy, microbatches: int) -> Schedule:
-    """Return a forward-only schedule for evaluation, for any number of microbatches.
+    """Return a forward-only schedule with sends and receives for evaluation, for any number of microbatches.
 
     Each rank runs its forwards by ascending sum of stage index and microbatch index. The input of a forward comes from
     a forward with a smaller sum, so ranks cannot deadlock.

@@ -3,9 +3,9 @@
 Ranks of the schedule are called lanes. With p language stages, lane k < p runs stage k + 1. Copies of the tower run on
 lanes of the language part, where they fill bubbles, or on lanes of their own. Each microbatch passes through one copy.
 
-A tower whose parameters are sharded over several lanes computes in rounds: every lane computes one microbatch, at the
-same place of the order of all actions. So the collectives have one order on all lanes. If a lane has several ranks of a
-sharded tower, one of them computes the microbatch, and the others run only the collectives.
+A tower whose parameters are sharded over several lanes computes in rounds: each of these lanes computes one microbatch,
+at the same place of the order of all actions. So the collectives have one order on all lanes. If a lane has several
+ranks of a sharded tower, one of them computes the microbatch, and the others run only the collectives.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ In simulation of two lanes, 1 gains nothing over 1F1B. More than 2 need more mem
 
 @dataclass(frozen=True, slots=True)
 class TowerLanes:
-    """Lanes on which the language stages and the tower of a step run.
+    """Lanes (ranks of a joint schedule) on which the language stages and the tower (encoder) of a step run.
 
     Attributes:
         stages: Number p of language stages, which are on lanes 0 to p - 1.
         towers: For each rank of the tower, its lane.
         sharded: Whether the parameters of the tower are sharded over several lanes.
-        readers: Language stages that read features of the tower, from 0 on, the first stage among them.
+        readers: Language stages that read features of the tower, counted from 0; stage 0 is one of them.
     """
 
     stages: int
@@ -87,7 +87,7 @@ class TowerLanes:
         return -(-microbatches // self.width) * self.width
 
     def owners(self, schedule: Schedule) -> list[int]:
-        """Return the tower rank that encodes each microbatch; tower ranks on the same lane alternate."""
+        """Return the index in `towers` of the rank that encodes each microbatch; ranks on the same lane alternate."""
         homes = schedule.homes()
         turns = dict.fromkeys(self.towers, 0)
         owners = []
@@ -101,7 +101,7 @@ class TowerLanes:
 
 @dataclass(frozen=True, slots=True)
 class JointLayout:
-    """Assignment of tower ranks to lanes when one schedule orders the actions of encoder and language part.
+    """Assignment of tower (encoder) ranks to lanes (ranks of the schedule) in a joint schedule with the language part.
 
     A share is one data-parallel rank of the language part, with its own set of lanes. All shares run the same schedule,
     so collectives between ranks of different shares match.
@@ -115,7 +115,7 @@ class JointLayout:
     towers: tuple[tuple[int, ...], ...]
 
     def place(self, tower_rank: int) -> tuple[int, int]:
-        """Return (share, lane) of a tower rank."""
+        """Return (share, lane) of a tower rank; a share is a data-parallel rank of the language part."""
         share = next(k for k, ranks in enumerate(self.towers) if tower_rank in ranks)
         return share, self.lanes.towers[self.towers[share].index(tower_rank)]
 
@@ -138,9 +138,9 @@ def submodel_schedule(
     frozen: bool = False,
     ahead: int = AHEAD,
 ) -> Schedule:
-    """Return the fastest verified schedule of a step, with sends and receives.
+    """Return the fastest of several verified schedules of tower and language part, with sends and receives.
 
-    Several orders of microbatches, and placements of the tower's microbatches on lanes, are tried. List scheduling
+    They differ in the order of microbatches and in the placement of the tower's microbatches on lanes. List scheduling
     orders the actions. It splits each backward into I (input gradient) and W (weight gradient), with at most
     `TowerLanes.limits` microbatches in flight. For a sharded tower, 1F1B with whole backwards is tried too.
 
@@ -157,7 +157,7 @@ def submodel_schedule(
     """
     if lanes.padded(microbatches) != microbatches:
         raise ScheduleError(
-            "the number of microbatches is not a multiple of the ranks of a sharded encoder",
+            "the number of microbatches is not a multiple of the lanes of a sharded encoder",
             got=f"{microbatches} microbatches",
             allowed=f"a multiple of {lanes.width}",
         )
@@ -293,7 +293,7 @@ def _seconds(cost: StageCost) -> float:
 
 
 def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool) -> Schedule:
-    """Verify the schedule of a step, which may lack sends and receives, and return it with them.
+    """Verify a joint schedule of tower and language part, and return it; add sends and receives if it has none.
 
     Raises:
         ScheduleError: HP320 for a schedule that does not fit the lanes, or that cannot run.
@@ -327,7 +327,7 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
 
 
 def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
-    """Return the forward-only part of a schedule, with sends and receives; microbatches keep their lanes."""
+    """Return the forwards of a joint schedule, with sends and receives; microbatches keep their lanes."""
     # Order by microbatch, because 1F1B may start later microbatches before earlier ones arrive.
     forwards = [sorted((a for a in row if a.kind == "F"), key=lambda a: a.microbatch or 0) for row in schedule.ranks]
     begins = {a: a.stage + (a.microbatch or 0) for row in forwards for a in row}
@@ -341,12 +341,13 @@ def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
 
 
 def rounds_schedule(lanes: TowerLanes, microbatches: int, costs: StageCosts, *, frozen: bool = False) -> Schedule:
-    """Return a schedule, for simulation only: a tower encodes in rounds, and the language part runs 1F1B.
+    """Return a compute-only schedule, for simulation only, of a tower that encodes in rounds.
 
-    In a round, every rank of the tower encodes one microbatch.
+    In a round, every rank of the tower encodes one microbatch. Backwards are whole. Each lane has at most as many
+    microbatches in flight as in 1F1B, or two if that is more; a lane with the tower has one more than in 1F1B.
 
     Args:
-        lanes: Lanes; one of them has all tower ranks, and may also be the lane of a language part with one stage.
+        lanes: Lanes with one entry in `towers`, which stands for all tower ranks.
         microbatches: Microbatches of each language rank.
         costs: As for `submodel_schedule`; the cost of the tower is per microbatch of the language part.
         frozen: Whether the tower is frozen.
@@ -359,7 +360,7 @@ def rounds_schedule(lanes: TowerLanes, microbatches: int, costs: StageCosts, *, 
 
 
 def inline_schedule(lanes: TowerLanes, microbatches: int, *, frozen: bool = False) -> Schedule:
-    """Return 1F1B of the language part, with the tower's forward before each forward of lane 0.
+    """Return compute-only 1F1B of the language part, with the tower's forward before each forward of lane 0.
 
     The backward of a tower that is not frozen follows each backward of lane 0.
     """

@@ -93,7 +93,7 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
         rendezvous: Whether a send waits for its receive, as for large messages, instead of being buffered.
 
     Raises:
-        ScheduleError: HP320 with the deadlocked ranks and the event each waits for.
+        ScheduleError: HP320 for a deadlock, with the blocked ranks and the event that each one waits for.
     """
     needs, rounds = _waits_for(schedule, rendezvous), schedule.rounds()
     happened: set[_Event] = set()
@@ -261,7 +261,7 @@ def cost_function(schedule: Schedule, costs: StageCosts) -> Callable[[Action], A
 
 
 def action_costs(c: StageCost, trained: bool = True) -> dict[str, ActionCost]:
-    """Return the cost of each kind of action of a stage."""
+    """Return the cost of each kind of action of a stage; if it is not `trained`, F frees its activations at its end."""
     activation, grad_input = c.activation_bytes, c.weight_grad_input_bytes
     return {
         "F": (c.forward_s, c.exposed_forward_s, activation, 0 if trained else -activation),
@@ -300,9 +300,9 @@ class _Builder:
         self.before_round: dict[tuple[tuple[Action, int], ...], list[int]] = {}
 
     def add(self, rank: int, actions: tuple[Action, ...], factor: float = 1.0) -> None:
-        """Add a task for one action, or one task for several actions that overlap.
+        """Add a task for one action, or one task for several actions that overlap; sends and receives add none.
 
-        Its computation takes `factor` times the sum of the times of its actions.
+        A computation takes `factor` times the sum of the times of its actions.
         """
         if actions[0].kind in PEERS:
             return
@@ -392,7 +392,7 @@ class _Builder:
 
 
 def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:
-    """Return a copy of the graph whose compute tasks share the cores, caches and memory of one device.
+    """Return a copy of the graph in which the lanes of all ranks share the cores, caches and memory of one device.
 
     Durations in the graph hold while all ranks are busy. While some are idle, the others run faster. Transfer times do
     not change.
@@ -446,7 +446,7 @@ def makespan_s(
     Raises:
         ScheduleError: HP320 for an illegal schedule, or when the number of costs is not the number of stages.
 
-    Cost: about 2 x microbatches x stages_per_rank levels of numpy operations; schedules are cached.
+    Cost: a few numpy operations per level of the dependency graph; schedules are cached.
     """
     program = _program(name, ranks, microbatches, stages_per_rank)
     check_num_costs(costs, program.stages)

@@ -32,7 +32,8 @@ def verify(
         * each (stage, microbatch) has one F, then, unless frozen, either one B or one I followed by one W;
         * sends and receives, if any, are complete and on the right ranks, after the producer and before the consumer;
         * from one rank to another, receives have the order of the sends;
-        * parameters are gathered before their use, and gradients reduced after the last backward;
+        * parameters, if any are gathered, are gathered before their use and freed at the end;
+        * gradients, if any are reduced, are reduced once per stage and copy, after the last backward;
         * the ranks do not deadlock, even if sends block until they are received;
         * activations in flight, and their bytes, stay within the limits.
 
@@ -43,7 +44,7 @@ def verify(
         max_bytes: Limit of `held_bytes`: one number, or one per rank.
 
     Raises:
-        ScheduleError: HP320 for the first violation, marked in the grid.
+        ScheduleError: HP320 for the first violation, usually with its place in the schedule.
     """
     spots = _index(schedule)
     homes = schedule.homes()

@@ -56,7 +56,7 @@ def parallelize(
             only for unsharded replicas.
 
     Returns:
-        `model` with sharded parameters; class and parameter names do not change.
+        `model` with sharded parameters of the same names. FSDP replaces its class by a subclass, as in `fully_shard`.
 
     Raises:
         DegreesMismatch: HP301 when the plan is for another number of ranks.
@@ -64,6 +64,7 @@ def parallelize(
         NotDivisible: HP203 for a dimension that the degrees do not divide.
         RuleError: HP204 for a sharding rule that matches no parameter.
         UnsupportedSharding: HP205 for an unsupported layout.
+        HyperParallelError: Errors of `World.join`, if `world` is None.
     """
     if world is None:
         world = World.join()
@@ -102,10 +103,10 @@ def plan_of(
 
     Args:
         model: Any module, also on the meta device; only its structure and parameter shapes are read.
-        strategy: A `Strategy`, or keys of a recipe's sections `parallel` and `overlap` as text, such as
-            `"dp_shard=4 tp=2 overlap.tp=chunks"`. An empty text means a single rank.
-        workload: Sequence length, batch sizes and dtypes of a step. None: the dtypes of the module, and default sizes
-            that the plan's notes list.
+        strategy: A `Strategy`, or a text of keys as in `"dp_shard=4 tp=2 recompute=full overlap.tp=chunks"`: keys of a
+            recipe's section `parallel`, `recompute` and `overlap.*`. An empty text means a single rank.
+        workload: Sequence length, batch sizes and dtypes of a step. None: the dtypes of the module, and default sizes,
+            which the attribute `workload` of the plan contains.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
 
     Raises:
@@ -136,7 +137,7 @@ def plan_of(
 
 
 def _say_in_words(error: HyperParallelError, words: str) -> None:
-    """Replace recipe keys in an error, such as `parallel.tp_x`, by keys of the strategy text `words`, in place."""
+    """Replace recipe keys in an error of `plan_of`, in place, by keys of the strategy text `words`."""
     if error.where is not None and error.where.startswith("parallel."):
         error.where = f"strategy: {error.where.removeprefix('parallel.')}"
     changes = error.changes
@@ -182,7 +183,7 @@ _DEFAULTS: Final = {
 
 
 def attach_save_pretrained(model: nn.Module) -> None:
-    """Replace `save_pretrained` of a Hugging Face model by a method that can write sharded parameters."""
+    """Replace the method `save_pretrained` of a model, if it has one, by one that can write sharded parameters."""
     if callable(getattr(model, "save_pretrained", None)):
         object.__setattr__(model, "save_pretrained", MethodType(_save_pretrained, model))
 

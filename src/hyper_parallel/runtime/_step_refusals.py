@@ -28,7 +28,8 @@ def referenced_objects(step: Callable[..., Any], kind: type) -> list[Any]:
 def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
     """Yield the objects to which a function refers: closure variables, globals, arguments of `partial`, `self`.
 
-    Elements of containers, attributes of user objects, and references of called user functions are included.
+    Elements of lists, tuples and dicts, attributes of objects from the step's module, and references of functions from
+    this module are included.
     """
     seen.add(id(step))
     values: list[Any] = []
@@ -65,7 +66,7 @@ def refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
     ):
         raise CaptureUnsupported(
             "the step or its model is compiled by torch.compile, but a memory plan runs single operators",
-            hint="pass step and model as they were before compilation, such as `torch.compile(model)._orig_mod`",
+            hint="pass the step and the model before compilation, for example `model._orig_mod`",
         )
 
 
@@ -93,10 +94,10 @@ def refuse_odd_arguments(leaves: list[Any]) -> None:
 
 
 def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise HP511 if the step's Python code reads a number that changes in every step, such as the loss.
+    """Raise HP511 if the step's Python code reads a float that changes between steps, or any optimizer state.
 
     A guard checks every number that Python reads. A changed number would stop a later step halfway, when the state
-    cannot be restored. Integers and booleans that depend only on the batch are accepted, because they may repeat.
+    cannot be restored. Other integers and booleans are accepted, because they may repeat.
     """
     program = captured.program
     varies = {*captured.input_storages, *captured.written_state}

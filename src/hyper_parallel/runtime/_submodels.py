@@ -77,8 +77,8 @@ def parallelize_submodels(
             the order of `layouts`, without sharing.
         routing: Options of expert routing in the language part; None: as implemented by the model.
         schedule: Joint schedule for a fixed number of microbatches; see `mpmd.submodel_schedule`. A joint schedule
-            requires one tower and a language part with 1F1B pipeline stages. Stage 0 is the tower, and lane k runs
-            stage k + 1. None: a joint schedule that assumes equal costs, if the layouts permit one.
+            requires one tower and a language part with 1F1B pipeline stages. Stage 0 is the tower, and rank k of the
+            schedule runs stage k + 1. None: a joint schedule that assumes equal costs, if the layouts permit one.
 
     Returns:
         The sub-model of this rank, or a module that joins several sub-models. Parameter names are those of `model`.
@@ -88,7 +88,8 @@ def parallelize_submodels(
         DegreesMismatch: HP301 when the degrees do not add up to the number of ranks.
         UnsupportedSharding: HP205 for a model without a separable tower, and for axes that a sub-model does not
             support.
-        ScheduleError: HP320 for an invalid schedule, or for layouts that do not permit a joint schedule.
+        ScheduleError: HP320 for an invalid `schedule`, or one whose layouts do not permit a joint schedule.
+        HyperParallelError: Errors of `plan_of` and `parallelize` for a sub-model.
     """
     strategies = _validated_strategies(division := divide(model), layouts, world.world_size, ranks)
     members = _members(strategies, ranks)
@@ -122,7 +123,7 @@ def _parts(model: nn.Module, division: Division, sides: Mapping[str, Tower | Rea
 
 
 def _with_stage_layers(model: nn.Module, language: Strategy, division: Division) -> Strategy:
-    """Return the strategy of the language part, with explicit `stage_layers` if later stages may read features."""
+    """Return the strategy of the language part, with the planner's `stage_layers` if later stages may read features."""
     if language.pp == 1 or language.stage_layers or not division.layers_with_features:
         return language
     return replace(language, stage_layers=plan_of(model, language).strategy.stage_layers)
@@ -281,7 +282,8 @@ def submodel_strategies(
     Raises:
         BadValue: HP102 for unknown or missing names of sub-models, and for ranks that contradict the degrees.
         DegreesMismatch: HP301 when the degrees do not add up to `world_size`.
-        UnsupportedSharding: HP205 for axes that a sub-model does not support.
+        UnsupportedSharding: HP205 for a model without a separable tower, and for axes that a sub-model does not
+            support.
     """
     return _validated_strategies(divide(model), layouts, world_size, ranks)
 

@@ -107,7 +107,7 @@ _MISMATCH: Final = "Detected mismatch between collectives"
 
 
 class World:
-    """Ranks with a common process group, which train one or more models; a context manager that leaves the group.
+    """Ranks with a common process group, which train one or more models; also a context manager.
 
     Attributes:
         rank: Rank of this process.
@@ -145,7 +145,7 @@ class World:
         worlds: Sequence[int] = (),
         ending: Callable[[], bool] = lambda: False,
     ) -> World:
-        """Join the world that the launcher's environment variables describe; without RANK, a single-rank world.
+        """Join the world that the launcher's environment variables describe; without RANK, create a single-rank world.
 
         If the process group exists already, it is used, and its owner must destroy it.
 
@@ -320,7 +320,7 @@ class World:
         self.leave()
 
     def leave(self) -> None:
-        """Destroy the process groups that this object has created, without waiting for other ranks."""
+        """Stop the heartbeat, and destroy the process groups that this object has created, without a barrier."""
         self._watched.close()
         had_meshes = bool(self._meshes)
         self._meshes.clear()

@@ -30,11 +30,7 @@ _QUIET_LOOKS: Final = 5
 
 
 def fork_rank(target: Callable[..., None], arguments: tuple[Any, ...], rank: int, world_size: int) -> ForkProcess:
-    """Fork a rank that runs `target(*arguments)`, and return its process.
-
-    Raises:
-        RankFailed: HP601 when the limit of processes or memory is reached.
-    """
+    """Fork a rank that runs `target(*arguments)`, and return its process; raise RankFailed (HP601) if this fails."""
     process = ForkProcess(target=target, args=arguments)
     try:
         process.start()
@@ -48,7 +44,7 @@ def fork_rank(target: Callable[..., None], arguments: tuple[Any, ...], rank: int
 
 
 def prepare_fork() -> None:
-    """Prepare forks: import modules that ranks need, flush output, end OpenMP threads, and check for busy threads.
+    """Prepare forks: import modules that ranks need, flush output, end OpenMP threads, and check that a fork is safe.
 
     Raises:
         ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
@@ -82,7 +78,7 @@ def begin_forked() -> None:
 
 
 def _check_fork() -> None:
-    """Raise ForkUnsafe (HP605) if torch.distributed is initialized; free destroyed process groups.
+    """Raise ForkUnsafe (HP605) if torch.distributed is initialized; else free destroyed process groups.
 
     Forked ranks inherit process groups without their threads, and would hang when using or freeing a group. Meshes
     refer to groups in reference cycles, so garbage collection is needed to free them.
@@ -146,10 +142,10 @@ def _end_openmp_threads() -> None:
 
 
 def device_of_rank(kind: str, local_rank: int) -> torch.device:
-    """Set the current device of torch to the device of a rank, and return this device.
+    """Return the device of a rank, of type `kind`; an accelerator also becomes the current device of torch.
 
     Raises:
-        DeviceUnavailable: HP502 when there are fewer devices than local ranks.
+        DeviceUnavailable: HP502 when the accelerator of this index does not exist.
         ForkUnsafe: HP605 when the process that forked this rank has initialized the device driver.
     """
     import torch

@@ -1,6 +1,7 @@
 """Kubernetes manifest of a run: a JobSet with torchrun in one pod per machine, and the recipe as a ConfigMap.
 
-JobSet (`jobset.x-k8s.io`) gives every pod a stable host name. The torchrun agents rendezvous at the first pod.
+JobSet (`jobset.x-k8s.io`) gives every pod a stable host name. The torchrun agents rendezvous at the first pod unless
+the recipe sets `launch.rdzv_endpoint`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def manifest(recipe: Recipe, ranks: int, output_dir: Path) -> str:
     Args:
         recipe: Recipe of the run.
         ranks: Number of ranks on all machines.
-        output_dir: Directory of the run, whose name becomes the name of the job.
+        output_dir: Directory of the run. Its name, as a DNS label of at most 40 characters, is the name of the job.
 
     Raises:
         DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
@@ -50,7 +51,7 @@ def manifest(recipe: Recipe, ranks: int, output_dir: Path) -> str:
 
 
 def _name(text: str) -> str:
-    """Convert a text to a DNS label of lower-case letters, digits and hyphens."""
+    """Convert a text to a DNS label: lower-case letters, digits and hyphens, beginning with a letter."""
     label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_MOST_NAME].strip("-")
     return label if re.match(r"[a-z]", label) else f"run-{label}".rstrip("-")
 

@@ -1,9 +1,9 @@
 """Launchers of ranks: torchrun command, Slurm script, `srun`, and actors of a Ray cluster.
 
-torchrun, Slurm and `srun` start `hyper-parallel train` on every rank. A process is a rank if RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in its environment. On Ray, every rank is an actor. If an
-actor dies, the run ends with an error that names its machine. Other functions check that this machine can run the local
-ranks of a run.
+torchrun, Slurm and `srun` start `hyper-parallel train` on every rank. A process is a rank if RANK is in its
+environment. torchrun also sets WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; under `srun`,
+`join_srun` sets all of them. On Ray, every rank is an actor. If an actor dies, the error names its machine. Other
+functions check that this machine can run the local ranks of a run.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str
 
 
 def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: Path) -> str:
-    """Return a Slurm script that runs torchrun on every machine, with rendezvous on the first machine.
+    """Return a Slurm script that runs torchrun on every machine.
 
-    Arguments as in `torchrun_words`; `output_dir` is the directory of the run.
+    The rendezvous is `launch.rdzv_endpoint` or, if unset, on the first machine. Arguments as in `torchrun_words`;
+    `output_dir` is the directory of the run.
 
     Raises:
         BadValue: HP102 for a control character in `launch.sbatch` or `output_dir`.
@@ -149,7 +150,7 @@ def join_srun() -> None:
             got=f"{type(error).__name__}: {error}",
             allowed="SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_JOB_ID, SLURM_JOB_NODELIST and "
             "SLURM_TASKS_PER_NODE, as srun sets them",
-            hint="unset SLURM_STEP_ID",
+            hint="unset SLURM_STEP_ID, to run a single rank",
         ) from error
     env.update({name: value for name, value in variables.items() if name not in env})
 
@@ -201,7 +202,7 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
         words: Arguments of `hyper-parallel` that start the run, for the hint.
 
     Raises:
-        DeviceUnavailable: HP502 with the number of ranks that this machine can run.
+        DeviceUnavailable: HP502 with the number of ranks that this machine can run (256 on an oversubscribed CPU).
         DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
     """
     if "RANK" in os.environ:  # this process is a rank already
@@ -249,7 +250,7 @@ def check_rank_count(ranks: int, capacity: RankCapacity, where: str, hint: str) 
 
 
 def launch_words(ranks: int, node_ranks: int | None = None) -> str:
-    """Return recipe overrides that distribute ranks evenly over machines with at most `node_ranks` ranks (None: 8)."""
+    """Return recipe overrides that distribute ranks evenly over machines, at most `node_ranks` (None: 8) on each."""
     max_per_node = min(node_ranks or _NODE_RANKS, ranks)
     per_node = next(n for n in range(max_per_node, 0, -1) if ranks % n == 0)
     return f"launch.nnodes={ranks // per_node} launch.nproc_per_node={per_node}"
@@ -283,11 +284,7 @@ class Rank:
 
 
 def import_ray(where: str) -> Any:
-    """Import and return the module `ray`; `where` is the option that needs it, for the error.
-
-    Raises:
-        MissingDependency: HP501 when the package `ray` is not installed.
-    """
+    """Return the module `ray`; raise MissingDependency (HP501), with the option `where`, if it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -345,11 +342,7 @@ def launch_on_ray(
 
 
 def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
-    """Reserve machines and start an actor per rank; return the actors in rank order. Closing `stack` kills them.
-
-    Raises:
-        DeviceUnavailable: HP502 when the cluster cannot reserve the machines.
-    """
+    """Reserve machines and start an actor per rank; return the actors in rank order. Closing `stack` kills them."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -381,7 +374,7 @@ def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
 def rank_environment(
     rank: int, machine: Sequence[int], places: Sequence[tuple[str, str, int, list[str]]]
 ) -> dict[str, str]:
-    """Return the environment variables that torchrun would set for an actor.
+    """Return the environment variables that torchrun would set for an actor, and CUDA_VISIBLE_DEVICES if it has GPUs.
 
     Args:
         rank: Rank of the actor.

@@ -94,19 +94,19 @@ def launch(
         fn: Function of the rank; may be a closure. The result must be picklable.
         world_size: Number of ranks.
         log_dir: Directory of the log files `rank_<n>.log`; None: a temporary directory.
-        timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
+        timeout_s: Seconds after which unfinished ranks are killed and RankFailed is raised; None: no limit.
         threads: CPU threads per rank.
         echo_rank: Rank that writes to the parent's standard output and error instead of a log file; None: no rank.
         deadlines: Maximum time of a rank in a phase of a step. None: no limit; a line reports ranks that wait long.
         worlds: Sizes of several worlds (process groups), in rank order; (): a single world of all ranks.
-        ending: Function that returns whether a signal has asked ranks to end after their step; needs `deadlines`.
+        ending: Function that returns whether a signal asks ranks to end; without `deadlines`, called only at the start.
 
     Raises:
         KeyboardInterrupt: All ranks were killed because `ending` returned True before the first step.
         ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
         RankHung: HP620 when a rank exceeds its deadline; the error names the rank that caused the hang.
-        RankFailed: HP601 when a rank cannot be started or has failed, with the traceback of the first failure.
-        HyperParallelError: Coded error of the rank that failed first.
+        RankFailed: HP601 with the first traceback when a rank cannot start, fails or exceeds `timeout_s`.
+        HyperParallelError: Coded error of the rank that failed first, or HP105 when `log_dir` cannot be created.
     """
     with scratch_folder() as scratch, _Records(world_size) as records:
         with written(logs := Path(log_dir or scratch)):
@@ -139,7 +139,7 @@ def launch(
 
 
 def world_of_rank(rank: int, worlds: Sequence[int]) -> range:
-    """Return the ranks in the same world as `rank`; `worlds` are the sizes of the worlds, in rank order."""
+    """Return the range of ranks in the same world as `rank`; `worlds` are the sizes of the worlds, in rank order."""
     bounds = pairwise(accumulate(worlds, initial=0))
     return next(range(first, stop) for first, stop in bounds if rank < stop)
 
@@ -278,7 +278,8 @@ def _wait(
 ) -> tuple[dict[int, str], Hang | None]:
     """Wait for the end of all ranks, at most a grace time after the first failure.
 
-    When a rank exceeds its deadline, ranks write their stacks to their log files.
+    After `timeout_s`, or when a rank exceeds its deadline, ranks write their stacks to their log files. Before the
+    first step, a signal raises KeyboardInterrupt.
 
     Returns:
         Descriptions of failures by rank, earliest first, and the hang (None: no hang).
@@ -368,7 +369,7 @@ def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int]) -> 
 
 
 def _raise_first(failures: dict[int, str], record_files: _Records, logs: Path, echo_rank: int | None) -> None:
-    """Raise the error of the rank that failed first, with a line per other failed rank."""
+    """Raise the coded error of the rank that failed first or, without code, RankFailed with a line per failed rank."""
     records = {rank: record_files.read(rank) for rank in failures}
     # A killed rank leaves no record, and other ranks fail in their next collective, so its failure was the first.
     killed = [rank for rank, how in failures.items() if how.startswith("killed by")]

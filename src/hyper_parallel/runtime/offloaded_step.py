@@ -1,10 +1,10 @@
 """hp.offload: run a user's training step by a memory plan.
 
 A memory plan lists, for the operators of a recorded step, the tensors to evict, prefetch and recompute. The first call
-runs the step eagerly, which creates the optimizer state. The second call records the step and plans its memory. Later
-calls run by the plan (planned steps). The first planned step is checked against the eager step, bitwise on a CPU. With
-several ranks, collectives start in the recorded order. Ranks with equal recorded programs get the same plan, and all
-ranks raise the same error.
+runs the step eagerly, which creates the optimizer state; with DistributedDataParallel, so does the second call. The
+next call records the step and plans its memory. Later calls run by the plan (planned steps). The first planned step is
+checked against the eager step, bitwise on a CPU. With several ranks, collectives start in the recorded order. Ranks
+with equal recorded programs get the same plan. If planning fails on a rank, all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -141,12 +141,13 @@ def offload(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     topology: str = "local",
 ) -> OffloadedStep:
-    """Run a training step in less device memory.
+    """Return a callable that runs a training step in less device memory.
 
     Args:
         step: Function that runs forward, backward, `optimizer.step()` and `optimizer.zero_grad()` on a batch, in this
-            order; `zero_grad` may also come first. Arguments are nested containers of tensors. A value that differs
-            between calls must be a tensor. Results must be tensors too (`loss.detach()`, not `loss.item()`).
+            order; `zero_grad` may also come first. Arguments are tensors and plain values, also nested in containers. A
+            value that differs between calls must be a tensor. Results must be tensors too (`loss.detach()`, not
+            `loss.item()`).
         budget: Device memory, for example `"24GiB"`, within which the plan minimizes the time of the step.
         max_slowdown: Relative slowdown, for example 0.02, within which the plan minimizes device memory.
         model: Modules of the step; None: the modules to which `step` and the functions that it calls refer.
@@ -159,9 +160,10 @@ def offload(
         A callable with the signature of `step`.
 
     Raises:
-        BadValue: HP102 unless exactly one of `budget` and `max_slowdown` is given, and for a step without optimizer.
-        CaptureUnsupported: HP511 for compiled code. The second call raises HP511 if the step cannot be replayed.
-        BudgetImpossible: HP402 in the second call, on all ranks, with the smallest feasible budget.
+        BadValue: HP102 unless exactly one of `budget` and `max_slowdown` is given, for a step without optimizer, and
+            for topology `local` with ranks on several machines.
+        ValueError: `budget` is a text that is not a size.
+        CaptureUnsupported: HP511 for compiled code. See `OffloadedStep.__call__` for errors of later calls.
     """
     if (budget is None) == (max_slowdown is None):
         raise BadValue(
@@ -198,11 +200,7 @@ class _StepMachine:
 
 
 def _step_machine(topology: str, optimizers: Sequence[torch.optim.Optimizer]) -> _StepMachine:
-    """Return the machine model of a topology, with FLOP/s for the dtype of the trained parameters.
-
-    Raises:
-        BadValue: HP102 for topology `local` with ranks on several machines.
-    """
+    """Return the machine model of a topology, with FLOP/s for the dtype of the first trained parameter."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # set by torchrun
     if topology == "local" and ranks > local_size:
@@ -227,8 +225,8 @@ class OffloadedStep:
     """Training step under a memory plan, created by `offload`; called like the user's step.
 
     Between planned steps, the tensors of model and optimizer have no valid values. Code that reads or changes them,
-    such as an evaluation or a checkpoint, must run inside `with step.materialized():`. Each new input shape is
-    recorded and planned; at most `MOST_SHAPES` shapes are supported.
+    such as an evaluation or a checkpoint, must run inside `with step.materialized():`. Each new combination of input
+    shapes and non-tensor values is recorded and planned; at most 8 are supported.
 
     Attributes:
         plan: Current memory plan; None before the first planned step.
@@ -274,10 +272,12 @@ class OffloadedStep:
         """Run a step and return the outputs of the user's step.
 
         Raises:
-            StepChanged: HP512 when the model, the optimizer or a value read by Python differs from the recording, or
-                for more than `MOST_SHAPES` different inputs.
+            StepChanged: HP512 when the model, the optimizer or a value read by Python differs from the recording, when
+                the first planned step differs from the eager one, or for more than 8 different inputs.
             CaptureUnsupported: HP511 if the step cannot be replayed.
-            BudgetImpossible: HP402 if no memory plan fits the budget.
+            BudgetImpossible: HP402 on all ranks, with the smallest feasible budget, if no memory plan fits.
+            TierFull: HP403 if host memory is too small for the evicted tensors.
+            TransferFailed: HP513 when a copy failed.
         """
         leaves, nest = tree_flatten((args, kwargs))
         tensors = {f"input {i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
@@ -303,7 +303,7 @@ class OffloadedStep:
         return outputs
 
     def _recorded(self, key: _Key, leaves: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
-        """Run and record an eager step, plan later steps with inputs of the same shape, and return the outputs."""
+        """Run and record an eager step, plan later steps with the same `key`, and return the outputs."""
         if len(self._planned) == MOST_SHAPES:
             raise StepChanged(
                 f"the step was called with more than {MOST_SHAPES} different input shapes or non-tensor values",
@@ -365,12 +365,7 @@ class OffloadedStep:
         return named
 
     def _plan_step(self, captured: Captured) -> MemoryPlan:
-        """Check a recorded step and plan its memory; collective over all ranks.
-
-        Raises:
-            CaptureUnsupported: HP511 if the step cannot be replayed.
-            BudgetImpossible: HP402 on all ranks, with the smallest feasible budget.
-        """
+        """Check a recorded step and plan its memory; collective over all ranks."""
         refuse_reads(captured, self._optimizers)
         refuse_schedule(self._step, captured, self._optimizers)
         captured.source, captured.owned = CaptureSource(self._model, *self._optimizers), self._owned

@@ -1,4 +1,4 @@
-"""Scratch folders of processes on this machine, in memory if there is space, removed even after a crash."""
+"""Scratch folders of processes on this machine, in memory if there is space; see `owned_folder.temporary_folder`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RESERVED_BYTES: Final = 1 << 20
 
 @contextmanager
 def scratch_folder(*, in_memory: bool = True) -> Iterator[Path]:
-    """Yield a new scratch folder, and remove it at the end of the context; see `temporary_folder`.
+    """Yield a new scratch folder with at least 1 MiB of free space, and remove it at the end of the context.
 
     Args:
         in_memory: Whether to prefer /dev/shm to the temporary directory (TMPDIR); False for large files.
@@ -52,7 +52,7 @@ def _first_folder(parents: list[Path], stack: ExitStack) -> Path:
 
 
 def _reserve(path: Path) -> None:
-    """Raise OSError for too little disk space, because later writes to mapped memory would kill the process."""
+    """Raise OSError if less than 1 MiB is free, because later writes to mapped memory would kill the process."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(file, 0, _RESERVED_BYTES)

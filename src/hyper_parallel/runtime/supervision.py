@@ -64,7 +64,7 @@ class Heartbeat:
     """Last published state of a rank.
 
     Attributes:
-        pid: Process id; 0 before the first heartbeat and after a successful end.
+        pid: Process id; 0 if the rank has not started or is no longer monitored.
         beats: Number of phases begun, which does not change while the rank makes no progress.
         begun: Number of steps begun by the process.
         step: Current step; 0 outside steps.
@@ -122,7 +122,7 @@ def _text(field: bytes) -> str:
 
 
 class HeartbeatWriter:
-    """Writer of this rank's heartbeat slot. No other process writes the slot.
+    """Writer of this rank's heartbeat slot. From its first heartbeat on, no other process writes the slot.
 
     Args:
         board: Heartbeat slots of the machine.
@@ -419,7 +419,7 @@ class WaitReporter:
         self._next_s = _QUIET_S
 
     def poll(self) -> None:
-        """Poll the heartbeats; print a line after 30 s, 60 s, 120 s, ... without progress of any rank."""
+        """Poll; print a line after 30 s, 60 s, 120 s, ... without progress of any rank, if a rank waits for others."""
         seen = [(beat.beats, beat.note) for beat in self._board.read()]
         if seen != self._seen or not any(note.startswith("waits for") for _, note in seen):
             self._seen, self._since, self._next_s = seen, time.monotonic(), _QUIET_S
@@ -431,7 +431,7 @@ class WaitReporter:
             sys.stderr.write(f"no rank has made progress for {idle_s:.0f} s: {where}\n")
 
     def places(self) -> list[str]:
-        """Return a line about the wait or position of every rank that has published a heartbeat."""
+        """Return a line about the wait or position of every monitored rank."""
         return [
             f"rank {self._first + slot} {beat.note or 'does not wait'}"
             for slot, beat in enumerate(self._board.read())
@@ -560,7 +560,7 @@ def with_restarts(attempt: Callable[[int], _T], max_restarts: int) -> _T:
                     f"{first}; the ranks were started {max_restarts + 1} times",
                     where=error.where,
                     allowed=f"training.max_restarts={max_restarts}",
-                    hint="read the log of that rank, then start the run again, from the newest checkpoint",
+                    hint="read the log of the failed rank, then resume the run from the newest checkpoint",
                     others=[line for line in other_lines or error.others if line.strip()],
                 ) from error
             wait_s = min(_BACKOFF_S * 2**number, _LONGEST_BACKOFF_S)

@@ -34,7 +34,7 @@ class RoleActor(Rank):
         return os.getpid()
 
     def begin(self, spec: RoleSpec, rank: int, environment: dict[str, str], threads: int) -> None:
-        """Set the environment variables of the rank; the later call `BIRTH` constructs the role's object."""
+        """Set environment variables, CPU threads and seed; the later call `BIRTH` constructs the role's object."""
         import torch
 
         os.environ.update(environment)
@@ -189,6 +189,6 @@ class ActorRanks:
 
 
 def _why(error: Exception) -> str:
-    """Return the most informative line of Ray's message about a dead actor."""
+    """Return the first line of Ray's message about a dead actor that mentions an exit, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "exit" in line.lower()), lines[0] if lines else "")[:300]

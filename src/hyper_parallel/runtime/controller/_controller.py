@@ -87,10 +87,9 @@ class Controller:
     ) -> Role:
         """Start the ranks of a role, which construct `cls(*arguments)`.
 
-        Only the engine `inline` waits for the constructor.
-
-        In a role with several ranks, `hp.World.join()` joins a world of the role's ranks, which is also the default
-        world of `hp.parallelize`.
+        Only the engine `inline` waits for the constructor. If the journal has answers of the role, the ranks start with
+        the first call that has no recorded answer. In a role with several ranks, `hp.World.join()` joins a world of the
+        role's ranks, which is also the default world of `hp.parallelize`.
 
         Args:
             cls: Any class. With `ray`, workers must be able to import the class, unless the main file defines it.
@@ -103,8 +102,12 @@ class Controller:
         Raises:
             BadValue: HP102 for a used name, fewer than one rank, or an argument that is not a JSON value.
             Contradiction: HP104 for several ranks with `inline`.
-            ForkUnsafe: HP605 with `processes`, when torch.distributed is initialized in this process.
-            JournalMismatch: HP641 when the journal was written by a program with other roles.
+            ForkUnsafe: HP605 with `processes`, when torch.distributed is initialized in this process, or another thread
+                of it computes.
+            DeviceUnavailable: HP502 with `ray`, when the cluster cannot schedule the ranks.
+            RankFailed: HP601 when a rank cannot be started.
+            JournalMismatch: HP641 when the journal was written by a program with other roles or arguments.
+            OutputNotWritable: HP105 when the journal cannot be written.
         """
         name = cls.__name__ if name is None else name
         if name in self.roles:
@@ -124,6 +127,7 @@ class Controller:
         Raises:
             BadValue: HP102 for an empty list of calls.
             JournalMismatch: HP641 when the journal records a choice among other calls.
+            OutputNotWritable: HP105 when the journal cannot be written.
         """
         if not calls:
             raise BadValue(

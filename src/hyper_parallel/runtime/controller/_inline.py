@@ -38,7 +38,7 @@ class RoleRanks(Protocol):
         """Start a call on every rank without waiting for it."""
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """Return, by rank, the answers to the running call that have arrived since the last poll.
+        """Return, by rank, the answers to the running call, at least those that have arrived since the last poll.
 
         An answer is the parsed JSON of `RoleHost.answer`.
         """

@@ -1,7 +1,7 @@
 """Engine `processes` of a controller: ranks are forked from the controller, and end when the controller ends.
 
-A call and its answers are small files in a folder, replaced atomically. The pipe between controller and rank carries
-only short notifications, so it never fills up.
+A call and its answers are files in a folder, replaced atomically. The pipe between controller and rank carries only
+short notifications, so it never fills up.
 """
 
 from __future__ import annotations

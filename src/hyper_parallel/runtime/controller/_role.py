@@ -148,6 +148,7 @@ class Role:
         Raises:
             BadValue: HP102 for fewer than one rank.
             Contradiction: HP104 for several ranks with the engine `inline`.
+            HyperParallelError: The error with which the role has failed, or of the start of the new ranks.
         """
         while self._open:
             self.controller.wait()
@@ -230,7 +231,7 @@ class Role:
         return None
 
     def _poll(self, call: RoleCall, lost: str | None) -> None:
-        """Restart the ranks if a rank is lost, or if the running call exceeds its time limit."""
+        """Restart the ranks if one is lost or `call` exceeds its time limit; settle `call` 2 s after a rank raised."""
         now = time.monotonic()
         self._silent_s += min(now - self._polled_at, _LONGEST_POLL_S)
         self._polled_at = now

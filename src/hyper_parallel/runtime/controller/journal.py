@@ -99,7 +99,7 @@ class Journal:
         return record
 
     def write(self, role: str | None, number: int, method: str, arguments: str, answer: dict[str, Any]) -> None:
-        """Append the record of a call, and flush it to disk; `answer` has a key `value` or `error`."""
+        """Append the record of a call, and flush it to disk; `answer` is a dict with the key `value` or `error`."""
         if self._file is None:
             return
         key = {"role": role, "number": number, "method": method, "arguments": json.loads(arguments)}
@@ -138,7 +138,7 @@ class Journal:
             return
 
     def _read(self) -> None:
-        """Load the records; remove an incomplete last line, which a killed program has left."""
+        """Load the records; drop the last record of a role if it is an exception, and an incomplete last line."""
         self._file.seek(0)
         lines, complete_bytes = self._file.readlines(), 0
         last: dict[str | None, dict[str, Any]] = {}

@@ -22,9 +22,9 @@ def is_finite(tensor: Tensor) -> Tensor:
 
 
 def first_not_finite(parts: Iterable[tuple[str, Callable[[], Tensor]]]) -> str | None:
-    """Return the name of the first tensor with NaN or infinity, or None; synchronize once per device.
+    """Return the name of the first tensor in `parts` with NaN or infinity; None if all are finite.
 
-    `parts` are pairs of a name and a function that returns the local tensor.
+    `parts` are pairs of a name and a function that returns a local tensor.
     """
     names, flags = list[str](), dict[torch.device, list[tuple[int, Tensor]]]()
     for number, (name, read) in enumerate(parts):
@@ -41,10 +41,10 @@ def first_not_finite(parts: Iterable[tuple[str, Callable[[], Tensor]]]) -> str |
 
 
 def check_finite(name: str, tensor: Tensor, where: str) -> None:
-    """Raise LossNotFinite (HP604) if a parameter to be exported, in its stored dtype, has NaN or infinity."""
+    """Raise LossNotFinite (HP604) if a parameter to export has NaN or infinity; `where` is the export directory."""
     if not bool(is_finite(tensor)):
         raise LossNotFinite(
             f"parameter `{name}` is not finite in {dtype_name(tensor.dtype)}, so nothing is exported",
             where=where,
-            hint="export an older checkpoint (--step), or, if it overflows in this dtype, in float32 (--dtype float32)",
+            hint="export an older checkpoint (--step) or, if values overflow in this dtype, use --dtype float32",
         )

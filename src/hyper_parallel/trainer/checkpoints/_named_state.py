@@ -1,8 +1,8 @@
-"""State of a model and its optimizer as named tensors and numbers.
+"""State of a model and its optimizer as named tensors and JSON values.
 
-Tensors are named `model.NAME` and `optimizer.state.NAME.KEY`, where NAME is the name of a parameter, so names do not
-depend on the layout. Numbers in the optimizer's state are named in the same way. Each parameter group is stored as the
-names of its parameters and its hyperparameters, such as the learning rate.
+Parameters and buffers are named `model.NAME`. Optimizer state is named `optimizer.state.NAME.KEY`, where NAME is the
+name of the parameter. Names do not depend on the layout. Each parameter group is stored as the names of its parameters
+and its hyperparameters, such as the learning rate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hyper_parallel.trainer.checkpoints.pieces import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of one rank to save: tensors and numbers by name, and parameter groups of the optimizer."""
+    """State of one rank to save: tensors by name, optimizer state of other types by name, and parameter groups."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any] = field(default_factory=dict)
@@ -33,12 +33,12 @@ class State:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a model by name.
+    """Return the parameters and persistent buffers of a model, by name with the prefix `model.`.
 
-    With adapters, return only the adapters and other trained parameters.
+    Of a model with adapters, return only the adapters and the other trained parameters.
 
     Raises:
-        BadValue: HP102 for a module whose extra state is not a tensor.
+        BadValue: HP102 for a module whose extra state (`get_extra_state`) is neither a tensor nor None.
     """
     tensors = {}
     trained = None
@@ -60,10 +60,11 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
-    """Return the state of a model and its optimizer on this rank; None as optimizer: only the model.
+    """Return the state of a model and its optimizer on this rank; without an optimizer, only that of the model.
 
     Raises:
-        BadValue: HP102 for state that is neither a tensor nor a JSON value.
+        BadValue: HP102 for state that is neither a tensor nor a JSON value, or for an optimizer with a parameter that
+            is not part of the model.
     """
     state = State(model_tensors(model))
     if optimizer is None:
@@ -82,13 +83,13 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State
 
 
 def trained_tensors(model: nn.Module, state: State) -> set[str]:
-    """Return the names of the tensors in `state` that training changes: trained parameters and optimizer state."""
+    """Return the names of the tensors in `state` that are trained parameters or optimizer state."""
     trained = {canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
     return {n for n in state.tensors if n.startswith(SLOTS) or n.removeprefix(MODEL) in trained}
 
 
 def group_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
-    """Return, for each parameter name, the keys of the hyperparameters in its parameter group, such as `lr`."""
+    """Return a dict from parameter name to the hyperparameter keys of its parameter group, such as `lr`."""
     return {name: list(_values(group)) for group, members in groups_of(model, optimizer) for name in members}
 
 
@@ -96,7 +97,7 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[
     """Return the nonempty parameter groups of an optimizer as (group, parameters of the group by name).
 
     Raises:
-        BadValue: HP102 for a parameter that is not part of the model.
+        BadValue: HP102 when the optimizer has a parameter that is not part of the model.
     """
     names = {id(p): canonical_name(n) for n, p in model.named_parameters()}
     groups = []
@@ -126,7 +127,7 @@ def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ..
 
 
 def joined_groups(groups: list[StoredGroup]) -> tuple[StoredGroup, ...]:
-    """Merge parameter groups with equal hyperparameters, as gathered from all ranks; return the merged groups."""
+    """Merge the parameter groups that have equal hyperparameters."""
     merged: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
     for group in groups:
         names, _ = merged.setdefault(json.dumps(group.values, sort_keys=True), ({}, group.values))

@@ -36,7 +36,7 @@ def save(
 ) -> None:
     """Save model and optimizer as a checkpoint that loads on any layout. Collective: every rank calls this.
 
-    A complete checkpoint appears in one atomic rename, with checksums of all files.
+    Of a model with adapters, only the adapters and the other trained parameters are saved.
 
     Args:
         model: Model passed through `parallelize`.
@@ -44,13 +44,16 @@ def save(
         path: Folder of checkpoints, visible to all ranks. The checkpoint becomes a subfolder such as `step_00000010`,
             and an existing one of the same step is replaced.
         step: Number of completed optimizer steps.
-        keep: Number of newest checkpoints to keep in the folder; None: all.
+        keep: Number of newest intact checkpoints to keep. Checkpoints of later steps always stay. None: keep all.
         extra: JSON values that `load` returns, such as an epoch or `scheduler.state_dict()`. The values of
             rank 0 are stored.
 
     Raises:
-        OutputNotWritable: HP105 when the folder is not writable.
-        BadValue: HP102 for an extra value that is not JSON.
+        TypeError: The model did not pass through `parallelize`.
+        OutputNotWritable: HP105 when the folder is not writable, or the replaced subfolder contains other files.
+        BadValue: HP102 for an extra value or an optimizer state that cannot be stored as JSON or a tensor, or for an
+            optimizer with a parameter that is not part of the model.
+        UnsupportedSharding: HP205 for a tensor whose sharding cannot be stored, such as `Partial` placements.
         LossNotFinite: HP604 when a trained parameter or an optimizer state is NaN or infinite; no file is written.
     """
     plan = handle(model).plan
@@ -83,7 +86,8 @@ def load(
 
     Args:
         model: Model passed through `parallelize`, on any layout, not on the meta device.
-        optimizer: Optimizer of the same class as the saved one; None: weights only.
+        optimizer: Optimizer of the same class as the saved one. It stays unchanged if the checkpoint was saved without
+            an optimizer. None: load only weights.
         path: Folder passed to `save`, or the `checkpoints` folder of a run.
         step: Step to load; None: the newest intact checkpoint.
 
@@ -91,9 +95,10 @@ def load(
         Dict of the `extra` values passed to `save`, and `step`.
 
     Raises:
-        CheckpointCorrupt: HP701 when there is no intact checkpoint.
+        CheckpointCorrupt: HP701 when there is no intact checkpoint, or none of `step`.
         CheckpointFormat: HP740 when an earlier version wrote it.
-        CheckpointMismatch: HP702 naming the first tensor that differs between the checkpoint and this model.
+        CheckpointMismatch: HP702 naming the first difference between the checkpoint and this model or optimizer.
+        BadValue: HP102 for an optimizer with a parameter that is not part of the model.
     """
     checkpoints = Checkpointer(path, keep=1, asynchronous=False, fingerprint=None)
     try:
@@ -117,18 +122,20 @@ def save_pretrained(
     """Write a transformers model as a directory that `from_pretrained` loads. Collective: every rank calls this.
 
     Tensors of the pretrained files that the model does not use, such as multi-token prediction layers, are copied
-    unchanged. A model with adapters is written as a peft adapter.
+    unchanged. Of a model with adapters, only the adapters and the other trained parameters are written, for peft.
 
     Args:
         model: Transformers model passed through `parallelize`, on any layout.
         path: Directory to write. An earlier export is replaced if its files are unchanged; any other directory that is
             not empty is rejected.
         tokenizer: Directory whose tokenizer files are copied; None: no tokenizer.
-        max_file_bytes: Maximum bytes of a weight file; None: 5 GiB.
+        max_file_bytes: Maximum bytes of a weight file, unless a single tensor is larger. None: 5 GiB. Adapters are
+            written to one file.
 
     Raises:
-        ModelUnreadable: HP305 for a model that is not a transformers model.
-        OutputNotWritable: HP105 when the directory is not writable.
+        ModelUnreadable: HP305 for a model that is not a transformers model, or whose file format joins several layers.
+        BadValue, NoData: HP102, HP602 for tokenizer files that cannot be copied.
+        OutputNotWritable, RunInUse: HP105, HP720 when the directory is rejected, not writable or in use.
         LossNotFinite: HP604 when a trained parameter is NaN or infinite.
     """
     if has_adapters(model):

@@ -1,7 +1,7 @@
 """Restoring a model and an optimizer from a checkpoint: compare names and shapes, allocate optimizer state, read.
 
-The fingerprint of a checkpoint is a dict of JSON values, such as dtype and name of the optimizer, that must be equal
-in the saving and the loading run. The index lists the stored tensors and parameter groups.
+The fingerprint of a checkpoint is a dict of JSON values, such as the parameter dtype and the name of the optimizer. A
+resumed run must have the same fingerprint. The index lists the stored tensors and parameter groups.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def compare_fingerprints(saved: dict[str, Any], expected: dict[str, Any], path: 
 
 
 def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
-    """Raise CheckpointMismatch (HP702) for the first tensor whose name, shape or dtype differs from the checkpoint."""
+    """Raise CheckpointMismatch (HP702) if the facts `expected`, (shape, dtype) by tensor name, differ from `index`."""
     saved = {k: (t.shape, t.dtype) for k, t in index.tensors.items() if k.startswith(MODEL)}
     for key in expected:
         if key not in saved:
@@ -89,10 +89,8 @@ def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
 def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Path) -> None:
     """Raise if the optimizer's parameters differ from the saved ones, or its groups lack a saved hyperparameter.
 
-    `group_keys` lists, for each parameter of any rank, the keys of its parameter group, such as `lr`.
-
-    Raises:
-        CheckpointMismatch: HP702 with the first difference.
+    Hyperparameters of learning-rate schedulers may be missing. `group_keys` is a dict from parameter name, over all
+    ranks, to the keys of its parameter group, such as `lr`. The error is CheckpointMismatch (HP702).
     """
     saved = {name: group.values for group in index.groups for name in group.parameters}
     for name in group_keys:
@@ -114,15 +112,18 @@ def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Pat
 def restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, index: Index, path: Path
 ) -> dict[str, Tensor]:
-    """Restore an optimizer's hyperparameters and numbers from a checkpoint, and allocate its state tensors.
+    """Restore an optimizer's hyperparameters and non-tensor state from a checkpoint, and allocate its state tensors.
 
-    A parameter without saved state never had a gradient; its state is empty afterwards.
+    The state of a parameter without saved state becomes empty. If the saved weight decay differs within a parameter
+    group, the group keeps its own weight decay.
 
     Returns:
-        Allocated state tensors by name, for the caller to fill.
+        State tensors of this rank by stored name, for the caller to fill.
 
     Raises:
-        CheckpointMismatch: HP702 for a saved value of a different type, or a group whose saved parameters differ.
+        CheckpointMismatch: HP702 for a hyperparameter of a different type, for other hyperparameters that differ within
+            a group, or for state of a sharded parameter with another shape.
+        BadValue: HP102 when the optimizer has a parameter that is not part of the model.
     """
     saved = {name: group.values for group in index.groups for name in group.parameters}
     stored: dict[str, dict[str, StoredTensor | Any]] = {}
@@ -167,7 +168,7 @@ def restore_optimizer(
 
 
 def _fits(old: object, value: object) -> bool:
-    """Return whether the saved `value` may replace `old`: of a compatible type and, if a number, finite."""
+    """Return whether a saved `value` may replace the hyperparameter `old`: a compatible type, finite if a number."""
     if old is None or value is None:
         return True
     if isinstance(old, (list, tuple)):
@@ -179,7 +180,7 @@ def _fits(old: object, value: object) -> bool:
 
 
 def _state_tensor(name: str, stored: StoredTensor, old: object, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return a tensor to read optimizer state into: `old` if its shape and dtype match, else a new one."""
+    """Return `old` if its shape and dtype match, else a new tensor; raise HP702 if the sharding does not fit."""
     dtype = getattr(torch, stored.dtype)
     if isinstance(old, Tensor) and tuple(old.shape) == stored.shape and old.dtype == dtype:
         return old
@@ -197,7 +198,7 @@ def _state_tensor(name: str, stored: StoredTensor, old: object, parameter: Tenso
 
 @torch.no_grad()
 def read_tensors(targets: dict[str, Tensor], index: Index, path: Path) -> None:
-    """Read this rank's shard of each target tensor from the checkpoint; `targets` maps stored names to tensors."""
+    """Fill this rank's shards of the tensors in `targets`, given by stored name, from the checkpoint at `path`."""
     opened: dict[str, dict[str, Stored]] = {}
 
     def read(piece: Piece, box: Box) -> Tensor:
@@ -212,7 +213,7 @@ def read_tensors(targets: dict[str, Tensor], index: Index, path: Path) -> None:
 
 
 def stored_dtypes(index: Index) -> dict[str, torch.dtype]:
-    """Return the dtype of each stored parameter and buffer by name."""
+    """Return the dtype of each stored parameter and buffer, by name without the prefix `model.`."""
     return {
         name.removeprefix(MODEL): getattr(torch, tensor.dtype)
         for name, tensor in index.tensors.items()

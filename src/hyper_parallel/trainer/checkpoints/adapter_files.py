@@ -49,14 +49,10 @@ def export_adapter(
 ) -> Path:
     """Write the adapters and other trained parameters of a model as a peft directory; collective over all ranks.
 
-    `metadata` is further metadata of the weight file. The other arguments are those of `export_hf`.
+    `metadata` is further metadata of the weight file. Other arguments, and errors but ModelUnreadable, as `export_hf`.
 
     Returns:
         `out_dir`, which `peft.PeftModel.from_pretrained` loads.
-
-    Raises:
-        OutputNotWritable: HP105 when the directory is not writable.
-        LossNotFinite: HP604 when a trained parameter is not finite.
     """
     out = Path(out_dir)
     folder, ranks = exported_folder(out, "adapter"), RankGroup(out)
@@ -81,13 +77,17 @@ def export_adapter(
 
 
 def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
-    """Add the adapters of a peft directory to a model on any device, including the meta device.
+    """Add the adapters of a peft directory to a model, and load their values.
+
+    Adapters and other trained parameters on the meta device move to the CPU; other parameters keep their device.
 
     Returns:
-        Dict from recipe key to value of the settings that determine the adapters' scale: rank, alpha and patterns.
+        Dict from recipe key, such as `lora.r`, to value: `r`, `lora_alpha`, `use_rslora` and the patterns of both.
 
     Raises:
-        WeightsUnreadable: HP703 when the tensors do not match the directory's configuration.
+        WeightsUnreadable: HP703 when the files cannot be read, the tensors do not match the configuration, or a value
+            is not finite.
+        BadValue: HP102 when the configuration does not fit the model, for example by the name of a module.
         UnsupportedSharding: HP205 for adapters other than LoRA of linear modules.
     """
     config = read_adapter_config(directory)
@@ -108,10 +108,10 @@ def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
             value = stored[key].read(())
             if not value.is_floating_point() or not value.isfinite().all():
                 raise WeightsUnreadable(
-                    "a tensor of the adapter has values that are not finite numbers",
+                    "a tensor of the adapter does not consist of finite floating-point numbers",
                     where=f"{directory}: {key}",
                     got="NaN or infinity" if value.is_floating_point() else str(value.dtype),
-                    hint="fetch or export the adapter again",
+                    hint="download or export the adapter again",
                 )
             parameter.copy_(value)
     patterns = {k: dict(getattr(config, k) or {}) for k in ("rank_pattern", "alpha_pattern")}
@@ -120,7 +120,7 @@ def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
 
 
 def _weights_file(directory: Path) -> Path:
-    """Return the path of an adapter's weights: the safetensors file or, if only it exists, the PyTorch file."""
+    """Return the path of an adapter's weights: the PyTorch file if only that file exists, else the safetensors file."""
     plain, pickled = directory / ADAPTER_WEIGHTS, directory / _PICKLED
     return pickled if pickled.is_file() and not plain.is_file() else plain
 
@@ -135,7 +135,7 @@ def _tensor_mismatch(directory: Path, different: list[str]) -> WeightsUnreadable
 
 
 def _key(name: str) -> str:
-    """Return the name of a parameter in peft's files."""
+    """Return the name of an adapter factor or another trained parameter in peft's files."""
     return f"base_model.model.{name}{'.weight' if is_adapter(name) else ''}"
 
 

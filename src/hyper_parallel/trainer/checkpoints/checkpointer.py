@@ -1,8 +1,8 @@
 """Saving and loading of training state, resumable on any layout and world size.
 
-Every rank writes its shards into one safetensors file; replicated shards are written once. When loading, a rank reads
-only the bytes of its shards. Saves can run in a background thread on a copy of the state. All bytes have checksums. A
-checkpoint is written under a hidden name and published by one rename. It is intact if all bytes match their checksums.
+Each rank writes at most one safetensors file; replicated shards are written once. Saves can run in a background thread
+on a copy of the state. A checkpoint is written under a hidden name and published by one rename. It is intact if all
+bytes match their checksums. To load, the ranks first verify all bytes, each a part; then each rank reads its shards.
 
 The directory must be visible to all ranks.
 """
@@ -77,12 +77,12 @@ class Checkpointer:
         asynchronous: Whether to write in a background thread while training continues.
         fingerprint: JSON values about model and optimizer, but not layout, that must agree between the saving and the
             loading run. None: load from any run with matching tensors; such a checkpointer cannot save.
-        on_error: Whether `save` raises the error of a failed write ("stop") or logs it ("continue"). `finish` always
-            raises the error of the last save.
+        on_error: Whether to raise OutputNotWritable for a failed write ("stop"), or to log it ("continue"). With
+            "continue", `finish` raises the error of the last save.
         keep_best: Name of a metric in `extra["metrics"]`. The checkpoint with the lowest value is kept in addition to
             the newest ones. None: keep only the newest.
-        check_extra: Validator of the `extra` values; a checkpoint with rejected values counts as damaged. None: accept
-            any values.
+        check_extra: Validator of the `extra` values. A checkpoint counts as damaged if it has rejected values or, after
+            step 0, no optimizer state. None: accept any values.
     """
 
     def __init__(
@@ -118,22 +118,22 @@ class Checkpointer:
     ) -> None:
         """Save the state after `step` optimizer steps.
 
-        An `asynchronous` save copies this rank's part of the data into host memory, starts the background write and
+        An asynchronous save copies the blocks that this rank writes into host memory, starts the background write and
         returns. Every save first waits for the previous save, and raises or logs its error depending on `on_error`.
 
         Args:
             step: Number of completed optimizer steps. An existing checkpoint of this step is replaced.
             model: Module of plain tensors or DTensors.
             optimizer: Optimizer of the model; None: weights only.
-            extra: JSON values of the trainer that `load` returns; those of rank 0 are stored.
+            extra: JSON values that `load` returns; those of rank 0 are stored.
             resident: Function that returns the current values of a local tensor, which may be offloaded.
 
         Raises:
-            OutputNotWritable: HP105 when the directory is not writable. The next `save` or `finish` raises the error of
-                a background write. Older checkpoints stay.
-            UnsupportedSharding: HP205 for a shard that is not a union of rectangular blocks.
-            BadValue: HP102 for state that is neither a tensor nor a JSON value, and for extra values that are too large
-                or not JSON.
+            OutputNotWritable: HP105 when the directory is not writable, unless `on_error` is "continue". The next call
+                of `save`, `load` or `finish` raises the error of a background write. Older checkpoints stay.
+            UnsupportedSharding: HP205 for a partial tensor, or a dim that several mesh axes split unevenly.
+            BadValue: HP102 for state that is neither a tensor nor a JSON value, for an unsupported dtype, for a
+                parameter of the optimizer outside the model, and for extra values that are too large or not JSON.
             LossNotFinite: HP604 naming a trained parameter or optimizer state with NaN or infinity; no file is written
                 or removed.
         """
@@ -154,14 +154,14 @@ class Checkpointer:
             self._handle_failure(error)
 
     def finish(self) -> None:
-        """Wait for the background save, if any, and raise the error of the last save since the previous call."""
+        """Wait for the background save and raise its error, or the error of the last save that was only logged."""
         self._wait_for_background()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """Call `finish`, then destroy the process group of background saves."""
+        """Call `finish`, then destroy the process group of this checkpointer unless `finish` raises."""
         self.finish()
         self._ranks.close()
 
@@ -176,16 +176,18 @@ class Checkpointer:
 
         Args:
             model: Model to fill, not on the meta device; layout and world size may differ from the saved model.
-            optimizer: Optimizer to fill. With None, or a checkpoint without optimizer, only weights are loaded.
+            optimizer: Optimizer to fill; unchanged if the checkpoint was saved without one. None: load only weights.
             step: Step to load; None: the newest intact checkpoint.
 
         Returns:
             The loaded step, and the `extra` passed to `save`.
 
         Raises:
-            CheckpointCorrupt: HP701 when there is no intact checkpoint; names the damaged files.
+            CheckpointCorrupt: HP701 when there is no intact checkpoint, or none of `step`; names the damaged files.
             CheckpointFormat: HP740 when an earlier version wrote it.
             CheckpointMismatch: HP702 with the first difference between the checkpoint and this run.
+            BadValue: HP102 for an optimizer with a parameter that is not part of the model.
+            OutputNotWritable: HP105 of an earlier background save, unless `on_error` is "continue".
         """
         self._wait_for_background()
         loaded_step, manifest, index = self.newest_intact(step)
@@ -217,10 +219,7 @@ class Checkpointer:
     def newest_intact(self, step: int | None) -> tuple[int, Manifest, Index]:
         """Return (step, manifest, index) of the checkpoint of `step`; None: of the newest intact checkpoint.
 
-        Each rank verifies a part of the bytes.
-
-        Raises:
-            CheckpointCorrupt, CheckpointFormat: See `load`.
+        Each rank verifies a part of the bytes. Raises CheckpointCorrupt and CheckpointFormat as `load`.
         """
         published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
         candidates = published[::-1] if step is None else [s for s in published if s == step]
@@ -258,7 +257,7 @@ class Checkpointer:
         return problems[0] if problems else contents[0]
 
     def _wait_for_background(self) -> None:
-        """Wait for the background save; raise or log its error depending on `on_error`."""
+        """Wait for the background save; for OutputNotWritable, raise or log it depending on `on_error`."""
         background, self._background = self._background, None
         if background is None:
             return
@@ -283,7 +282,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         resident: Resident,
     ) -> tuple[Index, list[StatePart]]:
-        """Choose a writing rank for every block; return an index without pieces, and this rank's blocks to write."""
+        """Return an index without pieces, and the blocks that this rank writes; raise HP604 for non-finite values."""
         parts: list[StatePart] = []
 
         def describe() -> tuple[dict[str, Any], dict[Box, int], State, str | None]:
@@ -314,7 +313,7 @@ class Checkpointer:
         return index, [part for part in parts if writer[part.box] == self._ranks.rank]
 
     def _write(self, step: int, index: Index, parts: list[StatePart], extra: dict[str, Any]) -> None:
-        """Write this rank's file, publish the checkpoint, and remove old ones; an error is raised on all ranks."""
+        """Write this rank's blocks, publish the checkpoint, and remove old ones; raise an error on all ranks."""
         path = files.temporary(self.directory, step)
         own = path / f"rank_{self._ranks.rank:05d}.safetensors"
         try:
@@ -348,7 +347,7 @@ class Checkpointer:
         files.publish(self.directory, step)
 
     def _retain(self, written: int) -> None:
-        """Remove checkpoints of steps before `written`, except the newest intact ones and the best one."""
+        """Remove checkpoints of steps before `written`, except the `keep` newest intact ones and the best one."""
         published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
         retained: list[int] = []
         for step in published[::-1]:
@@ -369,7 +368,7 @@ class Checkpointer:
         return self._checked[step]
 
     def _best(self, published: list[int]) -> list[int]:
-        """Return the step of the best intact checkpoint (lowest `keep_best`, then newest) as a list; [] if none."""
+        """Return the step of the intact checkpoint with the lowest `keep_best` metric, then the newest, as a list."""
         metric, values = self._keep_best, {}
         if metric is None:
             return []
@@ -387,10 +386,9 @@ class Checkpointer:
 def load_newest(
     saved: Sequence[Checkpointer], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[int, dict[str, Any]]:
-    """Load the newest intact checkpoint of several directories; return (step, extra values) like `Checkpointer.load`.
+    """Load the newest intact checkpoint of several directories; return and raise like `Checkpointer.load`.
 
-    Raises:
-        CheckpointCorrupt, CheckpointFormat, CheckpointMismatch: See `Checkpointer.load`.
+    If no directory has an intact checkpoint, the error is that of the first directory.
     """
     candidates = [(step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)]
     for step, number in sorted(candidates, reverse=True) if len(saved) > 1 else []:

@@ -78,7 +78,8 @@ def export_checkpoint(
         BadValue: HP102 for an unknown dtype.
         ModelUnreadable: HP305 when the config is missing or is not a causal language model of transformers.
         CheckpointMismatch: HP702 when the base weights are not those that the adapters were trained on.
-        CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: See `Checkpointer.load` and `export_hf`.
+        UnsupportedSharding: HP205 for adapters of a weight that several modules share, with `merge`.
+        HyperParallelError: Other errors of `load_pretrained`, `Checkpointer.load` and `export_hf`.
     """
     check_dtype(dtype, _EXPORTED_DTYPES)
     exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
@@ -107,7 +108,7 @@ def export_checkpoint(
 
 
 def _set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Convert parameters to their stored dtypes and, in a model with adapters, all others to the first stored dtype."""
+    """Convert parameters to their stored dtypes; in a model with adapters, convert others to the first stored dtype."""
     adapted = has_adapters(model)
     for name, parameter in model.named_parameters():
         default = next(iter(dtypes.values())) if adapted else parameter.dtype
@@ -115,7 +116,7 @@ def _set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def _load(model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *, lora: bool, merge: bool) -> None:
-    """Allocate the parameters of a meta-device model and load a checkpoint; with `merge`, also load base weights."""
+    """Load a checkpoint into a model on the meta device; with `merge`, first load and verify the base weights."""
     base = None
     if merge:
         base = load_base(model, model_dir, frozen=True)
@@ -131,7 +132,7 @@ def _load(model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *,
 
 
 def _carried_weights(model: nn.Module, model_dir: Path, *, merge: bool) -> CarriedWeights | None:
-    """Return the tensors of the pretrained files that the model does not use; None if there are no pretrained files."""
+    """Return the unused tensors recorded in `model_dir` or, without `merge`, in its weight files; None if unknown."""
     carried = CarriedWeights.read(model_dir)
     if carried is None and not merge and model_dir.is_dir() and list_weight_files(model_dir).files:
         return carried_of(model, model_dir)
@@ -139,11 +140,7 @@ def _carried_weights(model: nn.Module, model_dir: Path, *, merge: bool) -> Carri
 
 
 def _build_model(path: str, *, trusted: bool, **sections: Any) -> nn.Module:
-    """Return the model at `path` on the meta device; `sections` are further sections of its recipe.
-
-    Raises:
-        ModelUnreadable: HP305 when the model cannot be read or built.
-    """
+    """Build the model at `path` on the meta device, with further recipe `sections`; raise ModelUnreadable (HP305)."""
     # All models support eager attention, and checkpoints do not depend on the attention implementation.
     source = Model(path=path, attn_implementation="eager", trust_remote_code=trusted)
     try:
@@ -155,7 +152,7 @@ def _build_model(path: str, *, trusted: bool, **sections: Any) -> nn.Module:
 def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32", *, trusted: bool = False) -> Path:
     """Save the weights of a Hugging Face directory or a peft adapter as a checkpoint of step 0.
 
-    Host memory must hold the full model.
+    Host memory must hold the saved weights.
 
     Args:
         model_dir: Directory of `config.json` and weight files, or of a peft adapter.
@@ -168,7 +165,8 @@ def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32", 
 
     Raises:
         BadValue: HP102 for an unsupported parameter dtype, or when the directory already has checkpoints.
-        ModelUnreadable, WeightsUnreadable, OutputNotWritable: See `build_model`, `load_pretrained`, `Checkpointer`.
+        ModelUnreadable: HP305 when the model cannot be read or built.
+        HyperParallelError: Errors of `load_pretrained`, `load_adapter` and `Checkpointer.save`.
     """
     check_dtype(dtype, _IMPORTED_DTYPES)
     _check_empty(directory)

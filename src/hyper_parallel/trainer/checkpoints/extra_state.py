@@ -1,7 +1,7 @@
 """`extra.json`: JSON values saved with the tensors of a checkpoint (extra values). Imports no framework.
 
-A user's own training loop may store any JSON object. The trainer stores a `TrainerExtra`. A checkpoint of the trainer
-counts as damaged if its values do not have the types and ranges of `TrainerExtra`.
+A user's own training loop may store any JSON object. The trainer stores a `TrainerExtra`. A checkpoint that the trainer
+loads counts as damaged if its values do not have the types and ranges of `TrainerExtra`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Resume(TypedDict):
 
 @with_config(_OPEN)
 class _Stopping(TypedDict):
-    """State of early stopping: lowest loss, and number of consecutive evaluations without improvement."""
+    """State of early stopping: lowest held-out loss, and number of consecutive evaluations without improvement."""
 
     best: _Number | None
     waited: _Count
@@ -64,7 +64,7 @@ class _Stopping(TypedDict):
 
 @with_config(_OPEN)
 class _Scale(TypedDict):
-    """State of the dynamic loss scale: its value, and number of finite steps since its last change."""
+    """State of the dynamic loss scale: its value, and number of finite steps since the last change or overflow."""
 
     value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     good_steps: _Count
@@ -91,7 +91,7 @@ class ImportedExtra(TypedDict):
 
 
 def check_trainer_extra(step: int, extra: dict[str, Any]) -> str:
-    """Return an error text for the extra values of a trainer's checkpoint, or "" if they are valid."""
+    """Return an error text for the extra values of a trainer's checkpoint or an imported model, or "" if valid."""
     try:
         decode(TrainerExtra if step else ImportedExtra, extra, extra="allow")
     except DecodeError as error:
@@ -102,11 +102,7 @@ def check_trainer_extra(step: int, extra: dict[str, Any]) -> str:
 
 
 def encode_extra(extra: dict[str, Any]) -> str:
-    """Return extra values as the text of `extra.json`.
-
-    Raises:
-        LimitExceeded: The text exceeds the limits for reading.
-    """
+    """Return extra values as the text of `extra.json`; raise LimitExceeded beyond the limits for reading."""
     text = json.dumps(extra, indent=1, sort_keys=True) + "\n"
     if len(text) > EXTRA_LIMITS.num_bytes:
         raise LimitExceeded(f"{len(text):,} bytes, more than {EXTRA_LIMITS.num_bytes:,}")
@@ -115,7 +111,7 @@ def encode_extra(extra: dict[str, Any]) -> str:
 
 
 def normalize_extra(extra: dict[str, Any]) -> dict[str, Any]:
-    """Return extra values as `read_extra` will return them, with lists for tuples.
+    """Return extra values as `read_extra` will return them, for example with lists for tuples.
 
     Raises:
         BadValue: HP102 for a value that is not JSON, and for values that are too large.
@@ -150,11 +146,7 @@ def json_value(name: str, value: Any) -> Any:
 
 
 def read_extra(checkpoint: Path) -> dict[str, Any]:
-    """Return the extra values of a checkpoint.
-
-    Raises:
-        Damaged: The file is missing, beyond its limits, or not a JSON object.
-    """
+    """Return the extra values of a checkpoint; raise Damaged if the file is not a JSON object within the limits."""
     path = checkpoint / EXTRA
     try:
         extra = read_json(path, EXTRA_LIMITS)

@@ -1,9 +1,8 @@
 """Index of a checkpoint: file, bytes and position of every stored piece of a tensor. Imports no framework.
 
-Every rank writes one safetensors file. A tensor in such a file is a *piece*: a rectangular block (*box*) of a full
-tensor. The JSON index gives, for every piece, its position in the full tensor, its bytes in the file and their
-checksum. A load therefore needs no other metadata and reads only the bytes it uses. Checkpoints contain no executable
-code (no pickle).
+Each rank writes at most one safetensors file. A tensor in such a file is a *piece*: a rectangular block (*box*) of a
+full tensor. The JSON index gives, for every piece, its position in the full tensor, its bytes in the file and their
+checksum. Checkpoints contain no executable code (no pickle).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _MAX_SHARDED_DIMS: Final = len(AXES)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Stored rectangular block of a tensor: its position in the tensor, and the position of its bytes in a file."""
+    """Stored rectangular block of a tensor: its position in the tensor, and its bytes in a file with their checksum."""
 
     file: str
     offset: tuple[int, ...]
@@ -76,7 +75,7 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Index of a checkpoint: stored tensors and numbers by name, and parameter groups of the optimizer."""
+    """Index of a checkpoint: tensors by name, optimizer state of other types by name, and parameter groups."""
 
     tensors: dict[str, StoredTensor]
     values: dict[str, Any] = field(default_factory=dict)
@@ -125,7 +124,7 @@ def checksum(data: Any) -> str:
 
 
 def encode_index(index: Index) -> str:
-    """Return the index as JSON text, with tensors in the order of the model."""
+    """Return the index as JSON text."""
     return json.dumps(serde.encode(index), separators=(",", ":"))
 
 
@@ -133,7 +132,7 @@ def read_index(checkpoint: Path) -> Index:
     """Read the index of a checkpoint, and check that its pieces cover every tensor and match the file sizes.
 
     Raises:
-        Damaged: The index is not readable, its pieces are invalid, or the size of a file differs.
+        Damaged: The index is not readable, its pieces or parameter groups are invalid, or the size of a file differs.
     """
     path = checkpoint / INDEX
     try:
@@ -161,10 +160,9 @@ def read_index(checkpoint: Path) -> Index:
 
 
 def most_index_bytes(checkpoint: Path) -> int:
-    """Return an upper bound on the bytes of a valid index, computed from the header sizes of the safetensors files.
+    """Return an upper bound on the bytes of a valid index: 16 MiB or, if larger, 8 times the safetensors headers.
 
-    Raises:
-        Damaged: A file is not readable.
+    Raise Damaged for a file that cannot be read.
     """
     header_bytes, path = 0, checkpoint / INDEX
     try:
@@ -182,7 +180,7 @@ def most_index_bytes(checkpoint: Path) -> int:
 def check_pieces(checkpoint: Path, index: Index, share: tuple[int, int] = (0, 1)) -> None:
     """Compare the headers and piece checksums of the safetensors files with the index.
 
-    With `share` (i, n), check only the i-th of n equal parts of the pieces.
+    With `share` (i, n), read only every n-th piece; the shares of all i in 0..n-1 cover all pieces.
 
     Raises:
         Damaged: A file differs from the index; the error names the first such file.
@@ -211,7 +209,7 @@ def _header_of(entries: Iterable[tuple[str, str, Piece]]) -> bytes:
 
 
 def _problem(tensor: StoredTensor) -> str:
-    """Return an error text for the pieces of a tensor, or "" if they cover each element exactly once."""
+    """Return an error text for the dtype, dims or pieces of a tensor, or "" if the pieces cover each element once."""
     if tensor.dtype not in DTYPES:
         return f"unknown dtype {tensor.dtype[:80]!r}"
     dims = len(tensor.shape)

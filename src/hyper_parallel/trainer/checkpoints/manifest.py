@@ -4,8 +4,8 @@ checkpoints/
     step_00000010/               published: complete, or damaged after it was written
         manifest.json            format, step, fingerprint, checksums of the other JSON files and of itself
         index.json               file and bytes of every part of every tensor, and their checksums
-        extra.json               JSON values of the trainer, such as the position in the data
-        rank_00000.safetensors   pieces of tensors, one file per rank
+        extra.json               JSON values of the trainer or of a user's loop, such as the position in the data
+        rank_00000.safetensors   pieces of tensors, at most one file per rank
     .step_00000020.tmp/          in progress, or left over from a killed run
 """
 
@@ -62,9 +62,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Manifest of a complete checkpoint: step, size, metrics, checksums of its JSON files, and fingerprint.
+    """Manifest of a complete checkpoint.
 
-    The fingerprint is a dict of values about model and optimizer that must be equal in the run that loads it.
+    Attributes:
+        format: Version of the checkpoint format.
+        step: Number of completed optimizer steps.
+        world_size: Number of ranks that saved the checkpoint.
+        size_bytes: Bytes of all files except the manifest.
+        fingerprint: Values about model and optimizer that must be equal in a run that resumes from the checkpoint.
+        metrics: Metrics at this step if the run keeps the best checkpoint, else empty.
+        files: Sizes and checksums of the index and the extra values, by file name.
     """
 
     format: int
@@ -118,7 +125,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read and verify the manifest of a published checkpoint.
 
     Raises:
-        Damaged: The manifest is missing, altered, or belongs to a different step.
+        Damaged: The manifest is missing, altered, or belongs to another step or format.
         CheckpointFormat: HP740 when an earlier version wrote it.
     """
     path = checkpoint / MANIFEST
@@ -159,11 +166,12 @@ def check(
     Args:
         checkpoint: Directory of the checkpoint.
         contents: Whether to compare the bytes of tensors with their checksums, in addition to file sizes.
-        share: (i, n): compare only the i-th of n equal parts of the tensors, so n ranks can divide the reading.
-        check_extra: Validator of the extra values of a trainer's checkpoint; None: accept any values.
+        share: (i, n): compare only every n-th part of the tensors, so that n ranks can divide the reading.
+        check_extra: Validator of the extra values of a trainer's checkpoint, which must have optimizer state after
+            step 0. None: accept any values.
 
     Raises:
-        Damaged: For the first file that is missing or differs from its checksum.
+        Damaged: For the first file that is missing, differs from its checksum or has invalid content.
         CheckpointFormat: HP740 when an earlier version wrote it.
     """
     manifest = read_manifest(checkpoint)
@@ -193,10 +201,10 @@ def unexpected(checkpoint: Path, index: Index) -> list[str]:
 
 
 def foreign(checkpoint: Path) -> list[str]:
-    """Return the names of entries in a folder that belong to no checkpoint; [] if the folder does not exist.
+    """Return the names of entries in a folder that belong to no checkpoint; [] if the path is not a folder.
 
     Files of a checkpoint, which may be damaged, are recognized by name. If neither manifest nor index has its expected
-    key, all entries are returned.
+    key, all entries are returned. For a symbolic link, return a text that says so.
     """
     if checkpoint.is_symlink():
         return ["a symbolic link"]
@@ -210,7 +218,7 @@ def foreign(checkpoint: Path) -> list[str]:
 
 
 def check_own(checkpoint: Path) -> None:
-    """Raise OutputNotWritable (HP105) if a folder to be replaced has files that belong to no checkpoint."""
+    """Raise OutputNotWritable (HP105) if a folder to replace is a link or has files that belong to no checkpoint."""
     if entries := foreign(checkpoint):
         raise OutputNotWritable(
             "the checkpoint would replace a folder with files that are not part of a checkpoint",
@@ -224,7 +232,7 @@ def publish(directory: Path, step: int) -> None:
     """Rename a written checkpoint to its final name, replacing an earlier checkpoint of the same step.
 
     Raises:
-        OutputNotWritable: HP105 when a folder of that name is not a checkpoint.
+        OutputNotWritable: HP105 when an existing folder of that name has files that belong to no checkpoint.
     """
     written, target = temporary(directory, step), directory / step_name(step)
     replaced = directory / f".{step_name(step)}.old"
@@ -254,7 +262,7 @@ def remove(directory: Path, step: int) -> None:
 
 
 def remove_all(directory: Path) -> None:
-    """Remove all checkpoints in a folder and leftovers of killed runs, then the folder itself if it is empty."""
+    """Remove all checkpoints in a folder, leftovers of killed runs, and the folder itself if no other files remain."""
     if not directory.is_dir():
         return
     for step in steps(directory):
@@ -265,7 +273,7 @@ def remove_all(directory: Path) -> None:
 
 
 def clean(directory: Path) -> None:
-    """Remove leftovers of a killed run, and restore a checkpoint whose replacement was interrupted."""
+    """Remove leftovers of killed runs, and restore checkpoints whose replacement was interrupted."""
     for path in _hidden(directory):
         target = directory / path.name[1:].partition(".")[0]
         if path.suffix == ".old" and not target.exists() and not foreign(path):
@@ -275,7 +283,7 @@ def clean(directory: Path) -> None:
 
 
 def _hidden(directory: Path) -> list[Path]:
-    """Return the hidden checkpoint folders that a killed run left behind."""
+    """Return the hidden checkpoint folders, such as `.step_00000010.tmp`."""
     matches = [p for p in directory.iterdir() if _HIDDEN.fullmatch(p.name) and not p.is_symlink()]
     return [p for p in matches if p.is_dir()]
 
@@ -290,7 +298,7 @@ def _is_plain(path: Path) -> bool:
 
 
 def _has_key(path: Path, key: str) -> bool:
-    """Return whether a file is a JSON object with `key`; beyond `_READ_LIMITS`, whether it begins like an object."""
+    """Return whether a file is a JSON object with `key`; for a file above 64 MiB, whether it begins with `{`."""
     try:
         if path.stat().st_size > _READ_LIMITS.num_bytes:
             with path.open("rb") as file:

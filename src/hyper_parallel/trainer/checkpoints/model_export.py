@@ -1,8 +1,7 @@
-"""Export of a model as a Hugging Face directory that `from_pretrained` loads without remote code.
+"""Export of a model as a Hugging Face directory that `from_pretrained` loads.
 
 Rank 0 gathers one full parameter at a time and converts it to the published format: the names and shapes of the
-model's files on the Hugging Face Hub, for example one tensor per expert. Each weight file has at most `max_file_bytes`
-bytes. One rename publishes the directory.
+model's files on the Hugging Face Hub, for example one tensor per expert. One rename publishes the directory.
 """
 
 from __future__ import annotations
@@ -69,20 +68,19 @@ def export_hf(
 ) -> Path:
     """Write the model, its configuration and its tokenizer; collective over all ranks.
 
-    Memory: each rank holds one full parameter; rank 0 also holds the tensors of one file. If the published format
-    combines parameters into one tensor, rank 0 also holds the combined parameters, at most those of one layer.
+    Memory: each rank holds one full parameter at a time; rank 0 also holds the tensors of incomplete files.
 
     Args:
-        model: Hugging Face causal language model of plain tensors or DTensors.
+        model: Hugging Face model of plain tensors or DTensors.
         config: Configuration of the model.
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
         out_dir: Directory to create. An earlier export is replaced if its files are unchanged; any other directory that
             is not empty is rejected.
-        dtype: Stored dtype; parameters that transformers always keeps in float32 stay float32. None: dtype of each
-            parameter.
-        generation: Path of a `generation_config.json` to copy. If None or missing, the model's own generation config is
-            written.
-        max_file_bytes: Maximum bytes of a weight file.
+        dtype: Stored floating-point dtype; parameters that transformers always keeps in float32 stay float32. None:
+            dtype of each parameter.
+        generation: Path of a `generation_config.json` to copy. If None or missing, the model's own generation config,
+            if any, is written.
+        max_file_bytes: Maximum bytes of a weight file, unless a single tensor is larger.
         resident: Function that returns the current values of a local tensor, which a memory plan may have offloaded.
         carried: Tensors of the pretrained files that the model does not use, copied unchanged. None: those of the files
             from which the model was loaded.
@@ -91,8 +89,9 @@ def export_hf(
         `out_dir`.
 
     Raises:
-        ModelUnreadable: HP305 for a model that is not a Hugging Face model.
-        OutputNotWritable: HP105 when the directory is not writable.
+        ModelUnreadable: HP305 for a model without a published format, or for an invalid `generation` file.
+        BadValue, NoData: HP102, HP602 for tokenizer files that cannot be copied.
+        OutputNotWritable, RunInUse: HP105, HP720 when the directory is rejected, not writable or in use.
         LossNotFinite: HP604 when a trained parameter is not finite in its stored dtype.
     """
     out = Path(out_dir)
@@ -148,8 +147,8 @@ def write_export(
 ) -> None:
     """Gather the full tensors one at a time and write them on rank 0; collective over all ranks.
 
-    Rank 0 calls `add(name, full)` for each tensor, then `finish`, and publishes `folder`. An error on rank 0 is raised
-    on all ranks, after all tensors have been gathered.
+    Rank 0 calls `add(name, full)` for each tensor, then `finish`, and publishes `folder`. An error of `add` is raised
+    on all ranks after all tensors have been gathered.
     """
     failure: Exception | None = None
     ranks.on_rank_0(folder.open)
@@ -172,14 +171,14 @@ def write_export(
 
 
 def exported_folder(out: Path, kind: Literal["export", "adapter"]) -> Replacement:
-    """Return the folder of an export, which may replace an earlier export of a model or an adapter."""
+    """Return the folder of an export at path `out`, which may replace an earlier export of a model or an adapter."""
     return Replacement(out, kind, "the export directory", EXPORTS, parents=True)
 
 
 class _Writer:
-    """Writer of the files of an export on rank 0, into the hidden directory of `folder`.
+    """Writer of the files of an export on rank 0, into the hidden directory `folder.partial`.
 
-    `trained` names the parameters that must be finite.
+    `stored` gives shape and stored dtype of each tensor. `trained` names the parameters that must be finite.
     """
 
     def __init__(
@@ -206,7 +205,7 @@ class _Writer:
         self._open: dict[str, dict[str, Tensor]] = {}
 
     def add(self, name: str, full: Tensor) -> None:
-        """Convert and add the full parameter `name`; write every file that now has all its tensors."""
+        """Add a full parameter, which must be finite if it is trained, and write every file that is now complete."""
         if full.is_floating_point():
             full = full.to(self._dtypes[name])
         if name in self._trained:
@@ -229,7 +228,7 @@ class _Writer:
             save_file(self._open.pop(file), self._temporary / file, metadata={"format": "pt"})
 
     def finish(self, config: Any, own: Any, generation: Path | None, tokenizer_dir: str | Path | None) -> None:
-        """Write weight index, configs and tokenizer.
+        """Write the unused pretrained tensors, the index of several weight files, configs and tokenizer.
 
         The file `generation`, if it exists, takes precedence over the model's `own` generation config.
         """
@@ -253,7 +252,7 @@ class _Writer:
 
 
 def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
-    """Return a copy of `config` with `architectures`, `dtype` and `tie_word_embeddings` of the exported model."""
+    """Return a copy of `config` with `architectures` and `dtype` of the export, and its tying of the embeddings."""
     configured, actual = (getattr(c, "tie_word_embeddings", False) for c in (config, reference.config))
     tied = actual or not configured
     config = copy.deepcopy(config) if tied else with_tied_embeddings(config, False)
@@ -272,7 +271,7 @@ def _main_dtype(stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> torch.d
 
 
 def _stored_once(reference: nn.Module, state: Iterable[str]) -> list[str]:
-    """Return the names in `state` without tied parameters, which are stored under the name of their source."""
+    """Return the names in `state` without tied parameters whose source is in `state`; the source is stored instead."""
     tied = reference.get_expanded_tied_weights_keys(all_submodels=True)
     return [name for name in state if name not in tied or tied[name] not in state]
 
@@ -307,12 +306,12 @@ def _published_sizes(
     raise ModelUnreadable(
         "cannot export this model: its published format joins parameters of several layers in one tensor",
         got=type(reference).__name__,
-        hint="checkpoint.export=false",
+        hint="checkpoint.export=false, or `hp.save` in your own training loop",
     )
 
 
 def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Return a dict from parameter to the parameters in the same stored tensor, for example of one QKV projection."""
+    """Return a dict from each parameter to all parameters in the same stored tensor, such as a joint QKV projection."""
     groups: dict[str, tuple[str, ...]] = {}
     first: dict[str, str] = {}
     for name, tensor in meta.items():

@@ -1,4 +1,4 @@
-"""Writing of checkpoint pieces: one rank writes each rectangular block (box) of a tensor to its file."""
+"""Blocks of tensors that a rank saves, and the safetensors file that it writes them to."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def parts_of(tensors: Mapping[str, Tensor], resident: Resident = torch.Tensor.de
     """Return the blocks of each tensor that this rank has; their elements are read later, by `StatePart.read`.
 
     Raises:
-        UnsupportedSharding: HP205 for a shard that is not a union of rectangular blocks.
+        UnsupportedSharding: HP205 for a partial tensor, or a dim that several mesh axes split unevenly.
         BadValue: HP102 for a dtype that safetensors does not support.
     """
     parts = []
@@ -90,7 +90,7 @@ def _read(resident: Resident, tensor: Tensor, index: tuple[slice, ...]) -> Tenso
 
 
 def write_pieces(path: Path, parts: Sequence[StatePart]) -> list[tuple[str, Piece]]:
-    """Write and fsync a safetensors file; return (tensor name, piece) for each part."""
+    """Write the parts to a safetensors file and fsync it; return (tensor name, piece) for each part."""
     # Larger element sizes come first, which aligns every piece.
     parts = sorted(parts, key=lambda p: (-p.dtype.itemsize, p.box))
     first = header([(piece_key(p.box.name, p.box.offset), dtype_name(p.dtype), p.box.shape) for p in parts])

@@ -39,7 +39,7 @@ class RankGroup:
             self.group = None
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
-        """Call `action` on every rank; on all ranks, return the list of results by rank, or raise the first error."""
+        """Call `action` on every rank; all ranks return the results in rank order, or raise the lowest rank's error."""
         try:
             outcome: tuple[Any, Exception | None] = action(), None
         except Exception as error:
@@ -58,7 +58,7 @@ class RankGroup:
         return self.everywhere(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def _coded(self, error: Exception) -> Exception:
-        """Return an exception that can be pickled for other ranks; I/O errors become OutputNotWritable (HP105)."""
+        """Return a picklable exception: a HyperParallelError itself, HP105 for an I/O error, else a RuntimeError."""
         if isinstance(error, HyperParallelError):
             return error
         if isinstance(error, SafetensorError):  # for example a full disk

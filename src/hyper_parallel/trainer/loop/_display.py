@@ -1,4 +1,4 @@
-"""Terminal output of rank 0 on standard error: start-up panel, progress bar and one line per step."""
+"""Terminal output of rank 0 on standard error: start-up panel, progress bar and log lines."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Display:
-    """Progress bar and log lines of a run with `steps` steps; silent unless `enabled`, and at log levels above INFO.
+    """Progress bar and log lines of a run with `steps` steps; silent if not `enabled` or at a log level above INFO.
 
     Attributes:
-        bar: Context manager that draws the progress bar.
+        bar: Context manager that draws the progress bar, if standard error is a terminal.
     """
 
     def __init__(self, steps: int, enabled: bool) -> None:
@@ -55,7 +55,7 @@ class Display:
         self._task = self.bar.add_task("step", total=steps, epochs="")
 
     def advance(self, step: int, epochs: float | None = None) -> None:
-        """Move the progress bar to a step; show `epochs`, the passes over the data so far (None: not shown)."""
+        """Move the progress bar to a step; show `epochs`, the number of passes over the data so far (None: hide it)."""
         shown = "" if epochs is None else f"epoch {epochs:.2f}"
         self.bar.update(self._task, completed=step, epochs=shown)
         if epochs is None:
@@ -74,7 +74,7 @@ class Display:
 
 
 def startup_panel(job: Job) -> Panel:
-    """Return the start panel of a run: topology, model, mesh, plan, prediction and data."""
+    """Return the start-up panel of a run: topology, model, mesh, data, plan, prediction and output directory."""
     plan, weights = job.plan, f"pretrained, {job.weights}"
     if job.weights is None:
         weights = f"from scratch, drawn with training.seed={job.recipe.training.seed}"

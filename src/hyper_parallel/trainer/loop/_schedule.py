@@ -14,9 +14,9 @@ from hyper_parallel.config import SCHEDULE_ARGS, Training
 class LrSchedule:
     """Learning-rate schedule of a recipe's `training` section.
 
-    Four schedules are native. Their learning rate, divided by the peak, rises linearly from `1 / warmup_steps` to 1.
-    The ratio is 1 in the next step, and reaches `min_lr_ratio` one step after the last step of the run. No step
-    therefore has rate 0. The decay is:
+    Four schedules are native. During warm-up, their learning rate divided by the peak rises linearly from
+    `1 / warmup_steps` in step 1 to 1. It is 1 again in the step after the warm-up. It decays to `min_lr_ratio`, which
+    it would reach one step after the last step of the run. The decay is:
 
     * cosine: half a period of a cosine (Loshchilov and Hutter, SGDR, arXiv:1608.03983, one cycle).
     * linear: a straight line.
@@ -35,7 +35,7 @@ class LrSchedule:
         return self.training.lr * self.factor(step)
 
     def factor(self, step: int) -> float:
-        """Return the learning rate of a step divided by the peak, in [0, 1]."""
+        """Return the learning rate of a step, counted from 1, divided by the peak; at least 0."""
         training, kind = self.training, self.training.lr_schedule
         if kind in SCHEDULE_ARGS:
             return max(0.0, self._transformers_factor(step - 1))

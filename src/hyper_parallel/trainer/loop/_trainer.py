@@ -67,7 +67,7 @@ class Engine(Protocol):
     Attributes:
         rank: Rank of this process; rank 0 writes the records.
         world_size: Number of processes.
-        plan: Plan as executed by the ranks; with offload, complete after `begin`.
+        plan: Plan as executed by the ranks; with offload, complete after `begin` and final after `finish`.
         wishes: Function, set by the trainer, that returns (stop, save): whether this rank requests the end of the run
             or a checkpoint after the current step. `step` combines the requests of all ranks.
         unwritten: Collector of write failures of optional outputs, set by the trainer.
@@ -89,17 +89,18 @@ class Engine(Protocol):
         """Run optimizer step number `step`, counted from 1.
 
         Raises:
-            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
+            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite and the recipe does not skip such
+                steps, or when too many consecutive steps were skipped.
         """
 
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
-        """Evaluate the first (only) step of held-out `batches`."""
+        """Evaluate the held-out `batches`, which have a single step."""
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
         """Save a checkpoint after step `step`; may return before the files are written."""
 
     def snapshot(self, step: int, extra: dict[str, Any]) -> None:
-        """Save a snapshot in host memory, from which the run recovers after the loss of a rank."""
+        """Save a snapshot, from which the run recovers after the loss of a rank."""
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is True on any rank; collective over all ranks."""
@@ -108,7 +109,7 @@ class Engine(Protocol):
         """Wait for pending writes after the last step."""
 
     def timeline(self) -> Timeline | None:
-        """Gather the measured timelines of all ranks on rank 0; return None on other ranks."""
+        """Gather measured timelines on rank 0; return None on other ranks."""
 
     def export(self) -> None:
         """Write the trained model in Hugging Face format, or its adapters in peft's format."""
@@ -121,13 +122,13 @@ class Engine(Protocol):
 class Summary:
     """Outcome of a run, returned on rank 0."""
 
-    steps: int  # last step
-    # Held-out loss before the first step of this process, NaN without held-out data
+    steps: int  # last finished step
+    # Held-out loss before the first step of this process, NaN without held-out data or if `complete`
     first_eval_loss: float
-    last_eval_loss: float  # held-out loss of the last evaluation
+    last_eval_loss: float  # held-out loss of the last evaluation, NaN if there was none
     loss: float  # training loss of the last step, NaN if no step was run
-    seconds: float  # seconds of training, evaluations included
-    complete: bool = False  # True: the run had already ended, no record was written
+    seconds: float  # seconds of preparation, steps, evaluations and saves, without loading
+    complete: bool = False  # True: the run had already ended, no metric was written
     unwritten: tuple[HyperParallelError, ...] = ()  # write failures of optional outputs
     # Names of the operators of each kernel that the back end generated
     fused_kernels: tuple[tuple[str, ...], ...] = ()
@@ -150,7 +151,7 @@ class _RunState:
 
 
 class Trainer:
-    """Training loop of one run on one rank; without `stop`, no signal can end it before the last step."""
+    """Training loop of one run on one rank; `stop` may request its end after the current step."""
 
     def __init__(self, job: Job, engine: Engine, display: Display, stop: StopRequest | None = None) -> None:
         self._job, self._engine, self._display = job, engine, display
@@ -167,7 +168,7 @@ class Trainer:
             self._callbacks[-1].rank = engine.rank
 
     def train(self) -> Summary | None:
-        """Run all steps, evaluations and exports; return the summary on rank 0, None on other ranks."""
+        """Run the remaining steps, evaluations and the export; return the summary on rank 0, None on other ranks."""
         try:
             # Open the watch before loading: records and checkpoints must belong to the same directory.
             with closing(DirectoryWatch(self._job.output_dir)) as self._watch:
@@ -231,7 +232,7 @@ class Trainer:
         return _RunState(done, done + 1, last_step, complete, stopping, part, facts, history)
 
     def _open_records(self, run: _RunState, stack: ExitStack) -> None:
-        """Write recipe and plan, and open the metric files, which `stack` closes. Called on rank 0 only."""
+        """On rank 0, write recipe and plan unless `RunPart.is_late`, and open the metric files of an unfinished run."""
         job, recipe = self._job, self._job.recipe
         with written(job.output_dir):
             mark_run_directory(job.output_dir)
@@ -328,7 +329,7 @@ class Trainer:
 
     @contextmanager
     def _check_directory_on_failure(self) -> Iterator[None]:
-        """Replace a write error inside the context by RunDirectoryLost (HP721) if the run directory was lost."""
+        """Replace OutputNotWritable inside the context by RunDirectoryLost (HP721) if the run directory was lost."""
         try:
             yield
         except OutputNotWritable:
@@ -336,11 +337,7 @@ class Trainer:
             raise
 
     def _continue(self, done: int, extra: dict[str, Any], facts: dict[str, Any], stopping: EarlyStopping) -> Changes:
-        """Restore the data position from a checkpoint; print and return the changes of facts, {} for a new run.
-
-        Raises:
-            CheckpointMismatch: HP702 for a changed fact that must not change.
-        """
+        """Restore the data position from a checkpoint; print and return the changed facts, {} for a new run."""
         if not done:
             return {}
         job, line = self._job, self._display.line
@@ -382,7 +379,8 @@ class Trainer:
     def _wishes(self) -> tuple[bool, bool]:
         """Return (stop, save): whether this rank requests the end of the run or a checkpoint after the current step.
 
-        Only rank 0 requests checkpoints, when `checkpoint.every_minutes` have passed.
+        Only rank 0 requests checkpoints, when `checkpoint.every_minutes` have passed. Both are False between two steps
+        that train on the same GRPO rollout.
         """
         if not self._between:
             return False, False
@@ -412,7 +410,7 @@ class Trainer:
             )
         seconds = time.perf_counter() - start
         record = EvalRecord(**asdict(result), step=step, seconds=seconds)
-        if self._job.recipe.stage != "sft":  # rows of plain text have no answers
+        if self._job.recipe.stage != "sft":  # only conversations have answers
             record = replace(record, answer_accuracy=None)
         for callback in self._callbacks:
             self._asked |= callback.on_evaluate(step, as_line(record)) is True

@@ -12,7 +12,8 @@ class Callback:
     """Base class of user callbacks; override the methods you need. Every rank creates an object and calls its methods.
 
     `metrics` has the keys of a line of metrics.jsonl or eval.jsonl. Return True from `on_step_end` or `on_evaluate` on
-    any rank to stop training after the current step. All ranks then evaluate, save and export, as after the last step.
+    any rank to stop training after the current step, at the earliest step 1. All ranks then evaluate, save and export,
+    as after the last step.
 
     Attributes:
         rank: Rank of this process.
@@ -27,10 +28,10 @@ class Callback:
         """Handle the end of optimizer step `step`, counted from 1."""
 
     def on_evaluate(self, step: int, metrics: dict[str, Any]) -> bool | None:
-        """Handle the end of an evaluation after step `step`; 0: before the first step."""
+        """Handle the end of an evaluation of held-out data after step `step`; 0: before the first step."""
 
     def on_save(self, step: int) -> None:
-        """Handle a checkpoint save, which may continue in the background."""
+        """Handle a checkpoint save, which may continue in the background; recovery snapshots do not count."""
 
     def on_train_end(self, step: int) -> None:
-        """Handle the end of training, after the last step, its evaluation and its checkpoint."""
+        """Handle the end of training without an error, after step `step`; its save may continue in the background."""

@@ -14,7 +14,7 @@ class EarlyStopping:
     Attributes:
         patience: Number of consecutive evaluations without improvement that ends the run; None: never.
         threshold: Minimum decrease below the best loss that counts as an improvement.
-        best: Lowest loss so far; None before the first evaluation.
+        best: Lowest loss so far; None before the first evaluation, and without `patience`.
         waited: Number of consecutive evaluations without improvement until now.
     """
 
@@ -34,7 +34,7 @@ class EarlyStopping:
         return f"{self.waited} evaluations in a row were no better than a held-out loss of {self.best}"
 
     def update(self, loss: float) -> None:
-        """Update the counter with the loss of an evaluation."""
+        """Update the counter with the loss of an evaluation; without `patience`, do nothing."""
         if self.patience is None:  # a later resume with a patience starts with a new counter
             return
         best = self.best

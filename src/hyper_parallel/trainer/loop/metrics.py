@@ -1,7 +1,6 @@
 """Metrics of a run: metrics.jsonl and eval.jsonl in full precision, trackers, and one log line per step.
 
-Reports read the two JSONL files. Each record is written as a whole line, so readers see no partial record. A resumed
-run first drops the records after its checkpoint.
+Reports read the two JSONL files. A resumed run first drops the records after its checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _RECORD: Final = Limits(MiB, num_elements=100_000)
 class StepMeasurements:
     """Measurements of one step; equal on every rank, except `step_s` and `overlap`, which are those of one rank."""
 
-    loss: float  # mean over all valid tokens of the step, over every rank and microbatch
+    loss: float  # mean over the valid tokens or, by stage, pairs or answers of the step, over all ranks
     grad_norm: float  # global norm of the gradients before clipping
     valid_tokens: int  # tokens of this step counted by the loss
     step_s: float  # seconds of the step
@@ -45,10 +44,10 @@ class StepMeasurements:
     routing: dict[str, Any] | None = None  # routing statistics; None without experts
     offload: dict[str, Any] | None = None  # numbers of offload; None without offload
     loss_scale: float | None = None  # scale of the loss in this step; None without scaling
-    # 1 when the step was skipped: gradients overflowed or spiked, or the stage rejected it; None if never skipped
+    # 1 for a skipped step: gradients overflowed or spiked, or the stage rejected it; else 0. None: no rule skips steps
     skipped: int | None = None
-    rollout: dict[str, Any] | None = None  # rewards and lengths of completions
-    preference: dict[str, Any] | None = None  # scores of pairs of answers
+    rollout: dict[str, Any] | None = None  # rewards and lengths of completions; None outside of stage grpo
+    preference: dict[str, Any] | None = None  # scores of pairs of answers; None without pairs
     # Numbers of layers run on half-batches and on whole batches; in recorded steps also exposed communication
     overlap: dict[str, Any] | None = None
     # Tokens of images and audio, and the imbalance of ranks before and after `data.balance`
@@ -62,7 +61,7 @@ class StepMeasurements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord(StepMeasurements):
-    """Line of metrics.jsonl, with the measurements of rank 0; fields that are None are omitted."""
+    """Line of metrics.jsonl, with the measurements of rank 0; values that are None, NaN or infinite are omitted."""
 
     step: int  # optimizer step, from 1
     lr: float  # learning rate of the step
@@ -71,24 +70,25 @@ class StepRecord(StepMeasurements):
     tps: float  # tokens per second and device
     tflops: float  # model TFLOP/s per device, recomputation not counted
     mfu: float  # model FLOP/s utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B)
-    pred_step_s: float | None  # step time in the plan; None for another machine
+    # Predicted seconds of the step; None on another machine than planned, and for rollouts without planned roles
+    pred_step_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
     """Measurements of an evaluation; equal on every rank."""
 
-    loss: float  # mean over the held-out tokens, or pairs of answers
+    loss: float  # mean over the held-out tokens or, by stage, pairs or answers
     tokens: int  # held-out tokens counted by the loss
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
-    token_accuracy: float | None = None  # share of held-out targets that the model ranks first
-    answer_accuracy: float | None = None  # share of answers with all targets ranked first
+    token_accuracy: float | None = None  # share of held-out targets that the model ranks first; None if not counted
+    answer_accuracy: float | None = None  # share of answers with all targets ranked first; None if not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord(EvalResult):
-    """Line of eval.jsonl; fields that are None are omitted. Only records of stage sft have `answer_accuracy`."""
+    """Line of eval.jsonl; values that are None are omitted. Only records of stage sft have `answer_accuracy`."""
 
     step: int  # last finished optimizer step; 0: before the first step
     seconds: float  # seconds of the evaluation
@@ -99,17 +99,19 @@ class MetricsLog:
 
     Args:
         directory: Run directory.
-        resumed_step: Last finished step of the run; 0 for a new run. Later records are dropped.
+        resumed_step: Last finished step of the run. Later records are dropped. 0: a new run, drop all records.
         report_to: Names of trackers, as in `training.report_to`.
-        recipe: Recipe values that the trackers show.
+        recipe: Recipe values that wandb and mlflow show.
         watch: Watch on the directory that is already open; None: open a new watch.
 
     Raises:
-        RunDirectoryLost: HP721 when the directory was removed, moved or replaced. No file is written then.
+        RunDirectoryLost: HP721 when the directory was removed, moved or replaced.
+        TrackerFailed: HP632 when a tracker cannot start a run.
+        OSError: A file cannot be written.
 
     Attributes:
         notes: Lines about records dropped from existing files.
-        unwritten: Write failures of trackers (full disk, missing permission).
+        unwritten: Write failures of trackers on a full, broken or read-only disk.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class MetricsLog:
         return self._open.enter_context(append_file(path))
 
     def step(self, record: StepRecord) -> None:
-        """Append the record of a training step to metrics.jsonl and the trackers."""
+        """Append the record of a training step to metrics.jsonl, and log its main values to the trackers."""
         self._append("metrics", record)
         names = ("loss", "grad_norm", "lr", "tps", "mfu", "memory_bytes", "step_s")
         self._draw(record.step, "train", {name: getattr(record, name) for name in names})
@@ -151,16 +153,16 @@ class MetricsLog:
             self._draw(record.step, group, getattr(record, group) or {})
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Append the record of an evaluation to eval.jsonl and the trackers."""
+        """Append the record of an evaluation to eval.jsonl, and log its loss and scores to the trackers."""
         self._append("eval", record)
         scores = record.preference or record.rollout or {}
         self._draw(record.step, "eval", {"loss": record.loss, **scores})
 
     def close(self) -> None:
-        """Flush and close all files.
+        """Close the trackers, and flush and close all files.
 
         Raises:
-            OSError: A file cannot be written. All files are closed nevertheless.
+            OSError: A metric file cannot be written. All files are closed nevertheless.
         """
         for tracker in self._trackers:
             self._try(tracker, tracker.close)
@@ -179,7 +181,7 @@ class MetricsLog:
                 self._trackers.remove(tracker)
 
     def _try(self, tracker: Tracker, action: Callable[[], Any]) -> bool:
-        """Run an action of a tracker; return whether it succeeded. Failures are logged, disk errors kept."""
+        """Run an action of a tracker; return whether it succeeded. Log failures; add disk errors to `unwritten`."""
         try:
             action()
         except Exception as error:  # every tracker has its own exception classes
@@ -192,13 +194,13 @@ class MetricsLog:
 
 
 def as_line(record: Any) -> dict[str, Any]:
-    """Return a record as a dict for JSON with `step` first, without values that are None, NaN or infinite."""
+    """Return a record as a dict for JSON with `step` first, without fields that are None, NaN or infinite."""
     items = {"step": record.step, **asdict(record)}.items()
     return {k: v for k, v in items if v is not None and (not isinstance(v, float) or math.isfinite(v))}
 
 
 def _keep_until(path: Path, step: int) -> str | None:
-    """Drop damaged lines and records after `step` from a JSONL file; return a note about the drop, or None."""
+    """Drop damaged lines and records after `step` (0: all records) from a JSONL file; return a note, or None."""
     if not path.exists():
         return None
     records, later, damaged = [], 0, 0

@@ -15,7 +15,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
     """Check that every data-parallel rank gets whole pairs or groups in a step, and that rewards can be imported.
 
     Raises:
-        Contradiction: HP104 for a number of sequences or ranks that is not divisible as required.
+        Contradiction: HP104 for a number of sequences or sampling ranks that is not divisible as required.
         NotImportable: HP109 for a reward or environment that cannot be imported.
     """
     from hyper_parallel.trainer.stages.rewards import reward_functions
@@ -48,7 +48,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
 
 
 def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
-    """Check that the data has the columns that reward functions read, and that reward models use the run's tokenizer.
+    """Check that the data, unless streamed, has the columns of reward functions, and the tokenizers of reward models.
 
     Raises:
         Contradiction: HP104 naming a function parameter that is not a data column. See also `ModelReward.check`.
@@ -67,7 +67,7 @@ def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
 
 
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> None:
-    """Raise HP104 if sampling ranks do not form whole replicas with equal shares of the `rows` sequences of a step."""
+    """Raise HP104 unless sampling ranks form whole replicas with equal, whole shares of the `rows` of a step."""
     grpo = loaded.recipe.grpo
     ranks, shares = grpo.sampling_ranks, grpo.shares
     if ranks % grpo.copy_ranks:
@@ -79,7 +79,7 @@ def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> No
         )
     if ranks and rows % shares:
         raise Contradiction(
-            "the sampling replicas do not divide the sequences of a step evenly",
+            "the sequences of a step cannot be divided evenly among the sampling ranks",
             where=loaded.where("grpo.rollout_ranks"),
             got=f"{shares} data-parallel sampling ranks, {rows} sequences in a step",
             hint=f"grpo.rollout_ranks={grpo.copy_tp} grpo.rollout_dp_shard=1 grpo.rollout_ep=1",

@@ -92,7 +92,7 @@ def _contents(job: Job) -> dict[str, str | None]:
 
 
 def _model_code(job: Job) -> str | None:
-    """Return the checksum of the Python files in the model directory; None without `model.trust_remote_code`."""
+    """Return the checksum of the Python files in the model directory, or None if none of them may run."""
     directory = Path(job.recipe.model.path).expanduser()
     if not (job.recipe.model.trust_remote_code and directory.is_dir()):
         return None
@@ -100,7 +100,7 @@ def _model_code(job: Job) -> str | None:
 
 
 def _code_paths(job: Job) -> list[str]:
-    """Return the dotted paths of user classes and functions that the recipe names."""
+    """Return the dotted paths of user classes and functions that the recipe names; reward functions only for GRPO."""
     training, grpo = job.recipe.training, job.recipe.grpo
     named = [training.optimizer, *training.callbacks, grpo.environment]
     named += [*grpo.reward_funcs] if job.recipe.stage == "grpo" else []
@@ -108,7 +108,7 @@ def _code_paths(job: Job) -> list[str]:
 
 
 def _source_checksum(path: str) -> str | None:
-    """Return the checksum of the file that defines a class or function; None if its module has no readable file."""
+    """Return the checksum of the module file of a class or function at a dotted path; None if it cannot be read."""
     module = path.rpartition(".")[0]
     try:
         imported = sys.modules.get(module) or importlib.import_module(module)
@@ -119,7 +119,7 @@ def _source_checksum(path: str) -> str | None:
 
 
 def _files_checksum(paths: list[Path]) -> str | None:
-    """Return a checksum over the contents of all files, in order; None if no file is readable."""
+    """Return a checksum over the contents of the readable files, in order; None if no file is readable."""
     digests = []
     for path in paths:
         with suppress(OSError):
@@ -158,7 +158,7 @@ _IGNORED_IN_CONFIG: Final = (
 _PATHS: Final = ("output_dir", "data.cache_dir", "checkpoint.resume", "checkpoint.from_dir")
 """Keys of file locations, whose changes are not logged."""
 _STATED_BY_ALL: Final = (CODE, CONTENT, ENVIRONMENT, PLAN)
-"""Groups whose keys may be absent from checkpoints of other versions of this package."""
+"""Groups of facts whose keys may be absent from checkpoints of other versions of this package."""
 _CONTENT_WORDS: Final = {
     f"{CONTENT}.{name}": words
     for name, words in {
@@ -182,7 +182,7 @@ Changes = dict[str, tuple[Any, Any]]
 def check_resume(saved: object, facts: Mapping[str, Any], run: Path) -> Changes:
     """Return the changes between the facts `saved` in a checkpoint and those of the resumed run; {} if none are saved.
 
-    `run` is the directory of the run that wrote the checkpoint.
+    Changes of file locations are left out. `run` is the directory of the run that wrote the checkpoint.
 
     Raises:
         CheckpointMismatch: HP702 naming the changed keys that must not change.
@@ -231,7 +231,7 @@ def _differences(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> Changes:
 
 
 def _is_unstated(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether a key is absent from `saved` or `facts` only because of another version of this package."""
+    """Return whether a key is absent from `saved` or `facts` although the run has not changed."""
     if key.partition(".")[0] in _STATED_BY_ALL:
         return True
     if key.startswith(f"{MODEL_CONFIG}."):
@@ -253,7 +253,7 @@ def _section(facts: Mapping[str, Any], key: str) -> dict[str, Any] | None:
 
 
 def _default(key: str) -> Any:
-    """Return the default of a recipe key as a JSON value; the class `Recipe` if the key has no default."""
+    """Return the default of a recipe key as a JSON value; the class `Recipe` if the key is unknown or required."""
     owner: Any = Recipe
     *parents, name = key.split(".")
     for parent in parents:
@@ -269,7 +269,7 @@ def _default(key: str) -> Any:
 
 
 def _is_fixed(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether a key must not change on resume: `_FIXED` has the key, a parent of it, or a key below it."""
+    """Return whether a changed key must not change on resume."""
     if key.startswith(f"{MODEL_CONFIG}."):
         both = key in saved and key in facts
         same_classes = saved.get(_VERSION) == facts.get(_VERSION)

@@ -1,6 +1,6 @@
 """Experiment trackers (TensorBoard, wandb, mlflow) that show the metrics of a run; used on rank 0 only.
 
-A resumed run continues the run of each tracker. The ids of these runs are stored in `trackers.json`.
+A resumed run continues the run of each tracker. The ids of wandb and mlflow runs are stored in `trackers.json`.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ def make_trackers(
 ) -> list[Tracker]:
     """Start and return the trackers `names` of `training.report_to`.
 
-    They show the recipe values and, as the name of the run, the name of its directory. `resumed_step` is the last
-    finished step; 0 for a new run. `check_directory` raises HP721 if the run directory was removed, moved or replaced.
+    wandb and mlflow show the recipe values and name the run after its directory. `resumed_step` is the last finished
+    step; 0 for a new run. `check_directory` raises HP721 if the run directory was removed, moved or replaced.
 
     Raises:
+        RunDirectoryLost: HP721 from `check_directory`.
         TrackerFailed: HP632 when a tracker cannot start a run.
         OSError: The disk is full or broken.
     """
@@ -92,11 +93,7 @@ def make_trackers(
 
 
 def _known_ids(path: Path) -> dict[str, str]:
-    """Read the run ids by tracker that an earlier process of the run has stored; return {} if the file is absent.
-
-    Raises:
-        TrackerFailed: HP632 for a damaged file.
-    """
+    """Read the run ids by tracker that an earlier process of the run has stored; return {} if the file is absent."""
     if not path.exists():
         return {}
     try:
