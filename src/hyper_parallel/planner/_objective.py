@@ -88,7 +88,9 @@ def plan(
     Raises:
         BadValue: HP102 for an argument of an unsupported type or value.
         UnknownKey: HP101 for a pin of an unknown choice.
-        UnknownTopology, UnknownModel, ModelUnreadable: HP303, HP304, HP305 for `topology` and `model`.
+        UnknownTopology, UnknownModel: HP303, HP304 for an unknown name of a topology or model.
+        TopologyUnreadable, ModelUnreadable: HP309, HP305 for an unreadable file.
+        UnknownPeak: HP310 when the topology has no peak rate for the compute dtype.
         DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.
         NotDivisible, UnsupportedSharding, BatchMismatch: HP203, HP205, HP308 when the strategy is not legal.
         NoLegalStrategy: HP302 when no combination of degrees is legal.

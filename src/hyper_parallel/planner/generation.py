@@ -87,7 +87,9 @@ def plan_generation(
     Raises:
         BadValue: HP102 for an unknown objective, an unsupported dtype, lengths beyond the context, or a bad `strategy`.
         UnknownKey: HP101 for an unknown key in `strategy`.
-        UnknownTopology, UnknownModel, ModelUnreadable: HP303, HP304, HP305 for `topology` and `model`.
+        UnknownTopology, UnknownModel: HP303, HP304 for an unknown name of a topology or model.
+        TopologyUnreadable, ModelUnreadable: HP309, HP305 for an unreadable file.
+        UnknownPeak: HP310 when the topology has no peak rate for the dtype.
         UnsupportedSharding: HP205 for choices that generation does not support, such as cp or quantised weights, and
             for families that are not known to decode several sequences at a time.
         DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.

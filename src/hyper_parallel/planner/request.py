@@ -141,7 +141,7 @@ class PlanRequest:
         )
 
     def shard(self, strategy: Strategy, where: str | None = None, staged: bool = False) -> ShardPlan:
-        """Return layouts of the model under a strategy; `where`, `staged` and errors are those of `shard.plan_layouts`."""
+        """Return layouts of the model under a strategy; other arguments and errors as for `shard.plan_layouts`."""
         params = {p.name: p for b in self.model.blocks for p in b.params}
         attention = next((b.attention for b in self.model.blocks if b.attention), None)
         return plan_layouts(
