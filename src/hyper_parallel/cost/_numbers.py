@@ -175,7 +175,7 @@ class ModelNumbers:
     normed_width: float  # width of the normalized query and key heads of a layer; 0 for most models
     head_norms: float  # number of norms of query and key heads in an average layer
     unfused_norms: float  # norms of hidden states in an average layer, without torch's fused LayerNorm
-    # bytes per token that norms of hidden states save beyond `saved_elements` if unfused, divided by h
+    # bytes per token that norms of hidden states save beyond `saved_elements`, divided by h
     norm_bytes: float
     # bytes that norms of query and key heads save per element of their input
     head_norm_bytes: float

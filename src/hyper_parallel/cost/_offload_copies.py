@@ -120,7 +120,7 @@ class OffloadDemand:
         return np.maximum(self.need_bytes - limit, self.end_bytes - least)
 
     def cheapest(self) -> tuple[Offloaded, Array]:
-        """Return the evaluated option that adds the least time, as bytes to offload and recompute, and its seconds per step."""
+        """Return (bytes to offload and recompute, added seconds per step) of the option that adds the least time."""
         options = self._options()
         seconds = self.seconds(options)
         cheapest_option = np.expand_dims(np.argmin(seconds, axis=0), 0)

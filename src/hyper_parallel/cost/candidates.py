@@ -49,7 +49,7 @@ _ORDERED: Final = (("pp",), ("dp_replicate", "dp_shard"), ("cp",), ("tp_x",), ("
 ORDERS: Final = tuple(tuple(itertools.chain(*axes)) for axes in itertools.permutations(_ORDERED))
 """Orders of the mesh axes, outer to inner; column `order` is an index, 0 the order of `ir.AXES`.
 
-The two data-parallel axes stay adjacent, so that experts fold over ranks of one replica.
+The two data-parallel axes stay adjacent.
 """
 
 VALUES: Final[Mapping[str, tuple[object, ...]]] = {
@@ -98,8 +98,8 @@ class Candidates:
     microbatch: Array  # sequences per microbatch and data-parallel rank
     accumulation: Array  # microbatches per step
     recompute: Array  # index into `RECOMPUTE`
-    # states sharded over dp_shard (x cp): 0 none, 1 optimizer states, 2 also gradients (parameters are gathered once
-    # per microbatch and kept for backward), 3 also parameters (re-gathered in backward)
+    # states sharded over dp_shard (x cp): 0 none, 1 optimizer states, 2 also gradients, and parameters while unused
+    # (gathered in forward and kept for backward), 3 the same with parameters re-gathered in backward
     zero: Array
     order: Array  # index into `ORDERS`
     offload: Array  # 1 if bytes that exceed the device's memory are offloaded to host memory
@@ -118,7 +118,8 @@ class Candidates:
         """Return candidates with the given columns, and defaults for the others.
 
         Defaults: degrees, microbatch and accumulation 1; no overlap; 1F1B, or interleaved 1F1B if vpp > 1; no
-        recomputation; ZeRO-3; the order of `ir.AXES`; 2-D blocks (no effect if tp_y = 1); etp = tp if ep = 1, else 1.
+        recomputation and no offload; gathered inputs kept; ring attention; ZeRO-3; the order of `ir.AXES`; 2-D blocks
+        (no effect if tp_y = 1); etp = tp if ep = 1, else 1.
         """
         arrays: dict[str, Any] = {k: np.asarray(v, dtype=np.float64) for k, v in columns.items()}
         length = max((v.shape for v in arrays.values() if v.ndim == 1), default=(1,))

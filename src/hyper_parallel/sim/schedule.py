@@ -24,7 +24,7 @@ class Schedule:
     All times must have the same unit. Integer nanoseconds give exact results.
 
     Attributes:
-        free: End of the last task, by lane.
+        free: Time from which a lane is free, by lane: the end of its last task or hold.
     """
 
     def __init__(self) -> None:
