@@ -56,7 +56,7 @@ def load_topology(name_or_path: str | Path, num_devices: int | None = None) -> S
 
     Raises:
         UnknownTopology: HP303 when the argument is none of these; the nearest names are listed.
-        TopologyUnreadable: HP309 when the file is missing or is not a YAML mapping.
+        TopologyUnreadable: HP309 when the file is missing or is no YAML or JSON mapping.
         UnknownKey: HP101, BadValue: HP102 when a key of the file is unknown or its value is not allowed.
         HyperParallelError: As raised by `detect_local`, for `local`.
     """
@@ -191,7 +191,7 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
 
     Raises:
         BadValue: HP102 when `num_devices` is below one.
-        DeviceUnavailable: HP502 when more accelerators are requested than this machine has, or more than 4096 CPU ranks.
+        DeviceUnavailable: HP502 for more accelerators than this machine has, or more than 4096 ranks on its CPU.
         UnknownDevice: HP312 when no preset describes the accelerator.
     """
     if num_devices is not None and num_devices < 1:
