@@ -314,7 +314,7 @@ class StepWords(StrategyWords):
 
 
 def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
-    """Return the strategy written as a list of `key=value` words.
+    """Return the strategy that a text of `key=value` words describes.
 
     Args:
         text: Recipe keys with YAML values, separated by spaces; the prefixes `parallel.` and `training.` are optional.
@@ -367,10 +367,10 @@ def _values_by_key(text: str, nested: Collection[str]) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         if not (key and equals):
             raise BadValue(
-                f"`{word}` is not a setting of a strategy",
+                f"`{word}` does not have the form key=value",
                 where=_WHERE,
                 got=text,
-                allowed="key=value",
+                allowed="words such as tp=2, separated by spaces",
                 hint="dp_shard=4 tp=2",
             )
         for prefix in _PREFIXES:

@@ -96,11 +96,13 @@ class _FullPrices:
         return self.price_of(rows, position).per_token_s
 
     def price_until_proved(self, rows: Columns) -> tuple[NDArray[np.float64], float]:
-        """Compute full prices in order of the closed form, at most `MAX_SIMULATIONS`, until no other row can be better.
+        """Compute full prices in order of the closed form, until no other row can be better.
+
+        The computation stops early if the cache has `MAX_SIMULATIONS` prices.
 
         Returns:
             (seconds per token of every row, lower bound of rows that may still be better). The seconds are the full
-            price if computed, else the closed form. The bound is infinity unless the maximum number was reached.
+            price if computed, else the closed form. The bound is infinity unless the computation stopped early.
         """
         values, unpiped = rows["per_token_s"].copy(), rows["pp"] == 1
         least = float(values[unpiped].min(initial=math.inf))

@@ -56,7 +56,7 @@ def launch_settings(plan: Plan, stack: str) -> str:
 
 
 def recipe_values(plan: Plan) -> dict[str, Any]:
-    """Return a recipe for the plan, as a dict from section to its keys.
+    """Return a recipe for the plan, as a nested dict of keys and values.
 
     A plan has no data set, so `data.source` is `python-stdlib`.
     """

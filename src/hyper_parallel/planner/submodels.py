@@ -404,7 +404,10 @@ def submodel_lanes(
 
 
 def places_of_ranks(language: Strategy, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Return a dict from rank of the language part to its (data-parallel rank, pipeline stage)."""
+    """Return a dict from rank of the language part to its (data-parallel rank, pipeline rank).
+
+    `ranks` are the ranks of the language part in the order of its mesh.
+    """
     mesh, places = language.mesh(), dict[int, tuple[int, int]]()
     for position, rank in enumerate(ranks):
         coordinate = mesh.coordinate(position)
@@ -472,7 +475,7 @@ def plan_with_towers(
         request: The model with its towers, machine, workload and choices.
         towers: Towers of the model.
         media: Images or recordings per sequence, for every tower.
-        find: Function that returns the best plan of a request, without the towers' time.
+        find: Function that returns the best plan of a request, in which the towers take no time.
 
     Raises:
         DoesNotFit: HP401 if no plan leaves enough memory for the towers.
