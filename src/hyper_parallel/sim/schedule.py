@@ -1,4 +1,4 @@
-"""Start times of tasks on FIFO lanes: computed as tasks are appended, or for many vectors of durations at once."""
+"""Start times of tasks on lanes in list order: computed as tasks are appended, or for many durations at once."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class LaneProgram:
-    """Task graph on FIFO lanes, evaluated for many vectors of durations at once.
+    """Task graph on lanes that run tasks in list order, evaluated for many vectors of durations at once.
 
     Attributes:
         lanes: Lane of every task, a number from 0.

@@ -128,10 +128,10 @@ _TOOLS: Final = (
 
 
 def find_accelerators() -> list[Accelerator]:
-    """Return the accelerators that this process may use, in the order of their ids; empty without accelerators.
+    """Return the accelerators that this process may use; empty without accelerators.
 
-    CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES selects devices. If it has names instead of numbers, only their
-    count is used.
+    CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES selects and orders devices. If it has names instead of numbers,
+    only their count is used.
     """
     for command, parse, variable in _TOOLS:
         try:
@@ -186,8 +186,9 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
         accelerators: Known accelerators. None: detect them.
 
     Returns:
-        The preset of the accelerator with the reported number of devices and memory. Without accelerators, a CPU
-        machine with cores and memory divided among the ranks; its rates are measured once and cached.
+        The preset of the accelerator with the name `local`, the number of devices to use, and the reported memory if
+        there is any. Without accelerators, a CPU machine with cores and memory divided among the ranks; its rates are
+        measured once and cached.
 
     Raises:
         BadValue: HP102 when `num_devices` is below one.
