@@ -90,7 +90,7 @@ class DeviceCard:
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
-        """Return the source of the number with path `name`, such as `matmul.bfloat16`."""
+        """Return the source of the number with path `name`, such as `matmul.bfloat16`, or that the card lacks it."""
         return f"device card {self.name}: {self.sources.get(name, _INTERPOLATED)}"
 
     def share(self, table: str, dtype: str) -> float:
@@ -210,7 +210,7 @@ class StackCard:
         return self.interval.get(kind, UNFITTED_HALF_WIDTH)
 
     def source(self, name: str) -> str:
-        """Return the source of the number with path `name`."""
+        """Return the source of the number with path `name`; `default` if the card file lacks it."""
         return f"stack card {self.name}: {self.sources.get(name, 'default')}"
 
 

@@ -238,7 +238,7 @@ def step_collectives(
     rows: Mapping[int, tuple[int, int]] | None = None,
     pp_rank: int = 0,
 ) -> tuple[Collective, ...]:
-    """Return the collectives of one optimizer step, with calls and bytes, on the first rank of a pipeline stage.
+    """Return the collectives of one optimizer step on one rank, with calls and bytes.
 
     The rank has coordinate 0 on every axis but `pp`; there, shards are largest. A step is `accumulation_steps`
     microbatches (forward and backward), gradient clipping and the update. Other messages of a trainer (token counts,

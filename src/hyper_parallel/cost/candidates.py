@@ -196,8 +196,8 @@ class Candidates:
 
         Args:
             index: Index of the candidate.
-            base: Strategy from which the result takes the fields that are no columns: rules, schedule file and layers
-                per stage.
+            base: Strategy from which the result takes the fields that are no columns: rules, and with pp > 1 schedule
+                file and layers per stage.
             workload: Workload from which the result takes sequence length and number formats.
         """
         row = {name: int(getattr(self, name)[index]) for name in Candidates.__slots__}

@@ -52,8 +52,8 @@ def plan_recipe(
     Args:
         recipe: Recipe of the run.
         world_size: Number of started ranks that train; with `grpo.rollout_ranks: auto`, of all started ranks. None: the
-            product of the degrees. With `parallel: auto`, None means `parallel.world_size`, else every accelerator of
-            the topology, or 4 ranks on a machine without accelerators.
+            product of the degrees. With `parallel: auto`, None means `parallel.world_size`, else every device of the
+            topology (`local` without accelerators: 4 ranks).
         where: Function from a recipe key to the origin of its value, for errors: `LoadedRecipe.where`.
         model: Spec of the recipe's model; None: read from `model.path`.
         trained: Fraction of the parameters with a gradient; None: estimated by `trained_share`.

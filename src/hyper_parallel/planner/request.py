@@ -109,7 +109,7 @@ class PlanRequest:
         return int(self.capacity_bytes or self.supernode.device.memory_bytes.value)
 
     def with_headroom(self, share: float | None = None) -> PlanRequest:
-        """Return the request with the fraction `share` of device memory left free, with a note.
+        """Return the request with the fraction `share` of device memory left free, with a note if it is above 0.
 
         None means `HEADROOM`, or 0 on a CPU. If `capacity_bytes` is set, no further memory is left free.
         """
