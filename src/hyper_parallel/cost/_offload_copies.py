@@ -12,8 +12,8 @@ microbatch:
 
 A global-norm clip needs every gradient, so no state is updated or evicted before the last backward ends. If several
 microbatches are in flight, except under GPipe, copies of each direction overlap forward and backward. The offloaded and
-recomputed fractions are chosen for the least extra time. The formulas ignore latency, the order of copies within a pass and address
-fragmentation, and assume that parts of a storage can be offloaded.
+recomputed fractions are chosen for the least extra time. The formulas ignore latency, the order of copies within a pass
+and address fragmentation, and assume that parts of a storage can be offloaded.
 """
 
 from __future__ import annotations

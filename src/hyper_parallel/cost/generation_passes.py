@@ -1,8 +1,8 @@
 """Seconds and bytes of generation: passes over prompts (prefill), and over one token of every sequence (decode).
 
 The time of a kernel is that of its arithmetic or of its memory reads, whichever is longer; kernels run one after the
-other. A pass reads the KV cache and the weights once, but of the experts only those that its tokens choose. Pipeline
-stages run one after the other, so a pass takes the seconds of all layers.
+other. A pass reads the KV cache and the weights once; of routed experts, it reads only those that its tokens choose.
+Pipeline stages run one after the other, so a pass takes the seconds of all layers.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def pass_bytes(s: PricingCase, work: GenerateWorkload) -> tuple[Array, Array]:
 
     The fixed bytes are the device context, and with FSDP the gathered parameters of two layers, embedding and head. The
     bytes of a sequence are the activations of one layer in a prefill (as many as training saves for backward), keys and
-    values repeated for all query heads, and logits with two float64 copies.
+    values that attention computes from the cache, and logits with two float64 copies.
     """
     n, c, card, width = s.n, s.c, s.machine.card, s.machine.width
     chunk = -(-work.prompt_len // work.prompt_passes)

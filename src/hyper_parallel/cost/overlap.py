@@ -377,7 +377,7 @@ def _exposed_stream(s: PricingCase, chunks: int) -> Array:
 
 
 def _exposed_halves(s: PricingCase, compute_s: Array, halves: int, chunks: int) -> tuple[Array, Array]:
-    """Return the exposed seconds of (tensor-parallel, expert) collectives with half-batches."""
+    """Return the exposed seconds of (tensor-parallel, expert) collectives with `halves` parts of a microbatch."""
     demand, layers = s.machine.card.collective_share, float(s.n.layers)
     flows, repeats = np.zeros(1), s.full
     forward, backward = _passes(s, halves, chunks)
