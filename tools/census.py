@@ -1,6 +1,6 @@
 """Train every causal and image-text language model type of transformers on every parallel axis, via the command line.
 
-    python tools/census.py                        all model types, into docs/census.json (hours on 2 cores)
+    python tools/census.py                        all model types, into docs/census.json (1 to 2 hours on 2 cores)
     python tools/census.py --missing --shard 0/2  half of the rows and cells that the file lacks; 1/2: the others
     python tools/census.py starcoder2 mamba       these types only, printed; with --record, also recorded
     python tools/census.py --axes tp,pp cohere    these axes only
@@ -8,7 +8,8 @@
 Each type has a config shrunk by `tools/census_models.py`, and must train in plain transformers. A cell is a run of two
 steps of `hyper-parallel train` in float64, from weights that plain transformers has saved. On one rank, the first loss
 and gradient norm must equal those of plain transformers to 1e-10. On an axis, both steps must equal those of one rank.
-A cell is `ok`, a coded refusal, `differs` or `fails`. Every row is recorded when it is complete.
+`auto` is the layout that the planner chooses for 4 ranks, with full recompute. A cell is `ok`, a coded refusal,
+`differs` or `fails`. Every row is recorded when it is complete.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ AXES = {
     "one rank": ["parallel.dp_shard=1"],
     "dp_replicate": ["parallel.dp_replicate=2"],
     "dp_shard": ["parallel.dp_shard=2"],
-    "recompute": ["training.recompute=full"],
+    "auto": ["training.recompute=full"],
     "pp": ["parallel.pp=2"],
     "tp": ["parallel.tp=2"],
     "cp": ["parallel.cp=2"],

@@ -43,7 +43,7 @@ COLUMNS: dict[str, Strategy] = {
     "cp ring": Strategy(dp_shard=2, cp=2, cp_kind="ring"),
     "cp Ulysses": Strategy(dp_shard=2, cp=2, cp_kind="ulysses"),
 }
-AXES = ("one rank", "dp_replicate", "dp_shard", "recompute", "pp", "tp", "cp", "ep")
+AXES = ("one rank", "dp_replicate", "dp_shard", "auto", "pp", "tp", "cp", "ep")
 LIMIT = 1e-10
 FAILS = "fails:"
 """Prefix of a cell that is neither equal to one device nor refused, which is a defect."""
@@ -51,13 +51,12 @@ PAGE_TEXT = """# Compatibility
 
 <!-- Written by tools/make_compatibility.py from docs/census.json; do not edit. -->
 
-The types listed here, of transformers {transformers} on torch {torch}, shrunk and with random weights, were tried
-through `hyper-parallel train` by `tools/census.py`; a type that is not listed has not been tried yet. A cell
-is a run of two steps in float64. `ok` on one rank: loss
-and gradient norm of the first step are those of plain transformers on the same tokens, to 1e-10. `ok` on an axis:
-those of both steps are the ones of one rank, to 1e-10. The axes have two ranks (`ep`: dp_shard 2, ep 2; `recompute`:
-one rank, full). Numbers in parentheses are what was refused or went wrong, with its sentence below; an empty cell was
-not run.{older}
+The table lists types of transformers {transformers} on torch {torch}, shrunk and with random weights, run with
+`hyper-parallel train` by `tools/census.py`. A cell is a run of two steps in float64. On one rank `ok` means that loss
+and gradient norm of the first step equal those of plain transformers on the same tokens to 1e-10. On an axis `ok`
+means that both steps equal those of one rank to 1e-10. The axes have two ranks (`ep`: dp_shard 2, ep 2). `auto` is the
+layout that the planner chooses for 4 ranks, with full recompute. A number in parentheses is a refusal or a failure; its
+sentence is below the table. An empty cell was not run.{older}
 
 ## Causal language models
 

@@ -307,3 +307,9 @@ def test_what_is_ruled_out_is_counted():
     reasons = Counter(found.ruled_out)
     assert reasons["more data-parallel ranks than prompts"]
     assert found.priced + sum(reasons.values()) > 20
+
+
+@pytest.mark.parametrize("text", ["tp=2 'x", 'tp=2 "', "tp=2 \\"])
+def test_a_strategy_with_an_open_quote_is_refused(text):
+    with pytest.raises(BadValue, match="cannot be split into words"):
+        plan_generation(small_model(), machine(), LONG, strategy=text)

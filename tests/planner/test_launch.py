@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import BadValue
 from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.mpmd import make_schedule
 from hyper_parallel.planner import gantt, launch_settings, plan, plan_recipe
 
 pytestmark = pytest.mark.unit
@@ -95,6 +98,17 @@ def test_uneven_stages_and_sharded_optimizer_states_are_expressed():
     assert f"--decoder-first-pipeline-num-layers {per_rank[0]}\n" in launch_settings(chosen, "megatron")
     assert "# not expressed: schedule zbv; 1F1B" in launch_settings(chosen, "megatron")
     assert yaml.safe_load(launch_settings(chosen, "ours"))["parallel"]["zero"] == 1
+
+
+def test_the_chart_of_a_schedule_file_has_all_its_microbatches(tmp_path):
+    path = tmp_path / "actions.csv"
+    path.write_text(make_schedule("1f1b", 2, 6).to_csv())
+    strategy = Strategy(pp=2, dp_shard=4, schedule_file=str(path))
+    workload = Workload(4096, microbatch=1, accumulation_steps=6)
+    chosen = plan("llama-3-8b", "dgx-h100", workload, strategy=strategy)
+    assert "microbatches" not in gantt(chosen).splitlines()[0]
+    shorter = plan("llama-3-8b", "dgx-h100", workload, strategy=replace(strategy, schedule_file=""))
+    assert "4 of 6 microbatches" in gantt(shorter).splitlines()[0]
 
 
 def test_the_chart_has_a_line_for_every_pipeline_rank():

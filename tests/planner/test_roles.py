@@ -143,10 +143,10 @@ def test_ranks_that_sample_take_their_completions_in_turns_of_a_microbatch(recip
     assert "grpo.max_staleness=1" in told.reason
 
 
-def explicit(make, ranks, tp, staleness, devices, tight):
+def explicit(make, ranks, tp, staleness, devices, tight, more):
     """Seconds per step of every layout of a split that is legal and fits, as explicit degrees."""
     degrees = [d for d in (1, 2, 4) if d <= devices]
-    grpo = {"rollout_ranks": ranks, "rollout_tp": tp, "max_staleness": staleness if ranks else 0}
+    grpo = {"rollout_ranks": ranks, "rollout_tp": tp, "max_staleness": staleness if ranks else 0, **more}
     # Where there is enough memory, nothing is done again: it would only take longer.
     again = [{}, *({"recompute": "full", "recompute_layers": n} for n in range(1, 5) if tight)]
     inputs = ("keep", "re-gather") if tight else ("keep",)
@@ -181,16 +181,24 @@ def explicit(make, ranks, tp, staleness, devices, tight):
     [(64, 100, 0), (64, 100, 1), (64, 1, 1), pytest.param(2.4, 20, 1, marks=pytest.mark.slow)],
 )
 def test_the_search_finds_the_best_of_all_splits_and_layouts(recipe, memory, link, staleness):
+    check_search(recipe, memory, link, staleness)
+
+
+def test_the_search_divides_sampling_by_the_iterations_that_learn_from_it(recipe):
+    check_search(recipe, 64, 100, 0, num_iterations=4)
+
+
+def check_search(recipe, memory, link, staleness, **more):
     def make(**sections):
         return recipe(memory=memory, link=link, **sections)
 
     every = {}
     for ranks in range(4):
         for tp in [t for t in (1, 2, 4) if ranks and ranks % t == 0] or [1]:
-            times = [*explicit(make, ranks, tp, staleness, 4 - ranks, memory < 64)]
+            times = [*explicit(make, ranks, tp, staleness, 4 - ranks, memory < 64, more)]
             if times:
                 every[ranks, tp] = min(times)
-    grpo = {**AUTO, "max_staleness": staleness}
+    grpo = {**AUTO, "max_staleness": staleness, **more}
     parallel = {"auto": True, "world_size": 4}
     training = {"tokens_per_step": 512 * 8}
     found = plan_recipe(make(parallel=parallel, grpo=grpo, training=training)).roles

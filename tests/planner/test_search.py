@@ -198,6 +198,12 @@ def test_pins_exclusions_and_choices():
         plan("llama-3-8b", machine(), pins={"cp": 2}, exclude=("cp",))
 
 
+def test_least_memory_within_a_deadline_needs_the_tokens_of_a_step():
+    workload = Workload(512, microbatch=1, accumulation_steps=4)
+    with pytest.raises(BadValue, match="tokens per step"):
+        plan(small_model(), machine(), workload, num_devices=16, objective="memory", deadline_s=1e-6)
+
+
 @pytest.mark.slow
 def test_objectives():
     model, supernode, workload = small_model(), machine(), Workload(512, 512 * 64)

@@ -135,6 +135,14 @@ def test_tensors_are_refused_by_name(adapter, change, says):
     assert says in found.render()
 
 
+@pytest.mark.parametrize("targets", [["q_projection"], "q_projection", ["q_proj", "self_attn"]])
+def test_hints_name_the_key_of_the_file_that_is_read(adapter, targets):
+    directory = adapter(target_modules=targets)
+    hint = refused(directory).hint
+    assert hint.startswith("set target_modules to [q_proj")
+    assert hint.endswith(f"] in {directory / 'adapter_config.json'}")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"r": 1' + "0" * 9999 + "}", "\ud800"])
 def test_a_configuration_that_is_no_object_is_refused(adapter, text):
     directory = adapter()

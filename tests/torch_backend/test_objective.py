@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, XLNetConfig, XLNetLMHeadModel
 
 import hyper_parallel as hp
 from hyper_parallel.errors import BadObjective, BadValue, NoLoss, UnsupportedSharding
@@ -151,6 +151,23 @@ def test_three_axes_at_once() -> None:
     hp.launch(lambda _: check(oracle, "tp=2 pp=2 cp=2"), 8, timeout_s=240)
 
 
+@pytest.mark.dist
+def test_logits_that_every_tensor_rank_has_in_full_count_once() -> None:
+    """The forward of XLNet works on whole logits, so its head is replicated."""
+    torch.manual_seed(0)
+    config = XLNetConfig(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=64)
+    model, batch = XLNetLMHeadModel(config).double().eval(), pairs()
+
+    def step(words: str) -> float:
+        parallel = copy.deepcopy(model)
+        hp.parallelize(parallel, hp.plan_of(model, words, WORKLOAD))
+        return hp.forward_backward(parallel, [batch], objective=distill, over="logits").item()
+
+    expected = step("")
+    for value in hp.launch(lambda _: step("tp=2"), 2, timeout_s=120):
+        assert value == pytest.approx(expected, rel=1e-10)
+
+
 @pytest.mark.torch
 def test_what_an_objective_may_not_be() -> None:
     model = build()
@@ -180,3 +197,16 @@ def test_the_cross_entropy_counts_its_own_tokens() -> None:
         batch["labels"][:, 1:].flatten(),
     )
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("padding", [0, 4])
+def test_input_ids_without_labels_are_their_own_labels(padding: int) -> None:
+    model, ids = build(), pairs()["input_ids"]
+    hp.parallelize(model, hp.plan_of(model, "", WORKLOAD))
+    mask = torch.ones_like(ids)
+    mask[:, SEQ_LEN - padding :] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    labels = ids.masked_fill(mask == 0, -100)
+    expected = hp.forward_loss(model, [{**batch, "labels": labels}])
+    torch.testing.assert_close(hp.forward_loss(model, [batch]), expected, rtol=1e-12, atol=0)

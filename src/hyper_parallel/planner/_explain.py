@@ -7,6 +7,7 @@ from typing import Final
 
 from hyper_parallel.cost import COPIES, LOCAL_CARD, UNFITTED_HALF_WIDTH, OffloadDemand, stack_card
 from hyper_parallel.ir import Certificate, CostTerm, Plan, Sensitivity
+from hyper_parallel.planner.bounds import TIE
 from hyper_parallel.planner.pricing import PricedStrategy
 from hyper_parallel.units import format_bytes, format_seconds
 
@@ -55,6 +56,8 @@ def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
     share = loser.per_token_s / best.per_token_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:
+        how_much = "slower by less than 0.1%"
+    if share < TIE:
         return "equally fast, but neither simpler (smaller tp, cp, pp, ep) nor smaller in memory"
     winner = {t.name: t.seconds for t in best.cost}
     term = max(loser.cost, key=lambda t: t.seconds - winner.get(t.name, 0.0))

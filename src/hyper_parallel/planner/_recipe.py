@@ -363,7 +363,17 @@ def _values_by_key(text: str, nested: Collection[str]) -> dict[str, Any]:
         BadValue: HP102 for a word without key or `=`, or a value that is not YAML.
     """
     values: dict[str, Any] = {}
-    for word in shlex.split(text):
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BadValue(
+            f"the text of a strategy cannot be split into words: {error}",
+            where=_WHERE,
+            got=text,
+            allowed="key=value words with paired quotes",
+            hint="dp_shard=4 tp=2",
+        ) from error
+    for word in words:
         key, equals, value = word.partition("=")
         if not (key and equals):
             raise BadValue(

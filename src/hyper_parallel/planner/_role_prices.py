@@ -118,11 +118,10 @@ class Roles:
     def colocated(self) -> list[tuple[float, PlanRequest]]:
         """Return (lower bound, request) for each microbatch size, for ranks that both sample and learn.
 
-        The lower bound assumes `grpo.num_iterations` = 1. It is the time of the fastest sampling of a rollout over all
-        layouts, divided by the tokens of a step. It is 0 if the tokens per step or the microbatch size are not set, or
-        if no layout can be priced.
+        The lower bound is the fastest sampling over all layouts, in seconds per token of an optimizer step. It is 0 if
+        the tokens per step or the microbatch size are not set, or if no layout can be priced.
         """
-        bounds, tokens = [], self.request.workload.tokens_per_step or 1
+        bounds, tokens = [], self.grpo.num_iterations * (self.request.workload.tokens_per_step or 1)
         for r, batch in zip(self.requests(self.devices), self._microbatches, strict=True):
             times = [0.0]
             if self.rows and batch:

@@ -107,19 +107,15 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
     """Return a chart of the simulated step as text, with one line per pipeline rank.
 
     F is a forward, B a backward (I: gradients of inputs, W: of weights), c an exposed collective or the gradient norm,
-    u other work of the tail, and a dot idle time. A step with more than max(2 * pp, 4) microbatches is drawn with only
-    so many; the title says so. If there are more than `MAX_RANKS` ranks, only the first and the last `MAX_RANKS / 2`
-    are drawn.
+    u other work of the tail, and a dot idle time. Without a schedule file, at most max(2 * pp, 4) microbatches are
+    drawn; the title states the number. Of more than `MAX_RANKS` ranks, only the first and the last half are drawn.
 
     Args:
         plan: A plan with stages.
         width: Characters per line, without the name of the rank.
-
-    Raises:
-        PlanUnreadable, ScheduleError: HP306, HP320 as for `plan_tasks`.
     """
     s, microbatches = plan.strategy, plan.workload.accumulation_steps or 1
-    drawn = min(microbatches, max(2 * s.pp, 4))
+    drawn = microbatches if s.schedule_file else min(microbatches, max(2 * s.pp, 4))
     plan = replace(plan, workload=replace(plan.workload, accumulation_steps=drawn))
     timeline = simulate_plan(plan)
     end = timeline.end_s or 1.0

@@ -1,9 +1,9 @@
-"""Calibration of this machine: measure it, write its cards, and compare the predictions of old and new cards.
+"""Calibration of this machine: measure it, write its cards, and compare the predictions of shipped and new cards.
 
 The constants of the cost model are stored in a device card (rates and overheads of the hardware) and a stack card
 (overheads of the framework). Ranks measure these constants by micro-benchmarks and by probes. A probe is a training
-step of a small model with some layout. The models of several probes are resident at once. In each round every model
-runs a step, so other load on the machine affects all probes alike.
+step of a small model with some layout. Probes run in groups whose models are resident at once. In each round every
+model of a group runs a step, so other load on the machine affects all probes of the group alike.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ _WINDOW_S: Final = 0.12
 _SHORT_WINDOW_S: Final = 0.06
 _NARROW: Final = 64
 _WIDE: Final = 256
-"""Hidden sizes of the probed models: operator launches dominate the step of a narrow model, matmuls that of a wide
-model."""
+"""Hidden sizes of the models that are probed on a CPU. Operator launches dominate the step of a narrow model, and
+matmuls the step of a wide model."""
 _MANY_RANKS: Final = 4
-"""Number of ranks above which probes have fewer layers, because ranks that share cores are slower."""
+"""Number of ranks above which most multi-rank probes have 1 layer instead of 2: ranks that share cores are slower."""
 _AT_ONCE: Final = 5
-"""Number of resident probes: dozens of models and process groups would slow a rank by up to a factor of 3."""
+"""Maximum number of probes of a group; more resident models and process groups would slow down a rank."""
 _MIN_ROUNDS: Final = 3
 """Minimum rounds per measurement: a warm-up round, which does not count, and two counted rounds."""
 _MAX_ROUNDS: Final = 15
 _BUDGET_S: Final = 2.0
-"""Seconds after which no round starts beyond `_MIN_ROUNDS`, so that all probes take minutes."""
+"""Seconds after which a group of probes starts no further round beyond `_MIN_ROUNDS`."""
 
 _Row = tuple[int, int, Mapping[str, Any], int, int, bool]
 
@@ -95,7 +95,7 @@ class Probe:
     Attributes:
         config: Values of the model's `config.json`.
         plan_model: `ModelSpec` of the model, for the planner.
-        plan: Plan with the layout.
+        plan: Plan with the layout and the workload.
     """
 
     config: dict[str, Any]
@@ -108,10 +108,11 @@ def make_probes(supernode: Supernode, *, short: bool = False) -> list[Probe]:
 
     The first two probes differ only in their number of layers. An accelerator has no further probes. On a CPU, two
     widths separate the time of FLOPs from the launch time of operators. Several numbers of layers and microbatches
-    separate costs per layer from costs per step. With a multiple of 4 ranks, every parallel axis has a probe.
+    separate costs per layer from costs per step. Without `short` and with a multiple of 4 ranks, every parallel axis
+    has a probe.
 
     Args:
-        supernode: Machine to measure, with all its ranks.
+        supernode: Machine to measure; each of its devices is a rank.
         short: Whether to return fewer probes on a CPU, only for dense models on the axes dp_replicate, dp_shard, tp_x,
             cp, pp.
     """
@@ -183,8 +184,7 @@ def time_probes(probes: Sequence[Probe], world: World, pick: Callable[[Sequence[
     Args:
         probes: Probes to time.
         world: Ranks of the process group, and this rank's device.
-        pick: Function that combines a probe's seconds in all rounds but the first: the minimum to compare layouts, or
-            the median to predict a run.
+        pick: Function that combines a probe's seconds per step of all rounds but the first.
     """
     runs = [_timed_step(probe, world) for probe in probes]
     # A real run has a single model, so garbage collection must not traverse the objects of all models.
@@ -208,10 +208,10 @@ def short_step(
     valid_tokens: int,
     world: World,
 ) -> Tensor:
-    """Run a training step: forward and backward of all microbatches, clipping, loss reduction and optimizer update.
+    """Run a training step: forward, backward, clipping to gradient norm 1, loss reduction and optimizer update.
 
-    Returns:
-        Scalar tensor with the loss over all ranks. The host does not wait for the device.
+    `valid_tokens` is the number of target tokens of the step over all ranks and microbatches. Return the loss over all
+    ranks as a scalar tensor.
     """
     loss = forward_backward(model, microbatches, valid_tokens)
     clip_grad_norm_(model, 1.0)
@@ -253,9 +253,13 @@ def calibrate_local(output: Path | None, ranks: int | None, check: Path | None, 
     Args:
         output: Path of the card file; None: the path that `plan` and `train` read.
         ranks: Number of ranks; None: all accelerators, or 4 ranks on a machine without accelerators.
-        check: Recipe to train. Its measured step is compared with the predictions of the old and the new cards. None:
-            no comparison.
-        steps: Number of steps to train.
+        check: Recipe to train. Its measured step is compared with the predictions of the shipped and the new cards.
+            None: no comparison.
+        steps: Number of steps to train, at least 4; the first 3 steps are not measured.
+
+    Raises:
+        OutputNotWritable: HP105 if `output` exists and is not a card file, or if the cards cannot be written.
+        HyperParallelError: Errors of detecting the machine, and of planning and training `check`.
     """
     path = output or own_path()
     check_card_file(path)
@@ -278,11 +282,11 @@ def calibrate_local(output: Path | None, ranks: int | None, check: Path | None, 
 def calibrate_first_run(job: Job) -> str | None:
     """Measure this machine for some seconds before its first run, and save the cards where `calibrate` saves them.
 
-    Nothing is measured under torchrun, if the topology is not `local`, or if the saved cards cover this number of
-    ranks.
+    Nothing is measured under torchrun, if the topology is not `local`, or if the number of ranks lies within the range
+    of the saved cards.
 
     Returns:
-        Line of output, or None if no cards were saved. After a measurement the caller must plan the run again.
+        Line of output, after which the caller must plan the run again; None if no cards were saved.
     """
     ranks = job.ranks
     if job.recipe.topology != "local" or under_torchrun():
@@ -326,7 +330,7 @@ def _rank_counts(supernode: Supernode) -> list[int]:
 def _measure(supernode: Supernode, *, short: bool = False) -> tuple[DeviceCard, StackCard]:
     """Measure the machine with all its ranks and return its cards.
 
-    With `short` on a CPU, constants that no probe measures have the values of the CPU card in this package.
+    With `short` on a CPU, the constants of experts and of axes without a probe are those of the shipped CPU card.
     """
     ranks, kind = supernode.num_devices, supernode.device.kind
     # With a name other than `local`, earlier or damaged cards of this machine are not read.

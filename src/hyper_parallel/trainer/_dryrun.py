@@ -1,8 +1,8 @@
 """Dry run: trace of a recipe's training step for any machine, rank by rank in this process, with fake tensors.
 
 The traced code is that of a real step: the model, `parallelize`, forward, backward, clipping, loss reduction and
-optimizer step. Collectives return at once without transfers, and tensors have sizes but no values. A `Recorder` records
-the operators. Memory peaks and collectives are computed from the recording.
+optimizer step. Collectives return at once without transfers. Tensors except the token ids have sizes but no values. A
+`Recorder` records the operators. Memory peaks and collectives are computed from the recording.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TracedRank:
 
 
 def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
-    """Compare traced with planned collectives; return a sentence for each (kind, axes) with other calls or bytes.
+    """Return a sentence for each (kind, axes) whose traced and planned collectives differ in calls or sent bytes.
 
     The plan predicts the collectives of rank 0, so `rank` should be rank 0. Collectives of the step log are ignored.
     """
@@ -91,10 +91,10 @@ def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Trace `scaled_dot_product_attention` as a single fused operator even if keys and values differ in width.
+    """Trace `scaled_dot_product_attention` as a single fused operator even if keys and values differ in head size.
 
-    Accelerators have such a fused kernel. On a CPU it requires equal widths of keys and values. The torch function is
-    patched inside the context, because a `TorchFunctionMode` would not cover recompute during backward.
+    Accelerators have such a fused kernel; the CPU kernel requires equal head sizes. The torch function is patched
+    inside the context, because a `TorchFunctionMode` would not cover recompute during backward.
     """
     original = F.scaled_dot_product_attention
 
@@ -122,8 +122,9 @@ def trace_rank(
 ) -> TracedRank:
     """Trace a training step on one rank of a plan, which may have any number of ranks.
 
-    `build` returns the model on the meta device. Without `workspace`, the workspace bytes of operators are not counted.
-    With `accelerator`, attention is a single fused operator, as on accelerators.
+    `build` returns the model on the meta device. The bytes of each tensor are rounded up to `alignment_bytes`. Without
+    `workspace`, the workspace bytes of operators are not counted. With `accelerator`, attention is a single fused
+    operator, as on accelerators.
     """
     start = time.perf_counter()
     strategy = plan.strategy
@@ -165,7 +166,7 @@ def trace_rank(
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer state by a step with zero gradients; the traced step then represents all later steps."""
+    """Create the optimizer state by a step with zero gradients, and free the gradients."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -243,7 +244,7 @@ def dry_run(loaded: LoadedRecipe, *, num_ranks: int | None = None, rank: int | N
     Raises:
         BadValue: HP102 when `rank` is not a rank of the plan.
         Contradiction: HP104 if torch.distributed is initialized, or for a recipe that a dry run does not support.
-        HyperParallelError: Errors of planning and `parallelize`.
+        HyperParallelError: Errors of reading the model, planning and `parallelize`.
     """
     from hyper_parallel.planner import plan_recipe
 
@@ -300,9 +301,9 @@ def _check_support(loaded: LoadedRecipe) -> None:
 
 
 def distinct_ranks(plan: Plan) -> tuple[int, ...]:
-    """Return a rank of every pipeline stage; ranks of a stage run the same program, except for sizes of uneven shards.
+    """Return one rank of every pipeline stage: the rank with coordinate 0 on all other axes.
 
-    These ranks have coordinate 0 on all other axes, where uneven shards are largest.
+    Ranks of a stage run the same program. Uneven shards are largest at coordinate 0.
     """
     stages = plan.strategy.pp
     return tuple(range(0, plan.strategy.world_size, plan.strategy.world_size // stages))

@@ -32,10 +32,10 @@ def replan_for_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
 
 
 def replan_for_launched(loaded: LoadedRecipe, launched: int | None) -> LoadedRecipe:
-    """Return a recipe with `training.elastic` changed to the number of ranks that torchrun has launched.
+    """Return the recipe with `parallel: auto` for the number of ranks that torchrun has launched.
 
-    Return the recipe unchanged if it is not elastic, if `launched` is None, or if its own number of ranks is `launched`
-    or not set.
+    Return the recipe unchanged without `training.elastic`, if `launched` is None, or if the recipe's own number of
+    ranks is `launched` or not set.
     """
     parallel = loaded.recipe.parallel
     planned = parallel.world_size
@@ -47,7 +47,7 @@ def replan_for_launched(loaded: LoadedRecipe, launched: int | None) -> LoadedRec
 
 
 def with_planned_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
-    """Replace `grpo.rollout_ranks` and `grpo.rollout_tp` by the plan's values if either is `auto`.
+    """Return the recipe with the plan's `grpo.rollout_ranks` and `grpo.rollout_tp` if either is `auto`.
 
     `parallel.world_size` becomes the number of training ranks. If the plan has no sampling ranks, the options that
     require sampling ranks (staleness, partial rollouts, reference role) are reset.
@@ -71,7 +71,7 @@ def with_planned_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
 
 
 def replan_up_to(loaded: LoadedRecipe, most: int) -> LoadedRecipe:
-    """Return the recipe changed to the largest number of ranks, at most `most`, that the planner accepts.
+    """Return the recipe with `parallel: auto` for the largest number of ranks, at most `most`, that has a plan.
 
     Raises:
         HyperParallelError: Error of planning for one rank, if planning fails for every number of ranks.

@@ -51,7 +51,7 @@ _AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
 _DROPPABLE_AXES: Final = ("dp_replicate", "dp_shard", "tp_y", "cp")
 """Axes that get degree 1, in this order, until at most `_MAX_RANKS` ranks remain."""
 _MAX_FULL_WIDTH_PARAMETERS: Final = 50_000_000
-"""Maximum parameters of a model that is reduced in depth only, which is tried if the narrow model fails."""
+"""Maximum parameters of a model reduced in depth only. Such a model replaces a narrow model that does not train."""
 _TEXT_SEQ_LEN, _RECORD_SEQ_LEN = 64, 512
 """Maximum sequence lengths for plain text (stage pt), and for conversations and pairs."""
 _MICROBATCHES: Final = 4  # sufficient for two virtual stages on each of two ranks
@@ -67,10 +67,10 @@ class Difference:
     Attributes:
         name: `loss`, `grad_norm`, or a parameter name for the norm of the parameter's gradient.
         step: Step, from 1.
-        one_rank: Value of the single-rank run.
+        one_rank: Value of the single-rank run; NaN if this run lacks the metric.
         layout: Value of the layout's run; NaN if this run lacks the metric.
-        relative: Absolute difference divided by `one_rank`. For a very small gradient the divisor is a fraction of the
-            total gradient norm instead.
+        relative: |one_rank - layout| / |one_rank|. The divisor of a gradient norm is at least `_FLOOR` times the total
+            gradient norm of the single-rank run.
     """
 
     name: str
@@ -88,8 +88,8 @@ class Parity:
         model: Description of the trained model.
         strategy: Tested layout.
         notes: Sentences about changes of the recipe's layout for the test.
-        differences: All metrics of all steps, including equal metrics. Their order within a step is loss, gradient
-            norm, parameters in the model's order.
+        differences: All metrics of all steps, including equal metrics. Each step has the loss, the gradient norm, and
+            then the parameters in the model's order.
     """
 
     model: str
@@ -99,17 +99,16 @@ class Parity:
 
     @property
     def first(self) -> Difference | None:
-        """First parameter gradient, by step and then in the model's order, that differs by more than `LIMIT`.
+        """First parameter gradient that differs by more than `LIMIT`, else the first such loss or gradient norm.
 
-        If no parameter gradient differs: the first loss or total gradient norm that differs; None if no metric
-        differs.
+        None if no metric differs.
         """
         wrong = [d for d in self.differences if not d.relative <= LIMIT]
         parameters = [d for d in wrong if d.name not in ("loss", "grad_norm")]
         return next(iter(parameters or wrong), None)
 
     def worst(self, count: int) -> list[Difference]:
-        """Return the largest relative difference of each metric over all steps, for the `count` worst metrics."""
+        """Return the `count` metrics that differ most, each with its worst step; NaN counts as the worst."""
         worst: dict[str, Difference] = {}
         for d in sorted(self.differences, key=lambda d: -d.relative if d.relative >= 0 else -math.inf):
             worst.setdefault(d.name, d)
@@ -124,7 +123,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
     `steps` is the number of optimizer steps of each run.
 
     Raises:
-        Contradiction: HP104 in a process of torchrun, or for a recipe with sub-models.
+        Contradiction: HP104 in a process of torchrun, or for a recipe with `parallel.submodels`.
         HyperParallelError: Errors of preparing or training the runs.
     """
     if under_torchrun():
@@ -160,7 +159,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
 
 
 def _layout(loaded: LoadedRecipe) -> tuple[Strategy, tuple[str, ...]]:
-    """Return the recipe's layout reduced to at most `_MAX_RANKS` ranks, and a sentence about each change."""
+    """Return the layout reduced to at most `_MAX_RANKS` ranks, and notes about changed degrees and schedules."""
     recipe = loaded.recipe
     strategy = plan_recipe(recipe, None, loaded.where, read_recipe_spec(loaded)).strategy
     hybrid = strategy.cp_kind == "hybrid" and strategy.cp > 2
@@ -261,7 +260,7 @@ def _job(loaded: LoadedRecipe, recipe: Recipe, parallel: Parallel) -> Job:
 
 
 def _run(job: Job) -> tuple[Steps, list[str]]:
-    """Train on local ranks; return the metrics of each step, and the metric names in the model's order."""
+    """Train on local ranks; return the metrics of each step, and the metric names in the order of the first step."""
     ranks = job.plan.strategy.world_size
     results = launch(lambda _: _rank(job), ranks, threads=rank_threads(ranks))
     steps: Steps = []
@@ -275,7 +274,7 @@ def _run(job: Job) -> tuple[Steps, list[str]]:
 
 
 def _rank(job: Job) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Train on this rank; return per step (loss and gradient norm, this rank's share of squared norms by parameter)."""
+    """Return, per step, loss and gradient norm, and this rank's share of squared gradient norms by parameter."""
     training, steps = job.recipe.training, []
     squares: dict[str, float] = {}
     with World.join("cpu") as world, TorchEngine(job, world, Display(0, False)) as engine:

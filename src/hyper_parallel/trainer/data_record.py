@@ -22,9 +22,9 @@ DATA_RECORD: Final = "data.json"
 
 
 def data_facts(job: Job) -> dict[str, Any]:
-    """Return the contents of `data.json`: counts, lengths and examples of each data source.
+    """Return the contents of `data.json`: counts, lengths and examples of each data source, and a summary.
 
-    For streamed data, counts cover the records read so far.
+    For streamed data, counts cover the records read so far in the first epoch.
     """
     packed, stage = job.packed, job.recipe.stage
     weights = packed.weights or (1.0,) * len(packed.counts)
@@ -54,7 +54,7 @@ def data_rows(job: Job) -> dict[str, str]:
 
 
 def _counts(job: Job) -> tuple[DataCounts, ...]:
-    """Return the counts of each source; for a stream only of the records read so far in the first epoch."""
+    """Return the counts of each source; for a stream, only records read so far in the first epoch are counted."""
     stream = job.packed.train
     return (stream.counts,) if isinstance(stream, Stream) else job.packed.counts
 
@@ -88,9 +88,9 @@ _NEW_LINE: Final = "\u21b5"
 
 
 def panel_rows(job: Job) -> dict[str, Any]:
-    """Return the rows of the start panel about the data: summary, notes, and an example with its targets marked.
+    """Return the rows of the start panel about the data, as a dict from row title to a string or rich text.
 
-    The result is a dict from row title to a string or rich text.
+    The rows are the summary and, if there are any, the notes and one example with its targets marked.
     """
     rows: dict[str, Any] = {**data_rows(job)}
     lines = [*notes(job.recipe.stage, job.packed.counts), *job.packed.tokenizer_notes]
@@ -118,7 +118,7 @@ def _example(example: Example) -> Any:
 
 
 def _compact(segments: Iterable[Segment]) -> list[Segment]:
-    """Shorten each segment to a line, and replace all after `_MAX_SEGMENTS` segments by a count."""
+    """Return the first `_MAX_SEGMENTS` segments, shortened to one line each, and a segment that counts the others."""
     all_segments = list(segments)
     shortened = [
         Segment(without_middle(s.text, _MAX_CHARACTERS).replace("\n", _NEW_LINE), s.trained)

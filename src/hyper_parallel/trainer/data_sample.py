@@ -1,10 +1,10 @@
-"""Counts and examples of a recipe's data, from its first records, without a model or weights.
+"""Counts and examples of a recipe's data, from its first records, without building the model.
 
     reader -> a batch of records -> idle worker process -> counts
 
-A record is one document, or two documents in a preference stage. The reader forks the workers when the first batch is
-sent, so they share its tokenizer. Only idle workers receive a batch, so the two ends of a pipe never write at the same
-time.
+A record is one document, or the two documents of a preference pair. The reader forks the workers when the first batch
+is submitted, so they share its tokenizer. Only idle workers receive a batch, so the two ends of a pipe never write at
+the same time.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class EncodingHelpers:
             process.join()
 
     def submit(self, batch: Sequence[Unit]) -> bool:
-        """Send a batch to an idle worker; return False if all workers are busy."""
+        """Send a batch to an idle worker; return False if none is idle. Raise the exception of an earlier batch."""
         if self._number and not self._processes:
             self._start()
         for connection in [c for c in self._busy if c.poll()]:
@@ -120,7 +120,7 @@ class EncodingHelpers:
         return True
 
     def add_to(self, tally: Tally) -> None:
-        """Wait until all workers are idle and add their counts to `tally`."""
+        """Wait until all workers are idle and add their counts to `tally`; raise the exception of a failed batch."""
         for connection in tuple(self._busy):
             self._receive(connection)
         tally.merge(self._tally)
@@ -171,7 +171,7 @@ class SourceSample:
     Attributes:
         counts: Numbers of records, documents and tokens.
         lengths: Histogram of document lengths in tokens.
-        examples: First records that have target tokens.
+        examples: First records that the stage trains on.
         complete: Whether all records of the source were read.
         weight: Weight of the source in a mixture.
     """
@@ -191,7 +191,7 @@ class DataSample:
         stage: Stage of the recipe.
         sources: Samples of the sources.
         tokenizer: Directory of the tokenizer.
-        tokenizer_name: Name of the tokenizer in the recipe; None: the tokenizer is trained on the data.
+        tokenizer_name: `data.tokenizer` or `model.path` of the recipe; None: the tokenizer is trained on the data.
         tokenizer_notes: Sentences about the tokenizer.
     """
 
@@ -248,11 +248,11 @@ class DataSample:
 def sample_data(loaded: LoadedRecipe, max_records: int, num_examples: int, *, progress: bool = False) -> DataSample:
     """Encode the first records of a recipe's data as training does, and count them.
 
-    `max_records` are divided evenly among the sources, each of which has at most `num_examples` examples. With
-    `progress`, a progress bar is shown if a tokenizer is trained.
+    `max_records` and 16 MiB of text are divided evenly among the sources, but at least one record of each is read. Each
+    source gets at most `num_examples` examples. With `progress`, a progress bar is shown if a tokenizer is trained.
 
     Raises:
-        NoData, BadValue, Contradiction: Errors of `open_sources`.
+        HyperParallelError: Errors of finding the model's config, reading the data and loading the tokenizer.
         TokenizerMissing: HP706 for pretrained weights without a tokenizer.
     """
     typed = loaded.recipe
@@ -288,7 +288,7 @@ def _vocabulary(values: Mapping[str, Any]) -> int | None:
 
 
 def _sample(source: Source, hf: Any, max_records: int, max_bytes: int, num_examples: int) -> SourceSample:
-    """Encode and count the first records of a source, up to `max_records` records or `max_bytes` bytes of text."""
+    """Encode and count records of a source until `max_records` records or `max_bytes` bytes of text are reached."""
     stage, counts = source.stage, source.counts
     tally, examples = Tally(counts), list[Example]()
     is_text = source.shape == "text"
@@ -300,7 +300,7 @@ def _sample(source: Source, hf: Any, max_records: int, max_bytes: int, num_examp
     number = 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) - 1
     with EncodingHelpers(hf, stage, counts, number) as helpers:
         while batch := list(_batch(records, min(_BATCH, max_records - seen))):
-            # This process encodes the first records, from which it selects the examples.
+            # Here: the first records, more until there are enough examples, and batches while all workers are busy.
             if seen < _OWN_RECORDS or len(examples) < num_examples or not helpers.submit(batch):
                 for unit, encoded in encoded_units(batch, hf, stage):
                     tally.add(unit, encoded, stage)
@@ -317,7 +317,7 @@ def _sample(source: Source, hf: Any, max_records: int, max_bytes: int, num_examp
 
 
 def _batch(records: Iterator[list[Document]], size: int) -> Iterator[list[Document]]:
-    """Yield the next `size` records, or fewer if their text exceeds an eighth of `MAX_BYTES`."""
+    """Yield at most `size` records, until their text reaches an eighth of `MAX_BYTES`."""
     remaining = MAX_BYTES // 8
     for _ in range(size):
         unit = next(records, None)

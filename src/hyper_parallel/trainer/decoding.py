@@ -5,9 +5,8 @@
              every sequence. Choose a token for each sequence whose tokens are all in the key-value cache.
   end        on a stop token, a stop text or the token limit, free the slot for the next sequence
 
-A slot is a row of the key-value cache. The random numbers of a sequence depend only on the seed, the sequence's number
-and the index of the token, so other sequences in the batch do not change its text. An interrupted sequence can continue
-later from its tokens so far.
+A slot is a row of the key-value cache. Each sequence has its own random numbers, one per generated token, which do not
+depend on other sequences of the batch. An interrupted sequence can continue later from its tokens so far.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SLOTS: Final = 32
 """Default number of concurrent sequences."""
 
 _REFILL: Final = 4
-"""New sequences are admitted when at least one in this many slots is free, to prefill several prompts per pass."""
+"""New sequences are admitted when at least 1 / _REFILL of the slots are free, to prefill several prompts per pass."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Sampling:
         temperature: Divisor of the logits; 0: greedy decoding.
         top_p: Nucleus sampling, after `top_k`: sample from the smallest set of most likely tokens whose probability
             reaches this value (Holtzman et al. 2020).
-        seed: Random seed; the same seed gives the same text.
+        seed: Random seed.
         top_k: Number of most likely tokens to sample from; 0: all tokens.
         stop: Texts that end the generation and are removed from the result.
     """
@@ -78,11 +77,11 @@ class DecodingSequence:
     """Sequence that is being decoded.
 
     Attributes:
-        number: Index of the sequence in the batch.
+        number: Number that identifies the sequence; it need not be the index of a slot.
         text: Tokens of the prompt, then the generated tokens, including the stop token.
         start: Number of prompt tokens.
         limit: Maximum number of generated tokens.
-        draws: [limit] random numbers in [0, 1), one per generated token; None: greedy decoding.
+        draws: [limit] random numbers in [0, 1), one per generated token; None: only for greedy decoding.
         logprobs: Log-probabilities of the generated tokens, with temperature 1 and without `top_k` and `top_p`; 0 for
             tokens inserted by `continue_after`.
         finish: `stop` or `length` once the sequence has ended; None: in progress.
@@ -113,7 +112,7 @@ class Decoder:
 
     Args:
         passes: Forward passes of the model with a key-value cache.
-        sampling: Sampling parameters, except `max_new_tokens`: each sequence has a `limit`.
+        sampling: Sampling parameters, of which only `temperature`, `top_k` and `top_p` are read.
         stops: Token ids that end a sequence.
         ended: Function that returns whether a sequence ends after its newest token; None: only `stops` and `limit` end
             a sequence.
@@ -157,9 +156,9 @@ class Decoder:
             sequence.read = 0
 
     def run(self) -> Iterator[DecodingSequence]:
-        """Decode until all sequences have ended on all ranks or any rank is interrupted.
+        """Decode until all sequences have ended or decoding is interrupted; yield a sequence after each new token.
 
-        Yield a sequence each time it has got a new token.
+        Ranks that share a model's parameters continue until all have ended or any is interrupted.
         """
         while True:
             halted = self._interrupt is not None and self._interrupt()
@@ -169,7 +168,7 @@ class Decoder:
             yield from self.step()
 
     def step(self) -> list[DecodingSequence]:
-        """Run a forward pass and return the sequences that got a new token."""
+        """Run a forward pass and return the sequences that got a new token, possibly none."""
         self._admit()
         if not self._slots:
             self.passes.run_idle()
@@ -244,9 +243,10 @@ def make_decoder(
     ended: Callable[[DecodingSequence], bool] | None = None,
     interrupt: Callable[[], bool] | None = None,
 ) -> Decoder:
-    """Create a `Decoder` with `sequences` queued, at most `slots` of which run at once, and with a sufficient cache.
+    """Return a `Decoder` with `sequences` queued, and with a cache for at most `slots` concurrent sequences.
 
-    The model is a causal language model in evaluation mode, before or after `parallelize`.
+    The model is a causal language model in evaluation mode, before or after `parallelize`. The `Decoder` explains the
+    other arguments.
     """
     passes = passes_of(model, max(1, min(slots, len(sequences))), cache_length(sequences))
     decoder = Decoder(passes, sampling, stops, ended=ended, interrupt=interrupt)
@@ -255,7 +255,7 @@ def make_decoder(
 
 
 def cache_length(sequences: Sequence[DecodingSequence]) -> int:
-    """Return the number of tokens that the key-value cache must hold for the longest sequence."""
+    """Return the number of tokens that the cache must hold for the longest sequence; 1 without sequences."""
     # The last token is not fed to the model, so the cache needs no entry for it.
     return max((s.start + s.limit - 1 for s in sequences), default=1)
 
@@ -263,8 +263,8 @@ def cache_length(sequences: Sequence[DecodingSequence]) -> int:
 def choose(logits: Tensor, drawn: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Sample a token per row of logits [B, V]; return token ids [B] as float64, and log-probabilities [B].
 
-    The random numbers `drawn` [B] in [0, 1) select tokens by inverse transform sampling. The cumulative distribution is
-    computed in float64, so all devices select the same tokens.
+    The random numbers `drawn` [B] in [0, 1) select tokens by inverse transform sampling in float64. With temperature 0,
+    the most likely token is selected. Log-probabilities are those of temperature 1 without `top_k` and `top_p`.
     """
     logp = logits.double().log_softmax(-1)
     if sampling.temperature == 0:

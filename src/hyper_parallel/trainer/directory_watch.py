@@ -43,7 +43,7 @@ class DirectoryWatch:
     An open file descriptor refers to the directory until `close`.
 
     Raises:
-        RunDirectoryLost: HP721 when the directory does not exist.
+        RunDirectoryLost: HP721 when the directory cannot be opened.
     """
 
     def __init__(self, place: Path) -> None:
@@ -55,7 +55,7 @@ class DirectoryWatch:
         self._file = self._watched()
 
     def follow(self, name: str) -> None:
-        """Also watch file `name` in the directory, which the run keeps open for writing."""
+        """Watch also the file `name` in the directory, in place of the file of an earlier call."""
         self._name = name
         self._file = self._watched()
 
@@ -63,7 +63,7 @@ class DirectoryWatch:
         """Check that the directory and the watched file still exist at their paths.
 
         Raises:
-            RunDirectoryLost: HP721 with the newest saved step and the command that resumes from it.
+            RunDirectoryLost: HP721 with the newest saved step, if any, and the command that resumes from it.
         """
         if self._is_unchanged() and self._watched() == self._file:
             return
@@ -91,7 +91,7 @@ def _lost_error(place: Path, now: Path | None, what: str) -> RunDirectoryLost:
     """Return the error for a lost file or directory; `now` is the directory's current path, None if it was removed."""
     moved = now is not None and now != place
     saved = max(checkpoints.steps(now / "checkpoints"), default=0) if now is not None else 0
-    hint = f"start the run again; it begins at step 1 (ls -la {shlex.quote(str(place))})"
+    hint = "start the run again; it begins at step 1, because no checkpoint is left"
     if saved and now is not None:
         words = [str(now / "config.yaml"), *([f"output_dir={now}"] if moved else [])]
         hint = f"hyper-parallel train {shlex.join([*words, 'checkpoint.resume=must'])}"
@@ -105,7 +105,7 @@ def _lost_error(place: Path, now: Path | None, what: str) -> RunDirectoryLost:
 
 
 def _folder_of(handle: int) -> Path | None:
-    """Return the current path of a directory from its open file descriptor; None if the directory was removed."""
+    """Return the current path of an open directory; None if it was removed, or if /proc does not exist."""
     try:
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))  # noqa: PTH115
     except OSError:  # not Linux

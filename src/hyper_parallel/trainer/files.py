@@ -44,10 +44,10 @@ class Damaged(Exception):
 
 
 def check_files(directory: Path, entries: Mapping[str, FileEntry], contents: Iterable[str] = ()) -> None:
-    """Check the sizes of the files in `entries`, given by name, and the checksums of the files in `contents`.
+    """Check the sizes of all files in `entries`, and the checksums of those in `contents`; keys are relative paths.
 
     Raises:
-        Damaged: For the first file that is missing or differs.
+        Damaged: For the first file that is missing, unreadable or different.
     """
     for name, entry in sorted(entries.items()):
         check_size(directory / name, entry.size_bytes)
@@ -70,7 +70,7 @@ def check_size(path: Path, num_bytes: int) -> None:
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy the files `names` from directory `source` to `target`; skip missing files."""
+    """Copy the files with relative paths `names` from directory `source` to `target`; skip missing files."""
     for name in names:
         if (source / name).is_file():
             (target / name).parent.mkdir(exist_ok=True)
@@ -79,11 +79,7 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 @contextmanager
 def tensors_written(path: Path) -> Iterator[None]:
-    """Convert write errors inside the context to HP105, and remove the incomplete tensor file `path`.
-
-    Raises:
-        OutputNotWritable: HP105 for an error of the operating system or of safetensors.
-    """
+    """Remove tensor file `path` and raise OutputNotWritable (HP105) if the context fails to write the file."""
     from safetensors import SafetensorError
 
     try:
@@ -137,10 +133,7 @@ def check_writable(directory: Path, key: str) -> None:
 
 
 def _try_to_create(path: Path, parent: Path) -> str:
-    """Try to create `path` below `parent`; return the reason of a failure, or "".
-
-    The trial creates `path` in a temporary subdirectory, because all ranks of torchrun run it at the same time.
-    """
+    """Try to create `path` in a temporary subdirectory of `parent`; return the reason of a failure, or ""."""
     if path == Path():
         return ""
     try:

@@ -1,8 +1,7 @@
-"""Text generation by an exported model on one device, with a key-value cache.
+"""Text generation by an exported model on one device, with a key-value cache if the model supports one.
 
-Prefill runs the prompt through the model and fills the cache. Each decoding step then feeds one token. Greedy decoding
-chooses the same tokens as without a cache. With a `DeviceMemory` budget, a memory plan moves weights and cache between
-device, DRAM and flash.
+Prefill runs the prompt through the model and fills the cache. Each decoding step then feeds one token. With a
+`DeviceMemory` budget, a memory plan moves weights and cache between device, DRAM and flash.
 """
 
 from __future__ import annotations
@@ -121,6 +120,7 @@ def find_export(directory: str | Path) -> Path:
 
     Raises:
         RunUnreadable: HP603 when the directory contains no exported model, or no tokenizer.
+        UnknownModel: HP304 when a hub id cannot be downloaded.
     """
     root = Path(directory).expanduser()
     if not root.exists() and (name := parse_name(str(directory))) is not None:
@@ -152,10 +152,11 @@ def load(
         trusted: Permission to run model code in the directory, for a model type unknown to transformers.
 
     Raises:
-        RunUnreadable: HP603 when the directory has no export.
-        WeightsUnreadable: HP703 when the weight files cannot be read.
+        RunUnreadable: HP603 when the directory has no exported model, or no tokenizer.
+        UnknownModel: HP304 when a hub id cannot be downloaded.
+        WeightsUnreadable: HP703 when the weight files cannot be read, or lack parameters.
         CheckpointMismatch: HP702 when an adapter was trained on other base weights.
-        BadValue: HP102 for an unknown dtype.
+        BadValue: HP102 for an unknown dtype or device.
         DeviceUnavailable: HP502 when the machine does not have the device.
     """
     from transformers.utils import logging
@@ -178,12 +179,7 @@ def load(
 
 
 def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) -> Any:
-    """Load the model in directory `export`; an adapter is merged into `base`, the directory or hub id of its model.
-
-    Raises:
-        WeightsUnreadable: HP703 when the weight files cannot be read, or lack parameters.
-        CheckpointMismatch: HP702 when an adapter was trained on other base weights.
-    """
+    """Load the model in directory `export`; an adapter is merged into `base`, the directory or hub id of its model."""
     try:
         model, report = from_pretrained(base, getattr(torch, dtype) if dtype else "auto", trusted)
         if (export / ADAPTER_CONFIG).is_file():
@@ -228,7 +224,7 @@ def decode_tokens(
 ) -> Iterator[int]:
     """Continue an encoded prompt; yield each new token id, except a final stop token.
 
-    `stops` are the stop token ids. `passes` run the model; None: new `Passes`, with a new cache if the model has one.
+    `stops` are the stop token ids. `passes` run the model; None: new `Passes` with an empty cache.
     """
     draws = draws_of(sampling, 0)
     sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)
@@ -237,9 +233,9 @@ def decode_tokens(
 
 
 def _passes_of_one(model: Any, sequence: DecodingSequence) -> Passes:
-    """Create the passes for a single sequence, with a cache of fixed shape if the model supports it, else growing.
+    """Return the passes for a single sequence, with a cache of fixed shape if the model supports it.
 
-    A prompt with media always uses a growing cache.
+    Otherwise, and for a prompt with media, the passes use the model's own growing cache, if it has one.
     """
     if (media := sequence.media) is not None:
         return GrowingPasses(model, media.arrays, media.per_token)
@@ -249,7 +245,7 @@ def _passes_of_one(model: Any, sequence: DecodingSequence) -> Passes:
 
 
 def _fixed_steps(sequences: Sequence[DecodingSequence]) -> SlotSteps:
-    """Return the shapes of decoding steps with a cache slot for each sequence."""
+    """Return the sizes of a fixed cache: a slot per sequence, the longest prompt, and the longest sequence."""
     prompt_tokens = max(len(s.text) for s in sequences)
     return SlotSteps(len(sequences), prompt_tokens, cache_length(sequences))
 
@@ -299,7 +295,7 @@ class Generator:
     of `load`.
 
     Attributes:
-        memory_use: Predicted and measured memory of the last generation; None without a budget.
+        memory_use: Predicted and measured memory of the last generation; None without a budget or before a generation.
     """
 
     def __init__(
@@ -332,8 +328,9 @@ class Generator:
         With `chat` the prompt is a user message, or a list of conversation turns, to which the model answers.
 
         Raises:
-            BadValue: HP102 when prompt and continuation exceed the context of the model.
+            BadValue: HP102 when prompt and continuation exceed the context of the model, or without a chat template.
             Contradiction: HP104 for a prompt with images or audio and a budget of device memory.
+            HyperParallelError: Errors of `PlannedSlots` under a budget of device memory.
         """
         sampling = sampling or Sampling()
         _, tokens = self._start(prompt, sampling, chat)
@@ -351,7 +348,7 @@ class Generator:
         return replace(generation, memory=self.memory_use)
 
     def continue_tokens(self, prompt_ids: list[int], limit: int, media: PromptMedia | None = None) -> list[int]:
-        """Return the token ids, at most `limit`, of the greedy answer to an encoded chat prompt, without stop token."""
+        """Return at most `limit` token ids of the greedy answer to an encoded chat prompt, without the stop token."""
         sampling, stops = Sampling(limit, temperature=0), self._codec.stop_token_ids(chat=True)
         sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), limit, media=media)
         passes = _passes_of_one(self.model, sequence)
@@ -369,8 +366,8 @@ class Generator:
         """Continue many prompts with continuous batching; under a memory budget, `slots` prompts at a time.
 
         The random numbers of a sequence depend only on the seed and the index of its prompt. An interrupted
-        `Generation` among the prompts continues as if it had not been interrupted. A finished `Generation` is returned
-        unchanged.
+        `Generation` among the prompts continues as if it had not been interrupted. A finished `Generation` is not
+        continued.
 
         Args:
             prompts: Texts, or results of an earlier call.
@@ -380,7 +377,7 @@ class Generator:
             interrupt: Function, called before each pass, that returns whether to stop and return the results so far.
 
         Raises:
-            BadValue: HP102 when a prompt and its continuation exceed the context of the model.
+            BadValue: HP102 for errors of `PromptBatch`.
             HyperParallelError: Errors of `PlannedSlots` under a budget of device memory.
         """
         batch = PromptBatch(self._codec, prompts, sampling or Sampling(), chat=chat)

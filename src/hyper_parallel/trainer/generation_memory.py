@@ -37,7 +37,7 @@ class DeviceMemory:
 
         Raises:
             BadValue: HP102 for a size that is malformed or not positive.
-            OutputNotWritable: HP105 for a folder that is not writable.
+            OutputNotWritable: HP105 when `flash` is not writable.
         """
         if flash is not None:
             check_writable(flash, "--flash-dir")
@@ -52,7 +52,8 @@ class DeviceMemory:
         """Return the limits of a memory plan for a model with parameters of this dtype.
 
         Raises:
-            UnknownPeak: HP310 when the topology has no rate for the dtype.
+            UnknownPeak: HP310 when the topology has no peak FLOP/s for the dtype.
+            HyperParallelError: Errors of `load_topology`.
         """
         node = load_topology(self.topology, 1)
         machine = host_machine(node, self.dram_bytes, self.flash is not None)
@@ -77,7 +78,7 @@ def _size(name: str, text: str) -> int:
 
 
 def describe_use(use: MemoryUse, topology: str) -> list[str]:
-    """Return lines of output: predicted and measured peak bytes of each tier, and seconds of waiting for copies."""
+    """Return lines of output: bytes of weights and cache, peak bytes of each used tier, and seconds of waiting."""
     lines = [f"weights and cache {format_bytes(use.state_bytes)}"]
     for tier, predicted in use.predicted_bytes.items():
         measured = use.measured_bytes[tier]

@@ -64,11 +64,12 @@ def generate_on_ranks(
 
     `directory`, `device`, `dtype` and `trusted` are arguments of `Generator`; adapters are not supported. `parallel`
     is a layout as keys of a recipe's `parallel` section, for example `tp=2` or `dp_replicate=2 pp=2`. `slots` is the
-    maximum number of concurrent sequences per data-parallel rank. After a `stop`, the results so far are returned.
+    maximum number of concurrent sequences per data-parallel rank. A request by `stop` returns the results so far.
 
     Raises:
         UnsupportedSharding: HP205 for the axis cp, for adapters, and for layouts that `parallelize` does not support.
-        BadValue: HP102 for an invalid layout, or a prompt that exceeds the context of the model.
+        BadValue: HP102 for an invalid layout or dtype, or for errors of `PromptBatch`.
+        RunUnreadable: HP603 when `directory` has no exported model, or no tokenizer.
         DeviceUnavailable: HP502 for more ranks than this machine can run.
         RankFailed: HP601 when a rank died.
     """
@@ -98,7 +99,7 @@ def generate_on_ranks(
 
 
 def _decode_share(model: nn.Module, batch: PromptBatch, slots: int, stop: StopRequest | None) -> _Sequences:
-    """Decode the prompts of this data-parallel rank; return their sequences by index of the prompt."""
+    """Decode the prompts of this data-parallel rank; return their sequences by the index of the prompt."""
     share, shares = data_share(model)
     own = dict([*batch.sequences.items()][share::shares])
     decode(

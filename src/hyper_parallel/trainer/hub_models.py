@@ -33,10 +33,12 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
 
     Folders replace hub ids in `model.path`, `data.tokenizer` and `grpo.reward_funcs`. Data sets are downloaded too,
     unless `data.streaming` reads them during training. A resumed run uses the commits recorded in its config.yaml,
-    unless the recipe names a revision. Without `weights`, only config and tokenizer of `model.path` are downloaded.
+    unless the recipe names a revision. Without `weights`, or for a model with random weights, only config and tokenizer
+    of `model.path` are downloaded.
 
     Raises:
-        UnknownModel: HP304 when files cannot be downloaded, or a path does not exist.
+        UnknownModel: HP304 when files cannot be downloaded, or the path of the model does not exist.
+        NoData: HP602 when a path of data does not exist.
         Contradiction: HP104 for a hub id with `model.trust_remote_code`, because code is not downloaded.
     """
     recipe = loaded.recipe
@@ -72,7 +74,7 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
 
 
 def _fetch_data(loaded: LoadedRecipe) -> None:
-    """Download the data sets of a recipe, unless `data.streaming` reads them from the hub during training."""
+    """Download the data sets of a recipe and check that data paths exist; do nothing with `data.streaming`."""
     data = loaded.recipe.data
     if data.streaming:
         return
@@ -91,7 +93,7 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
 
 
 def _folder(loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dict[str, HubName]) -> str:
-    """Download a part of the repository if `text` is a hub id, and return its folder; return other texts unchanged."""
+    """Return the folder with the downloaded files `part` if `text` is a hub id to download, else `text`."""
     name = parse_name(text)
     if name is None:
         if key != "model.path" or not _is_missing(text):

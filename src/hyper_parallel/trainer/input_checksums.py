@@ -18,11 +18,11 @@ BASE: Final = "base weights"
 
 @dataclass
 class RunInputs:
-    """Checksums of input models by name, in the checkpoint and as read by this process.
+    """Checksums of inputs by name, in the checkpoint and as read by this process.
 
     Attributes:
         saved: Checksums in the loaded checkpoint; empty for a new run.
-        checksums: Checksums of the models read by this process.
+        checksums: Checksums of the inputs read by this process.
     """
 
     saved: dict[str, str] = field(default_factory=dict)
@@ -35,14 +35,14 @@ class RunInputs:
             self.saved = {str(name): str(checksum) for name, checksum in stored.items()}
 
     def state(self) -> dict[str, str]:
-        """Return the checksums for the next checkpoint; models not read by this process keep their saved checksum."""
+        """Return the checksums for the next checkpoint; inputs not read by this process keep their saved checksum."""
         return {**self.saved, **self.checksums}
 
     def check(self, name: str, checksum: str, place: str | Path) -> None:
-        """Record the checksum of the input model `name` at path `place`, and compare it with the checkpoint's.
+        """Record the checksum of input `name`, read from path `place`.
 
         Raises:
-            CheckpointMismatch: HP702 when the checksums differ.
+            CheckpointMismatch: HP702 when the checkpoint has another checksum for this input.
         """
         saved = self.saved.get(name, checksum)
         if saved != checksum:

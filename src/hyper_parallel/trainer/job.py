@@ -130,7 +130,7 @@ class Job:
 
     @property
     def model_dir(self) -> Path:
-        """Directory with config and tokenizer of the model, from which checkpoints can be exported."""
+        """Directory with config and tokenizer of the model, which exports of checkpoints copy."""
         return self.output_dir / "model"
 
     @property
@@ -187,7 +187,7 @@ class Job:
         return batches.sequences_seen(step) / batches.rows.unit / batches.num_sequences
 
     def holdout_batches(self) -> Batches | None:
-        """Return the batches of an evaluation, with about `training.eval_tokens` tokens; None without held-out data."""
+        """Return evaluation batches of about `training.eval_tokens` tokens; None if too few sequences are held out."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
         if held_out is None:
@@ -208,9 +208,10 @@ class Job:
         )
 
     def write(self, plan: Plan) -> None:
-        """Write the files that describe the run: recipe, plan, simulated step, data record, model config, tokenizer.
+        """Write the recipe, `plan`, simulated step, data.json, step programs, model config and tokenizer of the run.
 
-        `plan` is the plan as executed by the ranks. The simulated step is that of the prepared plan.
+        `plan` is the plan as executed by the ranks. The simulated step is that of the prepared plan. The model
+        directory is not rewritten if `model.path` is inside of it.
         """
         out = self.output_dir
         mark_run_directory(out)
@@ -233,7 +234,7 @@ class Job:
             folder.publish()
 
     def _with_stops(self, generation: str) -> str:
-        """Add the end-of-turn tokens of the chat template to `eos_token_id` of a generation config, given as JSON.
+        """Return a generation config (JSON text) with the end-of-turn tokens of the chat template in `eos_token_id`.
 
         Training on conversations teaches the model these tokens. Inference engines read stop tokens from the exported
         generation config. For stage pt the text is returned unchanged.
@@ -261,7 +262,7 @@ def under_torchrun() -> bool:
 
 
 def _training_ranks(recipe: Recipe) -> int | None:
-    """Return the number of training ranks that torchrun has started; None when this process starts the ranks."""
+    """Return the number of ranks started by torchrun that train the language model; None without torchrun."""
     if not under_torchrun():
         return None
     from hyper_parallel.runtime import launched_rank
@@ -273,7 +274,7 @@ def _training_ranks(recipe: Recipe) -> int | None:
         replica = recipe.grpo.copy_ranks
         fewer = (ranks - 1) // replica * replica
         raise Contradiction(
-            "no rank is left to train: torchrun has started too few",
+            "torchrun has started too few ranks, so no rank is left to train",
             where="grpo.rollout_ranks",
             got=f"{ranks} ranks, of which {sampling} only sample",
             hint=f"start at least {sampling + 1} ranks, or grpo.rollout_ranks={fewer}",
@@ -288,10 +289,10 @@ def prepare_job(
     check_ranks: Callable[[Recipe, int], None] = lambda *_: None,
     check_plan: Callable[[Plan], None] = lambda _: None,
 ) -> Job:
-    """Check a recipe, plan it and prepare its data; write only caches.
+    """Check a recipe, plan it and prepare its data; write only caches, which include downloads.
 
-    With `progress`, the data preparation shows progress bars on standard error. Before it, `check_plan` is called with
-    the plan, and `check_ranks` with the planned recipe and its total number of ranks.
+    With `progress`, the data preparation shows progress bars on standard error. Before the data preparation,
+    `check_plan` is called with the plan, and `check_ranks` with the planned recipe and its total number of ranks.
 
     Raises:
         HyperParallelError: Any invalid input; see docs/reference/errors.md.
@@ -342,9 +343,10 @@ def prepare_job(
 
 
 def plan_with_submodels(loaded: LoadedRecipe, plan: Plan, proof: Certificate | None = None) -> Plan:
-    """Add the sub-models of `parallel.submodels` to a plan, with times predicted for the run's data.
+    """Return the plan with the layouts of `parallel.submodels`, and with times predicted for the run's data.
 
-    `proof` is the certificate of the search for their layouts, if there was a search.
+    The sub-models are the encoders and the language model of a multimodal model. Without `parallel.submodels` the plan
+    is returned unchanged. `proof` is the certificate of the search for the layouts, if there was a search.
 
     Raises:
         HyperParallelError: Errors of invalid data or sub-models.
@@ -425,7 +427,7 @@ def _with_media_costs(job: Job, model: Any) -> Job:
 
 
 def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
-    """Add to the plan of a job: sub-models, their certificate `proof`, and a note on the balancing of media."""
+    """Return the job with sub-models, their certificate `proof`, and a note on the balancing of media in its plan."""
     plan, recipe, batches = job.plan, job.recipe, job.train_batches()
     if not isinstance(batches, Batches):
         return job
@@ -457,7 +459,7 @@ def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
 
 
 def _check_paths(loaded: LoadedRecipe) -> LoadedRecipe:
-    """Check the paths of a recipe, download its hub models, and return the recipe with their local folders."""
+    """Check paths, checkpoint and sample options of a recipe; return it with local folders of its hub models."""
     check_writable(Path(loaded.recipe.output_dir), "output_dir")
     recipe = (loaded := with_hub_models(loaded)).recipe
     read_config(recipe.model.path, where=loaded.where("model.path"))
@@ -547,7 +549,7 @@ def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
 
 
 def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, str | None]:
-    """Check the model against recipe and plan; return the plan with the measured properties of the model.
+    """Check model, trackers and callbacks against recipe and plan; return the plan with measured model properties.
 
     The second result describes the auxiliary loss of expert routers; None: no auxiliary loss.
     """
@@ -628,7 +630,7 @@ def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: boo
 
 
 def _write_prediction(plan: Plan, path: Path) -> None:
-    """Write the simulated timeline of a step for reports, unless the step has too many microbatches."""
+    """Write the simulated timeline of a step, or remove an earlier one if the step exceeds `MAX_SIMULATED`."""
     from hyper_parallel.planner import simulate_plan
 
     path.unlink(missing_ok=True)
@@ -637,9 +639,9 @@ def _write_prediction(plan: Plan, path: Path) -> None:
 
 
 def _resume_dir(recipe: Recipe) -> Path:
-    """Return the folder of checkpoints to resume from.
+    """Return the folder of checkpoints to resume from: that of `checkpoint.from_dir`, or the run's own.
 
-    It is that of `checkpoint.from_dir`, or the run's own if `from_dir` is null or the run's own last step is later.
+    The run's own folder is returned if `from_dir` is null or the run's own last step is later.
     """
     own = Path(recipe.output_dir) / "checkpoints"
     if recipe.checkpoint.from_dir is None:
@@ -649,7 +651,7 @@ def _resume_dir(recipe: Recipe) -> Path:
 
 
 def _check_checkpoint(loaded: LoadedRecipe) -> None:
-    """Raise CheckpointCorrupt if the recipe requires a checkpoint and there is no complete checkpoint."""
+    """Raise CheckpointCorrupt if the recipe requires a checkpoint and the folder to resume from has none."""
     choice, directory = loaded.recipe.checkpoint, _resume_dir(loaded.recipe)
     if not steps(directory) and (choice.resume == "must" or choice.from_dir):
         key, value = ("from_dir", "null") if choice.from_dir else ("resume", "auto")
@@ -663,10 +665,7 @@ def _check_checkpoint(loaded: LoadedRecipe) -> None:
 def _check_newest(job: Job, loaded: LoadedRecipe) -> None:
     """Check that the run can resume from its newest checkpoint.
 
-    Raises:
-        Contradiction: HP104 for a checkpoint after the last step of the run.
-        CheckpointMismatch: HP702 if a fact of `run_facts` has changed that must not change, or if optimizer arguments
-            do not fit the saved state.
+    Raise HP104 for a checkpoint after the last step, and HP702 if `run_facts` or the optimizer do not fit it.
     """
     directory, last_step = job.resume_dir, job.recipe.training.steps
     saved_steps = [] if job.recipe.checkpoint.resume == "never" else steps(directory)

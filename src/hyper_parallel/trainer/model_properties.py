@@ -1,6 +1,6 @@
 """Properties of a model (causal, packed documents independent, ...), measured on a small copy in a child process.
 
-The measurements are cached per config, model code and package versions.
+The measurements are cached by config, attention implementation, model code and package versions.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def properties_of(
 ) -> ModelProperties:
     """Return the measured properties of the model of a config.
 
-    If no small copy of the model runs, all properties are marked as unmeasured, with the reason. All attention
-    implementations except `eager` are measured with the default of transformers. With `scores`, the model is measured
-    as a sequence classifier that scores every token. `trusted` permits model code in the config's directory.
+    If no small copy of the model runs, or the measurement crashes, all properties are marked as unmeasured, with the
+    reason. All attention implementations except `eager` are measured with the default of transformers. With `scores`,
+    the model is measured as a classifier that scores every token. `trusted` permits model code of the config's folder.
 
     Raises:
         ModelUnreadable: HP305 when transformers cannot build the model.
@@ -81,8 +81,9 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
     """Return the measured properties of a recipe's model, after checking that the recipe trains it correctly.
 
     Raises:
-        Contradiction: HP104 when packed documents would attend to each other, when a token attends to its own label,
-            when layers compute different results on half-batches, or when flash attention would not mask documents.
+        Contradiction: HP104 when packed documents may attend to each other, when a token attends to its own label,
+            when layers may differ on half-batches of `overlap`, or when flash attention would not mask documents.
+        ModelUnreadable: HP305 when transformers cannot build the model.
     """
     recipe = loaded.recipe
     trusted, scores = recipe.model.trust_remote_code, recipe.stage == "rm"
@@ -161,7 +162,7 @@ def measure_config(
 ) -> ModelProperties:
     """Measure the properties of a small copy of the model, in this process; see `properties_of`.
 
-    The copy is the first of `small_configs` that runs.
+    The copy is the first of `small_configs` that is small enough and runs.
 
     Raises:
         ModelUnreadable: HP305 when transformers cannot build the full model.
@@ -203,7 +204,7 @@ def measure_config(
 def _without_defaults(
     small: Mapping[str, Any], complete: Mapping[str, Any], original: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Remove the values from `small` that are class defaults and not set in `original`.
+    """Return `small` without the values that are class defaults and not set in `original`; keep `model_type`.
 
     `complete` is the config with all class defaults. Defaults are removed because some do not survive a JSON round
     trip. Nested configs (keys ending in `_config`) are filtered recursively. Other mappings, such as rotary embedding

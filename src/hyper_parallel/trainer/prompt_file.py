@@ -37,7 +37,7 @@ class _Line(BaseModel, extra="allow", allow_inf_nan=False):
         if self.token_ids is None:
             return self.prompt
         if len(self.logprobs) != len(self.token_ids):
-            raise ValueError("as many log-probabilities as tokens")
+            raise ValueError("the numbers of log-probabilities and tokens differ")
         values = self.model_dump(include=set(_CONTINUATION_KEYS))
         return Generation(self.prompt, num_prompt_tokens=0, stopped=self.finish == "stop", **values)
 
@@ -49,7 +49,7 @@ def read_prompts(path: Path, output: Path | None = None) -> tuple[list[dict[str,
         Records without the keys of continuations, and for each record its prompt or a `Generation` to resume.
 
     Raises:
-        BadValue: HP102 for an unreadable or empty file, a line without `prompt`, or an incomplete continuation.
+        BadValue: HP102 for an unreadable or empty file, a line without `prompt`, or a malformed continuation.
         OutputNotWritable: HP105 when the output cannot be written, or is not a file of continuations.
     """
     if output is not None:
@@ -77,7 +77,7 @@ def read_prompts(path: Path, output: Path | None = None) -> tuple[list[dict[str,
             prompts.append(record.to_prompt())
         except ValueError as error:
             raise BadValue(
-                "a line of the prompt file is no JSON object with a string `prompt`, or its continuation is incomplete",
+                "a line of the prompt file is no JSON object with a string `prompt`, or has a malformed continuation",
                 where=f"{path}:{number}",
                 got=line[:100],
                 hint='{"prompt": "Once upon a time"}',

@@ -1,15 +1,16 @@
 """Directory of a run: names that belong to the run, its lock, and checks before files are written or removed.
 
 The marker is a small file that identifies the directory of a run. A missing or empty directory is created and marked. A
-directory with other files but no marker is rejected before data is prepared or a rank starts; only log files of
-launchers and shells are allowed. In a marked directory the names below belong to the run, and all other files are kept.
+directory with other files but no marker is rejected before data is prepared or a rank starts. Exceptions are log files,
+files such as `.gitkeep`, and the folders `data.cache_dir` and `offload.flash_dir`. In a marked directory the names
+below belong to the run, and all other files are kept.
 
 A part of a run consists of the steps trained by one process, with the same recipe and plan:
 
   RUN_DIR/parts/step_00000000/    config.yaml, plan.json, part.json of the steps after step 0
   RUN_DIR/parts/step_00000120/    the same files of a process that resumed from the checkpoint of step 120
 
-The files of the same name in RUN_DIR belong to the last part.
+config.yaml and plan.json in RUN_DIR belong to the last part that has trained a step.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def claim_run_directory(place: Path, recipe: Recipe) -> None:
 
 
 def write_editable(path: Path, text: str) -> None:
-    """Write a text file of a run; an existing file that a user has edited is renamed, not overwritten."""
+    """Write a text file of a run; an existing file that was edited to another text is renamed, not overwritten."""
     place = path.parent
     known = _known(place)
     is_edited = path.is_file() and file_facts(path) != known.get(path.name)
@@ -155,7 +156,7 @@ def check_plain(path: Path) -> None:
 
 
 def clear_run_directory(place: Path) -> list[str]:
-    """Remove the files of an earlier run before a new run starts over; return the names of cleared entries."""
+    """Remove the files of an earlier run, except an edited sample.txt; return the names of cleared entries."""
     removed = []
     known = _known(place)
     is_own = lambda path: path.name != _SAMPLE or known.get(_SAMPLE) == file_facts(path)  # noqa: E731
@@ -187,7 +188,7 @@ def _is_marked(place: Path) -> bool:
 def check_claimable(place: Path, recipe: Recipe | None = None) -> None:
     """Raise OutputNotWritable (HP105) for a directory with files but without the marker of a run.
 
-    Logs, and `data.cache_dir` and `offload.flash_dir` of the recipe, are permitted.
+    Log files, files such as `.gitkeep`, and `data.cache_dir` and `offload.flash_dir` of the recipe, are permitted.
     """
     if not place.is_dir() or _is_marked(place):
         return
@@ -212,7 +213,7 @@ def check_claimable(place: Path, recipe: Recipe | None = None) -> None:
 
 
 def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
-    """Yield the entries of a directory except names in `own`, log files, and files of file systems or git."""
+    """Yield the entries of a directory except names in `own`, log files, folders of logs, and marks of other tools."""
     for path in sorted(place.iterdir()):
         name = path.name
         if name in own or (_HARMLESS.fullmatch(name) and not path.is_symlink()):
@@ -235,7 +236,7 @@ def _unused_name(place: Path) -> Path:
 
 
 def _alternative_hint(place: Path, recipe: Recipe | None) -> str:
-    """Return overrides for an unused output directory, and to resume from the checkpoints in `place`, if any."""
+    """Return recipe overrides: an unused `output_dir` and, if `place` has checkpoints to resume, `from_dir`."""
     words = [f"output_dir={_unused_name(place)}"]
     resumes = recipe is not None and recipe.checkpoint.resume != "never"
     if resumes and checkpoints.steps(place / "checkpoints") and (place / "config.yaml").is_file():
@@ -330,7 +331,7 @@ def _check_checkpoints(folder: Path) -> None:
 
 
 def _linked(path: Path) -> Iterator[Path]:
-    """Yield the symbolic links directly in a folder, for example links to weight files."""
+    """Yield the symbolic links among the first 1,000 entries of a folder, for example links to weight files."""
     if path.is_dir():
         with os.scandir(path) as entries:
             yield from (Path(e.path) for e in itertools.islice(entries, 1000) if e.is_symlink())
@@ -344,9 +345,9 @@ def _relative(path: Path, folder: Path) -> Path | None:
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Lock a run directory for this process and the ranks that it forks, and remove incomplete files.
+    """Create a run directory, lock it inside the context, and remove incomplete files of a killed process.
 
-    The operating system releases the lock when the last of these processes has ended.
+    If this process is killed, the lock holds until the last rank that it forked has ended.
 
     Raises:
         RunInUse: HP720 naming the process that holds the lock.
@@ -407,7 +408,7 @@ class RunPart:
         self.is_late = step > 0 and (directory / _PART_FILES[0]).is_file()
 
     def keep(self) -> None:
-        """Copy config.yaml and plan.json into the folder of this part, and remove parts that start at later steps."""
+        """Copy config.yaml and plan.json into the folder of this part, add part.json, and remove later parts."""
         parts = self._directory / _PARTS
         parts.mkdir(exist_ok=True)
         for path in parts.iterdir():

@@ -24,11 +24,12 @@ _FURTHER_TOKENS: Final = 32
 
 
 def answer_held_out(job: Job) -> list[dict[str, Any]]:
-    """Generate answers to `sample_answers` held-out conversations, spread evenly over the held-out data.
+    """Generate answers to at most `sample_answers` held-out conversations, spread evenly over the held-out data.
 
-    The exported model answers the last turn of a conversation by greedy decoding, after the true earlier turns. Each
-    result is a dict with `prompt`, `expected`, `answer` and `images`. Call this after the ranks have ended, because one
-    device loads the whole model.
+    The exported model generates the last answer of a conversation by greedy decoding, after the true earlier turns.
+    Conversations without targets are skipped. Each result is a dict with the texts `prompt`, `expected` and `answer`,
+    and with `images`, a list of thumbnails. Without held-out data the result is []. Call this after the ranks have
+    ended, because one device loads the whole model.
     """
     rows, answers = job.packed.holdout, list[dict[str, Any]]()
     if rows is None:

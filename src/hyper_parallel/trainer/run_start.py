@@ -47,8 +47,8 @@ def run_job(job: Job) -> Summary | None:
     newest intact checkpoint or snapshot. If they fail again before another checkpoint, a recipe with `training.elastic`
     is replanned for fewer ranks.
 
-    SIGINT, SIGTERM and SIGHUP end the run after its current step with a checkpoint. A second signal, or a signal before
-    the first step of local ranks, ends the run at once.
+    SIGINT, SIGTERM and SIGHUP end the run after its current step with a checkpoint. A second signal more than a second
+    later, or a signal before the first step of local ranks, ends the run at once.
 
     Returns:
         Summary of the run; None on ranks of torchrun other than rank 0.
@@ -56,10 +56,12 @@ def run_job(job: Job) -> Summary | None:
     Raises:
         DeviceUnavailable: HP502 when this machine cannot run all ranks.
         SnapshotsTooLarge: HP626 when /dev/shm has no space for `checkpoint.snapshot_every`.
+        Contradiction: HP104 for `checkpoint.snapshot_every` under torchrun.
+        OutputNotWritable: HP105 when the run directory cannot be written, or has other files but no marker.
         RunInUse: HP720 when another run writes to the run directory.
         Interrupted: A signal has ended the run; the exception's `step` is the step of the saved checkpoint.
-        RankFailed: HP601 when a rank died.
-        RankHung: HP620 when a rank hung.
+        RankFailed: HP601 when a rank died and `training.max_restarts` is 0.
+        RankHung: HP620 when a rank hung and `training.max_restarts` is 0.
         RestartsUsedUp: HP621 when ranks failed after the last restart.
         TransferFailed: HP513 when no folder can be created in `offload.flash_dir`.
         HyperParallelError: A coded error of a rank, unchanged.
@@ -107,7 +109,6 @@ def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
     data at the same paths, and every rank prepares the run again from `loaded`. An interrupt ends the actors at once.
 
     Raises:
-        RankFailed: HP601 with the machine of the actor that died first.
         HyperParallelError: See `run_job` and `launch_on_ray`.
     """
     portable = replace(loaded, recipe=with_absolute_paths(loaded.recipe))
@@ -126,7 +127,7 @@ def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
 
 
 def _replan_for_fewer(job: Job) -> Job:
-    """Return the run replanned for fewer ranks; return `job` if its recipe is not elastic or its plan has one rank."""
+    """Return the run prepared for fewer ranks; return `job` if its recipe is not elastic or its plan has one rank."""
     ranks = job.plan.strategy.world_size
     if not job.recipe.training.elastic or ranks == 1:
         return job
@@ -203,7 +204,7 @@ def train_rank(
 
 
 def with_first_rank_plan(job: Job) -> Job:
-    """Return the job with the plan and media costs of rank 0; collective over all ranks.
+    """Return the job with the plan and media costs of rank 0, if its data has images or audio; collective.
 
     Under torchrun each rank computes plan and media costs on its own machine. The assignment of sequences to
     microbatches depends on both. Ranks with different values would repeat some sequences of a step and omit others.
@@ -226,7 +227,7 @@ def _finished(summary: Summary | None, stop: StopRequest) -> Summary | None:
 
 
 def _start_time_s(pid: int) -> float:
-    """Return the start time of a process in seconds since the epoch, read from /proc/PID/stat."""
+    """Return the start time of a process in seconds since the epoch; without /proc/PID/stat, the current time."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         running_s = float(Path("/proc/uptime").read_text().split()[0])

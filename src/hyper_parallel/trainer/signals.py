@@ -41,7 +41,7 @@ class Interrupted(KeyboardInterrupt):
 class StopRequest:
     """Request to end the run after the current step, in memory shared with ranks that are forked later.
 
-    The first signal prints `promise`, the consequence of the request.
+    The first signal sets `signum`, and prints `promise`, the consequence of the request, on standard error of rank 0.
     """
 
     def __init__(self, promise: str = _PROMISE) -> None:
@@ -53,7 +53,7 @@ class StopRequest:
         self._received: int | None = None
 
     def received(self) -> bool:
-        """Return whether a signal has arrived, even if the main thread is blocked in a library call."""
+        """Return whether the run shall end, even if the main thread is blocked and has not handled the signal."""
         if self.is_requested or self._received is None:
             return self.is_requested
         return bool(select.select([self._received], [], [], 0)[0])
@@ -74,9 +74,9 @@ class StopRequest:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Treat signals inside the context as requests; signals that are ignored, as under nohup, stay ignored.
+        """Treat signals inside the context as requests; a second signal more than a second later raises Interrupted.
 
-        No effect outside the main thread.
+        Signals that are ignored, as under nohup, stay ignored. No effect outside the main thread.
         """
         with handled(self._on_signal), _signal_pipe() as self._received:
             try:

@@ -249,19 +249,19 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip
-"""Additional sizes by model type: sizes that depend on each other, and lists with an entry per layer."""
+"""Additional config values by model type, such as sizes that depend on each other and lists with an entry per layer."""
 
 _DEPTH: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _WORDS: Final = re.compile(r"_token(_id|_index)?$|^vocab_size")
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 TINY_PARAMETERS: Final = 600_000
-"""Maximum parameters of a model whose training step takes milliseconds on one core."""
+"""Maximum parameters of a config that is tried unchanged before reduced configs."""
 SMALL_PARAMETERS: Final = 4_000_000
-"""Maximum parameters of a model whose training step takes well below a second on one core."""
+"""Maximum parameters of a reduced config, and of an unreduced config that is tried after them."""
 
 MAX_POSITIONS: Final = 64
-"""Maximum `max_position_embeddings` of the configs of `small_configs`."""
+"""Maximum `max_position_embeddings` of all configs of `small_configs` but the last."""
 
 
 def shrink_config(
@@ -273,7 +273,7 @@ def shrink_config(
 ) -> dict[str, Any]:
     """Return a config of the same architecture with at most `LAYERS` layers and without dropout.
 
-    Every kind of layer is kept, as far as `LAYERS` permits.
+    The first layer of every kind is kept, as far as `LAYERS` permits.
 
     Args:
         config: Values of a `config.json`, with nested mappings for text, vision and audio parts.
@@ -308,9 +308,9 @@ def shrink_config(
 
 
 def small_configs(config: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield small configs of the same architecture, in order of preference.
+    """Yield small configs of the same architecture without dropout, in order of preference.
 
-    Token spans (windows, chunks, blocks) are reduced to a few tokens in all configs but the last.
+    Token spans (windows, chunks, blocks) and positions are reduced in all configs but the last.
 
     Yields:
         (description of the reduction, maximum number of parameters for this reduction, values of the config). The
@@ -349,7 +349,7 @@ def _without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short_spans(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with token spans reduced to `SPANS` and maximum positions to `MAX_POSITIONS`."""
+    """Return the config with spans limited to `SPANS` and positions to `MAX_POSITIONS`, except in vision parts."""
     short: dict[str, Any] = {}
     for key, value in config.items():
         number = isinstance(value, int) and not isinstance(value, bool)

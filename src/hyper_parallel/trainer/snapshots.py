@@ -1,6 +1,6 @@
 """Snapshots of training state in host memory (/dev/shm), from which restarted ranks recover.
 
-The folder of the snapshots outlives the ranks, but not the process that launched them.
+The process that launched the ranks owns the folder of the snapshots, so the folder outlives the ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ SNAPSHOTS_KEPT: Final = 2  # a rank may be killed while it writes the newest sna
 def snapshot_folder(job: Job) -> Iterator[Path | None]:
     """Yield a new folder for the snapshots of the ranks launched by this process; None without snapshots.
 
-    The folder is removed at the end of the context. If this process is killed, the next run on the machine removes it.
+    The folder is removed at the end of the context or, if this process is killed, by the next run with snapshots.
 
     Raises:
         SnapshotsTooLarge: HP626 when the snapshots would not fit into /dev/shm.
         Contradiction: HP104 for `checkpoint.snapshot_every` under torchrun, which launches the ranks itself.
+        TransferFailed: HP513 when the folder cannot be created.
     """
     from hyper_parallel.trainer.job import under_torchrun
 

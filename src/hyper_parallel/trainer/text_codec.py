@@ -40,7 +40,7 @@ class Generation:
         token_ids: Tokens of the continuation, without the stop token.
         num_prompt_tokens: Number of tokens of the prompt.
         stopped: Whether a stop token or stop text ended the continuation, rather than the token limit.
-        seconds: Wall time from the creation of the decoder to the end of the continuation.
+        seconds: Wall time from the start of the last call to the end of the continuation; 0 if interrupted.
         memory: Predicted and measured memory under a budget of device memory; None without a budget.
         logprobs: Log-probabilities of the tokens, with temperature 1 and without `top_k` and `top_p`.
         number: Index of the sequence in its batch. The random numbers depend on this index and the seed.
@@ -83,7 +83,7 @@ class TextCodec:
         text becomes the end-of-sequence token.
 
         Raises:
-            BadValue: HP102 when the tokenizer has no chat template.
+            BadValue: HP102 when turns need a chat template that the tokenizer lacks, or when the tokenizer fails.
         """
         if chat or not isinstance(prompt, str):
             if not self.tokenizer.chat_template:
@@ -107,8 +107,8 @@ class TextCodec:
         """Create a sequence for decoding from prompt `number` of a batch, or from an interrupted continuation.
 
         Raises:
-            BadValue: HP102 when prompt and continuation exceed the model's context, or a token is not in its
-                vocabulary.
+            BadValue: HP102 for errors of `encode`, when prompt and continuation exceed the model's context, or when a
+                token is not in its vocabulary.
         """
         previous = source if isinstance(source, Generation) else None
         prompt: Any = source if previous is None else previous.prompt
@@ -186,7 +186,7 @@ class PromptBatch:
     a user message to be answered.
 
     Raises:
-        BadValue: HP102 when a prompt and its continuation exceed the context of the model.
+        BadValue: HP102 for errors of `TextCodec.begin`, or for prompts with images or audio.
     """
 
     def __init__(

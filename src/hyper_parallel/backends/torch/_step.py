@@ -127,9 +127,9 @@ def _objective_loss(
             first = _logprobs(model, attached, batch)
         value = _value(objective, first, batch)
     elif over == "logits":
-        first, own = _own_logits(model, attached, batch)
+        first, own, is_shared = _own_logits(model, attached, batch)
         value = _value(objective, first, own)
-        if attached.tp is not None:
+        if attached.tp is not None and is_shared:
             value = sum_forward(value, attached.tp.group, Purpose.LOSS)
     else:
         raise BadValue(
@@ -182,20 +182,24 @@ def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> T
     return -cross_entropy(None, logits, flat, summed=False).view(targets.shape)
 
 
-def _own_logits(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Return the logits [N, V] of the N tokens that this rank owns, and the batch reduced to these tokens."""
+def _own_logits(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any], bool]:
+    """Return the logits [N, V] of the N tokens that this rank owns, and the batch reduced to these tokens.
+
+    The third value is True if tensor-parallel ranks own different tokens, and False if each of them owns all tokens.
+    """
     targets, tap = targets_of(model, batch), attached.loss
     if tap is None or not _has_token_loss(model, attached):
         raise _no_loss(model, attached, 'over="logits" needs a causal language model')
-    index = targets.new_empty(0)
+    index, is_shared = targets.new_empty(0), False
 
     def select_own(logits: Tensor, _: Tensor) -> Tensor:
-        nonlocal index
+        nonlocal index, is_shared
+        is_shared = attached.tp is not None and attached.tp.head != "whole"
         index = tap.own_tokens(targets.to(logits.device))
         return tap.own_logits(logits, index)
 
     logits = _intercepted(model, attached, batch, targets, select_own)
-    return logits, cut_batch({**batch, "shift_labels": targets}, targets, index)
+    return logits, cut_batch({**batch, "shift_labels": targets}, targets, index), is_shared
 
 
 def _intercepted(
@@ -251,8 +255,12 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         NoLoss: HP514 when the batch has no targets.
     """
     targets: Tensor | None = batch.get("shift_labels")
-    if targets is not None:
-        return targets
+    return shifted(_labels_of(model, batch)) if targets is None else targets
+
+
+def _labels_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Return the label ids [B, S] of a batch without `shift_labels`; the model's loss shifts them by one token."""
+    labels: Tensor | None
     labels, ids = batch.get("labels"), batch.get("input_ids")
     if labels is None and ids is not None:
         mask = batch.get("attention_mask")
@@ -266,7 +274,7 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             allowed="shift_labels, labels or input_ids",
             hint='batch["labels"] = batch["input_ids"], with -100 where no loss is wanted',
         )
-    return shifted(labels)
+    return labels
 
 
 def _forward_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -454,7 +462,8 @@ def _run_losses(
 def _model_loss(model: nn.Module, batch: Microbatch, num_tokens: int | Tensor | None) -> Tensor:
     kwargs = dict(batch)
     if "labels" not in kwargs:
-        kwargs = {"labels": targets_of(model, batch), **kwargs}
+        targets = kwargs.get("shift_labels")
+        kwargs["labels"] = _labels_of(model, batch) if targets is None else targets
     loss: Tensor = model(**kwargs, num_items_in_batch=num_tokens, use_cache=False).loss
     return loss
 

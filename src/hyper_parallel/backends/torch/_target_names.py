@@ -254,7 +254,7 @@ def check_names(model: nn.Module, config: Any, adaptable: Mapping[str, nn.Module
             where=where,
             got=_shown(missing),
             allowed=ends,
-            hint=target_hint(_nearest(listed, missing, ends) or ["all-linear"], adaptable),
+            hint=target_hint(_nearest(listed, missing, ends) or ["all-linear"], where, adaptable),
         )
     # Modules trained in full need no adapters, and neither do the modules in them.
     inside_saved = {n for n in chosen if any(f".{s}." in f".{n}." for s in saved)}
@@ -267,7 +267,7 @@ def check_names(model: nn.Module, config: Any, adaptable: Mapping[str, nn.Module
             where=f"{where}: {refused[0]}",
             got=type(modules[refused[0]]).__name__,
             allowed=ends,
-            hint=target_hint(supported or ["all-linear"], adaptable),
+            hint=target_hint(supported or ["all-linear"], where, adaptable),
         )
     return chosen - inside_saved
 
@@ -277,10 +277,16 @@ def last_names(names: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def target_hint(names: list[str], adaptable: Mapping[str, nn.Module] | None = None) -> str:
-    """Return the recipe override that selects modules by `names`, or `lora=null` without names or adaptable modules."""
+def target_hint(names: list[str], where: str, adaptable: Mapping[str, nn.Module] | None = None) -> str | None:
+    """Return how to select modules by `names`: a recipe override, or the key to set in the adapter file `where`.
+
+    Without names or adaptable modules the hint is `lora=null`, or None for an adapter file.
+    """
+    is_recipe = where.startswith("lora.")
     if not names or (adaptable is not None and not adaptable):
-        return "lora=null"
+        return "lora=null" if is_recipe else None
+    if not is_recipe:
+        return f"set target_modules to [{', '.join(names)}] in {where}"
     if names == ["all-linear"]:
         return "lora.target_modules=all-linear"
     return f"'lora.target_modules=[{', '.join(names)}]'"

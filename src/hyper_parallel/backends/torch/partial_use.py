@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import flow_error, preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import view_of
+from hyper_parallel.backends.torch.token_scores import head_of
 from hyper_parallel.backends.torch.wrappers import replace_attributes
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
@@ -77,8 +78,8 @@ def extend_backward(model: nn.Module, strategy: Strategy) -> Iterator[None]:
     if base is None:
         yield
         return
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    decoder = [part for part in (embedding, base, head) if part is not None]
+    embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+    decoder = [part for part in (embedding, base, head_of(model)) if part is not None]
     if any(p.requires_grad for part in decoder for p in part.parameters()):
         yield
         return

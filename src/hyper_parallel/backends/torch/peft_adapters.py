@@ -107,7 +107,7 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
             where=where,
             got=str(error).partition("\n")[0][:200],
             allowed=last_names(adaptable),
-            hint=target_hint(last_names(adaptable)),
+            hint=target_hint(last_names(adaptable), where),
         ) from error
     if unmaterialized:
         _cast_factors(model)
@@ -161,7 +161,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
             where=f"{_KEYS}: {path}",
             got=why,
             allowed="nn.Linear and Conv1D, but not the head",
-            hint=target_hint(sorted(supported)) if supported else None,
+            hint=target_hint(sorted(supported), _KEYS) if supported else None,
         )
     for path, layer in [*model.named_modules()]:
         if isinstance(layer, ModulesToSaveWrapper):

@@ -1,1 +1,1 @@
-"""Torch engine: model, optimizer and training step of one rank, with measurements and offload by a memory plan."""
+"""Engines of the trainer: model, optimizer and training step of one rank, with measurements and offload."""

@@ -88,11 +88,7 @@ def _complete(name: str, module: nn.Module, args: object, output: Any) -> None:
 
 
 def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
-    """Return whether to run Python code in the config's directory that defines the model class (`auto_map`).
-
-    Raises:
-        ModelUnreadable: HP305 for a type unknown to transformers whose directory has no model code, or untrusted code.
-    """
+    """Return whether to run model code in the config's directory; raise HP305 for absent or untrusted code."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     family = file.values.get("model_type")

@@ -57,7 +57,7 @@ def load_base(model: nn.Module, directory: Path, *, frozen: bool, **options: Any
 def check_base(adapter: Path, base: Path) -> None:
     """Check by checksum that the adapter in weight file `adapter` was trained on the weights in directory `base`.
 
-    Adapters without a stored checksum, which other programs write, pass the check.
+    Adapters without a readable checksum, as other programs write them, pass the check.
 
     Raises:
         CheckpointMismatch: HP702 when the checksums differ.

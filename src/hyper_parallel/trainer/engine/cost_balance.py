@@ -1,9 +1,9 @@
 """Balancing of image and audio work over the ranks and microbatches of a training step.
 
 All sequences are padded to the same length, so the language model does equal work on every rank. The work of the vision
-or audio encoder differs between sequences. The encoder is called the tower when `parallel.submodels` gives it separate
-ranks. A joint schedule then orders the actions of tower ranks and pipeline stages. Otherwise every data-parallel rank
-encodes the images and audio of its own sequences.
+or audio encoder differs between sequences. The encoder is called the tower when `parallel.submodels` sets its ranks. A
+joint schedule may then order the actions of tower ranks and pipeline stages. Without `parallel.submodels`, every
+data-parallel rank encodes the images and audio of its own sequences.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _NUM_NOTED_STEPS: Final = 16
 """Number of steps over which the plan's note averages the imbalance; reading their data takes milliseconds."""
 
 _MEASURED: Final = 6
-"""Number of rows whose encoder FLOPs are counted, from the fewest to the most tokens; each row takes time."""
+"""Maximum number of rows whose encoder FLOPs are counted, from the fewest to the most tokens."""
 _PARTS: Final = 64
 """The fitted share of item work is rounded to a multiple of 1/64, to hide rounding differences between machines."""
 _MOST_SIMULATED: Final = 512
-"""Maximum product of stages and microbatches for which schedules are simulated; the simulation takes about 0.1 s."""
+"""Maximum product of stages and microbatches for which schedules are simulated."""
 
 
 def media_costs(model: nn.Module, sequences: PackedSequences | JoinedSequences) -> tuple[tuple[int, int], str | None]:
@@ -184,7 +184,7 @@ def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
     """Return a line for the printed plan: imbalance of media work over ranks, in data order and after balancing.
 
     Imbalance is the work of the slowest rank divided by the mean over ranks; 1 without media. It is averaged over the
-    first `_NUM_NOTED_STEPS` steps, weighted by media tokens.
+    first `_NUM_NOTED_STEPS` steps, weighted by media tokens. If one rank computes all media, the line says so instead.
     """
     grid = cost_grid(plan, batches, _planned_tower(recipe, plan))
     count = len(grid.owners)

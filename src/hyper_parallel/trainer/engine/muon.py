@@ -20,7 +20,7 @@ _MOMENTUM: Final = "momentum_buffer"
 
 
 def muon_groups(groups: list[dict[str, Any]], roles: dict[nn.Parameter, ParameterRole]) -> list[dict[str, Any]]:
-    """Split each parameter group so that all its parameters stack the same number of linear weights.
+    """Return the groups, split so that all parameters of a group stack the same number of linear weights.
 
     Muon updates the groups with at least one linear weight per parameter, AdamW the other groups.
     """
@@ -35,7 +35,7 @@ def muon_groups(groups: list[dict[str, Any]], roles: dict[nn.Parameter, Paramete
 
 
 def describe_muon(roles: dict[str, ParameterRole]) -> str:
-    """Return a log line: number of linear weights that Muon updates, and kinds of parameters that AdamW updates."""
+    """Return a log line: number of linear weights that Muon updates, and the parameters that AdamW updates."""
     stacked = [r for r in roles.values() if r.kind is ParameterKind.STACKED]
     single = sum(r.kind is ParameterKind.LINEAR for r in roles.values())
     rest = {r.kind for r in roles.values()} - {ParameterKind.LINEAR, ParameterKind.STACKED}
@@ -50,9 +50,9 @@ def describe_muon(roles: dict[str, ParameterRole]) -> str:
 class Muon(torch.optim.Optimizer):
     """Optimizer that applies Muon to linear weights and AdamW to other parameters, with the same learning rate.
 
-    Each linear weight of a stacked parameter is orthogonalised separately. Source: Jordan et al. 2024, Muon. The
-    updates are scaled to the root mean square of AdamW updates (Liu et al., arXiv:2502.16982), so learning rates
-    tuned for AdamW apply.
+    Each linear weight of a stacked parameter is orthogonalised separately. Source: Jordan et al. 2024, Muon. By
+    default, the updates are scaled to the root mean square of AdamW updates (Liu et al., arXiv:2502.16982), so learning
+    rates tuned for AdamW apply.
 
     Args:
         groups: Groups of parameters, as returned by `muon_groups`.
@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _matrices(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[nn.Parameter]:
-        """Yield each linear weight that `parameter` stacks, as a view with the matching views of grad and momentum."""
+        """Yield each linear weight of a parameter that has a gradient, as a view with its gradient and momentum."""
         if parameter.grad is None:
             return
         state = self.state[parameter]

@@ -4,10 +4,10 @@ A memory plan lists, for the operators of a recorded step, the tensors to evict,
 by the plan are called planned steps. Planned steps run on the accelerator, or on a simulated device if the rank has
 only a CPU. Between steps, parameters and optimizer state live on a tier: device memory, DRAM or flash.
 
-Two warm-up steps run before training and are rolled back: an eager step and a recorded step. The first planned step
-must repeat the results of the eager step. The recorded step uses other data, another learning rate and another token
-count. A value that was captured as a constant therefore changes the results of the first planned step. If no plan fits
-the budget, the state is unchanged.
+Warm-up steps run before training and are rolled back: an eager step, which accelerators repeat, and a recorded step.
+The first planned step must repeat the results of the eager step, up to the nondeterminism measured on accelerators. The
+recorded step uses other data, another learning rate and another token count. A value that was captured as a constant
+therefore changes the results of the first planned step.
 
 Work outside planned steps (start, warm-up, evaluations) runs in a `LruSpillMode`, which evicts the least recently used
 tensors to host memory within the same budget. Every planned step yields an `OffloadRecord`.
@@ -129,8 +129,7 @@ class PlannedSteps:
 
         Raises:
             CaptureUnsupported: HP511 for a step that cannot be replayed from its recorded operators.
-            BudgetImpossible: HP402 with a budget that suffices on every rank, or the peak of a warm-up step above the
-                budget.
+            BudgetImpossible: HP402 when the memory plan or a warm-up step of a rank exceeds the budget.
             TierFull: HP403 when a tier has no space for the state.
         """
         if self._flash is not None:
@@ -170,11 +169,7 @@ class PlannedSteps:
             return StepOutcome.of(outputs, state), self._spill.emptied_storages
 
     def _record_outside_peak(self, activity: str) -> None:
-        """Update the peak device bytes outside planned steps; collective over all ranks.
-
-        Raises:
-            BudgetImpossible: HP402 on all ranks if `activity` exceeded the budget on any rank.
-        """
+        """Update the peak device bytes outside planned steps; collective. Raise HP402 if they exceed the budget."""
         most = self._spill.peak_bytes
         if not self._on_cpu:
             most = torch.accelerator.max_memory_allocated(self._torch_device)
@@ -192,7 +187,7 @@ class PlannedSteps:
 
     @contextmanager
     def _rollback(self) -> Iterator[None]:
-        """Restore model, optimizer and random state at the end of the context."""
+        """Restore model, optimizer and random state at the end of a context that raises no error."""
         self._reshard()
         # Copies in host memory: the device may lack memory for a second copy.
         home = self._spill.on_current_tier
@@ -259,11 +254,7 @@ class PlannedSteps:
         )
 
     def _plan_or_refuse(self) -> MemoryPlan:
-        """Return this rank's memory plan of the recorded step; collective over all ranks.
-
-        Raises:
-            BudgetImpossible: HP402 on all ranks, with a budget that suffices on every rank.
-        """
+        """Return this rank's memory plan of the recorded step; collective. Raise HP402 on all ranks if any has none."""
         budget = self._budget
         # Minimum of a step without a plan; on an accelerator the allocator determines it.
         least = max(gather_objects(self._spill.least_bytes if self._on_cpu else 0))
@@ -379,7 +370,8 @@ class PlannedSteps:
     def _replan(self, measured: Measured, planned_s: float) -> bool:
         """Replace the memory plan if a step waited longer for copies than planned; return whether it was replaced.
 
-        The new plan uses the measured bandwidths. Slow operators alone do not cause a new plan.
+        The new plan uses the measured bandwidths. The plan is kept if the bandwidths are as assumed, if no new plan
+        fits, or after `REPLANS` replacements.
         """
         if self._replans == REPLANS or measured.wait_s - planned_s <= DRIFT * measured.seconds:
             return False
@@ -434,7 +426,7 @@ class PlannedSteps:
         return replace(plan, memory=fullest, notes=(*plan.notes, *self._notes, *lines))
 
     def write_timelines(self, directory: Path) -> None:
-        """Write offload_predicted.json and offload_measured.json, timelines of one planned step, for the report."""
+        """Write offload_predicted.json and offload_measured.json, timelines of one planned step, if there is one."""
         for timeline, name in zip(self._timelines, ("predicted", "measured"), strict=False):
             write_timeline(timeline, directory / f"offload_{name}.json")
 

@@ -26,7 +26,7 @@ from hyper_parallel.topology import load_topology
 from hyper_parallel.units import format_bytes
 
 MARGIN: Final = 0.04
-"""Share of free device memory that `budget: auto` leaves to kernel workspaces and fragmentation."""
+"""Share of available device memory that `budget: auto` leaves to kernel workspaces and fragmentation."""
 NOTICED: Final = 0.02
 """Minimum relative difference between measured and assumed bandwidth that changes a machine model."""
 
@@ -95,9 +95,9 @@ def budget_too_small(text: str, budget_bytes: int, least_bytes: int) -> BudgetIm
 def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
     """Return the device budget of `budget: auto` in bytes, and a line that explains it.
 
-    On a CPU the budget is `budget_bytes`, the memory of a rank's device according to the topology. On an accelerator it
-    is the free memory minus a margin for kernel workspaces and fragmentation. Memory of device contexts, collective
-    libraries and other processes is not free.
+    On a CPU the budget is `budget_bytes`, the memory of a rank's device according to the topology. On an accelerator
+    the budget is the smaller of `budget_bytes` and the device's memory, minus the memory used outside of torch's
+    allocator, minus the share `MARGIN` of the rest. Device contexts and other processes use memory outside of it.
     """
     if device.type == "cpu":
         text = f"offload: budget auto = {format_bytes(budget_bytes)}, the memory of a rank"
@@ -153,7 +153,7 @@ def check_offload(recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[
 
 
 def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachine:
-    """Return the machine model with each bandwidth replaced by its measured value if they differ by more than 2 %."""
+    """Return the machine model, with the measured bandwidth of each channel that differs by more than `NOTICED`."""
     changed = {}
     for kind in ("store", "prefetch", "copy_out", "copy_in"):
         channel: Channel | None = getattr(machine, kind)

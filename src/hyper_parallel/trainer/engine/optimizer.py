@@ -85,10 +85,10 @@ _NEED_FULL_MATRICES: Final = (torch.optim.Adafactor, torch.optim.Muon, Muon)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trained parameters into a group with weight decay and a group without.
+    """Return the trained parameters as optimizer groups: a group with weight decay and a group without.
 
     Norms, biases, vectors and state-space parameters have no weight decay. The split depends on module types and
-    logical shapes, so it is the same on every layout. Empty groups are omitted.
+    logical shapes, so it is the same on every layout. Empty groups are omitted, except if both groups are empty.
     """
     decayed, undecayed = [], []
     for name, role in trained_roles(model).items():
@@ -180,7 +180,9 @@ def check_optimizer(recipe: Recipe, plan: Plan, where: Callable[[str], str], mod
 
     Raises:
         BadValue, MissingDependency, NotImportable: See `optimizer_class`; also HP102 for an invalid argument.
-        Contradiction: HP104 for an optimizer that does not support the layout, float16 experts or offload.
+        Contradiction: HP104 for an optimizer that does not support the layout or offload, for float16 with experts, or
+            for an optimizer that fails in a trial step.
+        RankFailed: HP601 when the trial step crashes its process or hangs.
     """
     training, s = recipe.training, plan.strategy
     name, key = training.optimizer, where("training.optimizer")
@@ -253,7 +255,7 @@ def check_resumed_state(training: Training, saved_args: dict[str, Any], director
 
 
 def recipe_values(optimizer: torch.optim.Optimizer, training: Training) -> tuple[str, ...]:
-    """Return the keys of `optimizer.param_groups` that the recipe sets; the optimizer updates all other keys."""
+    """Return the keys of `optimizer.param_groups` whose values a resumed run takes from the recipe if they exist."""
     parameters = inspect.signature(type(optimizer).__init__).parameters
     return ("weight_decay", *parameters, *training.optimizer_args)
 

@@ -1,4 +1,4 @@
-"""Trial step of a user's optimizer on a small layer, before any rank starts."""
+"""Trial step of a named or user-defined optimizer on a small layer, before any rank starts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def check_trial_step(
     sharded: bool,
     replicated: bool,
 ) -> None:
-    """Check that an optimizer can update a small linear layer whose parameters are DTensors.
+    """Check that an optimizer can update a small linear layer, first with ordinary tensors, then with DTensors.
 
-    `build` returns the optimizer of a module. The parameters are `sharded` and `replicated` as in the run. The trial
-    runs on a CPU. An optimizer that also fails on ordinary tensors may need an accelerator, so it is accepted on
-    machines that have an accelerator.
+    `build` returns the optimizer of a module. The DTensors are `sharded` and `replicated` as in the run. The trial runs
+    on a CPU. An optimizer that fails on ordinary tensors may need an accelerator, so it is accepted on machines that
+    have an accelerator.
 
     Raises:
         Contradiction: HP104 with the first line of the optimizer's error.

@@ -41,7 +41,7 @@ class FrameworkState:
     framework's arrays by name, are padded with zeros.
 
     Attributes:
-        step: Number of finished optimizer steps.
+        step: Number of finished optimizer steps; for SGD only those of this process.
         values: Arrays by name: `param.NAME`, and `STATE.NAME` for each state tensor of the optimizer.
     """
 
@@ -143,7 +143,7 @@ class ProgramLoop(Loop):
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Run the programs of a step; return this rank's share of the loss and the gradient norm before clipping.
 
-        The program `update` has already computed new weights and optimizer state; `Loop.update` applies them.
+        The program `update` also computes new weights and optimizer state; the method `update` applies them.
         """
         count = int(inputs.valid_tokens)
         batches = [self._batch(part, count) for part in inputs.microbatches]

@@ -137,16 +137,17 @@ def read_spec(
     tried: bool = False,
     scores: bool = False,
 ) -> ModelSpec:
-    """Return the `ModelSpec` of a model, with the measured sizes of the activations that it saves for backward.
+    """Return the `ModelSpec` of a model.
 
-    The spec comes from the config if this package knows the model family, else from the transformers model.
+    The spec comes from the config if this package knows the model family, else from the transformers model. The sizes
+    of activations saved for backward are measured on the transformers model, or estimated if this fails.
 
     Args:
         path: Model directory, config file, preset or hub id; see `load_model`.
         where: Origin of `path`, for errors.
         trusted: `model.trust_remote_code` of the recipe.
-        tried: Whether to also set `ModelSpec.unsplit`: the axes, pp or cp, that the forward does not support according
-            to a test.
+        tried: Whether to also set `ModelSpec.unsplit` for a spec from the transformers model: the axes, pp or cp, that
+            the forward does not support according to a test.
         scores: Read the model as a sequence classifier with one label.
 
     Raises:
@@ -186,7 +187,7 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
     Raises:
         ModelUnreadable: HP305 naming the model family and the first differing parameter.
         NotDivisible: HP203 for a dimension that a layout does not divide.
-        RuleError: HP204 for a sharding rule that matches no parameter.
+        RuleError: HP204 for invalid sharding rules.
         UnsupportedSharding: HP205 for an unsupported layout.
         DoesNotFit: HP401 for a plan on this machine that needs more than 16 times the memory of a rank.
     """
@@ -269,8 +270,8 @@ def joint_schedule(plan: Plan) -> Schedule | None:
 def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
     """Return the directory of the pretrained weights; None for random weights.
 
-    With `model.init: auto`, a preset or a config file gets random weights. A hub id, or a directory with a tokenizer or
-    an index of weight files, means a pretrained model, whose weight files must exist.
+    With `model.init: auto`, a preset or a config file gets random weights. A hub id, or a directory with a tokenizer,
+    an index of weight files or weights in another format, means a pretrained model, whose weight files must exist.
 
     Raises:
         WeightsUnreadable: HP703 when the weight files of a pretrained model are missing.
@@ -327,8 +328,8 @@ def model_files(model: nn.Module, tokenizer_dir: str | Path, weights: Path | Non
     """Return the config files of a run's model, as a dict from file name to text.
 
     These are `config.json`, the generation config, and a list of the tensors in the weight files that the model does
-    not use. Exports copy these tensors. Special tokens in the config of `model` may be changed. `weights` is the
-    directory of the pretrained weights; None: random weights.
+    not use; the last two may be absent. Exports copy these tensors. Architectures, and possibly special tokens, in the
+    config of `model` are changed. `weights` is the directory of the pretrained weights; None: random weights.
     """
     set_token_ids(model, tokenizer_dir, pretrained=weights is not None)
     model.config.architectures = [type(model).__name__]

@@ -1,7 +1,7 @@
 """Checks and predicted step times of sub-models (`parallel.submodels`), before ranks start.
 
-The sub-models of a multimodal model are its language model and its towers: vision and audio encoders, on ranks of their
-own or on shared ones.
+The sub-models of a multimodal model are its language model and its towers: vision and audio encoders, on separate or
+shared ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     Raises:
         BadValue: HP102 for invalid values of `parallel.submodels`.
         UnsupportedSharding: HP205 for a model that cannot be divided into sub-models, or an unsupported layout.
-        BatchMismatch: HP308 for a number of microbatches that the ranks of a sharded tower do not divide.
+        BatchMismatch: HP308 when the number of microbatches is not a multiple of a sharded tower's microbatches per
+            round.
         Contradiction: HP104 for an optimizer that does not support the layout of a sub-model.
     """
     layouts = submodel_layouts(loaded.recipe, plan)
@@ -68,8 +69,8 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
 def divided_step(recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: Mapping[str, float]) -> DividedStep:
     """Predict the seconds and the memory of a step of the towers and of the language model with plan `plan`.
 
-    If the config lacks the sizes of a tower, the tower is assumed to reach the FLOP/s of the language model, and no
-    memory of any part is predicted. Sending features is assumed to be free. `sequence_flops` are the results of
+    If the config lacks the sizes of a tower, the tower is assumed to reach the FLOP/s of the language model. The memory
+    of this tower and of the language model is then not predicted. `sequence_flops` is the result of
     `sampled_tower_flops`.
     """
     assert recipe.parallel.submodels is not None
@@ -117,7 +118,7 @@ def planning_request(recipe: Recipe, model: nn.Module, plan: Plan) -> PlanReques
 
 
 def plan_submodels(recipe: Recipe, plan: Plan, model: nn.Module, batches: Batches) -> Plan:
-    """Add the sub-models to the plan, with predicted times and the schedule of a step.
+    """Return the plan with the sub-models, their predicted times, and the schedule of a step.
 
     If an encoder does not run on meta tensors, only a note that names the cause is added.
     """

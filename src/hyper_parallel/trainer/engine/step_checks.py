@@ -1,8 +1,8 @@
 """Two checks of a step over all ranks: comparison of data-parallel ranks, and search for the first non-finite value.
 
 For the comparison, all data-parallel ranks run the same microbatches and compare checksums. A checksum covers the bits
-of every decoder layer's output and output gradient. Weight gradients are left out, because FSDP reduces them during
-backward.
+of the outputs and output gradients of the model and of every decoder layer. Weight gradients are left out, because FSDP
+reduces them during backward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_ranks(
 
     Raises:
         RanksDisagree: HP625 on all ranks, naming the ranks that differ from the majority. Without a majority the error
-            names the ranks whose second run differs from their first, or else all ranks.
+            names the ranks whose second run differs from their first, or else all ranks without a majority.
     """
     first = _checksums(model, microbatches, tokens, step)
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -58,7 +58,7 @@ def check_ranks(
     if wrong:
         names = ", ".join(map(str, sorted(wrong)))
         raise RanksDisagree(
-            f"rank {names} computed a bitwise different result than its data-parallel peers from the same microbatch; "
+            f"rank {names} computed a bitwise different result than the data-parallel peers from the same microbatch; "
             f"{reason}",
             where=f"step {step}",
             hint=f"exclude the device of rank {names}, and train again from a checkpoint before this step",
@@ -66,7 +66,7 @@ def check_ranks(
 
 
 def _checksums(model: nn.Module, microbatches: Sequence[dict[str, Tensor]], tokens: int, step: int) -> list[int]:
-    """Run forward and backward; return the checksums of all ranks, by rank."""
+    """Run forward and backward with equal random numbers on all ranks; return the checksums of all ranks, by rank."""
     total = torch.zeros((), dtype=torch.int64, device=handle(model).device)
 
     def add(value: object) -> None:
@@ -110,7 +110,7 @@ def first_not_finite(model: nn.Module, rerun: Callable[[], Any], stage: int) -> 
     is the pipeline stage of this rank.
 
     Returns:
-        Description of the tensor and its rank; None if all values of the rerun are finite.
+        Description of the tensor and its rank; None if all parameters, module outputs and gradients are finite.
     """
     hits: list[tuple[int, str]] = []
 

@@ -119,8 +119,8 @@ class SpanRecorder:
     def overlap(self) -> dict[str, Any]:
         """Return exposed seconds and masked share of the last step's recorded collectives (see `ir.masking`).
 
-        Return {} if no collective was recorded. The shortest duration so far of each kind of collective stands for its
-        duration without concurrent work.
+        Return {} if no collective was recorded. The shortest duration so far of each kind and size of collective stands
+        for its duration without concurrent work.
         """
         return masking(self._flights, self._alone_s) if self._flights else {}
 
@@ -236,7 +236,7 @@ class MemoryGauge:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure the step that runs inside the context, and discard earlier measurements."""
+        """Measure the step that runs inside the context, and discard earlier samples."""
         self.samples = []
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)

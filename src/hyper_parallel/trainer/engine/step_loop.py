@@ -1,8 +1,7 @@
 """Training step, loss scale and evaluation, with the same code on every layout.
 
-The loss of a step is the sum over all tokens of all data-parallel ranks and microbatches, divided by their number of
-valid tokens. Gradients are summed, never averaged. The result therefore does not depend on the layout or on the number
-and sizes of microbatches.
+Without a learning stage, the loss of a step is the cross entropy summed over the valid tokens of all data-parallel
+ranks and microbatches, divided by the number of these tokens. Gradients are summed over ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ GROWTH_STEPS: Final = 2000
 """Steps without overflow after which the loss scale doubles, as in torch.amp.GradScaler."""
 
 Routing = tuple[Tensor, Tensor | None] | None
-"""(tokens per expert in a step, auxiliary loss or None) from `count_routing`; None for a model without experts."""
+"""(tokens per expert in a step, auxiliary loss or None) from `count_routing`; None if no tokens were counted."""
 
 
 @dataclass
@@ -86,8 +85,9 @@ class StepInputs:
     """Inputs of a training step on one rank.
 
     Attributes:
-        microbatches: Model inputs by name, for each microbatch of this rank.
-        valid_tokens: Number of valid tokens in the step, over all ranks.
+        microbatches: Model inputs by name, for each microbatch of this rank; with sub-models, None for a microbatch
+            without inputs on this rank.
+        valid_tokens: Number of target tokens in the step, over all ranks.
         lr: Learning rate.
     """
 
@@ -115,7 +115,8 @@ class SkipPolicy:
     """Rule for skipping steps; a skipped step changes neither parameters nor optimizer states.
 
     Attributes:
-        nonfinite: Whether a non-finite loss or gradient norm skips the step; if False, it ends the run.
+        nonfinite: Whether a non-finite loss or gradient norm skips the step. If False, it ends the run, unless float16
+            can lower its loss scale.
         max_norm: Gradient norm above which a step is skipped; None: no limit.
         num_consecutive: Number of consecutive steps skipped until now.
     """
@@ -138,7 +139,7 @@ class SkipPolicy:
         """Count a finished step, which the learning stage may have `rejected`; return whether it was skipped.
 
         Raises:
-            LossNotFinite: HP604 after `MAX_CONSECUTIVE_SKIPS` skipped steps in a row.
+            LossNotFinite: HP604 after `MAX_CONSECUTIVE_SKIPS` skipped steps in a row, other than by the loss scale.
         """
         spike = self.max_norm is not None and output.grad_norm > self.max_norm
         skipped = spike or rejected or not output.finite
@@ -193,8 +194,8 @@ class Loop:
         """Run optimizer step number `step`, counted from 1.
 
         Raises:
-            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite, or too many consecutive steps
-                were skipped; no parameter was changed.
+            LossNotFinite: HP604 for a non-finite loss or gradient norm that neither `policy` nor `scale` permits, or
+                after too many consecutive skipped steps. This step has changed no parameter.
         """
         start = time.perf_counter()
         self.recorder.begin_step(step)
@@ -247,7 +248,7 @@ class Loop:
         """Run a step without reading tensor values on the host, as the recording for a memory plan requires.
 
         Returns:
-            This rank's share of the loss, the gradient norm, and the tokens per expert.
+            This rank's share of the loss, the gradient norm, and the result of `count_routing`.
         """
         loss_sum, grad_norm = self.gradients(inputs)
         self.update(inputs.lr)
@@ -375,9 +376,9 @@ class Loop:
         return output
 
     def count_routing(self) -> Routing:
-        """Return tokens per expert and auxiliary loss of the step, summed over ranks, see `count_routing`.
+        """Return tokens per expert, summed over ranks, and the auxiliary loss of the step; None if none were counted.
 
-        Router biases are updated, and counts reset. None: the model has no experts, or no token was routed.
+        Router biases are updated, and counts are reset; see `backends.torch.count_routing`.
         """
         if not handle(self.model).routes:
             return None

@@ -201,10 +201,6 @@ def _with_memory_plan(
     """Add the memory plan of `offload` to program `gradients`; return the new program and its predicted memory.
 
     Optimizer states, and all values of program `update`, stay on the device.
-
-    Raises:
-        BudgetImpossible: HP402 when no memory plan fits the budget, or `update` exceeds it.
-        TierFull: HP403 when only host memory is too small.
     """
     assumed = OffloadMachine.of(recipe, plan, torch.device("cpu"))
     states = sum(
@@ -265,7 +261,7 @@ def _block_plan(plan: Plan, block: Strategy) -> Plan:
 
 
 def _traced_world(recipe: Recipe, block: Strategy, position: int) -> AbstractContextManager[World | None]:
-    """Return a context with a fake world for one rank of a block, or with None if the rank runs no collectives."""
+    """Return a context with a fake world for a rank of a block; None for one rank without `moe.capacity_factor`."""
     if block.world_size == 1 and recipe.moe.capacity_factor is None:
         return nullcontext()
     return World.fake(position, block.world_size, TRACED)
@@ -406,8 +402,9 @@ def _clip_function(
     layouts: Mapping[str, Layout],
     max_norm: float | None,
 ) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
-    """Return a traceable function from a rank's gradients to their global norm and the summed and clipped gradients.
+    """Return a traceable function from a rank's gradients to their global norm and the clipped gradients.
 
+    The function first sums gradients over `dp_replicate`, and those of parameters shared by stages over `pp`.
     `strategy` is that of all ranks, and `layouts` are keyed by parameter name. None as `max_norm`: no clipping.
     """
     parallel, tp = attached(model), strategy.tp

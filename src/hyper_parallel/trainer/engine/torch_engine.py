@@ -127,7 +127,7 @@ class TorchEngine:
         self._stack.close()
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Load the newest intact checkpoint or snapshot; return its step and extra values, (0, {}) if none exists."""
+        """Load the newest intact checkpoint or snapshot; return its step and extra values, (0, {}) for a new run."""
         if self._job.ignore_checkpoints:
             return 0, {}
         source, memory = self._checkpointer(self._job.resume_dir), self._snapshots
@@ -147,7 +147,7 @@ class TorchEngine:
         return done, extra
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
-        """Prepare for the steps after step `done`: open the checkpoints and, with offload, plan the memory."""
+        """Prepare for the steps after step `done`: open checkpoints, begin the stage and, with offload, plan memory."""
         job, training = self._job, self._recipe.training
         if self._base is not None:
             self._inputs.check(BASE, self._base.checksum, str(job.weights))
@@ -195,8 +195,9 @@ class TorchEngine:
         """Run optimizer step number `step`, counted from 1.
 
         Raises:
-            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
+            LossNotFinite: HP604; see `Loop.step`.
             RanksDisagree: HP625 when `check_ranks_every` detects a rank with different results.
+            HyperParallelError: With offload, errors of `PlannedSteps.step`.
         """
         every, plan = self._recipe.training.check_ranks_every, self._job.plan
         if every and step % every == 0:

@@ -36,7 +36,7 @@ class LearningStage:
     inputs_span: ClassVar[tuple[str, str]] = ("data", "data")
 
     def begin(self, batches: Any) -> None:
-        """Prepare for training on `batches`; called once per process, after the weights are loaded."""
+        """Prepare for training on `batches`; called once per process that trains, after the weights are loaded."""
 
     def inputs(self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None) -> StageInputs:
         """Return the inputs of `objective` for a step or an evaluation.

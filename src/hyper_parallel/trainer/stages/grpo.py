@@ -3,7 +3,7 @@
 A rollout samples and rewards completions of the prompts of one batch. `num_iterations` optimizer steps train on it:
 
   sample    G completions of every prompt, from the trained model in place or on dedicated sampling ranks
-  reward    sum of reward functions; advantage = (reward - mean of its group) / standard deviation of its group
+  reward    weighted sum of reward functions; advantage = (reward - mean of its group) / standard deviation of its group
   train     loss = mean over the completion tokens (with `loss_type: grpo`, mean of the means of completions) of
               -w x min(r x advantage, clip(r, 1 - eps, 1 + eps_high) x advantage)
               + beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the reference model
@@ -14,9 +14,9 @@ model; r = q / p; and w = min(p / mu, cap), the weight of truncated importance s
 sampled with stale weights. eps, eps_high, beta and cap are keys of section `grpo` of the recipe: `epsilon`,
 `epsilon_high`, `beta` and `importance_sampling_cap`.
 
-This is decoupled PPO: r is 1 at the first optimizer step of a rollout, and w is 1 for tokens sampled with the newest
-weights. Masked importance sampling (`mask`) excludes from the mean all tokens whose p / mu is above cap or below
-1 / cap. The number of remaining tokens must be known before the step, so `mask` costs one more forward pass for p.
+This is decoupled PPO: r is 1 at the first optimizer step of a rollout. With `max_staleness: 0`, w is 1 for all tokens.
+Masked importance sampling (`mask`) excludes from the mean all tokens whose p / mu is above cap or below 1 / cap. The
+number of remaining tokens must be known before the step, so `mask` costs one more forward pass for p.
 
 Sources: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300; mean over all tokens of the step: DAPO, arXiv:2503.14476;
 no division by the standard deviation: Dr. GRPO, arXiv:2503.20783.
@@ -95,7 +95,7 @@ class GrpoStage(LearningStage):
                 reward.inputs = self.run_inputs
 
     def begin(self, batches: Any) -> None:
-        """Create the reference weights, and warn if sampling runs without a key-value cache."""
+        """Create and save the reference weights, if any; warn if sampling runs without a key-value cache."""
         if self.reference is not None:
             weights = self.reference()
             self._reference_weights = None if self.settings.reference_on_samplers else weights
@@ -103,7 +103,7 @@ class GrpoStage(LearningStage):
             _log.warning("sampling has no key-value cache, so every token recomputes its prefix: %s", reason)
 
     def end(self) -> None:
-        """Tell dedicated sampling ranks to end."""
+        """Tell dedicated sampling ranks, if any, to end."""
         if self.publisher is not None:
             self.publisher.end()
 
@@ -131,7 +131,7 @@ class GrpoStage(LearningStage):
         return _split_batch(padded, size), int(tokens)
 
     def inputs(self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None) -> StageInputs:
-        """Sample and reward completions; return them as microbatches, and their number of tokens over all ranks.
+        """Sample and reward completions; return them as microbatches, and their number of trained tokens on all ranks.
 
         In `microbatches`, each prompt fills `num_generations` consecutive rows, whose labels are the reference answer.
         Returned microbatches also have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S], and, if `beta`
@@ -155,7 +155,7 @@ class GrpoStage(LearningStage):
         ], tokens
 
     def _rollout(self, microbatches: Microbatches, rows: Rows, batches: Any, step: int) -> tuple[Microbatches, int]:
-        """Sample and reward rollout `step`, counted from 1; return its microbatches and global number of tokens."""
+        """Sample and reward rollout `step`, counted from 1; return its microbatches and trained tokens on all ranks."""
         size = len(microbatches[0]["input_ids"])
         completions = self._sample(microbatches, batches, step)
         rewards, sums = self._reward(completions, microbatches, batches.sequences, rows)
@@ -251,7 +251,7 @@ class GrpoStage(LearningStage):
         return logprobs_of(self.sampler.model, batch["input_ids"], batch["shift_labels"], size)
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """Return the policy loss of a microbatch, from the [B, S] log-probabilities of its tokens."""
+        """Return the loss of a microbatch from the [B, S] log-probabilities of its tokens; see the module docstring."""
         settings, advantages = self.settings, batch["advantages"][:, None]
         proximal = batch.get("proximal_logprobs")
         if proximal is None:

@@ -36,7 +36,7 @@ class ModelReward:
     _model: Any = None
 
     def check(self, tokenizer_dir: str | Path, where: str) -> None:
-        """Raise if the directory is no reward model, or its tokenizer differs from `tokenizer_dir`; read no weights.
+        """Check, without reading weights, that the directory is a reward model with the tokenizer in `tokenizer_dir`.
 
         Raises:
             ModelUnreadable: HP305 for a directory that is not a sequence classifier.

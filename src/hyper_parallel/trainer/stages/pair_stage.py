@@ -17,7 +17,7 @@ from hyper_parallel.trainer.stages import LearningStage, Microbatches, Rows, Sta
 from hyper_parallel.trainer.stages.sampling import all_reduce_sum
 
 _MAX_ERROR_ULPS: Final = 4
-"""Maximum rounding error of a sum of some hundred numbers in float32 runs, in units in the last place."""
+"""Assumed maximum rounding error of a sum over the tokens of an answer, in units in the last place."""
 
 
 @dataclass
@@ -61,15 +61,14 @@ class PairStage(LearningStage):
     def mean_loss(self, losses: Tensor, scores: Tensor, real: Tensor, magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
         """Add a microbatch of N pairs to the statistics; return its summed loss divided by the pairs of the step.
 
-        A score is a difference of two sums over the tokens of an answer. Its rounding error is proportional to these
-        sums, not to the score. For example, a model equal to its reference model has scores of about 1e-7 with random
-        sign. Pairs whose scores differ by no more than this error count as half correct.
+        The score of DPO is a difference of two sums over the tokens of an answer. Its rounding error is proportional to
+        these sums, not to the score. Pairs whose scores differ by no more than this error count as half correct.
 
         Args:
             losses: [N] losses of the pairs.
             scores: [2N] scores, alternately of chosen and rejected answers.
             real: [N] mask of pairs that are not padding.
-            magnitudes: [2N] magnitudes of the sums.
+            magnitudes: [2N] magnitudes of the numbers from which the scores were computed.
             dtype: Dtype in which the sums were computed.
         """
         chosen, rejected = scores[0::2].detach(), scores[1::2].detach()
@@ -81,7 +80,7 @@ class PairStage(LearningStage):
         return torch.where(real, losses, 0.0).sum() / self.pairs
 
     def totals(self) -> list[float]:
-        """Return the four statistics of the step or evaluation, summed over the microbatches of all ranks."""
+        """Return the sums over all ranks of the four statistics that `objective` has collected since `inputs`."""
         zeros = torch.zeros(4, dtype=torch.float64, device=self.device)
         return all_reduce_sum(torch.stack([zeros, *self._sums]).sum(0))
 

@@ -1,8 +1,8 @@
 """Reference model of a run: the model before the first step.
 
-DPO and KTO need only its log-probabilities. They are computed once before the first step and saved as `reference.npy`,
-or `reference_holdout.npy` for held-out answers; resumed runs load these files. GRPO needs its weights, which are
-swapped into the trained model for a forward pass, so there is no second model.
+DPO and KTO need only log-probabilities of this model. They are computed once before the first step and saved as
+`reference.npy`, or `reference_holdout.npy` for held-out answers; resumed runs load these files. GRPO needs the weights
+of this model. They are swapped into the trained model for a forward pass, so there is no second model.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def check_columns(name: str, function: Reward, columns: Sequence[str], where: st
 
 
 def score(name: str, function: Reward, public: dict[str, Any], internal: dict[str, Any]) -> list[float]:
-    """Call a reward function; return one finite reward per completion.
+    """Call a reward function; return one finite reward per completion, [] without completions.
 
     Args:
         name: Name of the function.

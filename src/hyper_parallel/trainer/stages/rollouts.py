@@ -7,14 +7,14 @@ runs therefore continue from these files:
   rollouts/step_00000013.0.safetensors   completions of step 13, part 0, and the weight version of each token
   rollouts/begin.json                    step and data position at which training starts
   rollouts/end                           empty file that exists after training has ended
-  rollouts/timeline.0.json               profiled steps of the ranks that sample part 0
+  rollouts/timeline.0.json               measured timeline of the ranks that sample part 0
 
 In these files, a step is one rollout with its `num_iterations` optimizer steps. The prompts of a step are divided into
 equal parts, one per data-parallel sampling rank. Version v of the weights exists after v steps. Completions of step t
 are sampled with a version of at least t - 1 - `max_staleness`. Sampling ranks wait until such a version exists.
 
-With `training.deterministic`, sampling ranks use exactly version t - 1 - `max_staleness`, else the newest version. With
-`partial_rollout`, unfinished completions continue under newer weights.
+With `training.deterministic`, sampling ranks use exactly version t - 1 - `max_staleness` (at least 0), else the newest
+version. With `partial_rollout`, unfinished completions continue under newer weights.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Sampler:
 
     @classmethod
     def of_job(cls, job: Job, model: nn.Module) -> Sampler:
-        """Return the sampler of a run; its stop tokens are those of the command `generate` on the exported model."""
+        """Return the sampler of a run, with `eos_token_id` of the run's generation config."""
         tokenizer, recipe = load_tokenizer(job.packed.tokenizer_dir), job.recipe
         eos = json.loads(job.model_files.get(GENERATION, "{}")).get("eos_token_id")
         return cls(model, tokenizer, recipe.grpo, recipe.training.seed, eos)
@@ -250,7 +250,7 @@ class _SamplingRank:
         self._weights = Weights(-1)
 
     def run(self) -> None:
-        """Wait for the start of training, then sample every step that lacks this rank's part until training ends."""
+        """Wait for the start of training, then sample this rank's part of every step that lacks it."""
         begin = self._folder.begun()
         if begin is None:
             return

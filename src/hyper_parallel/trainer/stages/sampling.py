@@ -1,7 +1,8 @@
 """Sampling of completions for many prompts from a model that is parallelized for training.
 
-Every data-parallel rank samples its own rows, and all ranks run the same number of forward passes. Sampling uses the
-trained weights in place, without a copy. A key-value cache exists only during sampling, for one microbatch of rows.
+Every data-parallel rank samples its own rows. Ranks that share the parameters of a replica run the same number of
+forward passes. Sampling uses the trained weights in place, without a copy. A key-value cache exists only during
+sampling, for one microbatch of rows.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def _decode_exact(
 def _decode_in_slots(
     decoder: Decoder, weights: Weights, environments: Environments | None
 ) -> Iterator[DecodingSequence]:
-    """Yield a sequence after each token sampled for it; load newer weights when due; append environment replies."""
+    """Yield a sequence after each token sampled for it; load newer weights when due; append replies that fit."""
     while True:
         for sequence in decoder.run():
             yield sequence
@@ -207,14 +208,14 @@ def logprobs_of(model: nn.Module, input_ids: Tensor, labels: Tensor, microbatch:
 
 
 def all_reduce_max(value: Tensor) -> float:
-    """Return the maximum of a scalar over all ranks."""
+    """Return the maximum over all ranks of a scalar tensor, which is overwritten."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
 
 
 def all_reduce_sum(values: Tensor) -> list[float]:
-    """Return the sum of each element over all ranks."""
+    """Return the sum over all ranks of each element of a tensor, which is overwritten."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
     sums: list[float] = values.tolist()
@@ -230,7 +231,7 @@ def sum_over_data_ranks(values: Tensor, strategy: Strategy) -> list[float]:
 def uniform(seed: int, step: int, first: int, rows: int, length: int) -> np.ndarray:
     """Return [rows, length] random numbers in [0, 1) for `rows` sequences of a step, from index `first` on.
 
-    The numbers depend only on seed, step and sequence index, so sampling is the same on every layout.
+    The numbers depend only on seed, step, sequence index and token index, not on the layout.
     """
     each = [numbers(seed, 5, step, row, length=length) for row in range(first, first + rows)]
     return np.array(each).reshape(rows, length)
