@@ -42,8 +42,7 @@ class BlockCommunication:
     tp: Array  # exposed part of `tp_whole`
     tp_whole: Array  # gathers and scatters of tensor parallelism
     cp: Array  # exposed part of `cp_whole`
-    # key-value ring (or all-gather of keys and values) of context parallelism, and all-to-alls of Ulysses
-    cp_whole: Array
+    cp_whole: Array  # key-value ring or all-gather of context parallelism, and all-to-alls of Ulysses
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +84,7 @@ def call_seconds(s: PricingCase, b: Boundary) -> Array:
 
 
 def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
-    """Return the seconds of one call.
-
-    `size` is the bytes of one rank's part for all_to_all and send_recv, and of the full tensor for other kinds.
-    """
+    """Return the seconds of one call; `size`: bytes of one rank for all_to_all and send_recv, else of all ranks."""
     machine, places = s.machine, s.places
     if kind == "all_to_all" and b.axes == ("ep",):
         copies = s.n.routed_experts_per_token if machine.stack.ep_dedup else 1.0
@@ -295,13 +291,10 @@ def step_tail(s: PricingCase) -> dict[str, Array]:
     Returns:
         Dict with four entries:
 
-        * `scatter_s`: reduction of gradients with ZeRO 0 and 1, and over dp_replicate; the backward of the last
-          microbatch may overlap it;
-        * `gather_s`: all-gather of updated parameters with ZeRO 1;
-        * `first_s`: in a pipeline with ZeRO 2, all-gather of the layers, which stay gathered; the first forward may
-          overlap it;
-        * `late_s`: in a pipeline with ZeRO 2 and 3, reduction of gradients, and all-gather of embedding and head; never
-          overlapped.
+        * `scatter_s`: ZeRO 0 and 1, and dp_replicate: reduction of gradients, may overlap the last backward;
+        * `gather_s`: ZeRO 1: all-gather of updated parameters;
+        * `first_s`: pipeline with ZeRO 2: all-gather of layers that stay gathered, may overlap the first forward;
+        * `late_s`: pipeline with ZeRO 2 and 3: reduction of gradients, and all-gather of embedding and head.
     """
     layers = [*_layer_boundaries(s, s.layers)]
     ends = [*_sharing_boundaries(s, s.ends(s.outside), freed=False)]

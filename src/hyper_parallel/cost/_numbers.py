@@ -385,10 +385,7 @@ class ModelNumbers:
 
     @property
     def unpredicted_logit_bytes(self) -> float:
-        """Measured bytes per token saved outside the layers beyond the final norm, such as capped logits.
-
-        0 without a measurement.
-        """
+        """Measured bytes per token saved outside the layers beyond the final norm, such as capped logits; else 0."""
         # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
         formula_bytes = (_NORM_BYTES + 2.0) * self.hidden
         return 0.0 if self.measured is None else max(0.0, self.measured.outside - formula_bytes)

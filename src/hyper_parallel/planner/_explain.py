@@ -35,9 +35,8 @@ _CONSTANTS: Final = {
 def half_width(plan: Plan) -> float | None:
     """Return h such that 80 % of measured step times are expected between `step_s / e**h` and `step_s * e**h`.
 
-    With cards that `hyper-parallel calibrate` measured, h is `UNFITTED_HALF_WIDTH`. Without them, h is None on the
-    topology `local`. Otherwise h is the half width measured for training frameworks that were excluded from the fit of
-    the device cards.
+    With cards that `hyper-parallel calibrate` measured, h is `UNFITTED_HALF_WIDTH`; on `local` without them, None.
+    Otherwise h is the half width measured for training frameworks that were excluded from the fit of the device cards.
     """
     if any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost):
         return UNFITTED_HALF_WIDTH
@@ -48,11 +47,7 @@ def half_width(plan: Plan) -> float | None:
 
 
 def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
-    """Return the reason why a strategy that fits was rejected.
-
-    The reason is the slowdown and the cost term that grew most. Below a slowdown of 0.05 %, the strategies count as
-    equally fast.
-    """
+    """Return why a strategy that fits was rejected: its slowdown and the cost term that grew most, or a tie."""
     share = loser.per_token_s / best.per_token_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:
@@ -110,11 +105,9 @@ def _counted(reasons: Mapping[str, int]) -> str:
 def sensitivity(cheapest: PricedStrategy, runners_up: Sequence[PricedStrategy]) -> tuple[Sensitivity, ...]:
     """Return, per hardware constant, the smallest change that makes a runner-up the fastest; smallest changes first.
 
-    Constants without such a change, by at most the factor `MAX_FACTOR`, are omitted.
-
-    A cost term is inversely proportional to its hardware constant. Let a step take T seconds, of which term i takes
-    t_i. If the constant of the term is multiplied by f, the step takes T + (1/f - 1) t_i. A runner-up with T' and t_i'
-    ties at 1/f - 1 = (T' - T) / (t_i - t_i').
+    Constants without such a change by at most the factor `MAX_FACTOR` are omitted. A cost term is inversely
+    proportional to its constant: if the constant of a term of t_i seconds is multiplied by f, a step of T seconds takes
+    T + (1/f - 1) t_i. A runner-up with T' and t_i' ties at 1/f - 1 = (T' - T) / (t_i - t_i').
     """
     changes: dict[str, Sensitivity] = {}
     terms = {t.name: t.seconds for t in cheapest.cost}

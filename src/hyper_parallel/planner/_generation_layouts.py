@@ -32,8 +32,7 @@ class GenerationLayout:
     slots: int  # slots of a data-parallel rank, value of `generate --slots`
     batch: int  # number of sequences generated at a time on all devices
     prefill_s: float  # seconds until every sequence in the slots has its first token, without casts of weights
-    # seconds of a decode step (one new token per sequence) at the mean length, without casts of weights
-    token_s: float
+    token_s: float  # seconds of a decode step (one new token per sequence) at the mean length, without casts
     total_s: float  # seconds to prefill the sequences in the slots and decode all their tokens, casts included
     tokens_s: float  # new tokens per second on all devices, over `total_s`
     tokens_s_device: float  # new tokens per second per device
@@ -83,8 +82,7 @@ class GenerationPricer:
     def layout(self, s: Strategy) -> StagedLayout | str:
         """Return the layout of a strategy, or the reason why generation with it cannot run or be predicted.
 
-        Unless `s.stage_layers` is set, the split into pipeline stages minimizes the bytes of weights and KV cache on
-        the fullest rank, with a slot for every prompt.
+        Unless `s.stage_layers` is set, the split minimizes weights and KV cache (of all prompts) on the fullest rank.
         """
         r, work = self.request, self.work
         if s.pp > 1 and "pp" in (unsplit := dict(r.model.unsplit)):
@@ -149,8 +147,7 @@ class GenerationPricer:
     def price(self, layouts: Sequence[StagedLayout], slots: ArrayLike) -> list[GenerationLayout]:
         """Return the predictions for layouts with `slots` sequences at a time per data-parallel rank.
 
-        If weights are stored in another format than the compute format, every pass casts them, in addition to
-        `prefill_s` and `token_s`.
+        If weights are stored in another format than the compute format, every pass casts them; see `total_s`.
         """
         r, work, num_layouts = self.request, self.work, len(layouts)
         counts = np.broadcast_to(np.asarray(slots, dtype=np.int64), num_layouts)

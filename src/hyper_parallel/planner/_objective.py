@@ -71,26 +71,21 @@ def plan(
         strategy: Strategy to evaluate, without a search: the arguments below have no effect. None: search for the best.
         pins: Choices that the search must use, such as `{"tp": 8}` (tp_x = 8, tp_y = 1) or `{"schedule": "zbv"}`. If
             this version cannot run them, the plan is a prediction only, with a note; on `local` they are refused.
-        exclude: Axes whose degree stays 1, and choices that keep their default: `attention_scatter`, `gathered_inputs`,
-            `recompute` or `offload`.
+        exclude: Axes whose degree stays 1, and choices that keep their default, such as `recompute` or `offload`.
         objective: `step-time`: the fastest step. `tokens-per-device-second`: the most tokens per second and device, on
-            a divisor of the devices. `memory`: the least peak memory. `fewest-devices`: the smallest divisor of the
-            devices that meets `deadline_s`.
+            all devices or fewer. `memory`: the least peak memory. `fewest-devices`: as few as `deadline_s` permits.
         deadline_s: Maximum seconds per step, for the objectives `fewest-devices` (required) and `memory`.
         top: Maximum number of runners-up in the plan.
         offload: Whether bytes that exceed device memory may be offloaded to host memory or recomputed.
-        all_layouts: Whether the search includes strategies that this version cannot run; no effect on `local`. If the
-            plan has such a strategy, a note says so.
+        all_layouts: Whether to include strategies that this version cannot run, with a note; no effect on `local`.
         memory_headroom: Fraction of device memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
         towers: Image or audio encoders of a multimodal model, from `model.towers_of`, to include in the search.
         media: Number of images or recordings per sequence, for every tower.
 
     Raises:
         BadValue: HP102 for an argument of an unsupported type or value.
-        UnknownKey: HP101 for a pin of an unknown choice.
-        UnknownTopology, UnknownModel: HP303, HP304 for an unknown name of a topology or model.
-        TopologyUnreadable, ModelUnreadable: HP309, HP305 for an unreadable file.
-        UnknownPeak: HP310 when the topology has no peak rate for the compute dtype.
+        UnknownKey, UnknownTopology, UnknownModel: HP101, HP303, HP304 for an unknown pin, topology or model.
+        TopologyUnreadable, ModelUnreadable, UnknownPeak: HP309, HP305, HP310 for an unreadable file or a missing rate.
         DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.
         NotDivisible, UnsupportedSharding, BatchMismatch: HP203, HP205, HP308 when the strategy is not legal.
         NoLegalStrategy: HP302 when no combination of degrees is legal.
@@ -170,7 +165,7 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
 def _least_memory(request: PlanRequest, deadline_s: float | None, limit: float | None, top: int) -> Plan:
     """Return the plan with the least peak memory, found by bisection over the memory that a device may use.
 
-    `limit` is the deadline in seconds per token; None: no limit. `deadline_s` only selects the error.
+    `limit` is the deadline in seconds per token; None: no deadline.
     """
     best = find_best(request, top + 1, limit)
     if not best.fits and deadline_s is not None:

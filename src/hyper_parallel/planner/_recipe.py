@@ -357,11 +357,7 @@ def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
 
 
 def _values_by_key(text: str, nested: Collection[str]) -> dict[str, Any]:
-    """Return the `key=value` words of a strategy as a dict, with an inner dict for the keys of `nested` sections.
-
-    Raises:
-        BadValue: HP102 for a word without key or `=`, or a value that is not YAML.
-    """
+    """Return the `key=value` words of a strategy as a dict, with an inner dict for the keys of `nested` sections."""
     values: dict[str, Any] = {}
     try:
         words = shlex.split(text)

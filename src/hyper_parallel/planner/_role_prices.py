@@ -42,8 +42,7 @@ class Split:
     learner: Learner
     sample_s: float  # seconds to sample one rollout while no rank learns
     learn_s: float  # seconds to learn from one rollout while no rank samples
-    # dict from staleness (maximum age of the sampling weights, in rollouts) to seconds of an optimizer step; ranks with
-    # both roles have staleness 0
+    # dict from staleness (maximum age of the sampling weights, in rollouts) to seconds of an optimizer step
     steps_s: dict[int, float]
     staleness: int  # chosen staleness
     # bytes on a rank while it samples, optimizer states included if the rank also learns
@@ -219,8 +218,7 @@ class Roles:
     ) -> list[tuple[Strategy, GenerationLayout | str]]:
         """Return each strategy with the predictions for sampling, or with the reason why there are none.
 
-        `rows` is the number of completions of a rollout, `slots` the number that a data-parallel rank samples at a
-        time.
+        A rollout has `rows` completions; a data-parallel rank samples `slots` of them at a time.
         """
         pricer, prices = self._pricer(rows), self._sampling
         new = [s for s in strategies if (s, rows, slots) not in prices]

@@ -31,9 +31,7 @@ MAX_LAYOUTS: Final = 1024
 
 
 def with_roles(recipe: Recipe, request: PlanRequest, plan: Plan, where: Callable[[str], str]) -> Plan:
-    """Return the plan of a recipe with explicit degrees, with `Plan.roles` added: predicted sampling and learning.
-
-    If sampling cannot be predicted, a note is added instead.
+    """Return a plan for explicit degrees with `Plan.roles` added, or a note if sampling cannot be predicted.
 
     Args:
         recipe: A recipe of `stage: grpo`.
@@ -77,8 +75,8 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
     Raises:
         NoLegalStrategy: HP302 if no layout is legal.
         DoesNotFit: HP401 if a rank of either role has too little memory.
-        NotDivisible, UnsupportedSharding: HP203, HP205 for an illegal layout of a sampler replica.
-        UnsupportedSharding: HP205 if there is no split, or if none of several splits can be predicted.
+        NotDivisible: HP203 for an illegal layout of a sampler replica.
+        UnsupportedSharding: HP205 for the same reason, or if there is no split or none of several can be predicted.
     """
     roles = Roles(recipe, request, request.num_devices + recipe.grpo.sampling_ranks)
     if recipe.grpo.sampling_ranks and recipe.grpo.rollout_tp != "auto":

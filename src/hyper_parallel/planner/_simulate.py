@@ -29,7 +29,6 @@ from hyper_parallel.units import format_seconds
 WIDTH: Final = 100
 """Default width of a chart in characters, without the names of the ranks."""
 MAX_RANKS: Final = 16
-"""Maximum number of ranks in a chart."""
 _TAIL_CATEGORIES: Final = {
     "gradient norm": "communication",
     "stragglers": "wait",
@@ -108,7 +107,7 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
 
     F is a forward, B a backward (I: gradients of inputs, W: of weights), c an exposed collective or the gradient norm,
     u other work of the tail, and a dot idle time. Without a schedule file, at most max(2 * pp, 4) microbatches are
-    drawn; the title states the number. Of more than `MAX_RANKS` ranks, only the first and the last half are drawn.
+    drawn; the title states the number. Of more than `MAX_RANKS` ranks, the first and last `MAX_RANKS / 2` are drawn.
 
     Args:
         plan: A plan with stages.

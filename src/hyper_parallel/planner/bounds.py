@@ -107,8 +107,7 @@ class RelaxedMachine(Machine):
 
     exchange_gain: float = 1.0  # total bandwidth of all sets of links / that of the fastest set
     first_size: int = 1  # devices in the innermost domain
-    # devices in the innermost domain with separate links to the outside
-    domain_size: float = np.inf
+    domain_size: float = np.inf  # devices in the innermost domain with separate links to the outside
     outside_bytes_s: float = np.inf  # total bandwidth of the links outside of that domain
 
     @classmethod
@@ -258,10 +257,7 @@ class Pricer:
         return np.concatenate(peaks)
 
     def min_recompute_layers(self, columns: Columns, choice: Choice) -> tuple[Array, Array]:
-        """Return, per row, the smallest number of recomputed layers per rank that fits, and the resulting peak bytes.
-
-        If no number fits, the result is all layers.
-        """
+        """Return, per row, the smallest number of recomputed layers per rank that fits (else all), and the peak."""
         _, regather, kind = choice
         min_layers, peak = np.full(len(columns["pp"]), np.inf), np.zeros(len(columns["pp"]))
         for zero_column in self._zero_choices(columns):

@@ -86,10 +86,8 @@ def plan_generation(
 
     Raises:
         BadValue: HP102 for an unknown objective, an unsupported dtype, lengths beyond the context, or a bad `strategy`.
-        UnknownKey: HP101 for an unknown key in `strategy`.
-        UnknownTopology, UnknownModel: HP303, HP304 for an unknown name of a topology or model.
-        TopologyUnreadable, ModelUnreadable: HP309, HP305 for an unreadable file.
-        UnknownPeak: HP310 when the topology has no peak rate for the dtype.
+        UnknownKey, UnknownTopology, UnknownModel: HP101, HP303, HP304 for an unknown key, topology or model.
+        TopologyUnreadable, ModelUnreadable, UnknownPeak: HP309, HP305, HP310 for an unreadable file or a missing rate.
         UnsupportedSharding: HP205 for choices that generation does not support, such as cp or quantised weights, and
             for families that are not known to decode several sequences at a time.
         DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.
@@ -151,12 +149,7 @@ def _ranked(
 def _request(
     model: str | Path | ModelSpec, topology: str | Supernode, work: GenerateWorkload, num_devices: int | None
 ) -> PlanRequest:  # fmt: skip
-    """Return the inputs of the planner for generation.
-
-    Raises:
-        UnsupportedSharding: HP205 for a model that is not known to generate.
-        BadValue: HP102 for an unsupported dtype, or for more tokens than the context of the model.
-    """
+    """Return the inputs of the planner; raise HP205 or HP102 for an unsupported model, dtype or length."""
     formats = Workload(work.prompt_len, microbatch=1)
     request = resolve(model, topology, formats, num_devices)
     spec = request.model
@@ -253,10 +246,7 @@ def _no_legal_layout_error(
 
 
 def _memory_error(pricer: GenerationPricer, layouts: Sequence[StagedLayout], all_at_once: bool) -> DoesNotFit:
-    """Return the error for layouts that all exceed memory.
-
-    Its hint is fewer prompts, more devices, or a smaller model or another topology.
-    """
+    """Return the error for layouts that all exceed memory; its hint is a change such as fewer prompts."""
 
     def max_prompts(pricer: GenerationPricer, layouts: Sequence[StagedLayout]) -> int:
         pairs = zip(pricer.memory(layouts)[2], layouts, strict=True)

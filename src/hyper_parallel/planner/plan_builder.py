@@ -231,10 +231,7 @@ def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5
 
 
 def _pareto(request: PlanRequest, result: BranchAndBound, best: PricedStrategy) -> tuple[Alternative, ...]:
-    """Return the strategies on the Pareto front of time and memory that need less memory than the chosen one.
-
-    The fastest is first, and each needs at least 0.1 % less memory than the previous one.
-    """
+    """Return the Pareto front of time and memory of strategies with less memory than the chosen one, fastest first."""
     front, least, rows = [], float(best.memory_bytes), join([result.rows, result.slower])
     for position in ranked(rows).tolist():
         memory = float(rows["memory_bytes"][position])
@@ -249,8 +246,7 @@ def _pareto(request: PlanRequest, result: BranchAndBound, best: PricedStrategy) 
 def _layouts(request: PlanRequest, strategy: Strategy, where: str | None) -> tuple[dict[str, Layout], tuple[str, ...]]:
     """Return (dict from parameter name to layout, notes); no layouts if this version cannot run the strategy.
 
-    If `where` is set, or the topology is `local`, the strategy must run, and the error of `shard.plan_layouts` for an
-    unsupported strategy is raised.
+    If `where` is set, or the topology is `local`, UnsupportedSharding (HP205) is raised for such a strategy instead.
     """
     must_run = where is not None or request.supernode.name == LOCAL
     if not must_run and (choices := unimplemented(strategy)):

@@ -221,15 +221,9 @@ def _stages(
 ) -> tuple[Stage, ...]:
     """Return the pipeline stages with their costs.
 
-    Unless `strategy.stage_layers` is set, the split minimizes the time of the slowest stage.
-
-    Args:
-        strategy: Degrees and choices.
-        workload: Resolved batch numbers.
-        cost: Terms of the step time.
-        seconds: Result of `_layer_seconds`.
-        send_s: Seconds of a send to an adjacent stage.
-        activation_bytes: Bytes of one microbatch that a rank keeps for backward.
+    Unless `strategy.stage_layers` is set, the split minimizes the time of the slowest stage. `seconds` is the result of
+    `_layer_seconds`, `send_s` the time of a send to an adjacent stage. `activation_bytes` are the bytes of one
+    microbatch that a rank keeps for backward.
     """
     terms = {t.name: t.seconds for t in cost}
     share, count = 1.0 / strategy.virtual_stages, strategy.pp * strategy.virtual_stages

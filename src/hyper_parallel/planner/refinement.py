@@ -61,8 +61,7 @@ def find_best(request: PlanRequest, keep: int = 1, max_s_per_token: float | None
 
     Args:
         request: Model, machine, workload and pins.
-        keep: Maximum number of strategies to return, no two with the same degrees. Values below `MIN_RANKED_STRATEGIES`
-            are raised to it.
+        keep: Maximum number of strategies of distinct degrees to return; raised to `MIN_RANKED_STRATEGIES` if less.
         max_s_per_token: Maximum step time divided by tokens per step, in seconds; None: no maximum.
     """
     keep, full = max(keep, MIN_RANKED_STRATEGIES), _FullPrices(request)
@@ -96,13 +95,11 @@ class _FullPrices:
         return self.price_of(rows, position).per_token_s
 
     def price_until_proved(self, rows: Columns) -> tuple[NDArray[np.float64], float]:
-        """Compute full prices in order of the closed form, until no other row can be better.
-
-        The computation stops early if the cache has `MAX_SIMULATIONS` prices.
+        """Compute full prices in order of the closed form, until no other row can be better or the cache is full.
 
         Returns:
             (seconds per token of every row, lower bound of rows that may still be better). The seconds are the full
-            price if computed, else the closed form. The bound is infinity unless the computation stopped early.
+            price if computed, else the closed form. The bound is infinity unless there are `MAX_SIMULATIONS` prices.
         """
         values, unpiped = rows["per_token_s"].copy(), rows["pp"] == 1
         least = float(values[unpiped].min(initial=math.inf))

@@ -142,8 +142,8 @@ def _changed(strategy: Strategy, workload: Workload, changes: Mapping[str, Any])
 def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) -> NoLegalStrategy:
     """Return the error for a request without legal degrees.
 
-    Its hint is a change of a pin, of the tokens per step or of the devices that makes some degrees legal; None if none
-    is found. `ruled_out` is the number of illegal combinations by reason.
+    Its hint is a change with which some degrees are legal, if one is found. `ruled_out` is the number of illegal
+    combinations by reason.
     """
     workload, devices, pins = request.workload, request.num_devices, request.pins
     shown = ", ".join(shown_pin(*pin) for pin in pins.items()) or "no pins"
@@ -192,10 +192,7 @@ def _impossible_pins(request: PlanRequest) -> Iterator[str]:
 
 
 def _legal_values(request: PlanRequest, name: str) -> list[int]:
-    """Return other values of the pin `name` that are legal with the remaining pins.
-
-    For numbers, only divisors of the devices, and of the layers if there are more layers than devices, are tried.
-    """
+    """Return other values of the pin `name` that are legal with the remaining pins; of numbers, only some divisors."""
     values = [*range(len(PINNABLE[name].values))]
     if not values:
         largest = max(request.num_devices, request.model.num_layers)

@@ -92,10 +92,7 @@ class PeakBytes:
         return self._bytes[:, kinds]
 
     def min_recompute_layers(self, columns: Columns, kinds: NDArray[np.intp], choice: Choice) -> tuple[Array, Array]:
-        """Return, per row, the smallest number of recomputed layers per rank that fits, and the resulting peak bytes.
-
-        If no number fits, the result is all layers.
-        """
+        """Return, per row, the smallest number of recomputed layers per rank that fits (else all), and the peak."""
         known = _with_capacity(self._min_layers.get(choice, np.empty((2, 0))), len(self._numbers))
         self._min_layers[choice] = known
         unique_kinds, first = np.unique(kinds, return_index=True)
@@ -317,10 +314,7 @@ class BranchAndBound:
         self.bound = self._run()
 
     def _run(self) -> float:
-        """Expand nodes until none is open or `MOST_ROWS` rows are priced; return the attribute `bound`.
-
-        Nodes of the deepest level and least bound come first, except those of the last level, which come last.
-        """
+        """Expand nodes, the deepest level and least bound first but the last level last; return `bound`."""
         levels = (
             self._pipelines,
             self._states,
@@ -413,10 +407,8 @@ class BranchAndBound:
     def _pipelines_of(self, columns: Columns) -> list[Array]:
         """Return, per row of the columns `_MEMORY_COLUMNS`, a table of its legal pipelines.
 
-        The column `tp_x` of the argument is the product tp_x * tp_y.
-
-        The table has the columns `_PIPELINE_COLUMNS`, the factor on the step time for pipeline fill, and whether the
-        pipeline fits in memory.
+        The column `tp_x` of `columns` is tp_x * tp_y. The table has the columns `_PIPELINE_COLUMNS`, the factor on the
+        step time for pipeline fill, and whether the pipeline fits in memory.
         """
         keys = tuples(columns, _MEMORY_COLUMNS)
         new = [row for row, key in enumerate(keys) if key not in self._cache]

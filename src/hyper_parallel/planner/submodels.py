@@ -404,10 +404,7 @@ def submodel_lanes(
 
 
 def places_of_ranks(language: Strategy, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Return a dict from rank of the language part to its (data-parallel rank, pipeline rank).
-
-    `ranks` are the ranks of the language part in the order of its mesh.
-    """
+    """Return a dict from each of `ranks`, in the order of the mesh, to its (data-parallel rank, pipeline rank)."""
     mesh, places = language.mesh(), dict[int, tuple[int, int]]()
     for position, rank in enumerate(ranks):
         coordinate = mesh.coordinate(position)

@@ -50,8 +50,7 @@ def load_topology(name_or_path: str | Path, num_devices: int | None = None) -> S
     """Return the topology with a name, in a file, or of this machine.
 
     Args:
-        name_or_path: A preset name or alias, the path of a topology file (with a slash or the suffix .yaml, .yml or
-            .json), or `local` for this machine.
+        name_or_path: A preset name or alias, the path of a topology file, or `local` for this machine.
         num_devices: For `local`, the number of devices to use; see `detect_local`. Other topologies ignore it.
 
     Raises:
@@ -239,10 +238,7 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
 
 
 def is_this_machine(topology: str) -> bool:
-    """Return whether the device of a topology, given by name or file, is the device of this machine.
-
-    Devices are compared by name if the machine has an accelerator and the topology lists names, else by kind.
-    """
+    """Return whether a topology, given by name or file, has the device of this machine, by name or else by kind."""
     if topology == "local":
         return True
     supernode, accelerators = load_topology(topology), find_accelerators()
