@@ -5,9 +5,9 @@ constants of a training framework, such as overlap, recomputation and host work.
 `hyper-parallel calibrate` writes cards of the same form. The path of a number is its key in the file, such as `link` or
 `matmul.bfloat16`.
 
-Cards of this machine depend on the number of concurrent ranks, which share cores, caches and memory of one host.
-`calibrate` measures several numbers of ranks. Between two measured numbers, positive constants follow a power law in
-the number of ranks; below the smallest and above the largest number they are constant.
+Cards of this machine depend on the number of concurrent ranks, of which `calibrate` measures several. Between two
+measured numbers of ranks, positive constants follow a power law; below the smallest and above the largest number, all
+are constant.
 """
 
 from __future__ import annotations

@@ -68,9 +68,7 @@ def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple
         Number of elements of every part. Among optimal partitions, later parts get as many elements as possible,
         because the first stages hold the most activations.
 
-    Cost: O(n^2 log n). The greatest sum is one of the n (n + 1) / 2 sums of contiguous elements, or a sum of the last
-    elements plus `last`. A binary search over the sorted sums finds the least one that a greedy partition satisfies.
-    The result is exact.
+    Cost: O(n^2 log n), for a binary search over all sums of contiguous elements. The result is exact.
     """
     n = len(costs)
     prefix = np.array([0.0, *accumulate(costs)])

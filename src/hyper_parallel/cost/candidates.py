@@ -117,9 +117,8 @@ class Candidates:
     def of_columns(cls, **columns: ArrayLike) -> Candidates:
         """Return candidates with the given columns, and defaults for the others.
 
-        Defaults: degrees, microbatch and accumulation 1; no overlap; 1F1B, or interleaved 1F1B if vpp > 1; no
-        recomputation and no offload; gathered inputs kept; ring attention; ZeRO-3; the order of `ir.AXES`; 2-D blocks
-        (no effect if tp_y = 1); etp = tp if ep = 1, else 1.
+        Defaults: degrees, microbatch and accumulation 1; no overlap, recomputation or offload; gathered inputs kept;
+        1F1B, or interleaved if vpp > 1; ring attention; ZeRO-3; `ir.AXES`; 2-D blocks; etp = tp if ep = 1, else 1.
         """
         arrays: dict[str, Any] = {k: np.asarray(v, dtype=np.float64) for k, v in columns.items()}
         length = max((v.shape for v in arrays.values() if v.ndim == 1), default=(1,))

@@ -75,8 +75,7 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
     Raises:
         NoLegalStrategy: HP302 if no layout is legal.
         DoesNotFit: HP401 if a rank of either role has too little memory.
-        NotDivisible: HP203 for an illegal layout of a sampler replica.
-        UnsupportedSharding: HP205 for the same reason, or if there is no split or none of several can be predicted.
+        NotDivisible, UnsupportedSharding: HP203, HP205 for an illegal sampler replica, or if no split can be predicted.
     """
     roles = Roles(recipe, request, request.num_devices + recipe.grpo.sampling_ranks)
     if recipe.grpo.sampling_ranks and recipe.grpo.rollout_tp != "auto":

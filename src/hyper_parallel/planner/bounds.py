@@ -225,8 +225,7 @@ class Pricer:
         """Cache the seconds of layers for all rows; return the rows with column `block`, the index into the cache.
 
         Rows that are expanded by pipeline and data-parallel columns keep the index, so `seconds` reuses the cache. A
-        call replaces the previous cache, because the search expands the deepest levels first. The cache is for partial
-        strategies only: on the relaxed machine, seconds do not depend on the order of the mesh axes.
+        call replaces the previous cache. The cache is for strategies without an order of the mesh axes only.
         """
         self._blocks = BlockPrices.of(with_choices(self.case(columns), self._pairs))
         self._priced = len(self._pairs), count(columns)

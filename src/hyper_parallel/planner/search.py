@@ -175,8 +175,6 @@ class Completer:
         covers all layers. Layers are priced as equal, so time and the bytes of every phase are linear in this number.
         With offload, the memory plan decides about partial recomputation, and its time is part of the term of offload
         copies.
-
-        Rows that do not fit are pruned first, because predicting memory is cheaper than predicting time.
         """
         pricer = self.pricer
         kinds, fits = self.fit(columns)

@@ -14,8 +14,7 @@ def simulate(graph: TaskGraph) -> Timeline:
     the same time, the ends are processed first: they make other tasks ready and release memory.
 
     Returns:
-        Timeline with one span per task, in the order of their starts, and counter samples: one per initial value, and
-        one per memory change.
+        Timeline with one span per task, in the order of their starts, and samples of the memory counters.
 
     Cost: O((tasks + dependencies) log tasks).
     """

@@ -1,8 +1,7 @@
 """Measurement of matrix-multiply rate and memory bandwidth of the CPU with every core busy.
 
 This file runs as a script in a separate process, because the number of BLAS threads is fixed when numpy loads. One
-thread per core runs single-threaded multiplications. The script prints one JSON object, and imports numpy and the
-standard library only.
+thread per core runs single-threaded multiplications. The script prints one JSON object.
 """
 
 from __future__ import annotations

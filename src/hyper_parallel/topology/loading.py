@@ -185,9 +185,8 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
         accelerators: Known accelerators. None: detect them.
 
     Returns:
-        The preset of the accelerator with the name `local`, the number of devices to use, and the reported memory if
-        there is any. Without accelerators, a CPU machine with cores and memory divided among the ranks; its rates are
-        measured once and cached.
+        The preset of the accelerator with the number of devices to use and the reported memory. Without accelerators, a
+        CPU machine with cores and memory divided among the ranks; its rates are measured once and cached.
 
     Raises:
         BadValue: HP102 when `num_devices` is below one.
