@@ -50,8 +50,7 @@ its gradient (8), which is computed in place. The cast of the gradient is not co
 class BlockPrices:
     """Seconds of an average layer and of the head that depend neither on the pipeline nor on data parallelism.
 
-    Candidates that differ only in these choices share them. If links are equally fast between all ranks, as on a
-    `planner.bounds.RelaxedMachine`, candidates that differ in the order of the mesh axes share them too.
+    Candidates that differ only in these choices share them if links are equally fast between all ranks.
     """
 
     work: Compute  # compute of an average layer

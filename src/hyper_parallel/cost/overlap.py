@@ -49,10 +49,7 @@ _COPY, _COPY_BACK = 13, 14
 _NOT_WAITING: Final = (*_COLLECTIVES, _WEIGHTS, _COPY)
 """Rows of `PassSeconds.durations` that are issued without waiting for earlier collectives of the same half."""
 _RANKS: Final = 8
-"""Maximum number of ranks of a simulated group.
-
-A trade-off: run time grows with the number, while the expected delay of the latest rank grows slowly. The delay is 1.4
-standard deviations of one rank for 8 ranks, and 2.3 for 64."""
+"""Maximum number of ranks of a simulated group; with more, run time grows faster than the delay of the latest rank."""
 _STEADY: Final = 3
 """Number of layers after which each further layer is assumed to add the same time to a program."""
 

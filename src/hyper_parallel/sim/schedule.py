@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 DRAWS = 64
-"""Number of random draws over which the simulated time of several ranks is averaged.
-
-A trade-off: with 64 draws, the standard error is an eighth of one draw's deviation; run time grows with the number."""
+"""Number of random draws over which the simulated time of several ranks is averaged."""
 
 
 class Schedule:
