@@ -367,7 +367,7 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
 def in_flight_last(c: Candidates) -> Array:
     """Return the assumed number of microbatches in flight on the last pipeline rank, counted as in `in_flight`.
 
-    The number is 1 with one stage per rank, else p - 1 less than on the first rank: too small for GPipe, ZBV, DualPipeV.
+    The number is 1 with one stage per rank, else p - 1 less than on the first rank; it is too low for GPipe and ZBV.
     """
     return np.where(c.vpp > 1, in_flight(c) - (c.pp - 1.0), 1.0)
 
