@@ -118,7 +118,7 @@ class Candidates:
         """Return candidates with the given columns, and defaults for the others.
 
         Defaults: degrees, microbatch and accumulation 1; no overlap, recomputation or offload; gathered inputs kept;
-        1F1B, or interleaved if vpp > 1; ring attention; ZeRO-3; `ir.AXES`; 2-D blocks; etp = tp if ep = 1, else 1.
+        1F1B, or interleaved if vpp > 1; ring attention; ZeRO-3; order `ir.AXES`; 2-D blocks; etp = 1, or tp if ep = 1.
         """
         arrays: dict[str, Any] = {k: np.asarray(v, dtype=np.float64) for k, v in columns.items()}
         length = max((v.shape for v in arrays.values() if v.ndim == 1), default=(1,))
