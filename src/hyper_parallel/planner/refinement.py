@@ -41,7 +41,7 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """Whether any strategy is legal, fits in memory and is fast enough."""
+        """True if any strategy is legal, fits in memory and is fast enough."""
         return bool(self.ranked)
 
     @property
