@@ -84,12 +84,10 @@ def plan(
 
     Raises:
         BadValue: HP102 for an argument of an unsupported type or value.
-        UnknownKey, UnknownTopology, UnknownModel: HP101, HP303, HP304 for an unknown pin, topology or model.
-        TopologyUnreadable, ModelUnreadable, UnknownPeak: HP309, HP305, HP310 for an unreadable file or a missing rate.
+        HyperParallelError: For an unknown pin, topology or model, an unreadable file, or a missing peak rate.
         DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.
         NotDivisible, UnsupportedSharding, BatchMismatch: HP203, HP205, HP308 when the strategy is not legal.
-        NoLegalStrategy: HP302 when no combination of degrees is legal.
-        DoesNotFit: HP401 when no strategy fits in memory.
+        NoLegalStrategy, DoesNotFit: HP302, HP401 when no combination of degrees is legal, or none fits in memory.
         DeadlineMissed: HP322 when no strategy or number of devices meets the deadline.
     """
     _check_types(model, topology, workload)

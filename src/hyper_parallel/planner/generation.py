@@ -86,8 +86,7 @@ def plan_generation(
 
     Raises:
         BadValue: HP102 for an unknown objective, an unsupported dtype, lengths beyond the context, or a bad `strategy`.
-        UnknownKey, UnknownTopology, UnknownModel: HP101, HP303, HP304 for an unknown key, topology or model.
-        TopologyUnreadable, ModelUnreadable, UnknownPeak: HP309, HP305, HP310 for an unreadable file or a missing rate.
+        HyperParallelError: For an unknown key, topology or model, an unreadable file, or a missing peak rate.
         UnsupportedSharding: HP205 for choices that generation does not support, such as cp or quantised weights, and
             for families that are not known to decode several sequences at a time.
         DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.

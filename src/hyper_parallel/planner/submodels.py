@@ -544,7 +544,7 @@ def _fitting_step(
         f"{request.supernode.name}",
         got=f"{format_bytes(needed)} on the fullest device, with {media} images or recordings per sequence",
         allowed=f"up to {format_bytes(capacity)}",
-        hint=f"for example --media {media // 2}" if media > 1 else f"more devices, or {topology_hint('--topology ')}",
+        hint=f"--media {media // 2}" if media > 1 else f"more devices, or {topology_hint('--topology ')}",
     )
 
 
