@@ -1,8 +1,8 @@
-"""Cost model: step time, memory and communication of a strategy, each as terms with a formula and a source.
+"""Cost model: step time and memory of a strategy as terms with formulas, and the collectives of a step.
 
 A candidate is a strategy with batch numbers; the formulas are evaluated for arrays of candidates. To price a candidate
-is to predict its step time and memory. A card has fitted constants of a device or of a stack (training framework). A
-block is the attention or the feed-forward part of a layer. Exposed communication is not hidden by computation.
+is to predict its step time and memory. A card has measured or fitted constants of a device or of a stack (training
+framework). A block is the attention or the feed-forward part of a layer.
 """
 
 from hyper_parallel.cost._cards import (

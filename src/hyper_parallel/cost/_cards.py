@@ -1,13 +1,13 @@
 """Cards: efficiency of a device and of a training framework (stack), as YAML with a source for every number.
 
 A device card has the fractions of the topology's peak rates that kernels and links achieve. A stack card has the
-constants of a training framework: overlap, recomputation, launch costs. Shipped cards are in `cost/cards`;
+constants of a training framework, such as overlap, recomputation and host work. Shipped cards are in `cost/cards`;
 `hyper-parallel calibrate` writes cards of the same form. The path of a number is its key in the file, such as `link` or
 `matmul.bfloat16`.
 
-Cards of this machine depend on the number of concurrent ranks, which share cores, caches and memory of one host.
-`calibrate` measures 1, 2, 4, ... concurrent ranks. Between two measured counts the constants follow a power law in the
-number of ranks; beyond the largest count they are constant.
+Cards of this machine depend on the number of concurrent ranks, of which `calibrate` measures several. Between two
+measured numbers of ranks, positive constants follow a power law; below the smallest and above the largest number, all
+are constant.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _INTERPOLATED: Final = "not on the card: the share of bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class DeviceCard:
-    """Efficiency of a device's kernels and links, as fractions of the peak rates in the topology."""
+    """Constants of a device's kernels and links; achieved rates are fractions of the peak rates in the topology."""
 
     name: str
     devices: tuple[str, ...]  # globs over the device names that the card applies to
@@ -56,12 +56,13 @@ class DeviceCard:
     elementwise: float
     stream: float  # share of the memory bandwidth that one long pass reaches, as in the optimizer
     link: float  # share of the bandwidth of the innermost links that collectives reach
-    network: float  # share of the bandwidth of the links of outer tiers that collectives reach
+    network: float  # share of the bandwidth that collectives reach on outer tiers with links of their own
     exchange: float  # share of `network` that all-to-alls of long messages reach
     # message length that reaches half of the `exchange` rate; a message is one token
     message_bytes: float
     kernel_s: float  # seconds to launch one kernel or run one small operator
-    # 1 if the host launches kernels ahead of the device, so that launches add time only to kernels shorter than them
+    # 1 if the host launches kernels ahead of the device, so that launches add only the time by which they take longer
+    # than the kernels
     launch_hidden: float
     context_bytes: float  # bytes of driver context, communicators and workspaces
     # memory reserved by the allocator but unusable, as a share of transient bytes
@@ -78,19 +79,18 @@ class DeviceCard:
     jitter: float = 0.0
     # share of a collective's time by which the first rank has its result before the last one
     collective_spread: float = 0.0
-    # share of the stack's `moe_month`, the slowdown of older releases, that applies to this device; `moe_month` is
-    # fitted to runs on Blackwell, the share to other device generations with runs of several releases
+    # share of the stack's `moe_month`, the slowdown of older releases, that applies to this device
     maturing: float = 1.0
     # speed of a rank relative to its speed while all ranks run, by the share of ranks that run; for ranks that share
     # cores, caches and memory
     pace: Mapping[str, float] = field(default_factory=dict)
-    # where each number comes from, by attribute (`matmul.bfloat16`)
+    # source of each number, by path (`matmul.bfloat16`)
     sources: Mapping[str, str] = field(default_factory=dict)
-    # value assumed before the fit to runs, by attribute
+    # value assumed before the fit to runs, by path
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
-        """Return the source of the number with path `name`, such as `matmul.bfloat16`."""
+        """Return the source of the number with path `name`, such as `matmul.bfloat16`, or that the card lacks it."""
         return f"device card {self.name}: {self.sources.get(name, _INTERPOLATED)}"
 
     def share(self, table: str, dtype: str) -> float:
@@ -101,10 +101,11 @@ class DeviceCard:
 
 @dataclass(frozen=True, slots=True)
 class StackCard:
-    """Behavior of a training framework on a device."""
+    """Constants of a training framework."""
 
     name: str
-    compute: float = 1.0  # time of all kernels relative to the device card
+    # time of matmuls, attention and element-wise kernels relative to the device card
+    compute: float = 1.0
     # passes of element-wise kernels over a layer's saved bytes, forward and backward
     passes: float = 5.0
     # passes over the elements of a norm, `forward` and `backward`, beyond those in `passes`; for norms that run
@@ -112,7 +113,7 @@ class StackCard:
     norm_passes: Mapping[str, float] = field(default_factory=dict)
     # the same over the results of experts, which are weighted and summed
     combine_passes: Mapping[str, float] = field(default_factory=dict)
-    # bytes moved per matmul input or output gradient that is cast to 8 or 4 bits
+    # bytes moved per element of a matmul input or output gradient that is cast to 8 or 4 bits, by dtype
     quantize_bytes: Mapping[str, float] = field(default_factory=dict)
     # 1 for fused attention; 0 for attention that writes the score matrix to memory and computes the masked half too
     flash: float = 1.0
@@ -142,7 +143,7 @@ class StackCard:
     # accumulate them
     adds_gradients: float = 0.0
     overlap_dp: float = 0.9  # share of data-parallel traffic that hides behind compute
-    # efficiency of the stack's collectives relative to the device card
+    # efficiency of the stack's collectives on outer tiers with links of their own, relative to the device card
     network: float = 1.0
     # tensors of a layer that ZeRO 1 reduces and gathers one by one; 0 where they share buckets
     tail_tensors: float = 0.0
@@ -153,10 +154,10 @@ class StackCard:
     moe: float = 1.0
     # host seconds per expert layer, forward and backward together, that no kernel hides
     moe_host_s: float = 0.0
-    # extra seconds to route, sort and permute one routed token, in a release one month older than `moe_release` if
-    # `moe_month` is 1
+    # extra seconds to route, sort and permute one routed token; for a published run, times `moe_month` and the square
+    # root of its release's age
     moe_copy_s: float = 0.0
-    # growth of `moe_host_s` and `moe_copy_s` per square root of a release's age in months before `moe_release`
+    # relative growth of `moe_host_s` per square root of a release's age in months before `moe_release`
     moe_month: float = 0.0
     moe_release: float = 0.0  # newest release in the fit, in months since January 2020
     # number of rows with which an expert's matmul takes twice as long per row as with many rows, because of ragged
@@ -171,29 +172,29 @@ class StackCard:
     # operators of one norm of query or key heads, forward and backward; a quarter of them forward
     kernels_norm: float = 0.0
     # core seconds of the host work of an axis per layer and microbatch, by axis; for dp_replicate per layer and step,
-    # for pp per microbatch
+    # for pp per microbatch and virtual stage
     host_s: Mapping[str, float] = field(default_factory=dict)
     step_s: float = 0.0  # seconds per step not explained by other terms: data, logging, host
     # relative increase of the step time per doubling of the number of devices
     straggle: float = 0.0
-    logit_bytes: float = 10.0  # bytes per logit at the peak of the loss
+    logit_bytes: float = 10.0  # bytes per logit at the peak of the loss, in half precision
     kept: float = 1.0  # activations kept for backward, relative to the formula
-    # memory of workspaces and of the allocator's reserve, without the device's context
+    # bytes of workspaces and of the allocator's reserve, added to `context_bytes` for published runs only
     reserve_bytes: float = 0.0
     # 1 where operators are not fused, so that norms, gates and attention keep copies for backward
     eager: float = 0.0
     # 1 for HyperParallel's own runtime: memory is predicted per phase of a step, and tensor parallelism replicates
     # parts without a sharding rule; 0 for other frameworks: memory terms are added, and all parts are sharded
     phased: float = 0.0
-    gradient_copy_bytes: float = 0.0  # bytes per parameter of a second copy of the gradients
+    gradient_copy_bytes: float = 0.0  # bytes per parameter of a second copy of the gradients, with ZeRO 0 and 1
     # 2 where embedding and head are gathered separately, 1 where they are gathered together
     vocabulary_groups: float = 1.0
     # half width of a prediction interval in natural logarithm, by kind of model (dense, moe); with `_unknown_stack`
     # appended if the card substitutes for that of a stack without a card
     interval: Mapping[str, float] = field(default_factory=dict)
-    # where each number comes from, by attribute
+    # source of each number, by path
     sources: Mapping[str, str] = field(default_factory=dict)
-    # value assumed before the fit to runs, by attribute
+    # value assumed before the fit to runs, by path
     priors: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -204,12 +205,12 @@ class StackCard:
     def half_width(self, kind: str) -> float:
         """Return h; 80 % of step times are expected between `t / e**h` and `t * e**h` for a prediction t.
 
-        `kind` is the kind of model: dense or moe.
+        `kind` is a key of `interval`, such as `dense`; without an entry, h is `UNFITTED_HALF_WIDTH`.
         """
         return self.interval.get(kind, UNFITTED_HALF_WIDTH)
 
     def source(self, name: str) -> str:
-        """Return the source of the number with path `name`."""
+        """Return the source of the number with path `name`; `default` if the card file lacks it."""
         return f"stack card {self.name}: {self.sources.get(name, 'default')}"
 
 
@@ -317,7 +318,7 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
     """Return the device card and the stack card in a file; None in place of a card that the file lacks.
 
     Raises:
-        CardUnreadable: HP313 when the file is no YAML mapping, or a number is missing or unknown.
+        CardUnreadable: HP313 when the file is no YAML mapping, a number is missing or unknown, or `extends` is unknown.
         UnknownKey: HP101 for an unknown key.
         BadValue: HP102 for a value that is not allowed.
     """
@@ -328,7 +329,7 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
 
 @cache
 def load_card(name: str) -> tuple[DeviceCard | None, StackCard | None]:
-    """Return a shipped card by name; result and errors as for `read_card`."""
+    """Return a shipped card by name; result and errors as for `read_card`, and HP313 for an unknown name."""
     return read_card(_shipped_path(name))
 
 
@@ -354,7 +355,7 @@ def device_card(device_name: str, kind: str) -> DeviceCard:
 
 
 def matching_card(cards: Iterable[DeviceCard], device_name: str) -> DeviceCard | None:
-    """Return the first card with a glob that matches a device name, in any case; None if no card matches."""
+    """Return the first card with a glob that matches a device name, ignoring case; None if no card matches."""
     name = device_name.lower()
     return next((c for c in cards if any(fnmatch.fnmatchcase(name, g.lower()) for g in c.devices)), None)
 
@@ -441,7 +442,7 @@ def own_cards_by_ranks(device_name: str) -> dict[int, CardPair]:
 
 
 def cards_for_ranks(by_ranks: Mapping[int, CardPair], ranks: int) -> CardPair:
-    """Return the cards for a number of concurrent ranks, interpolated between measured numbers."""
+    """Return the cards for a number of concurrent ranks, interpolated between the nearest measured numbers."""
     low_ranks = max((k for k in by_ranks if k <= ranks), default=min(by_ranks))
     high_ranks = min((k for k in by_ranks if k >= ranks), default=max(by_ranks))
     if low_ranks >= high_ranks:
@@ -452,7 +453,7 @@ def cards_for_ranks(by_ranks: Mapping[int, CardPair], ranks: int) -> CardPair:
 
 
 def _between(low: C, high: C, share: float) -> C:
-    """Return a card with numbers interpolated between two cards, logarithmically if both are positive."""
+    """Return a card with each number interpolated between two cards, logarithmically if both values are positive."""
 
     def interpolate(a: float, b: float) -> float:
         if a > 0.0 and b > 0.0:

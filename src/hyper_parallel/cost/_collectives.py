@@ -5,10 +5,9 @@ its training FLOPs per token: matmuls and causal attention. The last stage adds 
 no FLOPs.
 
 A `shard.Boundary` is a collective with its elements, its group and its calls per forward, backward and recomputation.
-`shard` lists the boundaries of every kind of layer, and this module adds them up over a step. Tests compare the result
-with the collectives of real ranks, to the byte. The gradient norm, and gradients of parameters that tensor parallelism
-replicates, are summed once per step. With pipeline stages, and with ZeRO-1, FSDP also reduces gradients once per step,
-and parameters not freed after forward stay gathered for the step.
+`shard` lists the boundaries of every kind of layer, and this module adds them up over a step. The gradient norm, and
+gradients of parameters that tensor parallelism replicates, are summed once per step. With pipeline stages, and with
+ZeRO-0 and ZeRO-1, all gradients are reduced once per step, and parameters not freed after forward stay gathered.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple
         Number of elements of every part. Among optimal partitions, later parts get as many elements as possible,
         because the first stages hold the most activations.
 
-    Cost: O(n^2 log n). The greatest sum is one of the n (n + 1) / 2 sums of contiguous elements. A binary search over
-    the sorted sums finds the least one that a greedy partition satisfies. The result is exact.
+    Cost: O(n^2 log n), for a binary search over all sums of contiguous elements. The result is exact.
     """
     n = len(costs)
     prefix = np.array([0.0, *accumulate(costs)])
@@ -113,7 +111,7 @@ def stage_layers(model: ModelSpec, strategy: Strategy, seq_len: int) -> tuple[in
         seq_len: Tokens per sequence, for the FLOPs of attention.
 
     Raises:
-        NotDivisible: HP203 for explicit numbers that do not add up to the layers.
+        NotDivisible: HP203, as for `check_stage_layers`.
     """
     if strategy.stage_layers:
         check_stage_layers(strategy, model.num_layers)
@@ -128,7 +126,7 @@ def check_stage_layers(strategy: Strategy, layers: int) -> None:
     """Raise an error if `strategy.stage_layers` is set and does not fit the stages and a model of `layers` layers.
 
     Raises:
-        NotDivisible: HP203; the suggested change is an even split, if no stage would be empty.
+        NotDivisible: HP203; the suggested change is a matching `pp`, or an even split unless a stage would be empty.
     """
     stages, explicit = strategy.stages, strategy.stage_layers
     if explicit and (len(explicit) != stages or sum(explicit) != layers or min(explicit) < 1):
@@ -138,7 +136,7 @@ def check_stage_layers(strategy: Strategy, layers: int) -> None:
         if strategy.pp == 1 and len(explicit) > 1 and sum(explicit) == layers and min(explicit) > 0:
             changes = {"parallel.pp": len(explicit)}
         raise NotDivisible(
-            "`stage_layers` must give every stage at least one layer and every layer one stage",
+            "`stage_layers` must have one positive number per stage, and the numbers must add up to the layers",
             where="parallel.stage_layers",
             got=f"{list(explicit)}: {len(explicit)} stages, {sum(explicit)} layers",
             allowed=f"{stages} positive numbers that add up to {layers}"
@@ -157,8 +155,9 @@ def _layer_flops(block: Block, seq_len: int) -> int:
 def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> ModelSpec:
     """Return a model spec with only the blocks and layers on one pipeline rank.
 
-    The embedding is on the first stage, final norm and head on the last. On a rank without the embedding, a head that
-    shares the embedding's weight owns a copy under the embedding's parameter name.
+    The embedding is on the first stage; all other blocks outside the layers, such as final norm and head, are on the
+    last. On a rank without the embedding, a head that shares its weight owns a copy under the embedding's parameter
+    name.
     """
     if strategy.pp == 1:
         return model
@@ -203,7 +202,7 @@ def _stages(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) ->
 
 
 def _untied(block: Block, model: ModelSpec) -> Block:
-    """Return a head with its own parameter in place of each weight tied to the embedding, under the same name."""
+    """Return a head with its own parameter in place of each tied weight, under the name of the embedding's weight."""
     params = {p.name: p for b in model.blocks for p in b.params}
     return replace(
         block,
@@ -237,7 +236,7 @@ def step_collectives(
     rows: Mapping[int, tuple[int, int]] | None = None,
     pp_rank: int = 0,
 ) -> tuple[Collective, ...]:
-    """Return all collectives of one optimizer step, with calls and bytes, on the first rank of a pipeline stage.
+    """Return the collectives of one optimizer step on one rank, with calls and bytes.
 
     The rank has coordinate 0 on every axis but `pp`; there, shards are largest. A step is `accumulation_steps`
     microbatches (forward and backward), gradient clipping and the update. Other messages of a trainer (token counts,
@@ -246,7 +245,7 @@ def step_collectives(
     Args:
         model: The model; its parameter names hold `*` for the layer index.
         layouts: Layout of every parameter, as returned by `shard.plan_layouts`.
-        strategy: Degrees of the axes.
+        strategy: Degrees and choices.
         workload: Resolved batch numbers, and number formats.
         rows: Dict from expert layer to the measured numbers of tokens (sent to experts on other ranks, received from
             other ranks) in all forwards of a step; None: uniform routing.
@@ -495,7 +494,7 @@ class _Step:
             if block.mlp is None or not block.mlp.num_experts:
                 continue
             routed_rows = tokens * block.mlp.experts_per_token
-            if rows is None:  # rounded down over the layers
+            if rows is None:  # uniform routing; the sum over the layers is rounded down
                 even = block.count * routed_rows * (s.ep - 1) // s.ep
                 moved = (Fraction(even, block.count),) * 2
             else:

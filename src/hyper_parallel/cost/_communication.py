@@ -1,8 +1,8 @@
 """Communication seconds of candidate strategies: the collectives that `shard` lists, on the links of a machine.
 
-A `shard.Boundary` is a collective with its elements, its group and its number of calls. Results are seconds on one rank
-for one decoder layer and one microbatch, except for data-parallel collectives that a step has once (`step_tail`).
-Exposed communication is not hidden by computation.
+A `shard.Boundary` is a collective with its elements, its group and its number of calls. Unless a docstring says
+otherwise, results are seconds on one rank for one decoder layer and one microbatch. Exposed communication is not hidden
+by computation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BlockCommunication:
     tp: Array  # exposed part of `tp_whole`
     tp_whole: Array  # gathers and scatters of tensor parallelism
     cp: Array  # exposed part of `cp_whole`
-    cp_whole: Array  # key-value ring of context parallelism, and all-to-alls of Ulysses
+    cp_whole: Array  # key-value ring or all-gather of context parallelism, and all-to-alls of Ulysses
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def call_seconds(s: PricingCase, b: Boundary) -> Array:
 
 
 def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
-    """Return the seconds of one call; `size`: bytes of the full tensor, or for all_to_all of one rank's part."""
+    """Return the seconds of one call; `size`: bytes of one rank for all_to_all and send_recv, else of all ranks."""
     machine, places = s.machine, s.places
     if kind == "all_to_all" and b.axes == ("ep",):
         copies = s.n.routed_experts_per_token if machine.stack.ep_dedup else 1.0
@@ -169,7 +169,7 @@ def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
             if not used.any():
                 continue
             seconds: Array = np.zeros(1)
-            # The residual stream is sharded over y if all matrices of the layers are in 2-D blocks; experts are not.
+            # The residual stream is sharded over y if all matrices of the layers are in 2-D blocks. Experts are not.
             for b in block_boundaries(
                 block, shape, s.cut, token_scatter=c.attention_tokens, hidden_cut=both_2d & (not n.experts)
             ):  # fmt: skip
@@ -291,17 +291,17 @@ def step_tail(s: PricingCase) -> dict[str, Array]:
     Returns:
         Dict with four entries:
 
-        * `scatter_s`: reduction of gradients, which the backward of the last microbatch may overlap;
-        * `gather_s`: all-gather of updated parameters;
-        * `first_s`: in a pipeline, all-gather of layers that stay gathered; the first forward may overlap it;
-        * `late_s`: in a pipeline, reduction of gradients and all collectives of embedding and head, never overlapped.
+        * `scatter_s`: ZeRO 0 and 1, and dp_replicate: reduction of gradients, may overlap the last backward;
+        * `gather_s`: ZeRO 1: all-gather of updated parameters;
+        * `first_s`: pipeline with ZeRO 2: all-gather of layers that stay gathered, may overlap the first forward;
+        * `late_s`: pipeline with ZeRO 2 and 3: reduction of gradients, and all-gather of embedding and head.
     """
     layers = [*_layer_boundaries(s, s.layers)]
     ends = [*_sharing_boundaries(s, s.ends(s.outside), freed=False)]
     gathered, gathered_ends = (_pass_seconds(s, rows, "once", _PARAMETERS) for rows in (layers, ends))
     reduced = _pass_seconds(s, layers + ends, "once", _GRADIENTS)
     replicas = _pass_seconds(s, layers + ends, "once", (Purpose.REPLICA_GRADIENTS,))
-    low = s.c.zero < 2  # for ZeRO 2 and 3 only pipelines have such traffic
+    low = s.c.zero < 2  # with ZeRO 2 and 3, only pipelines have collectives once per step, except over dp_replicate
     return {
         "scatter_s": np.where(low, reduced, 0.0) + replicas,
         "gather_s": np.where(low, gathered + gathered_ends, 0.0),
@@ -311,7 +311,7 @@ def step_tail(s: PricingCase) -> dict[str, Array]:
 
 
 def per_tensor_latency_s(s: PricingCase) -> Array:
-    """Return the seconds of latency of ZeRO-1 collectives if the framework calls one per tensor.
+    """Return the seconds of latency per step of ZeRO-1 collectives if the framework calls one per tensor.
 
     A ring of g ranks has g - 1 steps, each at least the latency of the outermost tier.
     """

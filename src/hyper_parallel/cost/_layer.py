@@ -1,7 +1,7 @@
 """Compute seconds of one decoder layer and microbatch on one rank, as arrays over candidate strategies.
 
 Letters: T tokens of the microbatch in a tensor-parallel group, P tensor-parallel ranks, d FSDP ranks
-(dp_shard x cp), b bytes of the compute format; h, k, f, V as in `ModelNumbers`.
+(dp_shard x cp), b bytes of the compute format; h, k, f, V as in `_numbers`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Compute:
     quantize: Array  # casting matmul inputs to 8 or 4 bits, forward
     quantize_backward: Array  # casting output gradients, backward
     recompute: Array  # recomputed forward work in backward
-    # exposed launches and host work, forward, backward and recompute
+    # kernel launches and host work that kernels do not hide, in forward, backward and recomputation
     launch: Array
-    saved_bytes: Array  # bytes kept for backward without recomputation
+    saved_bytes: Array  # bytes saved for backward without recomputation, if all are sharded over P
 
     @property
     def forward(self) -> Array:
@@ -54,12 +54,12 @@ class Compute:
 
     @property
     def launched_forward(self) -> Array:
-        """Seconds of the forward, and of one third of `launch`, its approximate share."""
+        """Seconds of the forward, and one third of `launch`, the approximate share of the forward."""
         return self.forward + self.launch / 3.0
 
     @property
     def launched_backward(self) -> Array:
-        """Seconds of the backward, of recomputation, and of two thirds of `launch`."""
+        """Seconds of the backward and of recomputation, and two thirds of `launch`."""
         return self.backward + self.recompute + self.launch / 1.5
 
 
@@ -159,7 +159,7 @@ def forward_launch(s: PricingCase, seconds: Array) -> Array:
 
 
 def _exposed_launches(machine: Machine, seconds: Array, kernels: float) -> Array:
-    """Return the seconds of `kernels` launches that kernels of `seconds` in total do not hide."""
+    """Return the seconds of `kernels` launches that kernels of `seconds` in total do not hide (see `launch_hidden`)."""
     launches = np.full_like(seconds, kernels * machine.card.kernel_s * machine.ranks_per_core)
     return np.maximum(0.0, launches - seconds) if machine.card.launch_hidden else launches
 

@@ -1,8 +1,8 @@
 """Peak memory of the fullest device as one term per cause, each an array over candidates; and inputs of offload.
 
-Matmuls read a copy of the parameters in the compute format; ZeRO-3 gathers the copy of one layer at a time, ZeRO-2 the
-copies of all layers. With `phased` on the stack's card, the peak of ZeRO-2 and ZeRO-3 is that of the fullest phase of a
-step, see `_phases`. Otherwise the maxima of all terms are added.
+With ZeRO-2 and ZeRO-3, matmuls read copies of the parameters in the compute format. ZeRO-3 gathers the copies of a few
+layers at a time, ZeRO-2 those of all layers. With `phased` on the stack's card, the peak of ZeRO-2 and ZeRO-3 is that
+of the fullest phase of a step, see `_phases`. Otherwise the maxima of all terms are added.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ class SpaceTerm:
 
 
 def activation_bytes(s: PricingCase) -> Array:
-    """Return the bytes that one average layer and microbatch saves for backward, before full recomputation.
+    """Return the bytes that one average layer and microbatch saves for backward, without full recomputation.
 
     A dense layer saves b T ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)) bytes, with letters as in `_layer` and query width
     q. The second summand, gathered inputs, is 0 if inputs are re-gathered. Experts, the statistics of fused attention
     and the tensors that unfused operators save are added. Dropout saves two masks of h bytes per token. Without
     sequence parallelism, every rank saves both masks and 4h elements per token unsharded. Without fused attention, the
     scores take (2b + 1) A S / P bytes per token, for A heads and S tokens per sequence; 0 with selective recomputation.
+    With `eager` on the stack's card, the bytes are scaled to a measurement of the model, if there is one.
 
     Source: Korthikanti et al. 2022, section 4 and equation 2, generalised to narrow keys and gated widths.
     """
@@ -140,7 +141,7 @@ def memory_terms(
         s: Pricing case.
         num_recomputed: Number of layers per rank that `recompute` applies to; None: all. The bytes of every phase are
             interpolated between no and all layers, so another phase may become the fullest.
-        stages: Stages of every pipeline rank, in order; (): equal layers, split over the stages by FLOPs.
+        stages: Stages of every pipeline rank, in order; (): equal layers, with `phased` split over the stages by FLOPs.
     """
     c, card = s.c, s.machine.card
     if num_recomputed is None:
@@ -364,9 +365,9 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
 
 
 def in_flight_last(c: Candidates) -> Array:
-    """Return the largest number of microbatches in flight on the last pipeline rank, counted as in `in_flight`.
+    """Return the assumed number of microbatches in flight on the last pipeline rank, counted as in `in_flight`.
 
-    The number is 1, or with v > 1 virtual stages up to 1 + (p - 1) / v.
+    The number is 1 with one stage per rank, else p - 1 less than on the first rank; it is too low for GPipe and ZBV.
     """
     return np.where(c.vpp > 1, in_flight(c) - (c.pp - 1.0), 1.0)
 

@@ -60,7 +60,7 @@ class Matmul:
 class Uncut:
     """Amount of a model that tensor parallelism replicates on every rank because no sharding rule covers it.
 
-    All fields are 0 for models whose rules cover every module.
+    All fields are 0 or False for models whose rules cover every module.
     """
 
     weights: float = 0.0  # matrix elements per layer, without experts and routers
@@ -164,7 +164,7 @@ class ModelNumbers:
     hidden: int  # h
     layers: int  # L
     vocab: int  # V
-    num_heads: int  # query heads; 1 when the model has no attention
+    num_heads: int  # query heads of the first layer with attention, as for the next fields; 1 without attention
     num_kv_heads: int  # key and value heads
     q_width: int  # width of all query heads
     k_width: int  # width of all key heads
@@ -175,7 +175,7 @@ class ModelNumbers:
     normed_width: float  # width of the normalized query and key heads of a layer; 0 for most models
     head_norms: float  # number of norms of query and key heads in an average layer
     unfused_norms: float  # norms of hidden states in an average layer, without torch's fused LayerNorm
-    # bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
+    # bytes per token that norms of hidden states save beyond `saved_elements`, divided by h
     norm_bytes: float
     # bytes that norms of query and key heads save per element of their input
     head_norm_bytes: float
@@ -192,7 +192,7 @@ class ModelNumbers:
     mlp_saved_width: float
     expert_width: int  # width of one routed expert
     experts: int  # routed experts of a layer; 0 for a dense model
-    experts_per_token: float  # routed experts a token visits, mean over the layers
+    experts_per_token: float  # routed experts a token visits, mean over all layers
     moe_share: float  # share of the layers that have routed experts
     expert_saved_width: float  # elements per token that routed experts save for backward
     measured: KeptActivations | None  # measured activations kept by forward; None: not measured
@@ -208,7 +208,7 @@ class ModelNumbers:
     active_expert_weights: float
     vector_weights: float  # elements of norms and biases per layer
     bias_width: float  # elements of biases added per token in an average layer
-    embedding_weights: int  # elements of the embedding block
+    embedding_weights: int  # elements of all blocks outside the layers except the head: embedding, final norm, encoders
     head_weights: int  # elements of the output projection as a matmul, V h, tied or not
     head_params: int  # elements the head stores: 0 when tied
     # the last two layers, which are gathered and reduced at the peak
@@ -385,7 +385,7 @@ class ModelNumbers:
 
     @property
     def unpredicted_logit_bytes(self) -> float:
-        """Measured bytes per token saved after the last layer, such as capped logits, except by the final norm."""
+        """Measured bytes per token saved outside the layers beyond the final norm, such as capped logits; else 0."""
         # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
         formula_bytes = (_NORM_BYTES + 2.0) * self.hidden
         return 0.0 if self.measured is None else max(0.0, self.measured.outside - formula_bytes)

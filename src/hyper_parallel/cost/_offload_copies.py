@@ -12,8 +12,8 @@ microbatch:
 
 A global-norm clip needs every gradient, so no state is updated or evicted before the last backward ends. If several
 microbatches are in flight, except under GPipe, copies of each direction overlap forward and backward. The offloaded and
-recomputed fractions minimize the extra time. The formulas ignore latency, the order of copies within a pass and address
-fragmentation, and assume that parts of a storage can be offloaded.
+recomputed fractions are chosen for the least extra time. The formulas ignore latency, the order of copies within a pass
+and address fragmentation, and assume that parts of a storage can be offloaded.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ class OffloadDemand:
     """Inputs of the cost of offload: bytes beyond device memory, offloadable bytes, and work that overlaps copies."""
 
     need_bytes: Array  # bytes beyond device memory at the peak, `staged_bytes` included
-    end_bytes: Array  # bytes beyond device memory in phases without activations
+    end_bytes: Array  # bytes beyond device memory in phases without activations, `staged_bytes` included
     staged_bytes: Array  # staging buffers without a planned address
     host_bytes: Array  # host memory per device
     optimizer_bytes: Array  # offloadable optimizer states
     parameters_bytes: Array  # offloadable parameters
     gradients_bytes: Array  # offloadable gradients
     activations_bytes: Array  # offloadable activations, of all microbatches in flight
-    passing_bytes: Array  # activations written by element-wise kernels
-    products_bytes: Array  # activations written by matmuls
+    passing_bytes: Array  # recomputable activations written by element-wise kernels
+    products_bytes: Array  # recomputable activations written by matmuls
     passing_s: Array  # seconds to recompute `passing_bytes`, per microbatch
     products_s: Array  # seconds to recompute `products_bytes`, per microbatch
     forward_s: Array  # seconds of work that overlaps eviction, per microbatch
@@ -120,7 +120,7 @@ class OffloadDemand:
         return np.maximum(self.need_bytes - limit, self.end_bytes - least)
 
     def cheapest(self) -> tuple[Offloaded, Array]:
-        """Return the bytes to offload and to recompute that add the least time, and their seconds per step."""
+        """Return (bytes to offload and recompute, added seconds per step) of the option that adds the least time."""
         options = self._options()
         seconds = self.seconds(options)
         cheapest_option = np.expand_dims(np.argmin(seconds, axis=0), 0)
@@ -138,7 +138,7 @@ class OffloadDemand:
 
         For a given amount of recomputation the cheapest copies are known: first fully overlapped copies, then copies
         exposed in the last update only, then copies exposed in every microbatch. The cost is convex and piecewise
-        linear in the recomputed bytes, so only its corners are evaluated.
+        linear in the recomputed bytes, so only corners are evaluated.
         """
         link, micro = self.link_bytes_s, self.in_flight
         alternates = self.alternating > 0
@@ -181,8 +181,7 @@ class OffloadDemand:
         """Return (order of copies, recomputed bytes of element-wise kernels, of matmuls); options along a first dim.
 
         The options are corners of the piecewise linear cost. At a corner, copies of one direction take exactly as long
-        as the work that overlaps them, or all bytes of a kind are offloaded. Omitted corners would shorten the step by
-        at most 1 %.
+        as the work that overlaps them, or all bytes of a kind are offloaded. Some corners are omitted.
         """
         need, end, link = self.need_bytes, np.maximum(self.end_bytes, 0.0), self.link_bytes_s
         limit = np.minimum(self.passing_bytes + self.products_bytes, self.activations_bytes)
@@ -323,7 +322,7 @@ def interpolate_copies(plain: CostTerm, target: CostTerm, share: float) -> CostT
 
 
 def move_to_host(memory: tuple[MemoryTerm, ...], cost: tuple[CostTerm, ...]) -> tuple[MemoryTerm, ...]:
-    """Return the memory terms with offloaded bytes moved to host memory and recomputed bytes removed.
+    """Return the memory terms with offloaded bytes in host memory, without recomputed bytes, and with staging buffers.
 
     Args:
         memory: Memory terms of a step without offload.

@@ -1,8 +1,8 @@
 """Memory of a rank in the phases of an FSDP2 step: parameters, gradients, optimizer states, activations and buffers.
 
 ZeRO 2 and 3 follow FSDP2: parameters, gradients and optimizer states are shards in the parameter format. ZeRO 0
-and 1 follow Megatron: parameters in the compute format, float32 gradients, and a float32 copy and two moments in
-the optimizer. The peak is in one of these phases of a step:
+and 1 follow Megatron: parameters are in the compute format, gradients and two moments in the parameter format, and the
+optimizer has a copy of the parameters if the formats differ. The peak of ZeRO 2 and 3 is in one of these phases:
 
     loss        all activations, logits and their gradient; embedding and head gathered, and the prefetched last layer
     last layer  all activations, activation gradients of the last layer; two layers gathered

@@ -2,7 +2,7 @@
 
 `Machine` has the achieved rates of a device and its links, and times collectives over groups of ranks. `Places` has the
 position of every process group on the machine, as degree and stride of each mesh axis. `PricingCase` joins both with
-the model; its properties are columns (arrays over the candidates).
+the model; its properties are columns (arrays over the candidates) or single numbers.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Machine:
     compute_dtype: str  # format of activations
     memory_bytes: int  # capacity of the device's own memory
     memory_bytes_s: float  # peak bytes/s of the device's own memory
-    # bytes/s per device and direction to host memory; 0 when the topology names none
+    # bytes/s per device and direction to host memory; 0 if unknown
     host_bytes_s: float
     tiers: tuple[Tier, ...]  # interconnect levels, inner to outer
     card: DeviceCard  # efficiency of the device's kernels and links
     stack: StackCard  # behavior of the training framework
     ranks_per_core: float = 1.0  # ranks that share one CPU core in turn
-    host_bytes: float = np.inf  # host memory of one device
-    may_recompute: bool = True  # whether offload may also drop and recompute results
+    host_bytes: float = np.inf  # host memory of one device; infinity if unknown
+    may_recompute: bool = True  # whether offload may also drop and recompute activations
     # whether exposed communication includes waits for ranks that have not reached a collective
     counts_late: bool = True
 
@@ -99,7 +99,7 @@ class Machine:
             matmul_dtype: Format of matmul inputs; None: the compute dtype.
             card: Device card; None: the shipped one for the device. If `stack` is None too, the topology `local` has
                 the cards that `calibrate` wrote for this device.
-            stack: Stack card; None: that of HyperParallel's own runtime.
+            stack: Stack card; None: that of HyperParallel's own runtime, calibrated if `card` is.
         """
         device = supernode.device
         matmul_dtype = matmul_dtype or compute_dtype
@@ -463,11 +463,11 @@ class PricingCase:
 
     @cached_property
     def whole_experts(self) -> NDArray[np.bool_]:
-        """True if every tensor-parallel rank has all experts, which HyperParallel assumes of itself if ep = 1."""
+        """True if every tensor-parallel rank has all experts: in HyperParallel's own runtime if ep = 1."""
         return np.asarray((self.c.ep <= 1) & self.machine.stack.is_own_runtime)
 
     def experts(self, layers: Array | float = 1.0) -> Array:
-        """Return the elements of routed experts on a rank, sharded over ep and etp, in `layers` mean layers."""
+        """Return the elements of routed experts on a rank, sharded over ep and etp, in `layers` average layers."""
         return layers * self.n.expert_weights / (self.c.ep * self.etp)
 
     @cached_property
@@ -548,7 +548,7 @@ class PricingCase:
 
     @cached_property
     def copies(self) -> NDArray[np.bool_]:
-        """True if matmuls read a copy of the parameters: a gathered one, or one in another format.
+        """True if matmuls read a copy of the ZeRO-2 or ZeRO-3 parameters: a gathered one, or one in another format.
 
         With data-parallel replicas, FSDP copies parameters even if it shards them over one rank.
         """

@@ -48,10 +48,9 @@ its gradient (8), which is computed in place. The cast of the gradient is not co
 
 @dataclass(frozen=True, slots=True)
 class BlockPrices:
-    """Seconds of an average layer and of the head, on which pipeline, data parallelism and axis order have no effect.
+    """Seconds of an average layer and of the head that depend neither on the pipeline nor on data parallelism.
 
-    Candidates that differ only in these choices share them. The order of the mesh axes has no effect if links are
-    equally fast between all ranks, as on a `RelaxedMachine`.
+    Candidates that differ only in these choices share them if links are equally fast between all ranks.
     """
 
     work: Compute  # compute of an average layer
@@ -60,7 +59,7 @@ class BlockPrices:
 
     @classmethod
     def of(cls, s: PricingCase) -> BlockPrices:
-        """Return the seconds for all candidates, as arrays of the broadcast shape of their columns."""
+        """Return the seconds for all candidates, as arrays that broadcast to the shape of their columns."""
         work = layer_compute(s)
         return cls(work, block_communication(s, work), _head(s))
 
@@ -217,8 +216,7 @@ def step_seconds(s: PricingCase, parts: Literal["all", "pace"] = "all", blocks: 
 
     Args:
         s: Pricing case, columns of one length.
-        parts: `all`: every term. `pace`: only the terms that scale with the number of microbatches, without the
-            collectives of sharded parameters and gradients.
+        parts: `all`: every term. `pace`: only the terms of `microbatch_terms`.
         blocks: Result of `BlockPrices.of`, if already computed.
     """
     terms = time_terms(s, blocks) if parts == "all" else microbatch_terms(s, Step.of(s, blocks))
@@ -226,7 +224,7 @@ def step_seconds(s: PricingCase, parts: Literal["all", "pace"] = "all", blocks: 
 
 
 def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
-    """Return the terms that scale with the number of microbatches, without FSDP collectives."""
+    """Return the terms of layers, head and pipeline of all microbatches, without data-parallel collectives."""
     n, c, machine, m, stages = s.n, s.c, s.machine, s.c.accumulation, step.stages
     card, stack, dtype = machine.card, machine.stack, machine.matmul_dtype
     work, comm = step.prices.work, step.prices.comm
@@ -312,7 +310,7 @@ def _pipeline_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
 
 
 def step_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
-    """Return the terms of sharded states, of work once per step, and of host work."""
+    """Return the terms of data-parallel collectives, gradient accumulation, host work, and work once per step."""
     c, machine, m, layers = s.c, s.machine, s.c.accumulation, step.stages.layers
     card, stack = machine.card, machine.stack
     work, comm, overlap = step.prices.work, step.prices.comm, stack.overlap_dp
@@ -408,11 +406,11 @@ class Scores:
     memory_bytes: Array  # sum of the memory terms without offloaded bytes
 
     def cost_at(self, index: int) -> tuple[CostTerm, ...]:
-        """Return the nonzero time terms of one candidate."""
+        """Return the nonzero time terms of one candidate, and the term of offload copies if it offloads bytes."""
         return tuple(t.term_of(index) for t in self.time if t.seconds[index] > 0.0 or _is_copies(t, index))
 
     def memory_at(self, index: int) -> tuple[MemoryTerm, ...]:
-        """Return the nonzero memory terms of one candidate."""
+        """Return the nonzero memory terms of one candidate, with offloaded bytes in host memory."""
         terms = tuple(t.term_of(index) for t in self.memory if t.bytes[index] > 0.0)
         return move_to_host(terms, self.cost_at(index))
 

@@ -49,7 +49,7 @@ _ORDERED: Final = (("pp",), ("dp_replicate", "dp_shard"), ("cp",), ("tp_x",), ("
 ORDERS: Final = tuple(tuple(itertools.chain(*axes)) for axes in itertools.permutations(_ORDERED))
 """Orders of the mesh axes, outer to inner; column `order` is an index, 0 the order of `ir.AXES`.
 
-The two data-parallel axes stay adjacent, so that experts fold over ranks of one replica.
+The two data-parallel axes stay adjacent.
 """
 
 VALUES: Final[Mapping[str, tuple[object, ...]]] = {
@@ -98,8 +98,8 @@ class Candidates:
     microbatch: Array  # sequences per microbatch and data-parallel rank
     accumulation: Array  # microbatches per step
     recompute: Array  # index into `RECOMPUTE`
-    # states sharded over dp_shard (x cp): 0 none, 1 optimizer states, 2 also gradients (parameters are gathered once
-    # per microbatch and kept for backward), 3 also parameters (re-gathered in backward)
+    # states sharded over dp_shard (x cp): 0 none, 1 optimizer states, 2 also gradients, and parameters while unused
+    # (gathered in forward and kept for backward), 3 the same with parameters re-gathered in backward
     zero: Array
     order: Array  # index into `ORDERS`
     offload: Array  # 1 if bytes that exceed the device's memory are offloaded to host memory
@@ -117,8 +117,8 @@ class Candidates:
     def of_columns(cls, **columns: ArrayLike) -> Candidates:
         """Return candidates with the given columns, and defaults for the others.
 
-        Defaults: degrees, microbatch and accumulation 1; no overlap; 1F1B, or interleaved 1F1B if vpp > 1; no
-        recomputation; ZeRO-3; the order of `ir.AXES`; 2-D blocks (no effect if tp_y = 1); etp = tp if ep = 1, else 1.
+        Defaults: degrees, microbatch and accumulation 1; no overlap, recomputation or offload; gathered inputs kept;
+        1F1B, or interleaved if vpp > 1; ring attention; ZeRO-3; order `ir.AXES`; 2-D blocks; etp = 1, or tp if ep = 1.
         """
         arrays: dict[str, Any] = {k: np.asarray(v, dtype=np.float64) for k, v in columns.items()}
         length = max((v.shape for v in arrays.values() if v.ndim == 1), default=(1,))
@@ -195,8 +195,8 @@ class Candidates:
 
         Args:
             index: Index of the candidate.
-            base: Strategy from which the result takes the fields that are no columns: rules, schedule file and layers
-                per stage.
+            base: Strategy from which the result takes the fields that are no columns: rules, and with pp > 1 schedule
+                file and layers per stage.
             workload: Workload from which the result takes sequence length and number formats.
         """
         row = {name: int(getattr(self, name)[index]) for name in Candidates.__slots__}

@@ -1,9 +1,8 @@
 """Seconds and bytes of generation: passes over prompts (prefill), and over one token of every sequence (decode).
 
 The time of a kernel is that of its arithmetic or of its memory reads, whichever is longer; kernels run one after the
-other. A pass reads the KV cache and the weights once, but of the experts only those that its tokens choose. Pipeline
-stages run one after the other, so a pass takes the seconds of all layers. Only code that plans generation imports this
-module.
+other. A pass reads the KV cache and the weights once; of routed experts, it reads only those that its tokens choose.
+Pipeline stages run one after the other, so a pass takes the seconds of all layers.
 """
 
 from __future__ import annotations
@@ -151,10 +150,10 @@ def _layer(s: PricingCase, length: float, attention_s: Array, latent: tuple[int,
 
 
 def _ends(s: PricingCase) -> PassSeconds:
-    """Return the seconds by cause of the work that a pass does once.
+    """Return the seconds by cause of the work that a pass does once, outside the layers.
 
-    This work is the head and the choice of one token per sequence, sends between pipeline stages, and an all-reduce by
-    which ranks agree whether any rank has work left.
+    This work is the head and the choice of one token per sequence, collectives of embedding and head, sends between
+    pipeline stages, and an all-reduce by which ranks agree whether any rank has work left.
     """
     n, c, machine, rows = s.n, s.c, s.machine, s.c.microbatch
     vocab = n.vocab / c.tp
@@ -184,7 +183,7 @@ def pass_bytes(s: PricingCase, work: GenerateWorkload) -> tuple[Array, Array]:
 
     The fixed bytes are the device context, and with FSDP the gathered parameters of two layers, embedding and head. The
     bytes of a sequence are the activations of one layer in a prefill (as many as training saves for backward), keys and
-    values repeated for all query heads, and logits with two float64 copies.
+    values that attention computes from the cache, and logits with two float64 copies.
     """
     n, c, card, width = s.n, s.c, s.machine.card, s.machine.width
     chunk = -(-work.prompt_len // work.prompt_passes)

@@ -49,12 +49,9 @@ _COPY, _COPY_BACK = 13, 14
 _NOT_WAITING: Final = (*_COLLECTIVES, _WEIGHTS, _COPY)
 """Rows of `PassSeconds.durations` that are issued without waiting for earlier collectives of the same half."""
 _RANKS: Final = 8
-"""Maximum number of ranks of a simulated group.
-
-A trade-off: run time grows with the number, while the expected delay of the latest rank grows slowly. The delay is 1.4
-standard deviations of one rank for 8 ranks, and 2.3 for 64."""
+"""Maximum number of ranks of a simulated group; with more, run time grows faster than the delay of the latest rank."""
 _STEADY: Final = 3
-"""Number of layers after which each further layer adds the same time to a program."""
+"""Number of layers after which each further layer is assumed to add the same time to a program."""
 
 
 def _no_work() -> Array:
@@ -261,10 +258,11 @@ def pass_span(
 
 
 def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communication:
-    """Return `comm` with exposed seconds from a simulation, for the candidates that overlap communication.
+    """Return `comm` with exposed seconds from a simulation, for candidates with overlap or with ranks of varying speed.
 
     The exposed seconds of a layer are its simulated time minus its compute time without overlap. They therefore include
-    the costs of overlap: contention, more kernel launches and smaller matmuls.
+    the costs of overlap: contention, more kernel launches and smaller matmuls. Candidates for which a search has not
+    chosen an overlap get a lower bound instead.
     """
     c, group = s.c, _largest_group(s)
     if not c.any_overlap and not np.any(group > 1.0):
@@ -376,7 +374,7 @@ def _exposed_stream(s: PricingCase, chunks: int) -> Array:
 
 
 def _exposed_halves(s: PricingCase, compute_s: Array, halves: int, chunks: int) -> tuple[Array, Array]:
-    """Return the exposed seconds of (tensor-parallel, expert) collectives with half-batches."""
+    """Return the exposed seconds of (tensor-parallel, expert) collectives with `halves` parts of a microbatch."""
     demand, layers = s.machine.card.collective_share, float(s.n.layers)
     flows, repeats = np.zeros(1), s.full
     forward, backward = _passes(s, halves, chunks)
@@ -391,7 +389,7 @@ def _exposed_halves(s: PricingCase, compute_s: Array, halves: int, chunks: int) 
 
 
 def _largest_group(s: PricingCase) -> Array:
-    """Return the size of the largest process group of a layer, at most `_RANKS`; 1 if ranks run in lockstep."""
+    """Return the larger of tp and ep, at most `_RANKS`; 1 if the device card has ranks in lockstep."""
     card = s.machine.card
     if card.jitter == 0.0 and card.collective_spread == 0.0:
         return np.ones(1)
@@ -432,7 +430,7 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
 
 
 def expert_work_seconds(s: PricingCase) -> Array:
-    """Return the compute seconds between dispatch and combine in a layer's forward and backward, without overlap."""
+    """Return the seconds of routed experts in the forward and the backward of a layer, without overlap."""
     forward, backward = _passes(s, 1, 1)
     return forward.experts + backward.experts
 
@@ -483,7 +481,7 @@ def _block_seconds(s: PricingCase) -> list[tuple[Array, Array, Array, Array]]:
 def _block_shares(
     total: Array, products: Sequence[Array], scores: Array, elementwise: Sequence[Array]
 ) -> tuple[Array, Array, Array, Array]:
-    """Divide `total` seconds in proportion to the seconds of the kernels of the four parts of `_block_seconds`.
+    """Return `total` seconds divided over the four parts of `_block_seconds`, in proportion to their kernels' seconds.
 
     Args:
         total: Seconds of a pass of one layer.

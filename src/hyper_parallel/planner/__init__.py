@@ -1,4 +1,4 @@
-"""Planner: search for the best legal strategy to train a model on a machine, and construction of its Plan."""
+"""Planner: search for the fastest strategy to train a model on a machine, and construction and simulation of plans."""
 
 from hyper_parallel.planner._explain import half_width
 from hyper_parallel.planner._objective import plan

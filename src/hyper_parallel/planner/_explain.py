@@ -1,4 +1,4 @@
-"""Notes of a plan: reasons why strategies were rejected, counts of the search, sensitivity to hardware constants."""
+"""Explanations of a plan: reasons for rejection, counts of the search, sensitivity, and the prediction interval."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.planner.pricing import PricedStrategy
 from hyper_parallel.units import format_bytes, format_seconds
 
 MAX_FACTOR: Final = 2.0
-"""Limit of `sensitivity`: constants are multiplied by factors between the inverse of this limit and the limit."""
+"""Largest factor, and inverse of the smallest factor, on a constant that `sensitivity` reports."""
 
 _CONSTANTS: Final = {
     "matmul": "speed of matmuls",
@@ -35,8 +35,8 @@ _CONSTANTS: Final = {
 def half_width(plan: Plan) -> float | None:
     """Return h such that 80 % of measured step times are expected between `step_s / e**h` and `step_s * e**h`.
 
-    None on the topology `local` if `hyper-parallel calibrate` has not run. Device cards of accelerators are fitted to
-    runs of other training frameworks, so h is the half width measured for frameworks excluded from the fit.
+    With cards that `hyper-parallel calibrate` measured, h is `UNFITTED_HALF_WIDTH`; on `local` without them, None.
+    Otherwise h is the half width measured for training frameworks that were excluded from the fit of the device cards.
     """
     if any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost):
         return UNFITTED_HALF_WIDTH
@@ -47,7 +47,7 @@ def half_width(plan: Plan) -> float | None:
 
 
 def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
-    """Return the reason why a strategy that fits was rejected: its slowdown, and the cost term that grew most."""
+    """Return why a strategy that fits was rejected: its slowdown and the cost term that grew most, or a tie."""
     share = loser.per_token_s / best.per_token_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:
@@ -82,7 +82,7 @@ def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
 
 
 def search_note(certificate: Certificate) -> str:
-    """Return the note about a search: whether it was complete, and the numbers of priced and pruned strategies."""
+    """Return the note about a search: its optimality gap, and the numbers of priced, pruned and illegal strategies."""
     c = certificate
     proof = "nothing better exists" if c.gap < 1e-9 else f"nothing is more than {c.gap:.2%} better"
     note = f"searched: {proof} within the cost model; {c.priced:,} strategies priced in full"
@@ -105,9 +105,9 @@ def _counted(reasons: Mapping[str, int]) -> str:
 def sensitivity(cheapest: PricedStrategy, runners_up: Sequence[PricedStrategy]) -> tuple[Sensitivity, ...]:
     """Return, per hardware constant, the smallest change that makes a runner-up the fastest; smallest changes first.
 
-    A cost term is inversely proportional to its hardware constant. Let a step take T seconds, of which term i takes
-    t_i. If the constant of the term is multiplied by f, the step takes T + (1/f - 1) t_i. A runner-up with T' and t_i'
-    ties at 1/f - 1 = (T' - T) / (t_i - t_i').
+    Constants without such a change by at most the factor `MAX_FACTOR` are omitted. A cost term is inversely
+    proportional to its constant: if the constant of a term of t_i seconds is multiplied by f, a step of T seconds takes
+    T + (1/f - 1) t_i. A runner-up with T' and t_i' ties at 1/f - 1 = (T' - T) / (t_i - t_i').
     """
     changes: dict[str, Sensitivity] = {}
     terms = {t.name: t.seconds for t in cheapest.cost}

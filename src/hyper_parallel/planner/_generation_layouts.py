@@ -31,15 +31,15 @@ class GenerationLayout:
     parallel: str  # value of `generate --parallel`; "" for one device
     slots: int  # slots of a data-parallel rank, value of `generate --slots`
     batch: int  # number of sequences generated at a time on all devices
-    prefill_s: float  # seconds until every sequence in the slots has its first token
-    token_s: float  # seconds of a decode step (one new token per sequence), at the mean length
-    total_s: float  # seconds to prefill the sequences in the slots and decode all their tokens
-    tokens_s: float  # new tokens per second on all devices, prefill included
+    prefill_s: float  # seconds until every sequence in the slots has its first token, without casts of weights
+    token_s: float  # seconds of a decode step (one new token per sequence) at the mean length, without casts
+    total_s: float  # seconds to prefill the sequences in the slots and decode all their tokens, casts included
+    tokens_s: float  # new tokens per second on all devices, over `total_s`
     tokens_s_device: float  # new tokens per second per device
     weight_bytes: int
     cache_bytes: int  # keys and values of all slots
     memory_bytes: int  # weights, cache, and memory of a pass
-    largest_batch: int  # largest `batch` that fits in memory
+    largest_batch: int  # sequences at a time that fit in memory, even if there are fewer prompts
     prefill: dict[str, float]  # `prefill_s` by cause
     decode: dict[str, float]  # `token_s` by cause
 
@@ -49,9 +49,9 @@ class StagedLayout:
     """Layout for generation with its pipeline stages, and the bytes of weights and KV cache of each stage."""
 
     strategy: Strategy
-    needed: int  # prompts of one data-parallel rank: the number of slots with which no prompt waits
-    weights: NDArray[np.int64]  # [pp] bytes of the weights on a rank
-    cache: NDArray[np.int64]  # [pp] bytes of the keys and values of one sequence on a rank
+    needed: int  # prompts of one data-parallel rank, rounded up: with so many slots no prompt waits
+    weights: NDArray[np.int64]  # [pp] bytes of the weights on a rank of each stage
+    cache: NDArray[np.int64]  # [pp] bytes of the KV cache of one sequence on a rank of each stage
 
 
 class GenerationPricer:
@@ -69,7 +69,7 @@ class GenerationPricer:
     def candidates(self) -> Iterator[Strategy]:
         """Yield every strategy whose degrees pp, dp_replicate, dp_shard and tp_x multiply to the number of devices.
 
-        The degree ep divides dp_shard * tp_x and the number of experts.
+        The degree pp is at most the number of layers, and ep divides dp_shard * tp_x and the number of experts.
         """
         devices, experts = self.request.num_devices, self.request.model.num_experts or 1
         for pp in (d for d in divisors(devices) if d <= self.request.model.num_layers):
@@ -82,7 +82,7 @@ class GenerationPricer:
     def layout(self, s: Strategy) -> StagedLayout | str:
         """Return the layout of a strategy, or the reason why generation with it cannot run or be predicted.
 
-        The split into pipeline stages minimizes the bytes of the fullest rank, unless `s.stage_layers` is set.
+        Unless `s.stage_layers` is set, the split minimizes weights and KV cache (of all prompts) on the fullest rank.
         """
         r, work = self.request, self.work
         if s.pp > 1 and "pp" in (unsplit := dict(r.model.unsplit)):
@@ -110,7 +110,7 @@ class GenerationPricer:
         return StagedLayout(replace(s, stage_layers=cut if s.pp > 1 else ()), needed, *stage_bytes)
 
     def _local_bytes(self, s: Strategy) -> dict[str, int] | str:
-        """Return a dict from parameter name to its bytes on a rank, or the reason why there are no layouts."""
+        """Return a dict from parameter name to bytes of the largest shard, or the reason why `s` is not supported."""
         r = self.request
         try:
             shards = r.shard(s)
@@ -131,11 +131,11 @@ class GenerationPricer:
         return PricingCase(r.numbers, r.machine, r.workload, candidates)
 
     def memory(self, layouts: Sequence[StagedLayout]) -> tuple[NDArray[np.float64], ...]:
-        """Return the memory of a forward pass and the largest batch, as three arrays with one entry per layout.
+        """Return the memory of a forward pass and the number of sequences that fit; arrays have an entry per layout.
 
         Returns:
             (fixed bytes, bytes per sequence, number of sequences that fit on a data-parallel rank). The bytes do not
-            include weights and KV cache.
+            include weights and KV cache. The number is below 1 if not even one sequence fits.
         """
         terms = pass_bytes(self._case(layouts), self.work)
         fixed, per_sequence = (np.broadcast_to(b, len(layouts)) for b in terms)
@@ -147,7 +147,7 @@ class GenerationPricer:
     def price(self, layouts: Sequence[StagedLayout], slots: ArrayLike) -> list[GenerationLayout]:
         """Return the predictions for layouts with `slots` sequences at a time per data-parallel rank.
 
-        If weights are stored in another format than the compute format, every pass casts them.
+        If weights are stored in another format than the compute format, every pass casts them; see `total_s`.
         """
         r, work, num_layouts = self.request, self.work, len(layouts)
         counts = np.broadcast_to(np.asarray(slots, dtype=np.int64), num_layouts)

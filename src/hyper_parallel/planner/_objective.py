@@ -1,4 +1,4 @@
-"""`plan`: the best strategy for an objective, by searches for the fastest step with limited memory or devices."""
+"""`plan`: search for the best strategy; every objective is one or more searches for the fastest step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _check_types(model: object, topology: object, workload: object) -> None:
     ):
         if not isinstance(value, kinds):
             raise BadValue(
-                f"`{name}` is of type {type(value).__name__}",
+                f"`{name}` has the unsupported type {type(value).__name__}",
                 where="hyper_parallel.plan",
                 got=abbreviated(value),
                 allowed=allowed,
@@ -71,23 +71,23 @@ def plan(
         strategy: Strategy to evaluate, without a search: the arguments below have no effect. None: search for the best.
         pins: Choices that the search must use, such as `{"tp": 8}` (tp_x = 8, tp_y = 1) or `{"schedule": "zbv"}`. If
             this version cannot run them, the plan is a prediction only, with a note; on `local` they are refused.
-        exclude: Axes whose degree stays 1, and choices of `EXCLUDABLE` that keep their default.
+        exclude: Axes whose degree stays 1, and choices that keep their default, such as `recompute` or `offload`.
         objective: `step-time`: the fastest step. `tokens-per-device-second`: the most tokens per second and device, on
             all devices or fewer. `memory`: the least peak memory. `fewest-devices`: as few as `deadline_s` permits.
         deadline_s: Maximum seconds per step, for the objectives `fewest-devices` (required) and `memory`.
         top: Maximum number of runners-up in the plan.
         offload: Whether bytes that exceed device memory may be offloaded to host memory or recomputed.
-        all_layouts: Whether to search strategies that this version cannot run, for studies; notes name them.
+        all_layouts: Whether to include strategies that this version cannot run, with a note; no effect on `local`.
         memory_headroom: Fraction of device memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
         towers: Image or audio encoders of a multimodal model, from `model.towers_of`, to include in the search.
         media: Number of images or recordings per sequence, for every tower.
 
     Raises:
         BadValue: HP102 for an argument of an unsupported type or value.
+        HyperParallelError: For an unknown pin, topology or model, an unreadable file, or a missing peak rate.
         DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.
         NotDivisible, UnsupportedSharding, BatchMismatch: HP203, HP205, HP308 when the strategy is not legal.
-        NoLegalStrategy: HP302 when no combination of degrees is legal.
-        DoesNotFit: HP401 when no strategy fits in memory; the hint is a change with which one fits.
+        NoLegalStrategy, DoesNotFit: HP302, HP401 when no combination of degrees is legal, or none fits in memory.
         DeadlineMissed: HP322 when no strategy or number of devices meets the deadline.
     """
     _check_types(model, topology, workload)
@@ -106,9 +106,9 @@ def plan(
 
 
 def _find_executable(request: PlanRequest, find: Callable[[PlanRequest], Plan], or_priced: bool) -> Plan:
-    """Return the best plan that this version can run.
+    """Return `find(request)`; if no strategy is legal and `or_priced` is set, search unsupported strategies too.
 
-    If there is none and `or_priced` is set, return the best plan among strategies that this version cannot run.
+    Unsupported strategies are those that this version can price but not run.
     """
     try:
         return find(request)
@@ -161,7 +161,7 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
 
 
 def _least_memory(request: PlanRequest, deadline_s: float | None, limit: float | None, top: int) -> Plan:
-    """Return the plan with the least peak memory found by bisection over the memory that a device may use.
+    """Return the plan with the least peak memory, found by bisection over the memory that a device may use.
 
     `limit` is the deadline in seconds per token; None: no deadline.
     """

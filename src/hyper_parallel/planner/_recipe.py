@@ -52,8 +52,8 @@ def plan_recipe(
     Args:
         recipe: Recipe of the run.
         world_size: Number of started ranks that train; with `grpo.rollout_ranks: auto`, of all started ranks. None: the
-            product of the degrees. With `parallel: auto`, None means `parallel.world_size`, else every accelerator of
-            the topology, or 4 ranks on a machine without accelerators.
+            product of the degrees. With `parallel: auto`, None means `parallel.world_size`, else every device of the
+            topology (`local` without accelerators: 4 ranks).
         where: Function from a recipe key to the origin of its value, for errors: `LoadedRecipe.where`.
         model: Spec of the recipe's model; None: read from `model.path`.
         trained: Fraction of the parameters with a gradient; None: estimated by `trained_share`.
@@ -61,6 +61,7 @@ def plan_recipe(
 
     Raises:
         DegreesMismatch: HP301 when explicit degrees, or `parallel.world_size`, do not match the number of ranks.
+        Contradiction: HP104 when keys of a recipe with `parallel: auto` contradict each other.
         HyperParallelError: As raised by `plan`.
     """
     auto, in_recipe, strategy = recipe.parallel.auto, recipe.parallel.world_size, _strategy(recipe)
@@ -114,7 +115,7 @@ def _evaluate_overlaps(request: PlanRequest, strategy: Strategy, where: str | No
 
 
 def _plan_auto(recipe: Recipe, request: PlanRequest, strategy: Strategy, where: Callable[[str], str]) -> Plan:
-    # The search has no columns for these choices.
+    # Every searched strategy takes these choices from the base; a pin of overlap has priority.
     names = ("rules", "schedule_file", "stage_layers", "overlap")
     base = Strategy(**{name: getattr(strategy, name) for name in names})
     pins = _pins(recipe, strategy, where)
@@ -130,9 +131,9 @@ def _plan_auto(recipe: Recipe, request: PlanRequest, strategy: Strategy, where: 
 
 
 def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None, trained: float | None) -> PlanRequest:
-    """Return the inputs of the planner for a recipe; batch numbers that it lacks are those of `plan_recipe`.
+    """Return the inputs of the planner for a recipe, with the default batch numbers that `plan_recipe` documents.
 
-    With `offload`, `offload.budget` limits the bytes on a device, and other bytes are in host memory.
+    An `offload.budget` in bytes limits the memory of a device that the plan may use.
     """
     t, offload = recipe.training, recipe.offload
     stored = "float64" if t.dtype == "float64" else "float32"
@@ -224,7 +225,7 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
 
 
 def _check_stages(p: Parallel, strategy: Strategy, where: Callable[[str], str]) -> None:
-    """Raise Contradiction (HP104) if a recipe with `stage_layers` or a schedule file lacks degrees that match it."""
+    """Raise Contradiction (HP104) if `stage_layers` or a schedule file is set without a matching number of stages."""
     key = "stage_layers" if p.stage_layers else "schedule_file"
     missing_key = "pp" if p.pp == 1 else "virtual_stages"
     has_virtual = "virtual_stages" in p.model_fields_set or p.schedule in SINGLE_STAGE_SCHEDULES
@@ -306,18 +307,18 @@ class StrategyWords(Parallel):
 
 
 class StepWords(StrategyWords):
-    """Keys of the strategy of a training step written as text, with those of a recipe's `overlap` section."""
+    """Keys of `StrategyWords`, and those of a recipe's `overlap` section."""
 
     overlap: OverlapSection = OverlapSection()
     """Communication within a layer that overlaps with computation."""
 
 
 def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
-    """Return the strategy written as a list of `key=value` words.
+    """Return the strategy that a text of `key=value` words describes.
 
     Args:
-        text: Recipe keys with YAML values, separated by spaces; the prefix `parallel.` is optional. Examples:
-            `dp_shard=4 tp=2`, `pp=2 schedule=zb-h1 recompute=full`, `tp=2 rules.layers.*.up=colwise`.
+        text: Recipe keys with YAML values, separated by spaces; the prefixes `parallel.` and `training.` are optional.
+            Examples: `dp_shard=4 tp=2`, `pp=2 schedule=zb-h1 recompute=full`, `tp=2 rules.layers.*.up=colwise`.
         of_step: Whether the strategy is that of a training step, which may have keys such as `overlap.tp`.
 
     Raises:
@@ -372,10 +373,10 @@ def _values_by_key(text: str, nested: Collection[str]) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         if not (key and equals):
             raise BadValue(
-                f"`{word}` is not a setting of a strategy",
+                f"`{word}` does not have the form key=value",
                 where=_WHERE,
                 got=text,
-                allowed="key=value",
+                allowed="words such as tp=2, separated by spaces",
                 hint="dp_shard=4 tp=2",
             )
         for prefix in _PREFIXES:
@@ -391,7 +392,7 @@ def _values_by_key(text: str, nested: Collection[str]) -> dict[str, Any]:
 
 
 def _value(key: str, text: str) -> Any:
-    """Return `text` parsed as YAML; raise HP102 if it is not YAML."""
+    """Return `text` parsed as YAML; raise BadValue (HP102) if it is not YAML or exceeds the limits of `parse_yaml`."""
     try:
         return parse_yaml(text)
     except (yaml.YAMLError, LimitExceeded) as cause:

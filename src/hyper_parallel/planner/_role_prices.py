@@ -2,8 +2,7 @@
 
 A learner is a layout of the ranks that learn; its step is a training step plus forward passes. A sampler replica is a
 group of ranks with a full model that only samples, priced as a layout for generation. A slot is the memory for one
-completion at a time; ranks sample in rounds of one completion per slot. Every pass casts the weights from the
-parameter format.
+completion at a time; ranks sample in rounds of one completion per slot.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ class Split:
     ranks: int  # ranks that only sample; 0: all ranks both sample and learn
     tp: int  # tensor-parallel ranks of a sampler replica
     learner: Learner
-    sample_s: float  # seconds to sample one rollout
-    learn_s: float  # seconds to learn from one rollout
-    # dict from staleness to seconds of an optimizer step; ranks with both roles have staleness 0
+    sample_s: float  # seconds to sample one rollout while no rank learns
+    learn_s: float  # seconds to learn from one rollout while no rank samples
+    # dict from staleness (maximum age of the sampling weights, in rollouts) to seconds of an optimizer step
     steps_s: dict[int, float]
     staleness: int  # chosen staleness
-    # bytes of a rank while it samples; if the rank also learns, with its optimizer states
+    # bytes on a rank while it samples, optimizer states included if the rank also learns
     memory_bytes: int
     working_bytes: int  # part of `memory_bytes` for the KV cache and the forward passes
 
@@ -75,6 +74,8 @@ class Roles:
         request: Inputs of the planner, for all devices.
         devices: Number of devices of both roles together.
         rows: Number of sequences per step; None if `tokens_per_step` is not set.
+        new_tokens: Maximum number of tokens of a completion.
+        prompt_len: Maximum number of tokens of a prompt.
     """
 
     def __init__(self, recipe: Recipe, request: PlanRequest, devices: int) -> None:
@@ -102,7 +103,7 @@ class Roles:
         return self._pace[ranks - 1] if self._pace else 1.0
 
     def requests(self, devices: int) -> list[PlanRequest]:
-        """Return a request for learners on `devices` devices for each microbatch size."""
+        """Return one request per microbatch size, for learners on `devices` devices."""
         r = replace(self.request, num_devices=devices)
         if len(self._microbatches) == 1:
             return [r]
@@ -116,7 +117,8 @@ class Roles:
     def colocated(self) -> list[tuple[float, PlanRequest]]:
         """Return (lower bound, request) for each microbatch size, for ranks that both sample and learn.
 
-        The lower bound is the time of the fastest sampling over all layouts, in seconds per token of an optimizer step.
+        The lower bound is the fastest sampling over all layouts, in seconds per token of an optimizer step. It is 0 if
+        the tokens per step or the microbatch size are not set, or if no layout can be priced.
         """
         bounds, tokens = [], self.grpo.num_iterations * (self.request.workload.tokens_per_step or 1)
         for r, batch in zip(self.requests(self.devices), self._microbatches, strict=True):
@@ -204,7 +206,7 @@ class Roles:
         return None
 
     def _pricer(self, rows: int) -> GenerationPricer:
-        """Return the predictor of sampling `rows` completions of the greatest length."""
+        """Return the predictor of sampling `rows` completions of the greatest length, from the longest prompts."""
         if rows not in self._pricers:
             dtype = self.request.workload.compute_dtype
             work = GenerateWorkload(rows, self.prompt_len, self.new_tokens, dtype)
@@ -216,7 +218,7 @@ class Roles:
     ) -> list[tuple[Strategy, GenerationLayout | str]]:
         """Return each strategy with the predictions for sampling, or with the reason why there are none.
 
-        `rows` is the number of completions of a step, `slots` the number that a data-parallel rank samples at a time.
+        A rollout has `rows` completions; a data-parallel rank samples `slots` of them at a time.
         """
         pricer, prices = self._pricer(rows), self._sampling
         new = [s for s in strategies if (s, rows, slots) not in prices]
@@ -228,7 +230,7 @@ class Roles:
         return [(s, prices[s, rows, slots]) for s in strategies]
 
     def _step_s(self, sample_s: float, learn_s: float, ranks: int, staleness: int) -> float:
-        """Return the simulated steady-state seconds per rollout with both roles.
+        """Return the steady-state seconds per rollout with both roles; those of separate ranks are simulated.
 
         `sample_s` and `learn_s` are the seconds of each role while the ranks of the other role are idle.
         """
@@ -270,8 +272,8 @@ def _rounds_s(price: GenerationLayout, rows: int, s: Strategy) -> float:
 def roles_plan(best: Split, splits: Sequence[Split]) -> RolesPlan:
     """Return `Plan.roles` for the best split, with rejected splits.
 
-    The mode of a split is its staleness, and whether the two roles share ranks. The rejected splits are the next best
-    ones in the mode of the best split, and the best split of every other mode.
+    The mode of a split is its staleness, and whether the two roles share ranks. The rejected splits are the next
+    `MAX_RUNNERS_UP` ones in the mode of the best split, and the best split of every other mode.
     """
     options: dict[tuple[int, int, int], Split] = {}
     candidates = (replace(split, staleness=n) for split in splits for n in split.steps_s)

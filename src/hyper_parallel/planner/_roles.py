@@ -1,10 +1,10 @@
 """Roles of `stage: grpo`: predicted time of a step that samples and learns, and the split of devices between roles.
 
 A rank samples completions, learns from them, or does both (colocated). A split is a number of ranks that only sample
-and the tensor-parallel degree of a sampler replica. Sampling is priced as generation. Learning is priced as training
-plus the forward passes for the reference model and for importance sampling. With separate ranks, several steps of both
-roles are simulated to find the steady-state seconds per step. The search covers all splits, each with the learner
-layouts that `find_best` returns. Only code that plans `stage: grpo` imports this module.
+and the tensor-parallel degree of a sampler replica (ranks with a full model). Sampling is priced as generation.
+Learning is priced as training plus the forward passes for the reference model and for importance sampling. Ranks that
+only sample can run the reference model instead. With separate ranks, several steps of both roles are simulated to find
+the steady-state seconds per step. The search covers all splits, with learner layouts that `find_best` returns.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import divisors, format_bytes, format_seconds
 
 MAX_LAYOUTS: Final = 1024
-"""Maximum number of learner layouts per search if all ranks both sample and learn: more than there are layouts."""
+"""Maximum number of learner layouts per search if all ranks both sample and learn."""
 
 
 def with_roles(recipe: Recipe, request: PlanRequest, plan: Plan, where: Callable[[str], str]) -> Plan:
-    """Return the plan of a recipe with explicit degrees, with `Plan.roles` added: predicted sampling and learning.
+    """Return a plan for explicit degrees with `Plan.roles` added, or a note if sampling cannot be predicted.
 
     Args:
         recipe: A recipe of `stage: grpo`.
@@ -41,7 +41,7 @@ def with_roles(recipe: Recipe, request: PlanRequest, plan: Plan, where: Callable
 
     Raises:
         DoesNotFit: HP401 when a rank that only samples has too little memory.
-        NotDivisible: HP203, UnsupportedSharding: HP205 for an illegal layout of a sampler replica.
+        NotDivisible, UnsupportedSharding: HP203, HP205 for an illegal layout of a sampler replica.
     """
     ranks, tp = recipe.grpo.sampling_ranks, recipe.grpo.copy_tp
     roles = Roles(recipe, request, plan.strategy.world_size + ranks)
@@ -64,6 +64,8 @@ def with_roles(recipe: Recipe, request: PlanRequest, plan: Plan, where: Callable
 def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], str]) -> Plan:
     """Return the plan for the split of devices and the learner layout with the fewest seconds per token.
 
+    If there is only one split and its sampling cannot be predicted, the plan covers learning only, with a note.
+
     Args:
         recipe: A recipe of `stage: grpo` with `parallel: auto`.
         request: Inputs of the planner. With `rollout_ranks: auto`, `num_devices` counts the devices of both roles, else
@@ -73,7 +75,7 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
     Raises:
         NoLegalStrategy: HP302 if no layout is legal.
         DoesNotFit: HP401 if a rank of either role has too little memory.
-        UnsupportedSharding: HP205 if sampling of the model cannot be predicted.
+        NotDivisible, UnsupportedSharding: HP203, HP205 for an illegal sampler replica, or if no split can be predicted.
     """
     roles = Roles(recipe, request, request.num_devices + recipe.grpo.sampling_ranks)
     if recipe.grpo.sampling_ranks and recipe.grpo.rollout_tp != "auto":
@@ -117,10 +119,10 @@ class _SplitPrices:
         """Predict a split with the learner layouts of a search result, and record the predictions.
 
         Returns:
-            The least seconds per token; None if no layout fits.
+            The least seconds per token; None if no layout can be predicted and fits.
         """
         values = []
-        # Ranks that only sample do not depend on the learners' layout, so the fastest learner suffices.
+        # The time of ranks that only sample does not depend on the learner's degrees: the fastest learner suffices.
         for learner in outcome.ranked[:1] if ranks else outcome.ranked:
             split = roles.split(ranks, tp, learner)
             if isinstance(split, str):
@@ -168,7 +170,7 @@ def _plan_without_split(
     Raises:
         DoesNotFit: HP401 if the splits exceed memory, or no learner layout fits.
         NoLegalStrategy: HP302 if no learner layout is legal.
-        UnsupportedSharding: HP205 if none of several splits can be predicted.
+        UnsupportedSharding: HP205 if there is no split, or if none of several splits can be predicted.
     """
     if prices.oversized:
         raise _memory_error(roles, min(prices.oversized, key=lambda s: s.memory_bytes), where)
@@ -177,7 +179,7 @@ def _plan_without_split(
     if len(splits) != 1:
         require_fit(request, find_best(request))
         raise UnsupportedSharding(
-            f"the devices cannot be split among the roles: {prices.reason}",
+            f"the devices cannot be divided between sampling and learning: {prices.reason}",
             where=where("grpo.rollout_ranks"),
             got=f"rollout_ranks={grpo.rollout_ranks}, rollout_tp={grpo.rollout_tp}",
             changes={
@@ -208,7 +210,7 @@ def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
 
 
 def _memory_error(roles: Roles, split: Split, where: Callable[[str], str]) -> DoesNotFit:
-    """Return the error for ranks with too little memory to sample; its hint is a change with which they fit."""
+    """Return the error for ranks with too little memory to sample; its hint is a change with which they fit, if any."""
     memory, capacity, learner = split.memory_bytes, roles.capacity_bytes, split.learner
     work = learner.workload
     rows = (work.tokens_per_step or 0) // work.seq_len or 1

@@ -1,9 +1,9 @@
 """Discrete-event simulation of one step of a plan: microbatches on stages, sends, exposed collectives and the tail.
 
-A plan file contains the cost of a microbatch on each stage, so the simulation needs no other input. One rank represents
-all ranks of its stage, because these run in lockstep. The tail is the work that follows the gradient reduction once per
-step: gradient norm, optimizer and host work. It starts when every stage has its gradients: the norm needs all of them.
-Contention of ranks for shared cores is included.
+The inputs are the costs per stage and microbatch in the plan, and its schedule file, if any. One rank represents all
+ranks of its stage, because these run in lockstep. The tail is the work that follows the gradient reduction once per
+step, such as gradient norm, optimizer and host work. It starts when every stage has its gradients: the norm needs all
+of them. Contention of ranks for shared cores is included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hyper_parallel.sim import simulate
 from hyper_parallel.units import format_seconds
 
 WIDTH: Final = 100
-"""Default width of a chart in characters."""
+"""Default width of a chart in characters, without the names of the ranks."""
 MAX_RANKS: Final = 16
 _TAIL_CATEGORIES: Final = {
     "gradient norm": "communication",
@@ -50,7 +50,7 @@ def plan_tasks(plan: Plan) -> TaskGraph:
 
     Raises:
         PlanUnreadable: HP306 when the plan does not have one cost per stage; files of earlier versions have none.
-        ScheduleError: HP320 when the plan's schedule cannot run its microbatches.
+        ScheduleError: HP320 when the plan's schedule or schedule file does not match its microbatches.
     """
     s = plan.strategy
     if len(plan.stages) != s.pp * s.virtual_stages:
@@ -105,13 +105,13 @@ def simulate_plan(plan: Plan) -> Timeline:
 def gantt(plan: Plan, width: int = WIDTH) -> str:
     """Return a chart of the simulated step as text, with one line per pipeline rank.
 
-    F is a forward, B a backward (I: gradients of inputs, W: of weights), c an exposed collective, u work of the tail,
-    and a dot idle time. Without a schedule file, at most max(2 * pp, 4) microbatches are drawn; the title states the
-    number. If there are more than `MAX_RANKS` ranks, only the first and the last `MAX_RANKS / 2` are drawn.
+    F is a forward, B a backward (I: gradients of inputs, W: of weights), c an exposed collective or the gradient norm,
+    u other work of the tail, and a dot idle time. Without a schedule file, at most max(2 * pp, 4) microbatches are
+    drawn; the title states the number. Of more than `MAX_RANKS` ranks, the first and last `MAX_RANKS / 2` are drawn.
 
     Args:
         plan: A plan with stages.
-        width: Characters per line of the chart.
+        width: Characters per line, without the name of the rank.
     """
     s, microbatches = plan.strategy, plan.workload.accumulation_steps or 1
     drawn = microbatches if s.schedule_file else min(microbatches, max(2 * s.pp, 4))

@@ -44,12 +44,12 @@ FULL: Final = RECOMPUTE.index("full")
 FREED: Final = ("offload", "regather", "recompute")
 """Columns of a `Choice`; `Completer` finds their values for each strategy."""
 PRICES: Final = ("per_token_s", "memory_bytes", "layers")
-"""Columns of predictions: seconds per token, peak bytes, and recomputed layers per rank (-1: all)."""
+"""Columns of predictions: seconds per token, peak bytes, and recomputed layers per rank (-1: not limited)."""
 TIE: Final = 1e-9
 """Relative difference up to which two values count as equal; rounding errors are smaller."""
 _MANY_MICROBATCHES: Final = 1e12  # makes costs once per step negligible
 _ROWS_IN_CACHE: Final = 2**14
-"""Rows per pricing call; with more rows the columns exceed the processor's cache, and each row takes twice as long."""
+"""Maximum number of rows per pricing call of `Pricer.microbatch_s`; its columns then fit in the processor's cache."""
 _DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
 
 
@@ -107,7 +107,7 @@ class RelaxedMachine(Machine):
 
     exchange_gain: float = 1.0  # total bandwidth of all sets of links / that of the fastest set
     first_size: int = 1  # devices in the innermost domain
-    domain_size: float = np.inf  # devices in the innermost domain with links of its own
+    domain_size: float = np.inf  # devices in the innermost domain with separate links to the outside
     outside_bytes_s: float = np.inf  # total bandwidth of the links outside of that domain
 
     @classmethod
@@ -153,7 +153,7 @@ class RelaxedMachine(Machine):
 
 
 def link_domains(machine: Machine) -> tuple[int, ...]:
-    """Return the number of devices per domain of every tier with links of its own, inner to outer."""
+    """Return the devices per domain of every tier whose next outer tier has links of its own, inner to outer."""
     return tuple(tier.size for tier, outer in itertools.pairwise(machine.tiers) if tier.size and not outer.shares_links)
 
 
@@ -225,8 +225,7 @@ class Pricer:
         """Cache the seconds of layers for all rows; return the rows with column `block`, the index into the cache.
 
         Rows that are expanded by pipeline and data-parallel columns keep the index, so `seconds` reuses the cache. A
-        call replaces the previous cache, because the search expands the deepest levels first. The cache is for partial
-        strategies only: on the relaxed machine, seconds do not depend on the order of the mesh axes.
+        call replaces the previous cache. The cache is for strategies without an order of the mesh axes only.
         """
         self._blocks = BlockPrices.of(with_choices(self.case(columns), self._pairs))
         self._priced = len(self._pairs), count(columns)
@@ -248,7 +247,7 @@ class Pricer:
         return step / _MANY_MICROBATCHES * (1 - TIE) * ranks / tokens
 
     def peak(self, columns: Columns) -> Array:
-        """Return lower bounds of the peak bytes under every choice, [choices, rows]."""
+        """Return lower bounds of the peak bytes under every choice, [choices, rows]; exact for complete rows."""
         peaks = []
         for offload in map(float, self.space.offloads):
             zeros = self._zero_choices(columns)
@@ -257,7 +256,7 @@ class Pricer:
         return np.concatenate(peaks)
 
     def min_recompute_layers(self, columns: Columns, choice: Choice) -> tuple[Array, Array]:
-        """Return, per row, the smallest number of recomputed layers per rank that fits, and the resulting peak."""
+        """Return, per row, the smallest number of recomputed layers per rank that fits (else all), and the peak."""
         _, regather, kind = choice
         min_layers, peak = np.full(len(columns["pp"]), np.inf), np.zeros(len(columns["pp"]))
         for zero_column in self._zero_choices(columns):

@@ -1,7 +1,7 @@
 """`plan_generation`: the fastest layout for generation from prompts, among those that `generate --parallel` can run.
 
-The search prices every layout that fits in memory, so it is exact within the cost model. A slot is the memory for one
-sequence at a time on a data-parallel rank; prompts may wait for a slot.
+The search prices every layout that fits in memory, with as many slots as fit. A slot is the memory for one sequence at
+a time on a data-parallel rank; prompts may wait for a slot.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def plan_generation(
     top: int = 5,
     memory_headroom: float | None = None,
 ) -> GenerationPlan:
-    """Return the fastest layout for generation from prompts on a machine, among all that fit in memory.
+    """Return a plan with the fastest layout for generation from prompts on a machine, among all that fit in memory.
 
-    A given `strategy` is evaluated and returned even if it does not fit.
+    A given `strategy` is evaluated without a search, even if it does not fit.
 
     Args:
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
@@ -85,13 +85,14 @@ def plan_generation(
         memory_headroom: Fraction of device memory that is left free; None: 0.05 on accelerators, 0 on a CPU.
 
     Raises:
-        BadValue: HP102 for an unknown objective, an unsupported `workload.dtype`, or lengths beyond the context.
+        BadValue: HP102 for an unknown objective, an unsupported dtype, lengths beyond the context, or a bad `strategy`.
+        HyperParallelError: For an unknown key, topology or model, an unreadable file, or a missing peak rate.
         UnsupportedSharding: HP205 for choices that generation does not support, such as cp or quantised weights, and
             for families that are not known to decode several sequences at a time.
         DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.
         NoLegalStrategy: HP302 when no layout is legal.
-        NotDivisible, BatchMismatch: HP203 or HP308 for a `strategy` that does not fit the model.
-        DoesNotFit: HP401 when no layout fits in memory; the hint is a change with which one fits, if there is one.
+        NotDivisible: HP203 for a `strategy` that does not divide the model.
+        DoesNotFit: HP401 when no layout fits in memory.
     """
     check_objective(objective, GENERATE_OBJECTIVES, " for generation")
     explicit = parse_strategy(strategy) if isinstance(strategy, str) else strategy
@@ -147,7 +148,7 @@ def _ranked(
 def _request(
     model: str | Path | ModelSpec, topology: str | Supernode, work: GenerateWorkload, num_devices: int | None
 ) -> PlanRequest:  # fmt: skip
-    """Return the inputs of the planner for generation; raise an error for models that cannot generate."""
+    """Return the inputs of the planner; raise HP205 or HP102 for an unsupported model, dtype or length."""
     formats = Workload(work.prompt_len, microbatch=1)
     request = resolve(model, topology, formats, num_devices)
     spec = request.model
@@ -156,7 +157,7 @@ def _request(
             f"for the family `{spec.family}`, it is not known whether several sequences can be decoded at a time",
             got=spec.name,
             allowed=FAMILIES_READ,
-            hint="run `hyper-parallel generate RUN_DIR --prompts FILE.jsonl`, which reports whether they can",
+            hint="run `hyper-parallel generate RUN_DIR --prompts FILE.jsonl`, which reports whether this is possible",
         )
     if spec.quantised and work.dtype is None:
         raise UnsupportedSharding(
@@ -196,7 +197,7 @@ def _check_axes(strategy: Strategy) -> None:
     if strategy.cp > 1:
         reason = "generation does not support cp: a step has one token per sequence, so no sequence can be sharded"
     elif unpriced:
-        reason = f"generation is not planned with {', '.join(unpriced)}"
+        reason = f"a plan for generation cannot set {', '.join(unpriced)}"
     else:
         return
     near = layout_text(plain) or f"tp={strategy.world_size}"
@@ -228,7 +229,7 @@ def _no_legal_layout_error(
     """Return the error if no layout is legal.
 
     Its hint is the largest number of devices, at most the requested one, that has a legal layout. `ruled_out` is the
-    number of layouts by reason, and `chosen` the layout of the user.
+    number of illegal layouts by reason. `chosen` is the layout of the user, None if there is none.
     """
     r = pricer.request
     near = next(
@@ -244,7 +245,7 @@ def _no_legal_layout_error(
 
 
 def _memory_error(pricer: GenerationPricer, layouts: Sequence[StagedLayout], all_at_once: bool) -> DoesNotFit:
-    """Return the error for layouts that all exceed memory; its hint is fewer prompts, more devices or another model."""
+    """Return the error for layouts that all exceed memory; its hint is a change such as fewer prompts."""
 
     def max_prompts(pricer: GenerationPricer, layouts: Sequence[StagedLayout]) -> int:
         pairs = zip(pricer.memory(layouts)[2], layouts, strict=True)

@@ -74,7 +74,7 @@ def _table() -> Mapping[str, Pinnable]:
 
 
 PINNABLE: Final = _table()
-"""Dict from name to the choice that can be pinned."""
+"""Dict from accepted name to the choice that can be pinned."""
 
 EXCLUDABLE: Final = ("attention_scatter", "gathered_inputs", "recompute", "offload")
 """Choices that `--exclude` pins to their first value, the default."""
@@ -106,7 +106,7 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
             near = get_close_matches(name, PINNABLE, 1)
             hint = f"--pin {near[0]}={value}" if near else None
             raise UnknownKey(
-                f"`{name}` is no degree or choice that can be pinned",
+                f"`{name}` is not a degree or choice that can be pinned",
                 got=f"{name}={value}",
                 allowed=tuple(PINNABLE),
                 hint=hint,
@@ -122,7 +122,7 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
             raise BadValue(
                 f"`{key.name}` cannot be pinned to `{value}`",
                 got=f"{name}={value}",
-                allowed=examples or "1 and more",
+                allowed=examples or "an integer from 1",
                 hint=f"--pin {name}={key.values[0] if key.values else 1}",
                 where="--pin",
             )
@@ -145,7 +145,7 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
         if name not in allowed:
             near = get_close_matches(name, allowed, 1)
             raise BadValue(
-                f"`{name}` is no axis or choice that can be excluded",
+                f"`{name}` is not an axis or choice that can be excluded",
                 got=name,
                 allowed=allowed,
                 hint=f"--exclude {near[0]}" if near else f"leave out --exclude {name}",

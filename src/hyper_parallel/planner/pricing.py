@@ -33,13 +33,13 @@ from hyper_parallel.mpmd import makespan_s, schedule_name
 from hyper_parallel.planner.request import PlanRequest
 
 STEP_TAIL: Final = ("gradient norm", "optimizer", COPIES, "every step", "stragglers")
-"""Terms that occur once per step, after the gradient reduction."""
+"""Cost terms of a step that occur once, after the gradient reduction."""
 MAX_ACTIONS: Final = 20_000
-"""Maximum number of actions per simulation; longer steps are simulated for fewer microbatches and extrapolated."""
+"""Number of actions that limits the microbatches of a simulation in `pipeline_s`; at least pp are simulated."""
 MAX_SIMULATED_S: Final = 1e8
-"""Step time in seconds (three years) above which no schedule is simulated: nanoseconds would exceed 64 bits."""
+"""Pipeline time in seconds (three years) above which no schedule is simulated."""
 MIN_SCHEDULE_SHARE: Final = 1e-4
-"""Difference between simulation and closed form that is ignored, as a fraction of the step time."""
+"""Largest difference between simulation and closed form that is ignored, as a fraction of the step time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,8 @@ def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ..
 def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
     """Return the seconds of the simulated pipeline schedule, from the first forward to the last backward.
 
-    A step with many microbatches is simulated with two smaller numbers of microbatches, which differ by pp, and the
-    time is extrapolated linearly. `pace` is the speed of a rank while 1, 2, ... ranks are busy, relative to its speed
+    A step with many microbatches is simulated with two smaller numbers, which differ by pp, and the time is
+    extrapolated linearly. `pace` is the speed of a rank while 1, 2, ... ranks are busy, relative to its speed
     while all are busy; (): ranks do not share cores.
     """
     s, m = priced.strategy, priced.workload.accumulation_steps or 1
@@ -219,10 +219,11 @@ def _stages(
     send_s: float,
     activation_bytes: float,
 ) -> tuple[Stage, ...]:
-    """Return the pipeline stages with their costs; the split minimizes the time of the slowest stage.
+    """Return the pipeline stages with their costs.
 
-    `seconds` is the result of `_layer_seconds`, `send_s` the time of a send to an adjacent stage. `activation_bytes`
-    are the bytes of one microbatch that a rank keeps for backward.
+    Unless `strategy.stage_layers` is set, the split minimizes the time of the slowest stage. `seconds` is the result of
+    `_layer_seconds`, `send_s` the time of a send to an adjacent stage. `activation_bytes` are the bytes of one
+    microbatch that a rank keeps for backward.
     """
     terms = {t.name: t.seconds for t in cost}
     share, count = 1.0 / strategy.virtual_stages, strategy.pp * strategy.virtual_stages

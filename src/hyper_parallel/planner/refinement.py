@@ -25,18 +25,19 @@ from hyper_parallel.planner.strategy_space import Columns, Space
 MIN_RANKED_STRATEGIES: Final = 4
 """Minimum number of best strategies that a search keeps; no two have the same degrees."""
 MAX_SIMULATIONS: Final = 4000
-"""Maximum number of simulations of a search; if it is reached, the certificate states the gap."""
+"""Number of fully priced strategies at which `price_until_proved` stops; the certificate then states the gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a search: the best strategies, and a lower bound that proves their optimality."""
+    """Result of a search: the best strategies, and a lower bound that limits how much better another can be."""
 
     search: BranchAndBound  # the finished branch and bound
     # Strategies of distinct degrees with full prices, best first
     ranked: tuple[PricedStrategy, ...]
-    bound: float  # lower bound of seconds per token of all strategies outside `ranked`
-    simulated: int  # strategies whose schedule was simulated
+    # lower bound of the seconds per token of all strategies that may still be better than the first of `ranked`
+    bound: float
+    simulated: int  # strategies priced in full; those with a pipeline were simulated
 
     @property
     def fits(self) -> bool:
@@ -45,7 +46,7 @@ class Outcome:
 
     @property
     def space_note(self) -> str:
-        """Note for the plan about the searched space: devices, pins and exclusions."""
+        """Note for the plan about the searched space: devices, executability, pins, exclusions and offload."""
         space, request = self.search.space, self.search.space.request
         parts = [f"strategies on {request.num_devices:,} devices"]
         parts += ["only what this version runs"] * request.executable
@@ -56,11 +57,11 @@ class Outcome:
 
 
 def find_best(request: PlanRequest, keep: int = 1, max_s_per_token: float | None = None) -> Outcome:
-    """Return the best strategies of a request, with a lower bound of the time of all others.
+    """Return the best strategies of a request, with a lower bound of the time of all that may be better.
 
     Args:
         request: Model, machine, workload and pins.
-        keep: Maximum number of strategies to return, at least `MIN_RANKED_STRATEGIES`; no two have the same degrees.
+        keep: Maximum number of strategies of distinct degrees to return; raised to `MIN_RANKED_STRATEGIES` if less.
         max_s_per_token: Maximum step time divided by tokens per step, in seconds; None: no maximum.
     """
     keep, full = max(keep, MIN_RANKED_STRATEGIES), _FullPrices(request)
@@ -94,11 +95,11 @@ class _FullPrices:
         return self.price_of(rows, position).per_token_s
 
     def price_until_proved(self, rows: Columns) -> tuple[NDArray[np.float64], float]:
-        """Compute full prices in order of the closed form, at most `MAX_SIMULATIONS`, until no other row can be better.
+        """Compute full prices in order of the closed form, until no other row can be better or the cache is full.
 
         Returns:
             (seconds per token of every row, lower bound of rows that may still be better). The seconds are the full
-            price if computed, else the closed form. The bound is infinity unless the maximum number was reached.
+            price if computed, else the closed form. The bound is infinity unless there are `MAX_SIMULATIONS` prices.
         """
         values, unpiped = rows["per_token_s"].copy(), rows["pp"] == 1
         least = float(values[unpiped].min(initial=math.inf))

@@ -1,4 +1,4 @@
-"""Checks of strategies and objectives; errors with a hint for requests that no legal strategy satisfies in memory."""
+"""Checks of strategies and objectives, and errors for requests without a legal strategy or with none that fits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_REFUSALS: Final = 12
 
 
 def check_objective(objective: str, allowed: Sequence[str], purpose: str = "") -> None:
-    """Raise BadValue (HP102) if an objective is not among the `allowed` ones; `purpose` ends the sentence."""
+    """Raise BadValue (HP102) if an objective is not among the `allowed` ones; `purpose` ends the error sentence."""
     if objective not in allowed:
         near = get_close_matches(objective, allowed, 1) or allowed
         raise BadValue(
@@ -51,10 +51,10 @@ def check_objective(objective: str, allowed: Sequence[str], purpose: str = "") -
 
 
 def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None = None) -> None:
-    """Raise an error if the degrees do not multiply to the number of devices.
+    """Raise an error if the degrees do not multiply to the number of devices; None: any number.
 
     Raises:
-        DegreesMismatch: HP301; the hint is a matching value of dp_shard, or else the number of ranks to start.
+        DegreesMismatch: HP301; the hint is a matching value of dp_shard if there is one.
     """
     size = strategy.world_size
     if num_devices is None or size == num_devices:
@@ -140,9 +140,10 @@ def _changed(strategy: Strategy, workload: Workload, changes: Mapping[str, Any])
 
 
 def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) -> NoLegalStrategy:
-    """Return the error for a request without legal degrees; its hint is a change that makes some degrees legal.
+    """Return the error for a request without legal degrees.
 
-    `ruled_out` is the number of illegal combinations by reason.
+    Its hint is a change with which some degrees are legal, if one is found. `ruled_out` is the number of illegal
+    combinations by reason.
     """
     workload, devices, pins = request.workload, request.num_devices, request.pins
     shown = ", ".join(shown_pin(*pin) for pin in pins.items()) or "no pins"
@@ -191,7 +192,7 @@ def _impossible_pins(request: PlanRequest) -> Iterator[str]:
 
 
 def _legal_values(request: PlanRequest, name: str) -> list[int]:
-    """Return the values of the pin `name`, without its present value, that are legal with the remaining pins."""
+    """Return other values of the pin `name` that are legal with the remaining pins; of numbers, only some divisors."""
     values = [*range(len(PINNABLE[name].values))]
     if not values:
         largest = max(request.num_devices, request.model.num_layers)
@@ -221,8 +222,9 @@ def _any_legal(request: PlanRequest) -> bool:
 
 
 def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
-    """Return the error if no strategy of a request fits; its hint is the smallest change with which a strategy fits.
+    """Return the error if no strategy of a request fits.
 
+    Its hint is the first result of `_single_changes` with which a strategy fits, else several changes at once.
     `least_bytes` is the least peak of the fullest device, over all strategies.
     """
     return DoesNotFit(
@@ -242,7 +244,7 @@ def _changes_together(request: PlanRequest) -> str:
 
 
 def _single_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield (hint, changed request) for single changes with which a strategy may fit, the smallest change first."""
+    """Yield (hint, changed request) for single changes with which a strategy may fit, in order of preference."""
     pins, workload = request.pins, request.workload
     if request.headroom and not request.from_recipe:
         yield "--memory-headroom 0%", replace(request, headroom=0.0)
@@ -260,7 +262,7 @@ def _single_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         hint = request.hint("--pin microbatch=", "training.microbatch", 1)
         yield hint, replace(request, workload=replace(workload, microbatch=1))
     if request.supernode.name != LOCAL:
-        # The same tokens per device, on the least power-of-two multiple of the devices that fits.
+        # Twice as many devices, 4 times as many, ... with the same tokens per device.
         for factor in (1 << doubling for doubling in range(1, MAX_DOUBLINGS + 1)):
             devices, tokens = request.num_devices * factor, workload.tokens_per_step
             scaled = replace(workload, tokens_per_step=tokens * factor if tokens else None)
@@ -273,7 +275,7 @@ def _single_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 
 def _without_pin(request: PlanRequest, name: str) -> str | None:
-    """Return the hint to leave out a pin; None for a default, which the planner pins even if a recipe lacks it."""
+    """Return the hint to leave out a pin; None if a recipe pins the default, because it may lack the key."""
     value = request.pins[name]
     if not request.from_recipe:
         kind = "pin or exclusion" if _EXCLUSIONS.get(name) == value else "pin"

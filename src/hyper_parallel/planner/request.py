@@ -21,11 +21,7 @@ TOKENS_PER_DEVICE = 8192
 TOKENS_PER_CPU_RANK = 1024
 MAX_TOKENS_PER_STEP = 2**24
 HEADROOM = 0.05
-"""Default share of an accelerator's memory that a search leaves free.
-
-Predicted peaks deviate from published ones by some percent. An allocator at its limit flushes its cache and retries,
-which costs more time than the last percent of memory saves.
-"""
+"""Default fraction of an accelerator's memory that a search leaves free, because predicted peaks have errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +30,7 @@ class HostMemory:
 
     num_bytes: float | None = None  # host memory per device; None: that of the topology
     bytes_s: float | None = None  # bandwidth of copies per direction; None: that of the topology
-    may_recompute: bool = True  # whether results may also be dropped and recomputed
+    may_recompute: bool = True  # whether activations may also be dropped and recomputed
 
 
 @dataclass(frozen=True)
@@ -43,14 +39,14 @@ class PlanRequest:
 
     model: ModelSpec
     supernode: Supernode
-    workload: Workload  # number formats and the explicit batch numbers
-    num_devices: int  # number of devices to use: the product of the degrees
+    workload: Workload  # sequence length, number formats, and the batch numbers that are set
+    num_devices: int  # product of the degrees
     notes: tuple[str, ...] = ()  # assumptions, as sentences
     # whether hints are overrides of a recipe, not options of the plan command
     from_recipe: bool = False
     offload: HostMemory | None = None  # limits of offload to host memory; None: no offload
-    capacity_bytes: float | None = None  # usable memory of a device; None: all of it
-    headroom: float = 0.0  # share of the device's memory that a search leaves free
+    capacity_bytes: float | None = None  # usable memory of a device; None: all except `headroom`
+    headroom: float = 0.0  # fraction of the device's memory that a search leaves free
     # fixed choices, see `check_pins`; `tp` is the product of tp_x and tp_y
     pins: Mapping[str, int] = field(default_factory=dict)
     # whether the search is limited to strategies that this version can run
@@ -113,9 +109,9 @@ class PlanRequest:
         return int(self.capacity_bytes or self.supernode.device.memory_bytes.value)
 
     def with_headroom(self, share: float | None = None) -> PlanRequest:
-        """Return the request with a fraction of device memory left free, unless `capacity_bytes` limits the memory.
+        """Return the request with the fraction `share` of device memory left free, with a note if it is above 0.
 
-        `share` None: `HEADROOM`, or 0 on a CPU.
+        None means `HEADROOM`, or 0 on a CPU. If `capacity_bytes` is set, no further memory is left free.
         """
         if share is None:
             share = 0.0 if self.supernode.device.kind == "cpu" else HEADROOM
@@ -145,7 +141,7 @@ class PlanRequest:
         )
 
     def shard(self, strategy: Strategy, where: str | None = None, staged: bool = False) -> ShardPlan:
-        """Return layouts of the model under a strategy; arguments and errors as of `shard.plan_layouts`."""
+        """Return layouts of the model under a strategy; other arguments and errors as for `shard.plan_layouts`."""
         params = {p.name: p for b in self.model.blocks for p in b.params}
         attention = next((b.attention for b in self.model.blocks if b.attention), None)
         return plan_layouts(
@@ -185,10 +181,12 @@ def resolve(
 ) -> PlanRequest:
     """Return the request for a model, a machine and a workload; arguments as for `hyper_parallel.plan`.
 
+    A missing workload, or one without batch numbers, is assumed, with a note.
+
     Raises:
         UnknownModel: HP304 for an unknown model name.
         ModelUnreadable: HP305 for an unreadable model configuration.
-        UnknownTopology: HP303 for an unknown topology.
+        HyperParallelError: As raised by `load_topology`.
     """
     spec = model if isinstance(model, ModelSpec) else load_model(model)
     supernode = topology
@@ -232,10 +230,9 @@ def default_workload(
 
 
 def default_tokens(supernode: Supernode, num_devices: int, seq_len: int) -> int:
-    """Return the default tokens per step: 8192 per device (1024 per CPU rank), rounded up to whole sequences.
+    """Return the default tokens per step: per device 8192 (1024 on a CPU), rounded up to whole sequences.
 
-    Every device has equally many sequences, so every data-parallel degree divides the batch. A result above 2**24
-    tokens is halved repeatedly, as long as the number of sequences is even.
+    A result above 2**24 tokens is halved repeatedly, as long as the number of sequences is even.
     """
     per_device = TOKENS_PER_CPU_RANK if supernode.device.kind == "cpu" else TOKENS_PER_DEVICE
     sequences = num_devices * max(1, math.ceil(per_device / seq_len))

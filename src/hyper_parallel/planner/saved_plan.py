@@ -27,7 +27,7 @@ _HEAD: Final = """\
 
 
 def launch_settings(plan: Plan, stack: str) -> str:
-    """Return text that starts a run with the plan.
+    """Return a recipe or a command that starts a run with the plan.
 
     Comments list the choices of the plan that Megatron-LM cannot express, or that this version cannot run.
 
@@ -56,7 +56,7 @@ def launch_settings(plan: Plan, stack: str) -> str:
 
 
 def recipe_values(plan: Plan) -> dict[str, Any]:
-    """Return a recipe for the plan, as a dict from section to its keys.
+    """Return a recipe for the plan, as a nested dict of keys and values.
 
     A plan has no data set, so `data.source` is `python-stdlib`.
     """
@@ -175,7 +175,7 @@ def _megatron(plan: Plan) -> str:
 
 
 def _not_in_megatron(plan: Plan) -> Iterator[str]:
-    """Yield a sentence about each choice of the plan that no flag of Megatron-LM can express."""
+    """Yield phrases about choices of the plan that no flag of Megatron-LM can express."""
     s = plan.strategy
     if s.order != AXES:
         yield f"order of the axes {'>'.join(s.order)} (its own order is tp-cp-ep-dp-pp)"
@@ -202,7 +202,7 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
         file: Path of the plan, for errors.
 
     Raises:
-        PlanMismatch: HP307 when sequence length, tokens per step or dtype of recipe and plan differ.
+        PlanMismatch: HP307 when sequence length, dtype or, if the recipe sets them, tokens per step differ.
     """
     work, training = plan.workload, recipe.training
     tokens = training.tokens_per_step
@@ -244,7 +244,7 @@ def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
         file: Path of the saved plan.
 
     Raises:
-        PlanMismatch: HP307 if model, number of ranks, tokens per step or strategy differ.
+        PlanMismatch: HP307 if the model's numbers of parameters, the ranks, the tokens per step or the strategy differ.
     """
     sizes = ("num_params", "num_active_params")
     facts: Mapping[str, tuple[object, object]] = {

@@ -7,10 +7,10 @@ prunes the node; the most promising nodes are expanded first. When no node is op
 the cost model: this is the certificate. The bounds hold because they assume the best value of every missing column.
 Each level adds columns to a strategy, and costs to its bounds:
 
-    blocks     columns tp_x, tp_y, cp, sequences per microbatch, shapes, ep, etp and Ulysses. The time bound covers
+    blocks     columns tp_x, tp_y, cp, microbatch and those of `strategy_space.BLOCKS`. The time bound covers
                computation and communication of the layers, with all groups on the best links and equally full stages
-    pipeline   columns pp, dp and schedule. The time bound adds the bubble, and the choice (see below) that the memory
-               bound requires; the memory bound assumes the most sharding that is allowed
+    pipeline   columns pp, dp, accumulation, schedule and vpp. The time bound adds the bubble, and the choice (see
+               below) that the memory bound requires; the memory bound assumes the most sharding that is allowed
     states     columns dp_replicate, dp_shard and zero. The time bound adds data-parallel communication, on best links
     order      column order. The time is exact without overlap inside of layers, and a bound with overlap
     overlap    the columns of overlap, which complete the strategy. The time is exact
@@ -92,7 +92,7 @@ class PeakBytes:
         return self._bytes[:, kinds]
 
     def min_recompute_layers(self, columns: Columns, kinds: NDArray[np.intp], choice: Choice) -> tuple[Array, Array]:
-        """Return, per row, the smallest number of recomputed layers per rank that fits, and the resulting peak."""
+        """Return, per row, the smallest number of recomputed layers per rank that fits (else all), and the peak."""
         known = _with_capacity(self._min_layers.get(choice, np.empty((2, 0))), len(self._numbers))
         self._min_layers[choice] = known
         unique_kinds, first = np.unique(kinds, return_index=True)
@@ -142,7 +142,7 @@ class Completer:
         peaks: Cache of the peak bytes of rows.
         threshold: Seconds per token above which rows are pruned; the search lowers it.
         cut: Number of pruned rows, by reason.
-        priced: Number of priced complete strategies.
+        priced: Number of priced complete strategies, each with one choice.
         least_bytes: Least peak bytes among all rows that do not fit; infinity if all fit.
     """
 
@@ -158,7 +158,7 @@ class Completer:
         return fast
 
     def fit(self, columns: Columns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """Return the kind of every row (see `PeakBytes`), and the mask of rows that fit in memory under any choice."""
+        """Return the kind of every row (see `PeakBytes`), and the mask of rows that fit in memory under some choice."""
         kinds = self.peaks.kinds(columns)
         peaks = self.peaks.bytes(kinds)[self.pricer.selectable]
         fits: NDArray[np.bool_] = (peaks <= self.pricer.capacity).any(axis=0)
@@ -169,13 +169,12 @@ class Completer:
         """Return the rows that fit and are within the threshold, with the columns `PRICES` and `FREED` added.
 
         A partial strategy becomes one row, with its fastest choice. A complete strategy becomes a row per choice,
-        because simulation decides among them. A choice that is not faster than an earlier one is omitted.
+        because simulation decides among them. Choices after one that adds no time are omitted.
 
-        Recomputation covers the smallest number of layers per rank that fits. Layers are equal, so time and the bytes
-        of every phase are linear in this number. With offload, the memory plan decides about partial recomputation, and
-        its time is part of the term of offload copies.
-
-        Rows that do not fit are pruned first, because predicting memory is cheaper than predicting time.
+        Recomputation covers the smallest number of layers per rank that fits, unless recomputation is pinned: then it
+        covers all layers. Layers are priced as equal, so time and the bytes of every phase are linear in this number.
+        With offload, the memory plan decides about partial recomputation, and its time is part of the term of offload
+        copies.
         """
         pricer = self.pricer
         kinds, fits = self.fit(columns)
@@ -239,13 +238,13 @@ class Completer:
 
 
 MISSES_PER_BATCH: Final = 2
-"""Number of strategies that `closest_misses` returns per batch of rows pruned for memory."""
+"""Maximum number of strategies that `closest_misses` returns per batch of rows pruned for memory."""
 MAX_MISSES: Final = 64
-"""Number of strategies that are recorded per batch of rows pruned for memory."""
+"""Maximum number of strategies that are recorded per batch of rows pruned for memory."""
 SLICE: Final = 768
-"""Number of nodes expanded per vectorized call; many, because each call has a fixed cost."""
+"""Maximum number of nodes expanded per vectorized call; many, because each call has a fixed cost."""
 MOST_ROWS: Final = 2_500_000
-"""Maximum number of priced rows; a search that reaches it stops, and the certificate states the gap."""
+"""Number of priced rows at which a search stops; the certificate then states the gap."""
 
 _OpenNode: TypeAlias = tuple[float, int, Columns, NDArray[np.intp], Array]
 """Entry of a queue of nodes: (least bound, serial number, columns, row indices sorted by bound, sorted bounds)."""
@@ -270,7 +269,7 @@ class BranchAndBound:
         slower: Other priced complete strategies, including some that this version cannot run.
         bound: Lower bound of the seconds per token of all strategies outside `rows` that this version can run.
         legal: Whether a legal combination of degrees and microbatch exists.
-        num_refused: Number of complete strategies that fit but that this version cannot run.
+        num_refused: Number of complete strategies that fit but for which `is_executable` returned False.
         barred: Strategies that this version cannot run, but that were within the threshold when found.
     """
 
@@ -313,7 +312,7 @@ class BranchAndBound:
         self.bound = self._run()
 
     def _run(self) -> float:
-        """Expand nodes, those of the deepest level and least bound first, until none is open; return `bound`."""
+        """Expand nodes, the deepest level and least bound first but the last level last; return `bound`."""
         levels = (
             self._pipelines,
             self._states,
@@ -383,7 +382,7 @@ class BranchAndBound:
         return expanded, self.pricer.microbatch_s(expanded) if count(expanded) else np.empty(0)
 
     def _pipelines(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Return the rows expanded to the level `pipeline`, and their bounds; prune rows that do not fit.
+        """Return the rows expanded to the level `pipeline`, and their bounds; prune rows that are slow or do not fit.
 
         Many rows need the same memory, so memory is checked before the expanded rows are built.
         """
@@ -404,10 +403,10 @@ class BranchAndBound:
         return _drop_columns(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
     def _pipelines_of(self, columns: Columns) -> list[Array]:
-        """Return, per row of the columns `_MEMORY_COLUMNS`, a table of its legal pipelines; `tp_x` is tp_x * tp_y.
+        """Return, per row of the columns `_MEMORY_COLUMNS`, a table of its legal pipelines.
 
-        The table has the columns `_PIPELINE_COLUMNS`, the factor on the step time for pipeline fill, and whether the
-        pipeline fits in memory.
+        The column `tp_x` of `columns` is tp_x * tp_y. The table has the columns `_PIPELINE_COLUMNS`, the factor on the
+        step time for pipeline fill, and whether the pipeline fits in memory.
         """
         keys = tuples(columns, _MEMORY_COLUMNS)
         new = [row for row, key in enumerate(keys) if key not in self._cache]
@@ -418,7 +417,7 @@ class BranchAndBound:
             expanded = self._expand(kinds, _PIPELINE_COLUMNS, self._schedules, *key)
             ranks = expanded["dp"] * expanded["tp_x"] * expanded["cp"]
             expanded = select(expanded, ranks % (expanded["ep"] * expanded["etp"]) == 0)
-            # 1F1B fills and drains p - 1 microbatches, interleaved 1/v of that; for other schedules the bound is 0.
+            # GPipe and 1F1B fill and drain p - 1 microbatches, interleaved 1/v of that; for others the bound is 0.
             plain = np.isin(expanded["schedule"], _BUBBLE_SCHEDULES)
             idle = np.where(plain, (expanded["pp"] - 1.0) / expanded["vpp"], 0.0)
             idle = idle / expanded["accumulation"]
@@ -490,10 +489,10 @@ class BranchAndBound:
         return reason is None
 
     def _record(self, rows: Columns) -> None:
-        """Record complete strategies within the threshold, fastest first, and lower the threshold with each.
+        """Record complete strategies within the threshold, fastest first, and lower the threshold.
 
         The new threshold is the larger of two values: the best time with simulated schedule, and the closed form of the
-        `keep`-th best strategy with distinct degrees.
+        `keep`-th best strategy with distinct degrees. Strategies that this version cannot run are recorded in `barred`.
         """
         value, degrees = rows["per_token_s"].tolist(), tuples(rows)
         order = sorted(range(len(value)), key=value.__getitem__)
@@ -522,7 +521,7 @@ class BranchAndBound:
             self._barred.append(select(rows, np.array(barred, dtype=np.intp)))
 
     def closest_misses(self) -> Columns:
-        """Return the fastest strategies that exceed device memory under every choice, per batch of pruned rows.
+        """Return, per batch of pruned rows, the fastest strategies that exceed device memory under every choice.
 
         Each row has the choice with the least memory and its peak bytes, but the seconds of the fastest choice.
         """
@@ -548,7 +547,7 @@ class BranchAndBound:
 def _expand_rows(
     names: Sequence[str], parts: Sequence[Array], index: NDArray[np.intp]
 ) -> tuple[Columns, NDArray[np.intp]]:
-    """Return the concatenated tables `parts[i]` for i in `index`, as columns, and per row the position of i in it."""
+    """Return the concatenated tables `parts[i]` for i in `index`, as columns, and per row its position in `index`."""
     sizes = np.array([len(part) for part in parts], dtype=np.intp)
     counts, starts = sizes[index], np.cumsum(sizes) - sizes
     source = np.repeat(np.arange(len(index)), counts)

@@ -2,15 +2,15 @@
 
 The search chooses a strategy level by level, so the space is several small tables instead of their product:
 
-    mesh       pp, tp_x, tp_y, cp, the data-parallel ranks, sequences per microbatch
-    blocks     shapes of attention and MLP, ep and etp, Ulysses ranks inside cp
+    mesh       pp, tp_x, tp_y, cp, the data-parallel ranks, sequences per microbatch, microbatches per step
+    blocks     shapes of attention and MLP, ep and etp, kind of context parallelism
     states     dp_replicate x dp_shard, and the sharded states (zero)
     schedule   pipeline schedule and virtual stages
     order      axes outer to inner, one order per distinct placement on the tiers
     overlap    half-batches, and chunks of tokens
 
 A row of a table is a combination of values; a column is one degree or choice, named as in `cost.Candidates`. A pin
-fixes a column to a value. Illegal combinations are counted by reason when their table is built.
+fixes a column to a value.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Space:
 
     Attributes:
         request: Model, machine, workload and pins.
-        ruled_out: Number of illegal combinations so far, by reason.
+        ruled_out: Number of illegal combinations found so far, by reason.
         zeros: Allowed ZeRO stages, 3 first.
         recomputes: Allowed kinds of recomputation, as indices into `cost.RECOMPUTE`.
         regathers: Allowed values of column `regather`: 0 keeps gathered inputs for backward, 1 re-gathers them.
@@ -131,7 +131,7 @@ class Space:
         return [value for value in values if self.request.allows(name, value)]
 
     def _allowed_overlaps(self) -> tuple[Overlap, ...]:
-        """Return the overlaps that the pin `overlap` allows; without a pin, only the overlap of `request.base`."""
+        """Return the overlaps that pin and request allow; without a pin, only the overlap of `request.base`."""
         pinned = self.request.pins.get("overlap")
         if pinned is None:
             return (self.request.base.overlap,)
@@ -237,10 +237,10 @@ class Space:
 
         Each shape requires divisible sizes (for heads see `whole_heads`):
 
-        * 1-D attention: heads by x y. 1-D MLP: MLP widths by x y.
+        * 1-D attention: heads by x * y. 1-D MLP: MLP widths by x * y.
         * 2-D attention: heads by x, residual width by x and y. 2-D MLP: MLP widths by x, residual width by x and y.
-        * Weight-moving attention: heads by x, residual width by y. Weight-moving MLP: MLP widths by x y, residual width
-          by x and y.
+        * Weight-moving attention: heads by x, residual width by y. Weight-moving MLP: MLP widths by x * y, residual
+          width by x and y.
         """
         h, widths = self.request.model.hidden_size, self.request.model.intermediate_sizes
         by_x, by_y, narrow = h % x == 0, h % y == 0, all(w % (x * y) == 0 for w in widths)
@@ -259,8 +259,7 @@ class Space:
     def blocks(self, x: int, y: int, cp: int, dp: int) -> list[tuple[int, ...]]:
         """Return the table `blocks` for the degrees tp_x, tp_y, cp and dp: legal tuples of the columns `BLOCKS`.
 
-        Context parallelism by an all-gather of keys and values is included only if pinned. It sends at least as many
-        bytes as ring attention, because gradients are summed in float32, and it does not overlap.
+        Context parallelism by an all-gather of keys and values is included only if pinned.
         """
         r, names = self.request, BLOCKS[:2]
         on_tokens = self._tokens(x, y, cp)
@@ -315,10 +314,10 @@ class Space:
         ]
 
     def _tokens(self, x: int, y: int, cp: int) -> int | None:
-        """Return column `attention_tokens` for 2-D attention on x * y ranks: 0 scatters heads over y, 1 tokens.
+        """Return the value of column `attention_tokens` for 2-D attention: 0 scatters heads over y, 1 scatters tokens.
 
-        Scattering tokens sends at least as many bytes as scattering heads, and with y > 1 it excludes context
-        parallelism. It is therefore chosen only if pinned, or if the heads cannot be sharded. None if neither is legal.
+        Tokens are scattered only if pinned, or if the heads cannot be sharded over x * y ranks. With y > 1, this
+        excludes context parallelism. None if neither is legal.
         """
         pinned = self.request.pins.get("attention_scatter")
         if pinned != 1 and self.whole_heads(x * y):
@@ -352,7 +351,7 @@ class Space:
     def open_overlap(self, columns: Columns) -> Columns:
         """Return `OVERLAP_COLUMNS` with which the predicted time is a lower bound over all allowed overlaps.
 
-        {} if no overlap is allowed.
+        A value -n stands for any number from 1 to n. The result is {} if no overlap is allowed.
         """
         if self.overlaps == (Overlap(),):
             return {}
@@ -397,7 +396,7 @@ class Space:
             return True
 
     def overlaps_with(self, offload: int, regather: int) -> bool:
-        """Return whether overlap of tensor-parallel collectives is legal with these values of offload and regather."""
+        """Return whether half-batches are legal on tensor-parallel ranks with these values of offload and regather."""
         inputs: Literal["keep", "re-gather"] = "re-gather" if regather else "keep"
         half = Overlap(half_batch=True)
         strategy = Strategy(tp_x=2, offload=bool(offload), gathered_inputs=inputs, overlap=half)
@@ -416,7 +415,7 @@ class Space:
         return [(*split, zero) for split in splits for zero in self.zeros_of(pp)]
 
     def zeros_of(self, pp: int) -> list[int]:
-        """Return the allowed ZeRO stages with `pp` pipeline ranks; this version cannot run ZeRO-1 in a pipeline."""
+        """Return the allowed ZeRO stages with `pp` pipeline ranks; an executable pipeline excludes ZeRO-1."""
         return [z for z in self.zeros if z != 1 or pp == 1 or self._zero_1_staged]
 
     def shards(self, rows: Columns) -> NDArray[np.bool_]:
@@ -439,8 +438,8 @@ class Space:
     def has_pinned_zero(self, shards: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Return the mask of strategies with dp_shard * cp = `shards` ranks to which a pinned ZeRO stage applies.
 
-        A pin of the plan command requires more than one rank to shard over. The stage of a recipe has no effect on a
-        single rank, so it excludes nothing.
+        A stage above 0 that the plan command pins requires more than one rank to shard over. The stage of a recipe has
+        no effect on a single rank, so it excludes nothing.
         """
         pinned = self.request.pins.get("zero", 0) > 0 and not self.request.from_recipe
         return np.asarray((shards > 1) | (not pinned))

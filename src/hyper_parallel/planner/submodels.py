@@ -1,4 +1,4 @@
-"""Multimodal models: predicted time and memory of their encoders, and of a training step with them.
+"""Predicted time and memory of the encoders of multimodal models, and of training steps with them.
 
 The parts of a multimodal model are the language part and the towers; a tower is an encoder of images or audio. The time
 and memory of a tower are predicted like those of any other model, from its `Tower.spec`.
@@ -125,12 +125,12 @@ class DividedStep:
         plan: Plan of the language part.
         strategies: Dict from part to its strategy, the language part first.
         members: Dict from part to its ranks.
-        lanes: Lanes of the schedule; all towers share their lanes.
+        lanes: Lanes of the schedule; all towers are on the same lanes.
         joint: Whether the step has a joint schedule; else towers compute in rounds.
         towers: Dict from tower to its predicted time and memory per microbatch of a lane.
         frozen: Whether the towers are frozen.
         language_memory: Memory terms of a rank of the language part without towers; (): not predicted.
-        inline: Whether the ranks of the first pipeline stage run the towers within its forwards and backwards.
+        inline: Whether the ranks of the first pipeline stage run the towers in its forwards and backwards.
     """
 
     plan: Plan
@@ -179,7 +179,7 @@ class DividedStep:
 
     @cached_property
     def max_bytes(self) -> int:
-        """Predicted peak bytes of the fullest rank; 0 if the memory of the towers is not predicted."""
+        """Predicted peak bytes of the fullest rank; 0 if `language_memory` is empty."""
         if not self.language_memory:
             return 0
         parts = [_bytes(self.language_memory), *(_bytes(t) for t in self._tower_memory.values())]
@@ -233,7 +233,7 @@ class DividedStep:
         """Return `Plan.submodels` for a schedule: simulated seconds of the step, idle fraction and lower bound."""
         timeline = simulate(schedule_tasks(schedule, self.costs))
         step_s = timeline.end_s
-        # Seconds of ranks: all ranks of a lane work together.
+        # All ranks of a lane are busy for the time of its actions.
         stage_ranks = len(parts[0].ranks) / self.lanes.stages
         dp = self.plan.strategy.dp
         towers = [(tower.cost, dp if self.joint else len(self.members[name])) for name, tower in self.towers.items()]
@@ -280,7 +280,7 @@ def language_memory(request: PlanRequest, plan: Plan, towers: Collection[str]) -
 def choose_step(steps: Sequence[DividedStep], capacity_bytes: int | None = None) -> tuple[int, Plan] | None:
     """Return (index, plan) of the step with the fewest seconds per token; None if no step fits in memory.
 
-    The certificate in `Plan.submodels` has the lower bound over all steps.
+    The certificate in `Plan.submodels` has the lower bound over all steps that fit.
 
     Args:
         steps: Predicted steps, one per assignment of ranks to parts.
@@ -345,7 +345,7 @@ def joint_layout(
     * The tower is sharded, and has no rank in common with the language part.
 
     Args:
-        strategies: Strategies of `submodel_strategies`.
+        strategies: Dict from part to its strategy.
         members: Dict from part to its ranks.
         layers: As for `feature_stages`.
     """
@@ -389,7 +389,7 @@ def submodel_lanes(
     has ranks in common with the language part, else a separate lane.
 
     Args:
-        strategies: Strategies of `submodel_strategies`.
+        strategies: Dict from part to its strategy.
         members: Dict from part to its ranks.
         layers: As for `feature_stages`.
     """
@@ -404,7 +404,7 @@ def submodel_lanes(
 
 
 def places_of_ranks(language: Strategy, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Return a dict from rank of the language part to its (data-parallel rank, pipeline stage)."""
+    """Return a dict from each of `ranks`, in the order of the mesh, to its (data-parallel rank, pipeline rank)."""
     mesh, places = language.mesh(), dict[int, tuple[int, int]]()
     for position, rank in enumerate(ranks):
         coordinate = mesh.coordinate(position)
@@ -464,14 +464,15 @@ def plan_with_towers(
 ) -> Plan:
     """Return the best plan of a multimodal model that leaves enough memory for the towers, with the towers added.
 
-    The towers run on the ranks of the first pipeline stage, as in `train` without `parallel.submodels`. Other
-    assignments of ranks are priced too: the certificate covers all of them, and a note names a faster assignment.
+    The towers run on the ranks of the first pipeline stage, as in `train` without `parallel.submodels`. If the model
+    has a single tower and the request no pins, other assignments of ranks are priced too. The certificate then covers
+    all of them, and a note names a faster assignment.
 
     Args:
         request: The model with its towers, machine, workload and choices.
         towers: Towers of the model.
         media: Images or recordings per sequence, for every tower.
-        find: Function that returns the best plan of a request for the language part.
+        find: Function that returns the best plan of a request, in which the towers take no time.
 
     Raises:
         DoesNotFit: HP401 if no plan leaves enough memory for the towers.
@@ -514,7 +515,7 @@ def _fitting_step(
     """
     capacity = limit = int(request.machine.memory_bytes)
     pins, notes, needed = dict(request.pins), list[str](), 0
-    first_limit = 0  # with which the first plan would leave enough memory for the towers
+    first_limit = 0  # bytes for the language part with which the first plan would leave enough for the towers
     while limit > 0:
         try:
             plan = find(replace(request, capacity_bytes=limit, headroom=0.0, pins=pins))
@@ -559,7 +560,8 @@ def _inline_step(request: PlanRequest, plan: Plan, towers: Sequence[Tower], medi
 def _steps_apart(request: PlanRequest, towers: Sequence[Tower], media: int, longest_s: float) -> Iterator[DividedStep]:
     """Yield predicted steps of executable results of `layouts` that may be shorter than `longest_s` seconds.
 
-    A layout is omitted if its language part takes longer than `longest_s` at the peak FLOP/s of its devices.
+    A layout is omitted if its language part takes longer than `longest_s` at the peak FLOP/s of its devices. Nothing is
+    yielded for several towers, or for a request with pins.
     """
     if len(tower_kinds(request.model)) != 1 or request.pins:
         return

@@ -14,7 +14,7 @@ def trained_share(model: ModelSpec, recipe: Recipe) -> float:
     """Return the number of parameters with a gradient, adapters included, divided by all parameters of the model.
 
     The result is an estimate, because a model spec has no module classes. With `lora.target_modules=all-linear`, every
-    matrix of a layer except routed experts counts as a linear module.
+    matrix counts as a linear module, except routed experts, embedding and head.
 
     Args:
         model: Spec of the recipe's model.

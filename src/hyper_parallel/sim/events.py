@@ -14,7 +14,7 @@ def simulate(graph: TaskGraph) -> Timeline:
     the same time, the ends are processed first: they make other tasks ready and release memory.
 
     Returns:
-        Timeline with one span per task, in the order of their starts, and one counter sample per memory change.
+        Timeline with one span per task, in the order of their starts, and samples of the memory counters.
 
     Cost: O((tasks + dependencies) log tasks).
     """
@@ -157,7 +157,7 @@ def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
     The mean excludes the first steps, whose sampling does not wait, and the last steps, during which only learners run.
 
     Args:
-        graph: Graph of more than 2 * (`max_staleness` + 2) steps.
+        graph: Graph of at least 2 * (`max_staleness` + 3) steps.
         max_staleness: Steps that sampling may run ahead of learning; None: learners sample between steps.
     """
     ends: dict[str, float] = {}

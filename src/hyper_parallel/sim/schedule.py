@@ -1,4 +1,4 @@
-"""Start times of tasks on FIFO lanes: computed as tasks are appended, or for many vectors of durations at once."""
+"""Start times of tasks on lanes in list order: computed as tasks are appended, or for many durations at once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 DRAWS = 64
-"""Number of random draws over which the simulated time of several ranks is averaged.
-
-A trade-off: with 64 draws, the standard error is an eighth of one draw's deviation; run time grows with the number."""
+"""Number of random draws over which the simulated time of several ranks is averaged."""
 
 
 class Schedule:
@@ -24,7 +22,7 @@ class Schedule:
     All times must have the same unit. Integer nanoseconds give exact results.
 
     Attributes:
-        free: End of the last task, by lane.
+        free: Time from which a lane is free, by lane: the end of its last task or hold.
     """
 
     def __init__(self) -> None:
@@ -85,7 +83,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class LaneProgram:
-    """Task graph on FIFO lanes, evaluated for many vectors of durations at once.
+    """Task graph on lanes that run tasks in list order, evaluated for many vectors of durations at once.
 
     Attributes:
         lanes: Lane of every task, a number from 0.

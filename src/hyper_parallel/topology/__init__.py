@@ -1,4 +1,4 @@
-"""Descriptions of machines for planning (`Supernode`), from YAML presets, topology files, or detected."""
+"""Descriptions of machines for planning (`Supernode`), from YAML presets, topology files, or detection."""
 
 from hyper_parallel.topology._supernode import Device, MemoryPool, Quantity, Supernode, Tier
 from hyper_parallel.topology.cpu_machine import (

@@ -25,9 +25,9 @@ DeviceKind = Literal["cuda", "npu", "tpu", "cpu"]
 TierKind = Literal["full_mesh", "switch", "torus", "host"]
 
 _LARGEST = 1e12
-"""Largest accepted number in the unit of its key, and inverse of the smallest one; all results stay finite."""
+"""Largest accepted number in the unit of its key, and inverse of the smallest one."""
 _MOST_DEVICES = 2**24
-"""Maximum number of devices in a machine or tier; the largest announced clusters have some 100,000."""
+"""Maximum number of devices in a machine or tier."""
 
 
 class Number(Section):
@@ -146,10 +146,10 @@ class TopologyFile(Section):
             inner = tier.size or inner
         if self.tiers[0].shares_links:
             name = self.tiers[0].name
-            raise ValueError(f"the innermost tier `{name}` has no inner links to share")
+            raise ValueError(f"the innermost tier `{name}` cannot set shares_links, because no tier is inside it")
         last = self.tiers[-1].size
         if last and self.num_devices > last:
-            raise ValueError(f"num_devices {self.num_devices} exceeds the outermost tier of {last}")
+            raise ValueError(f"num_devices {self.num_devices} exceeds {last}, the size of the outermost tier")
         return self
 
     def resolve(self) -> Supernode:

@@ -1,7 +1,7 @@
-"""Measurement of matrix-multiply rate and memory bandwidth of the CPU with every core busy, in under 0.3 s.
+"""Measurement of matrix-multiply rate and memory bandwidth of the CPU with every core busy.
 
-Runs as a script in a separate process, because the number of BLAS threads is fixed when numpy loads. One thread per
-core runs single-threaded multiplications, as the ranks of a run do. Prints one JSON object. Imports numpy only.
+This file runs as a script in a separate process, because the number of BLAS threads is fixed when numpy loads. One
+thread per core runs single-threaded multiplications. The script prints one JSON object.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _rate(amount: float, action: Callable[[], object]) -> float:
 
 
 def measure(cores: int) -> dict[str, float]:
-    """Return the rates of the whole machine: `float32` and `float64` FLOP/s, `memory` bytes/s (read plus written)."""
+    """Return the rates of all cores together: `float32` and `float64` FLOP/s, `memory` bytes/s (read plus written)."""
     import numpy as np
 
     def gemm(dtype: str) -> Callable[[], float]:

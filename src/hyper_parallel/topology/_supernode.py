@@ -31,7 +31,7 @@ class Device:
     """Accelerator, or the share of a CPU that one rank uses.
 
     Attributes:
-        name: `Ascend 910C die`, `NVIDIA H200`, `cpu`.
+        name: Name of the product, such as `NVIDIA H200`.
         kind: cuda, npu, tpu or cpu.
         peak_flops: Dense peak FLOP/s by dtype name.
         memory_bytes: Capacity of the device memory.
@@ -54,7 +54,7 @@ class Tier:
     """Level of the interconnect hierarchy.
 
     Attributes:
-        name: node, supernode, pod, cluster or host.
+        name: Name, such as `node` or `cluster`.
         size: Devices inside one domain of this tier; 0 is unlimited. Domains are runs of consecutive device ids.
         bytes_s: Bytes/s per device and direction inside the tier.
         latency_s: Seconds for an empty message between two devices of the tier.
@@ -102,7 +102,7 @@ class Supernode:
     """Machine with one kind of device, interconnect tiers and memory pools.
 
     Attributes:
-        name: Preset name.
+        name: Name of the preset or topology file, or `local` for this machine.
         description: Description of the machine in one sentence.
         num_devices: Devices of one supernode (the default number to plan for).
         device: Device with its rates and its memory.
@@ -127,7 +127,7 @@ class Supernode:
     def host_bytes_s(self) -> float:
         """Bytes/s of copies to and from host memory per device and direction, with all devices active; 0 if unknown.
 
-        For ranks on a CPU, it is half the memory bandwidth, because a copy reads and writes.
+        For ranks on a CPU without memory pools, it is half the memory bandwidth, because a copy reads and writes.
         """
         host = self._host
         if host is not None:
@@ -141,9 +141,6 @@ class Supernode:
 
     def peak_flops(self, dtype: str) -> float:
         """Return the dense peak FLOP/s of one device for a dtype name.
-
-        A dtype without an entry is refused, because a guess would silently decide a plan: depending on the device,
-        float64 runs at 1/1 to 1/64 of the rate of float32.
 
         Raises:
             UnknownPeak: HP310 when the device has no entry for the dtype.

@@ -27,10 +27,10 @@ _LIMITS: Final = Limits(65536, num_elements=1000)
 _LOG = logging.getLogger(__name__)
 
 DEFAULT_CPU_RANKS: Final = 4
-"""Default number of ranks on a machine without an accelerator: enough for every axis, few enough for two cores."""
+"""Default number of ranks on a machine without an accelerator."""
 
 CPU_RANK_BYTES: Final = int(0.4 * GiB)
-"""Bytes of memory of a CPU rank without its model: library pages that it writes, buffers of gloo, threads."""
+"""Bytes of memory that a CPU rank needs without its model."""
 
 _CPU_RANKS: Final = 16
 _CPU_RANKS_PER_CORE: Final = 4
@@ -43,10 +43,7 @@ _PACKAGE: Final = "hyper-parallel"
 _MEASURE_TIMEOUT_S: Final = 60
 _LOOPBACK_BYTES_S: Final = 1.1e9
 _LOOPBACK_STEP_S: Final = 0.4e-3
-"""Seconds per ring step of gloo over loopback, measured on two busy cores.
-
-A 4-byte all-gather of 2, 4, 8 ranks takes 0.3, 2.5, 12 ms: 0.4 ms per step, and more when ranks share cores. A 16 MiB
-all-reduce takes 15, 48, 94 ms: 1.1 GB/s per core in use."""
+"""Bytes/s per core, and seconds per ring step, of gloo over loopback, measured on two busy cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class Cpu:
     model: str
     cores: int
     memory_bytes: int
-    has_bfloat16: bool  # the instruction set multiplies bfloat16
+    has_bfloat16: bool  # whether the instruction set multiplies bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +129,7 @@ def rank_capacity(num_accelerators: int) -> RankCapacity:
 
 
 def rank_threads(num_ranks: int) -> int:
-    """Return the CPU threads of each local rank: OMP_NUM_THREADS, else an even share of the cores, at least one."""
+    """Return the CPU threads of each local rank: OMP_NUM_THREADS, else an equal share of the cores, at least one."""
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_ranks))
 
 
@@ -150,7 +147,7 @@ def _read(path: str) -> str:
 
 
 def cpu_rates(cpu: Cpu) -> dict[str, float]:
-    """Return the measured rates of this machine, from the cache if this processor was measured before.
+    """Return the measured rates of this machine, from the cache if it has this processor and number of cores.
 
     Returns:
         `float32` and `float64` in FLOP/s, `memory` in bytes/s, over all cores together.

@@ -33,7 +33,7 @@ from hyper_parallel.units import MiB
 _PRESETS: Final = Path(__file__).with_name("presets")
 _TOOL_TIMEOUT_S: Final = 20
 MOST_CPU_RANKS: Final = 4096
-"""Maximum number of CPU ranks on one machine; the largest machines have about 2,000 hardware threads."""
+"""Maximum number of CPU ranks on one machine."""
 
 
 def preset_names() -> tuple[str, ...]:
@@ -55,7 +55,7 @@ def load_topology(name_or_path: str | Path, num_devices: int | None = None) -> S
 
     Raises:
         UnknownTopology: HP303 when the argument is none of these; the nearest names are listed.
-        TopologyUnreadable: HP309 when the file is not readable YAML.
+        TopologyUnreadable: HP309 when the file is missing or is no YAML or JSON mapping.
         UnknownKey: HP101, BadValue: HP102 when a key of the file is unknown or its value is not allowed.
         HyperParallelError: As raised by `detect_local`, for `local`.
     """
@@ -79,7 +79,7 @@ def load_topology(name_or_path: str | Path, num_devices: int | None = None) -> S
 
 
 def read_topology(path: Path) -> Supernode:
-    """Read a topology file; see `load_topology` for the errors."""
+    """Return the topology in a file; errors as for `load_topology`."""
     return read_section(path, TopologyFile, TopologyUnreadable, "topology file").resolve()
 
 
@@ -127,9 +127,10 @@ _TOOLS: Final = (
 
 
 def find_accelerators() -> list[Accelerator]:
-    """Return the accelerators that this process may use, in the order of their ids; empty without accelerators.
+    """Return the accelerators that this process may use; empty without accelerators.
 
-    Follows CUDA_VISIBLE_DEVICES and ASCEND_RT_VISIBLE_DEVICES if they list numbers.
+    CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES selects and orders devices. If it has names instead of numbers,
+    only their count is used.
     """
     for command, parse, variable in _TOOLS:
         try:
@@ -163,7 +164,7 @@ def _visible(devices: list[Accelerator], selection: str | None) -> list[Accelera
 
 
 def match_preset(accelerator: Accelerator) -> Supernode | None:
-    """Return the preset whose device matches the accelerator's name; None if there is none."""
+    """Return the first preset whose device matches kind and name of the accelerator; None if there is none."""
     for name in preset_names():
         supernode = load_topology(name)
         if supernode.device.kind == accelerator.kind and _is_reported_as(accelerator, supernode):
@@ -177,19 +178,19 @@ def _is_reported_as(accelerator: Accelerator, supernode: Supernode) -> bool:
 
 
 def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accelerator] | None = None) -> Supernode:
-    """Return the topology of this machine. Imports no framework.
+    """Return the topology of this machine.
 
     Args:
         num_devices: Number of devices to use. None: every accelerator, or 4 ranks on a machine without accelerators.
         accelerators: Known accelerators. None: detect them.
 
     Returns:
-        The preset of the accelerator with the reported number of devices and memory. Without accelerators, a CPU
-        machine with cores and memory divided among the ranks; its rates are measured once and cached.
+        The preset of the accelerator with the number of devices to use and the reported memory. Without accelerators, a
+        CPU machine with cores and memory divided among the ranks; its rates are measured once and cached.
 
     Raises:
         BadValue: HP102 when `num_devices` is below one.
-        DeviceUnavailable: HP502 when more devices are requested than this machine has, or than any machine could have.
+        DeviceUnavailable: HP502 for more accelerators than this machine has, or more than 4096 ranks on its CPU.
         UnknownDevice: HP312 when no preset describes the accelerator.
     """
     if num_devices is not None and num_devices < 1:
@@ -198,7 +199,7 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
         accelerators = find_accelerators()
     if not accelerators and (num_devices or 1) > MOST_CPU_RANKS:
         raise DeviceUnavailable(
-            "the number of ranks exceeds the processors of any machine",
+            "more ranks are requested than may run on the processors of one machine",
             got=f"{num_devices} ranks",
             allowed=f"at most {MOST_CPU_RANKS} ranks on the processors of one machine",
             hint=topology_hint(),
@@ -236,7 +237,7 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
 
 
 def is_this_machine(topology: str) -> bool:
-    """Return whether the device of a topology, given by name or file, is the device of this machine."""
+    """Return whether a topology, given by name or file, has the device of this machine, by name or else by kind."""
     if topology == "local":
         return True
     supernode, accelerators = load_topology(topology), find_accelerators()
