@@ -24,7 +24,7 @@ from hyper_parallel.calibration import (
     read_run,
     write_card,
 )
-from hyper_parallel.calibration.card_fit import coverage, half_width
+from hyper_parallel.calibration.card_fit import coverage, half_width, read_runs
 from hyper_parallel.cli import application
 from hyper_parallel.cost import card_names, load_card, read_card
 from hyper_parallel.errors import CardUnreadable, RunsUnreadable
@@ -78,6 +78,16 @@ def test_a_run_becomes_the_model_it_names():
     run = read_run(row(**deepseek))
     assert run.model.num_matmul_params == load_model("deepseek-v3").num_matmul_params
     assert any("MLA" in a for a in run.assumptions)
+
+
+def test_rows_with_more_cells_than_columns_are_neither_predicted_nor_fitted(tmp_path):
+    source, output = tmp_path / "runs.csv", tmp_path / "out.csv"
+    write(source, row(id=1, step_s=3.5), row(id=2, step_s=3.5))
+    lines = source.read_text().splitlines()
+    source.write_text("\n".join([*lines[:2], lines[2].replace("Llama3-8B", "Llama3,8B")]) + "\n")
+    assert [run.row.id for run in read_runs(source)] == ["1"]
+    assert predict_file(source, output) == (1, 2)
+    assert "more cells" in read(output)[1]["assumptions"]
 
 
 def test_file_with_gaps_bad_rows_and_measured_values(tmp_path):

@@ -144,6 +144,26 @@ def test_a_pasted_hint_leads_on(tmp_path, written):
     assert second is None or second.what != first.what, second.render()
 
 
+def test_hints_name_every_change_that_is_needed(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BASE)
+    for written, pasted in (
+        ("training.check_ranks_every=2 offload.budget=auto", "offload.budget=null training.deterministic=true"),
+        ("training.lr_schedule=inverse_sqrt training.min_lr_ratio=0.2", "training.lr_schedule=cosine"),
+        ("training.lr_schedule=inverse_sqrt training.min_lr_ratio=0.2", "training.min_lr_ratio=null"),
+    ):
+        error = error_of(path, written.split())
+        assert f"`{pasted}`" in error.hint
+        assert error_of(path, [*written.split(), *pasted.split()]) is None
+
+
+def test_the_name_of_an_environment_is_shown_as_it_was_written(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BASE)
+    error = error_of(path, ["stage=grpo", "grpo.exact_logprobs=true", "grpo.environment=my_module.MyEnv"])
+    assert "environment=my_module.MyEnv" in error.render()
+
+
 def test_no_hint_of_an_unknown_key_names_a_value_that_its_key_refuses(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(BASE)

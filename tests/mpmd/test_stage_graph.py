@@ -58,6 +58,7 @@ def test_a_chain_written_as_a_graph_has_the_messages_of_the_chain():
         (lambda: StageGraph(((1, 0),)), "does not lead to a stage with a larger number"),
         (lambda: StageGraph(((0, 1),), frozen=frozenset({1})), "stage 0 gets no gradient"),
         (lambda: _schedule(graph=StageGraph(((0, 7),))), "names a stage that does not exist"),
+        (lambda: _schedule(graph=StageGraph(((0, 1),), copied=frozenset({7}))), "`7 copied` marks a stage"),
         (lambda: StageGraph.parse(["0>1", "1 copy"]), "`1 copy` is not an entry of a stage graph"),
         (lambda: Action.parse("0F0:2"), "is not a schedule action"),
     ],

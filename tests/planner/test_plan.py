@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -170,6 +171,17 @@ def test_a_plan_with_memory_of_an_unknown_tier_is_refused():
     assert '"tier": "hbm"' in text
     with pytest.raises(PlanUnreadable, match="memory"):
         Plan.from_json(text.replace('"tier": "hbm"', '"tier": "h"', 1))
+
+
+def test_a_plan_file_with_a_layout_that_uses_an_axis_twice_is_named(tmp_path):
+    path = tmp_path / "plan.json"
+    data = json.loads(plan(small_model(), machine(), num_devices=4).to_json())
+    layout = next(v for v in data["layouts"].values() if len(v["axes"]) == 2)
+    layout["axes"] = [["tp_x"], ["tp_x"]]
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanUnreadable) as caught:
+        Plan.load(path)
+    assert caught.value.where == str(path)
 
 
 def test_saved_plan_of_another_model_or_strategy_is_refused():

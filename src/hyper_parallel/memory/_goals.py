@@ -278,8 +278,7 @@ def merge_errors(errors: Sequence[HyperParallelError]) -> HyperParallelError | N
     other_errors = [error for error in errors if error not in full]
     if other_errors or not full:  # more DRAM does not resolve all errors
         budgets = [with_capacity_hint(e, {"device": e.enough_bytes["device"]}) for e in full]
-        errors = [e for e in other_errors if not isinstance(e, BudgetImpossible)] or [*other_errors, *budgets]
-        return max(errors, key=sufficient_device_bytes, default=None)
+        return max((*other_errors, *budgets), key=sufficient_device_bytes, default=None)
     shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
     return with_capacity_hint(full[0], {t: max(e.enough_bytes[t] for e in full) for t in shared})
 
