@@ -4,7 +4,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import SiglipVisionConfig, SiglipVisionModel
 
+from hyper_parallel.backends.torch.model_structure import PlaceholderModule
 from hyper_parallel.backends.torch.weights.initialization import materialize
 from hyper_parallel.backends.torch.weights.shard_ranges import copy_full, local
 from hyper_parallel.errors import UnsupportedSharding, WeightsUninitialised
@@ -92,6 +94,26 @@ class Bare(nn.Module):
         super().__init__()
         self.inner = nn.Linear(2, 2)
         self.scale = nn.Parameter(torch.ones(3))
+
+
+def siglip():
+    config = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    return SiglipVisionModel(config)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("absent", ["position_embedding", "patch_embedding"])
+def test_rules_skip_tensors_of_modules_on_other_pipeline_ranks(absent):
+    """The rule of the embeddings also sets the weight of its child `position_embedding`."""
+    want = full_state(reference(siglip))
+    model = on_meta(siglip)
+    embeddings = next(m for m in model.modules() if hasattr(m, absent))
+    setattr(embeddings, absent, PlaceholderModule(getattr(embeddings, absent)))
+    materialize(model, seed=7, device="cpu")
+    assert_same(full_state(model), {name: t for name, t in want.items() if absent not in name})
+    assert not hasattr(getattr(embeddings, absent), "weight")
 
 
 class HalfSet(nn.Module):

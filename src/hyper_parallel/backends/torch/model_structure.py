@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hyper_parallel.errors import UnsupportedSharding
@@ -16,7 +17,12 @@ class PlaceholderModule(nn.Module):
     """Placeholder for a module of another pipeline rank; its forward returns the first argument.
 
     Code can read plain attributes and properties of the replaced module, such as `attention_type` of a layer.
+
+    Attributes:
+        direct_tensors: Dict from name to meta copy of the replaced module's own parameters and buffers.
     """
+
+    direct_tensors: dict[str, Tensor]
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -29,6 +35,9 @@ class PlaceholderModule(nn.Module):
         for key, value in values.items():
             if not key.startswith("_") and not isinstance(value, Tensor | nn.Module):
                 self.__dict__[key] = value
+        own = [*original.named_parameters(recurse=False), *original.named_buffers(recurse=False)]
+        copies = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in own}
+        self.__dict__["direct_tensors"] = copies
 
     def forward(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the first argument unchanged."""

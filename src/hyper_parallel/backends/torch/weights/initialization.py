@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from hyper_parallel.backends.torch.model_structure import PlaceholderModule
 from hyper_parallel.backends.torch.weights.huggingface import original_class
 from hyper_parallel.backends.torch.weights.shard_ranges import copy_full
 from hyper_parallel.errors import WeightsUninitialised
@@ -238,11 +239,15 @@ def _replace_tensors(
 ) -> Iterator[dict[str, tuple[dict[str, Tensor], str, Tensor]]]:
     """Replace the tensors of `module` by those in `tensors`, or else by meta tensors, inside the context.
 
+    Placeholders of modules on other pipeline ranks also get the meta tensors of these modules, which a rule may set.
     Yield a dict from name to (dict that contains the tensor, its key, replacement).
     """
     saved = []
     placed = {}
     for sub_name, sub in module.named_modules(prefix=name):
+        if isinstance(sub, PlaceholderModule):
+            saved.append((sub.__dict__, dict(sub.__dict__)))
+            sub.__dict__.update(sub.direct_tensors)
         for table in (sub._parameters, sub._buffers):
             saved.append((table, dict(table)))
             for key, old in list(table.items()):
