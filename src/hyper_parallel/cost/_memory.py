@@ -274,7 +274,7 @@ def memory_parts(s: PricingCase, stages: Sequence[RankStages] = ()) -> list[Part
             return parts
     logits, saved = s.logits, s.layers * in_flight(c) * layer.saved
     # In a pipeline the first stage has the most activations, the last one the logits: take the fuller stage.
-    last_saved = s.layers * layer.saved * np.where(c.pp > 1, in_flight_last(c), 1.0)
+    last_saved = s.layers * layer.saved * in_flight(c, c.pp - 1)
     head_fuller = (c.pp > 1) & (last_saved + logits > saved)
     saved = np.where(head_fuller, last_saved, saved)
     logits = np.where((c.pp > 1) & ~head_fuller, 0.0, logits)
@@ -334,7 +334,7 @@ def _critical_stages(s: PricingCase, layer: LayerMemory) -> list[Parts]:
     parts = phases(s, layer, first, embedding, in_flight(c), np.where(single_stage, s.logits, 0.0))
     if single_stage.all():  # the last stage is the first
         return list(parts)
-    num_in_flight = np.where(single_stage, 1.0, in_flight_last(c))
+    num_in_flight = in_flight(c, c.pp - 1)
     return [*parts, *phases(s, layer, last, output, num_in_flight, s.logits)]
 
 
@@ -362,14 +362,6 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
         "exchange buffers": layer.exchange,
         "logits": logits,
     }
-
-
-def in_flight_last(c: Candidates) -> Array:
-    """Return the assumed number of microbatches in flight on the last pipeline rank, counted as in `in_flight`.
-
-    The number is 1 with one stage per rank, else p - 1 less than on the first rank; it is too low for GPipe and ZBV.
-    """
-    return np.where(c.vpp > 1, in_flight(c) - (c.pp - 1.0), 1.0)
 
 
 def offloaded_bytes(s: PricingCase, choices: Sequence[tuple[int, int]]) -> Array:

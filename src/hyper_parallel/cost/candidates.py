@@ -356,7 +356,7 @@ def _by_stages(p: Array, value: Callable[[Array], Array | float]) -> Array:
     return result
 
 
-def in_flight(c: Candidates, rank: int = 0) -> Array:
+def in_flight(c: Candidates, rank: Array | int = 0) -> Array:
     """Return the largest number of microbatches in flight on pipeline rank `rank`.
 
     A microbatch counts as 1 if all layers of the rank hold its activations, as 1 / v if one of v virtual stages does.
@@ -372,11 +372,9 @@ def in_flight(c: Candidates, rank: int = 0) -> Array:
         "interleaved": p + (p - 1.0) / np.maximum(c.vpp, 1.0),
         "dualpipev": p + 0.5,
     }
-    if rank:
-        counts |= dict.fromkeys(("1f1b", "zb-h1"), p - rank)
-        counts["interleaved"] = counts["interleaved"] - 2.0 * rank / c.vpp
+    counts |= dict.fromkeys(("1f1b", "zb-h1"), p - rank)
+    counts["interleaved"] = counts["interleaved"] - 2.0 * rank / np.maximum(c.vpp, 1.0)
     result: Array = p * 1.0
     for name, value in counts.items():
         result = np.where(c.schedule == SCHEDULES.index(name), value, result)
-    result = np.maximum(result, 1.0) if rank else result
-    return np.where(p > 1, np.minimum(c.accumulation, result), 1.0)
+    return np.where(p > 1, np.minimum(c.accumulation, np.maximum(result, 1.0)), 1.0)
