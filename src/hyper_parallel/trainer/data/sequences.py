@@ -232,7 +232,7 @@ class PackedSequences:
         return inputs, labels
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the number of tokens before the padding of each row, 0 for a dummy row; None if no row is padded."""
+        """Return the number of tokens before the padding of each row, 0 for a dummy row; None without padding."""
         dummy = indices < 0
         if self._num_real is None and not dummy.any():
             return None
@@ -335,7 +335,7 @@ class JoinedSequences:
         return gathered
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the number of tokens before the padding of each row, 0 for a dummy row; None if no row is padded."""
+        """Return the number of tokens before the padding of each row, 0 for a dummy row; None without padding."""
         gathered = np.full(len(indices), self.parts[0].seq_len, np.int64)
         padded = False
         for part, local, rows in self._split(indices):

@@ -108,9 +108,11 @@ def _wrap_root(
     gathers_outputs: bool,
     tables: Sequence[Any],
 ) -> None:
-    """Add hooks to a model that shard its inputs before each forward and, with `gathers_outputs`, gather its outputs.
+    """Add hooks to a model that shard its inputs before each forward.
 
-    `num_calls` returns the expected number of attention calls. `tables` are modules that derive positions from ids.
+    With `gathers_outputs`, they also gather logits and last hidden states afterwards, or set them to None if there are
+    labels. Inputs that cannot be sharded, and outputs in a tuple, raise HP205. `num_calls` returns the expected number
+    of attention calls. `tables` are modules that derive positions from ids.
     """
     names = list(inspect.signature(model.forward).parameters)
 

@@ -77,7 +77,10 @@ def _sharded_dims(model: nn.Module, layouts: dict[str, Layout], strategy: Strate
 
 
 class _Wrapper:
-    """Caller of `fully_shard`, with the sharded dim by parameter id, and a divisor of summed gradients or None."""
+    """Function `fully_shard` with the options of one model; `modules` collects the sharded modules.
+
+    `dims` has the sharded dim of each parameter by id. Summed gradients are divided by `divisor`, unless it is None.
+    """
 
     def __init__(self, dims: dict[int, int], divisor: int | None) -> None:
         self.modules: list[nn.Module] = []

@@ -67,7 +67,7 @@ class MemoryUse:
     """Predicted and measured memory use of a generation.
 
     Attributes:
-        predicted_bytes: Predicted peak over all plans: arena and staging on the device, DRAM buffers, and files.
+        predicted_bytes: Predicted peak per tier, the largest of all plans; the device has arena and staging buffers.
         measured_bytes: Measured peak per tier over all steps.
         state_bytes: Bytes of weights, buffers and KV cache.
         seconds: Seconds of all steps.
