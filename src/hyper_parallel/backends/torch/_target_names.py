@@ -284,6 +284,8 @@ def target_hint(names: list[str], where: str, adaptable: Mapping[str, nn.Module]
     is_recipe = where.startswith("lora.")
     if not names or (adaptable is not None and not adaptable):
         return "lora=null" if is_recipe else None
+    if not is_recipe and names == ["all-linear"]:
+        return f'set target_modules to "all-linear" in {where}'
     if not is_recipe:
         return f"set target_modules to [{', '.join(names)}] in {where}"
     if names == ["all-linear"]:

@@ -78,8 +78,9 @@ def open_tensors(path: Path) -> dict[str, Stored]:
         SafetensorError,
         UnpicklingError,
     ) as error:
+        cause = str(error).partition("\n")[0] or type(error).__name__
         raise WeightsUnreadable(
-            f"a weight file is truncated or damaged ({str(error).splitlines()[0]})",
+            f"a weight file is truncated or damaged ({cause})",
             where=str(path),
             got=f"{path.stat().st_size} bytes",
             hint=f"replace `{path.name}` by an intact copy",
