@@ -120,7 +120,7 @@ class Hardware:
     Attributes:
         gauge: Counter of allocated device bytes: the arena and all results of operators, or an accelerator's allocator.
         num_operators: Number of operators that the dispatcher has seen inside `watched`.
-        counts: True if the dispatcher observes the operators.
+        counts: True if the latest `watched` context counts the operators.
         inside: Counter of the bytes of storages in the arena.
         lanes: Copies in flight.
         pool: DRAM buffers.
@@ -153,7 +153,7 @@ class Hardware:
         return self.lanes if isinstance(self.lanes, StreamLanes) else None
 
     def arena(self, num_bytes: int) -> torch.UntypedStorage:
-        """Allocate the arena, the device buffer with the addresses of a plan's storages."""
+        """Allocate and return the arena, the device buffer with the addresses of a plan's storages."""
         if isinstance(self.gauge, AllocatorGauge):
             return self.gauge.arena(num_bytes)
         base = torch.UntypedStorage(num_bytes, device=self.device)
@@ -196,6 +196,7 @@ class Hardware:
 
         Raises:
             TierFull: HP403 when the capacity is exceeded.
+            TransferFailed: HP513 instead, if a copy on the simulated device has failed.
         """
         try:
             base = self.pool.allocate(num_bytes)

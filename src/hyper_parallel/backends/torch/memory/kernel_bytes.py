@@ -117,8 +117,8 @@ def piece_workspace(
 ) -> tuple[int, ...]:
     """Return the workspace bytes of a call when a plan executes it.
 
-    If plans compute the call in pieces, the widest piece is run and measured. Otherwise, and if `workspace`, the
-    measured bytes of the whole call, is empty, the result is `workspace`.
+    `workspace` is the measured workspace of the whole call. It is the result if it is empty, or if plans do not compute
+    the call in pieces. Else, the widest piece is run and measured.
     """
     pieces = columns(call)
     if not workspace or not pieces:

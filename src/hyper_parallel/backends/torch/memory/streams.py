@@ -319,7 +319,7 @@ class StreamLanes:
 
 
 def _end(copy: Future[Any] | tuple[_Copies, int] | None) -> Any:
-    """Return the event at the end of a copy; None if the copy has ended or `copy` is None."""
+    """Wait for the thread of a copy, if any, and return the event at its end; None if `copy` is None or has ended."""
     if isinstance(copy, Future):
         return finish(copy)
     return None if copy is None else copy[0].ends[copy[1]]
