@@ -48,7 +48,7 @@ class AttentionRules:
     """False: every key of the sequence is visible to every query."""
 
     def hidden(self, queries: Interval, keys: Interval, device: torch.device) -> Tensor:
-        """Return a mask [B or 1, Q, N] over the keys of a block, True where a key is not visible to a query."""
+        """Return the causal mask [B or 1, Q, N] of a block, True where a key is not visible to a query."""
         q = torch.arange(*queries, device=device).unsqueeze(1)
         k = torch.arange(*keys, device=device)
         mask = k > q
@@ -118,7 +118,7 @@ class AttentionBlock:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of the block's q, k and v in `score_dtype`.
+        """Return the gradients of the block's q, k and v, in `score_dtype`.
 
         `out` and `lse` are those of all key blocks, and `delta` [B, H, Q] is the sum of grad * out over V.
         """

@@ -55,8 +55,8 @@ def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
 def apply_to_experts(model: nn.Module, state: ExpertState, tokens: Tokens, in_decoder: bool) -> None:
     """Wrap the modules of experts on this rank: dispatch tokens and combine results if needed, and count rows.
 
-    `state` gets the names of the modules and their routing counters. `in_decoder` tells whether the experts belong to a
-    Hugging Face model with a list of decoder layers.
+    `state` gets `tokens`, the selector of this rank's tokens, the names of the modules, and their routing counters.
+    `in_decoder` tells whether the experts belong to a Hugging Face model with a list of decoder layers.
 
     Raises:
         UnsupportedSharding: HP205 for experts on several ranks, or with a capacity, that are not called with tokens,
@@ -138,7 +138,7 @@ class _Forward:
         self.has_child_parameters = any(True for child in module.children() for _ in child.parameters())
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sums of the expert results, in the shape of `hidden`.
+        """Return the weighted sums of the expert results, in the shape of `hidden`; zero for padding of the layout.
 
         `hidden` has shape [N, D], or [B, S, D] in some models; `index` and `weights` have shape [N, k].
         """

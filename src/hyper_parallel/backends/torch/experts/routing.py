@@ -103,7 +103,7 @@ class ExpertState:
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatistics:
-    """Routing of one optimizer step over all ranks and microbatches; every layer counts as having the largest E.
+    """Routing of one optimizer step over all ranks, microbatches, and layers with routed rows.
 
     Attributes:
         max_load: Rows of the busiest expert divided by the mean over experts, in the worst layer; 1 is perfect balance.
@@ -173,6 +173,8 @@ def checked_loss(
 def _added_loss(model: nn.Module, routing: Routing, alone: bool) -> RouterLoss | None:
     """Return the router loss that training adds; None without one, or if one rank keeps the model's own loss.
 
+    Raise HP205 for a loss that must be added but is unknown.
+
     If `aux_loss_coef` is set, a model without a language head, such as a reward model, uses the loss of its causal
     language model. `alone` tells that there is one rank only, where an unknown loss of the model can be kept.
     """
@@ -195,7 +197,7 @@ def _added_loss(model: nn.Module, routing: Routing, alone: bool) -> RouterLoss |
 
 
 def count_rows(index: Tensor, num_experts: int, real: Tensor | None) -> Tensor:
-    """Return the number of rows of each expert [E] in `index` [N, k]; `real` [N] masks the tokens (None: all)."""
+    """Return the number of rows of each expert [E] in `index` [N, k] for tokens with `real` [N] True (None: all)."""
     rows = index.reshape(-1)
     if real is None:
         counted = torch.ones_like(rows, dtype=torch.long)
