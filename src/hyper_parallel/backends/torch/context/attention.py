@@ -146,7 +146,7 @@ def _refuse_attention(module: nn.Module, context: Any, options: dict[str, Any]) 
         type(module).__name__,
         ("attention with `attention_mask`", options["attention_mask"] is not None and running),
         ("attention with `dropout`", options["dropout"] != 0.0),
-        ("attention with `is_causal=False`", packed and not options["is_causal"]),
+        ("attention with `is_causal=False` over packed documents", packed and not options["is_causal"]),
         ("attention with `position_bias`", options.get("position_bias") is not None),
     )
 
