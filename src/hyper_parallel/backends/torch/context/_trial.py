@@ -41,7 +41,7 @@ def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -
 
 
 class AttentionTrial:
-    """Trial forward with one attention function, which finds this object in place of a `ContextState`."""
+    """Trial forward of a model; `context_attention` calls this object in place of a `ContextState`."""
 
     def __init__(self, model: nn.Module, view: ModelView, interface: str) -> None:
         self.model, self.base, self.interface = model, view.base, interface

@@ -138,7 +138,7 @@ class Capacity:
 
     @classmethod
     def from_factor(cls, factor: float, index: Tensor, num_experts: int, real: Tensor | None) -> Capacity:
-        """Return the capacity for the experts `index` [N, k] ; `real` [N] is False for padding (None: no padding)."""
+        """Return the capacity for the experts `index` [N, k]; `real` [N] is False for padding tokens (None: none)."""
         slots = math.ceil(factor * index.numel() / num_experts)
         if real is None:
             return cls(slots, slots)

@@ -15,9 +15,9 @@ The weight of a microbatch is its weight in the cross entropy: valid targets ove
 ranks. The weights of the microbatches of a step add up to 1.
 
 A pipeline stage has some of the layers, so the routing counts are sent along with the activations: 2 E + 1 numbers per
-microbatch, to which every stage adds. The last stage sums the counts over its ranks and computes the loss and its E
-derivatives by the probabilities of the experts, which are sent back along with the gradients. Backward of a stage has
-two roots: its output, and the sums of its probabilities.
+microbatch, to which every stage adds. The last stage sums the counts over its ranks. It computes the loss and its E
+derivatives by the probabilities of the experts, and sends these derivatives back along with the gradients. Backward of
+a stage has two roots: its output, and the sums of its probabilities.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ class BalanceLoss:
         return cls(facts, coefficient, strategy, groups, world_group, device)
 
     def watch(self, model: nn.Module, tokens: Tokens) -> None:
-        """Record the router logits of this rank's layers in every forward with gradients; `tokens` selects rows."""
+        """Record the router logits of this rank's layers in every forward pass with gradients.
+
+        `tokens` selects the rows of the logits that this rank counts.
+        """
         self._tokens = tokens
         modules = dict(model.named_modules())
         for name, output in self._facts.routers:
@@ -139,7 +142,7 @@ class BalanceLoss:
         return local, total if previous is None else previous + total
 
     def close(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's share of the weighted loss, and its derivatives [E] by the sums of probabilities.
+        """Return this rank's share of the weighted loss, and the loss's derivatives [E] by the summed probabilities.
 
         `total` are the counts [2 E + 1] of all stages. In a pipeline, only the last stage calls this.
         """

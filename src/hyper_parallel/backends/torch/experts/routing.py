@@ -210,9 +210,9 @@ def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
     """Sum the routing of a step over all ranks, update the router biases, and reset the counters.
 
     Returns:
-        For each layer, the rows of each expert and the number of kept rows, [layers, E + 1] float64, with the largest E
-        of all layers. Columns of experts that a layer lacks are NaN. None if no row was routed and the model is not
-        split into pipeline stages.
+        For each layer, the rows of each expert and the number of kept rows: [layers, E + 1] in float64. E is that of
+        the layer with the most experts; columns of experts that a layer lacks are NaN. None if no row was routed and
+        the model is not split into pipeline stages.
     """
     # Pipeline ranks without routed rows take part too: other stages wait for the all-reduce.
     if not state.staged and all(routed.load is None for routed in state.layers.values()):

@@ -435,7 +435,7 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     other_params: Sequence[torch.Tensor] = (),
 ) -> Named:
-    """Return an optimizer's state tensors (local shards) by name; `other_params` are not in the model."""
+    """Return an optimizer's state tensors (local shards) by name; `other_params`: parameters outside of the model."""
     names: dict[Any, str] = {p: n for n, p in model.named_parameters()}
     names |= {p: f"parameter {i}" for i, p in enumerate(other_params)}
     return {
@@ -463,9 +463,9 @@ def record(
     accelerator the allocator's peak is reset at every operator, to measure the workspace of its kernel.
 
     Args:
-        step: The step; all state that it changes must be in `named`.
-        inputs: Tensors that differ from call to call.
-        named: Parameters, buffers, optimizer state, KV cache.
+        step: Function that runs the step; its keyword arguments are `inputs`.
+        inputs: Tensors that differ from call to call, by name.
+        named: Tensors that exist before the step, by name: parameters, buffers, optimizer state, KV cache.
         name: Name of the program.
         training: See `StepCapture`.
         alignment_bytes: See `MemoryProgram`.
@@ -546,7 +546,7 @@ def _with_current_autocast(step: Callable[..., Any], device: torch.device) -> Ca
 
 
 def _unaliased(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:
-    """Return the inputs, cloned where they share a storage (labels and token ids) or have a stride of 0."""
+    """Return the inputs, cloned if they share a storage with state or an earlier input, or have a stride of 0."""
     seen = {tensor.untyped_storage()._cdata for tensor, _ in named.values()}
     unaliased = {}
     for name, tensor in inputs.items():

@@ -146,7 +146,7 @@ def coalesce(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]
 
 
 def bind_collective(call: Call) -> Callable[[Any, Any, list[torch.Tensor]], _Begin] | None:
-    """Return the `OutVariant` of a functional collective, which only begins it; None for other operators."""
+    """Return the `OutVariant` that begins a functional collective without a wait; None for other operators."""
     func = call.func
     if not _is_functional(func):
         return None

@@ -78,7 +78,8 @@ class PlannedDevice:
     Raises:
         MemoryPlanInvalid: HP404 for a plan of another program or an illegal plan.
         StepChanged: HP512 when model or optimizer have changed, or another planned device owns their bytes.
-        TierFull, TransferFailed: HP403 or HP513 when the state does not fit the tiers or cannot be moved.
+        TierFull: HP403 when the state or the buffers of the plan do not fit the tiers.
+        TransferFailed: HP513 when the state cannot be moved to the tiers.
     """
 
     def __init__(
@@ -128,10 +129,10 @@ class PlannedDevice:
             The result of the step, and its measurements.
 
         Raises:
-            StepChanged: HP512 before the planned step if the device is closed or has failed, an input does not match
-                the recording, or model or optimizer have changed since. HP512 during or after the planned step if a
-                guarded value or a size differs from the recording, an operator did not run, or the results of the first
-                step differ from the eager ones; the device can then only be closed.
+            StepChanged: HP512 before the planned step if the device is closed or failed, or if inputs, model or
+                optimizer differ from the recording. HP512 during or after the planned step if a guarded value, a size
+                or an operator differs from the recording, or the first step's results differ from the eager ones. After
+                the latter, the device can only be closed.
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """

@@ -109,7 +109,7 @@ class _Record:
 
 
 class LruSpillMode:
-    """Context that evicts storages to keep resident bytes within a limit, if every single operator fits.
+    """Context that evicts storages to keep resident bytes within a limit; an operator that alone exceeds it still runs.
 
     Operators over lists with independent entries (`_fused_adamw_`, `_foreach_*`) are split when the lists do not fit.
     Collectives are waited for immediately.

@@ -113,7 +113,7 @@ class Recording:
     """Recorded program of a rank.
 
     Attributes:
-        actions: Runs of operators and frees of storages, in recorded order.
+        actions: Runs of operators, joins of collectives and frees of storages, in recorded order.
         entries: Properties of each storage, including properties that `program` lacks.
         segments: (first action, name) of every segment of the program (forward, backward, ...).
         groups: Dict from the name of every process group to its ranks.

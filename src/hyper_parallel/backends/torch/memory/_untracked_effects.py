@@ -184,7 +184,7 @@ class UntrackedEffects:
         state: Mapping[int, Tensor],
         make_resident: Callable[[Tensor], None],
     ) -> None:
-        """Raise CaptureUnsupported (HP511), after the step, for state that changed without an operator.
+        """Raise HP511, after the step, for tensors, Python values or random states that changed without an operator.
 
         `state` maps a storage to a tensor that existed before the step; `make_resident` makes a tensor resident.
         """

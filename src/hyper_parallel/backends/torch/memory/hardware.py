@@ -114,7 +114,7 @@ class Hardware:
     Args:
         device: Device of the operators.
         machine: Capacities.
-        alignment_bytes: Rounding of every allocation.
+        alignment_bytes: Every allocation counts as a multiple of it, rounded up.
         copies: See `CopyMode`; an accelerator uses its own streams unless this is a `DeviceApi`.
 
     Attributes:

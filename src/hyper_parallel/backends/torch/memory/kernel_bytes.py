@@ -5,7 +5,7 @@ the allocator measures the workspace while the step is recorded, and events meas
 
 The gradient of an embedding is as large as the table, and no kernel writes it at a given address. So it is computed in
 pieces, a few columns at a time, in a staging buffer. A column depends only on the same column of the incoming gradient
-and is summed in the order of the rows, so columns that are computed separately have the same bits.
+and is summed in the order of the rows. Separately computed columns therefore have the same bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Model and optimizer of a recorded step, and detection of changes since the recording.
 
-A program repeats the recorded step. Changes of Python state (a new learning rate, `eval()`, a hook, a frozen parameter,
-another parameter group) are in no tensor, so the program itself cannot notice them.
+A program repeats the recorded step. It cannot notice changes of Python state, which is in no tensor: a new learning
+rate, `eval()`, a hook, a frozen parameter, another parameter group.
 """
 
 from __future__ import annotations
