@@ -54,10 +54,10 @@ def apply_context_parallel(
     calls: Sequence[int],
     running: RunningPass,
 ) -> ContextState | None:
-    """Shard a model's sequences and make attention cover all tokens; return the state, None without mesh or cp.
+    """Shard a model's sequences and make attention cover all tokens; return the state of context parallelism.
 
     `stage_layers` returns the layers of the running stage; None without pipeline parallelism. `calls` is the result of
-    `count_attention_calls`.
+    `count_attention_calls`. Without a mesh, or with cp = 1, nothing changes and the result is None.
     """
     if mesh is None or strategy.cp == 1:
         return None

@@ -145,7 +145,7 @@ class AttentionBlock:
         (first_query, last_query), (first_key, last_key) = self.queries, self.keys
         count = last_query - first_query
         per_row = q.shape[0] * q.shape[1] * (last_key - first_key)
-        # Tiling pays for small masked blocks too: half of a causal block is never computed.
+        # Tiling pays for small masked blocks too: nearly half of a causal block is never computed.
         rows = max(1, min(count, _SCORES // per_row))
         if not self.all_seen:
             rows = min(rows, max(128, -(-count // 8)))

@@ -212,7 +212,7 @@ def generator_states(bases: Sequence[torch.UntypedStorage]) -> list[Tensor]:
 class PythonValues:
     """Context that compares Python values of modules and optimizers before and after a step.
 
-    Every module and optimizer, except modules of this package, is inspected before it first runs inside the context.
+    Every module and optimizer, except those of this package, is inspected before it first runs inside the context.
     """
 
     def __init__(self) -> None:
