@@ -93,10 +93,7 @@ class BalanceLoss:
         return cls(facts, coefficient, strategy, groups, world_group, device)
 
     def watch(self, model: nn.Module, tokens: Tokens) -> None:
-        """Record the router logits of this rank's layers in every forward pass with gradients.
-
-        `tokens` selects the rows of the logits that this rank counts.
-        """
+        """Record this rank's router logits in every forward pass with gradients; `tokens` selects the counted rows."""
         self._tokens = tokens
         modules = dict(model.named_modules())
         for name, output in self._facts.routers:

@@ -173,10 +173,9 @@ def checked_loss(
 def _added_loss(model: nn.Module, routing: Routing, alone: bool) -> RouterLoss | None:
     """Return the router loss that training adds; None without one, or if one rank keeps the model's own loss.
 
-    Raise HP205 for a loss that must be added but is unknown.
-
     If `aux_loss_coef` is set, a model without a language head, such as a reward model, uses the loss of its causal
-    language model. `alone` tells that there is one rank only, where an unknown loss of the model can be kept.
+    language model. `alone` tells that there is one rank only, where an unknown loss of the model can be kept. Elsewhere,
+    an unknown loss raises HP205.
     """
     facts, coefficient = router_loss_facts(model), routing.aux_loss_coef
     if facts is None and coefficient and (causal := causal_form(model)) is not None:

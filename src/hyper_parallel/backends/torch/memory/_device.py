@@ -130,9 +130,8 @@ class PlannedDevice:
 
         Raises:
             StepChanged: HP512 before the planned step if the device is closed or failed, or if inputs, model or
-                optimizer differ from the recording. HP512 during or after the planned step if a guarded value, a size
-                or an operator differs from the recording, or the first step's results differ from the eager ones. After
-                the latter, the device can only be closed.
+                optimizer differ from the recording. HP512 during or after it if a guarded value, a size or an operator
+                differs from the recording, or the first results differ from the eager ones; then only close the device.
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """

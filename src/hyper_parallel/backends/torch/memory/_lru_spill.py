@@ -43,8 +43,7 @@ from hyper_parallel.backends.torch.tensor_trees import tensors_in
 class StorageResizes:
     """Context that calls `announce` with the storage and its next size before every `UntypedStorage.resize_`.
 
-    FSDP resizes gathered parameters. No dispatch mode sees a resize, and comparing the sizes of all storages at every
-    operator would be slow.
+    No dispatch mode intercepts a resize, such as those of FSDP's gathered parameters.
     """
 
     def __init__(self, announce: Callable[[torch.UntypedStorage, int], None]) -> None:

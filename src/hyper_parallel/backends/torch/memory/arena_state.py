@@ -320,8 +320,7 @@ class ArenaState:
     def close(self) -> None:
         """Return the state's bytes to the owner tensors.
 
-        After a failure all bits are set to one (NaN as floating point), so that a partially updated state cannot be
-        mistaken for a valid one.
+        After a failure all bits are set to one (NaN as floating point), because the state may be partially updated.
         """
         if self.closed:
             return

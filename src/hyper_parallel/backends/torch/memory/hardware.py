@@ -165,8 +165,7 @@ class Hardware:
     def watched(self, every: bool) -> Iterator[None]:
         """Count the operators of a step and the storages that they allocate.
 
-        If an accelerator's allocator counts the bytes, operators are counted only if `every`, because that costs host
-        time.
+        If an accelerator's allocator counts the bytes, operators are counted only if `every`, to save host time.
         """
         self.counts = every or isinstance(self.gauge, Meter)
         with self._mode if self.counts else nullcontext():

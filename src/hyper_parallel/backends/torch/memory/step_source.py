@@ -129,8 +129,7 @@ class _IdentityStamp:
     """Identities of all objects on which the properties in `CaptureSource` depend.
 
     `seen` has, by id, the Python objects that were inspected to read the properties. Equal identities imply equal
-    properties. Identities are compared in every step, because computing all properties would take longer than a small
-    step.
+    properties, and comparing them in every step takes less time.
     """
 
     def __init__(
