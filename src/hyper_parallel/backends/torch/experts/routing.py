@@ -174,8 +174,8 @@ def _added_loss(model: nn.Module, routing: Routing, alone: bool) -> RouterLoss |
     """Return the router loss that training adds; None without one, or if one rank keeps the model's own loss.
 
     If `aux_loss_coef` is set, a model without a language head, such as a reward model, uses the loss of its causal
-    language model. `alone` tells that there is one rank only, where an unknown loss of the model can be kept. Elsewhere,
-    an unknown loss raises HP205.
+    language model. On one rank (`alone`), an unknown loss of the model is kept if `aux_loss_coef` is None. Any other
+    unknown loss that would be added raises HP205.
     """
     facts, coefficient = router_loss_facts(model), routing.aux_loss_coef
     if facts is None and coefficient and (causal := causal_form(model)) is not None:
