@@ -319,7 +319,7 @@ class StreamLanes:
 
 
 def _end(copy: Future[Any] | tuple[_Copies, int] | None) -> Any:
-    """Wait for the thread of a copy, if any, and return the event at its end; None if `copy` is None or has ended."""
+    """Wait for the thread of a copy, if any, and return the copy's end event; None for a file copy or without copy."""
     if isinstance(copy, Future):
         return finish(copy)
     return None if copy is None else copy[0].ends[copy[1]]
