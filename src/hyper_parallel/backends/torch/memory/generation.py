@@ -1,7 +1,6 @@
 """Generation under a device budget: prompt (prefill) and decode steps are captured on fake tensors, planned and run.
 
-Weights and KV cache are streamed from the tiers in which the plans keep them. The operators, and therefore all tokens,
-are those of generation without a budget.
+Weights and KV cache are streamed from the tiers in which the plans keep them.
 """
 
 from __future__ import annotations
@@ -250,7 +249,7 @@ def _record(model: Any, cache: Any, fixed: SlotSteps, named: Named, *, prompt: b
 
 
 def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Captured:
-    """Return the recorded step with real tensors as its named state."""
+    """Return the recorded step with real tensors as its state and inputs."""
     owners = {**real, **inputs}
     state = {}
     for s in captured.state:
