@@ -201,8 +201,8 @@ class Turns:
         """Add one call per half-batch, and run both until the call of the first half-batch has returned.
 
         Returns:
-            A list with the result of each call. The second item is None until the second call has returned: before a
-            later call of the second half-batch begins, and at the latest in `finish`.
+            A list with the result of each call. The second item is None until the second call has returned, at the
+            latest in `finish`.
 
         Raises:
             Exception: The error of any unfinished call, after all other calls have been ended.

@@ -242,7 +242,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def measure_rates(device: torch.device, dtypes: tuple[str, ...], window_s: float = 0.2) -> LocalRates:
     """Return the times of matmuls, attention, element-wise chains, an optimizer step and all-gathers on this rank.
 
-    All ranks must call this function at the same time. On CPUs, a small layer is timed too, on 1 to all ranks.
+    All ranks must call this function at the same time. On several CPU ranks, a small layer is timed too.
 
     Args:
         device: Device of this rank.

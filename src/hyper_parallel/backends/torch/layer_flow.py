@@ -171,7 +171,7 @@ class _LayerTrace(SlotList):
         return flow
 
     def _mark_parameters(self) -> None:
-        """Give all parameters, and the results of modules outside the layer list with parameters, their marks."""
+        """Mark all parameters, and results of modules outside the list; raise HP205 for weights shared by layers."""
         model, flow, tracer = self.model, self.flow, self.tracer
         inside: dict[int, set[int]] = {}
         for i, layer in enumerate(self._modules.values()):
@@ -201,7 +201,7 @@ class _LayerTrace(SlotList):
     def record_uses(self, marks: int, layer: int) -> None:
         """Record the modules and parameters that a layer uses, from the marks of its inputs or outputs.
 
-        Raise HP205 if another layer passes it more than the activations of the preceding layer.
+        Raise HP205 if the layer uses results of earlier layers other than the activations of the preceding layer.
         """
         for i in range(self.flow.layers):
             skips = marks & self._output(i) and i != layer - 1

@@ -134,7 +134,7 @@ def _perturb_parameters(model: nn.Module) -> None:
 class _Texts:
     """Measurements of one model on short random sequences.
 
-    Each measurement returns the largest absolute difference of two outputs over the largest absolute output.
+    Measurements of properties return the largest absolute difference of two outputs over the largest absolute output.
     """
 
     def __init__(self, model: Any) -> None:

@@ -157,10 +157,7 @@ def _capture(
     layouts: Mapping[str, Layout],
     where: Callable[[str], str],
 ) -> StepPrograms:
-    """Capture the programs of one rank from a model that holds this rank's shards.
-
-    `layouts` are the plan's layouts by parameter name.
-    """
+    """Capture the programs of one rank from a model with its shards and the plan's `layouts` by parameter name."""
     if has_dropout(model):
         own = has_dropout(model, adapters=False)
         key = "training.disable_dropout" if own else "lora.lora_dropout"

@@ -10,7 +10,7 @@ would be matched. Therefore every gather and every reduction is an event, and al
   need no negotiation: a rank takes part in learned events of units that it skips. An event that is not in the sequence
   raises HP622 before its collective.
 
-Until a sequence is learned, every pass is negotiated. It is not learned if no rank runs some unit in forward.
+Until a sequence is learned, every pass is negotiated. Forward sequences without some unit are never learned.
 """
 
 from __future__ import annotations

@@ -107,6 +107,7 @@ def load_pretrained(
     Raises:
         WeightsUnreadable: HP703 naming the file and the parameter: missing, truncated, unexpected, of another shape,
             or to be untied after `parallelize`.
+        WeightsUninitialised: HP704 for a parameter that is in no file and has no rule for initial values.
     """
     begin = time.perf_counter()
     files = WeightFiles(directory)
