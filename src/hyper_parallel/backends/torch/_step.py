@@ -237,7 +237,7 @@ def _no_loss(
     got: str | None = None,
     allowed: str | None = None,
 ) -> NoLoss:
-    """Return an HP514 error; without pipeline stages, its hint is an objective of the model's output."""
+    """Return an HP514 error; without pipeline stages, its hint proposes an objective of the model's output."""
     hint = 'forward_backward(model, microbatches, objective=..., over="output")'
     return NoLoss(
         what,
@@ -539,7 +539,7 @@ def data_share(model: nn.Module) -> tuple[int, int]:
 def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
     """Return the microbatches that this rank must pass to `forward_backward`, in order.
 
-    A rank with an encoder after `parallelize_submodels` computes features for microbatches of other ranks. All other
+    After `parallelize_submodels`, a rank with an encoder gets the microbatches for which it computes features. Other
     ranks run their own microbatches.
 
     Args:

@@ -178,7 +178,7 @@ def sum_both(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
 def blocking_sum(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
     """Return the result of `sum_both` without running the other half-batch meanwhile.
 
-    For callers inside a `TorchFunctionMode`, which would also apply to the other half-batch.
+    Code inside a `TorchFunctionMode` needs this function, because the mode would also apply to the other half-batch.
     """
     return _blocking(_launch_sum(group, name), _launch_sum(group, name.backward), x)  # type: ignore[no-any-return]
 

@@ -93,7 +93,7 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
 
 
 def _long_lengths(model: nn.Module) -> tuple[int, int]:
-    """Return two sequence lengths, not one below and one above the sliding window.
+    """Return two sequence lengths on the same side of the sliding window.
 
     Beyond the window, attention saves more per token: a mask, and repeated keys and values.
     """

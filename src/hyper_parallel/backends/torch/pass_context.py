@@ -55,7 +55,7 @@ class Padding:
 
 
 class PassContext(NamedTuple):
-    """Values of one forward pass. A named tuple, because copying it is cheaper than copying a dataclass.
+    """Values of one forward pass, as a named tuple, because copying it is cheaper than copying a dataclass.
 
     Attributes:
         shape: Shape of the pass, set at the first decoder layer or by the pipeline.

@@ -278,7 +278,7 @@ class Loop:
         return EvalResult(mean, count, record.get("preference"), record.get("rollout"), **accuracies)
 
     def held_out_loss(self, parts: list[dict[str, Tensor]], count: int) -> Tensor:
-        """Return this rank's part of the held-out loss over `count` valid tokens; the parts of all ranks add up."""
+        """Return this rank's part of the held-out loss over `count` valid tokens; the loss is the sum over ranks."""
         return forward_loss(self.model, parts, count)
 
     def inputs(self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None) -> StepInputs:

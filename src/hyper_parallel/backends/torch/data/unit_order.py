@@ -53,8 +53,8 @@ def _lowest(group: dist.ProcessGroup, values: Sequence[int]) -> list[int]:
 class EventSequence:
     """Sequence of gathers and reductions in one kind of pass, negotiated between ranks until it is learned.
 
-    `number` is the index of the sequence, equal on all ranks. `covers` is a function of the events of a pass. True:
-    learn them at once. False: learn them after `_UNANIMOUS_PASSES` passes. None: do not learn them.
+    `number` is the index of the sequence, equal on all ranks. `covers` decides on the events of a pass that all ranks
+    announced. True: learn them at once. False: learn them after `_UNANIMOUS_PASSES` passes. None: do not learn them.
     """
 
     DONE: Final = 1 << 40

@@ -102,7 +102,7 @@ class JointSteps:
         return self.layout.sources(self.schedule(count), tower_rank)[:count]
 
     def actions(self, count: int, train: bool) -> tuple[Action, ...]:
-        """Return this rank's actions, forward only unless `train`; stage -1 is the tower, 0 the first after it."""
+        """Return this rank's actions, forward only unless `train`. The tower is stage -1; language stages are >= 0."""
         if (count, train) not in self._actions:
             schedule, (share, lane) = self.schedule(count), self.place
             owners = self.layout.owners(schedule, share)

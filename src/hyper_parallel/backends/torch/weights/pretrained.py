@@ -72,7 +72,7 @@ class LoadReport:
 
 
 def check_pretrained(model: nn.Module, directory: str | Path) -> Inventory:
-    """Return the inventory of a model and a directory without loading values; errors are those of `load_pretrained`.
+    """Return the inventory of a model and a directory without loading values; raise HP703 as in `load_pretrained`.
 
     The unused tensors of the directory are remembered for exports, see `carried_weights`.
     """
