@@ -215,7 +215,7 @@ class _LayerTrace(SlotList):
                 getattr(self.flow, kind)[name].add(layer)
 
     def detach_origins(self, layer: int, out: Any) -> Any:
-        """Record the structure of a layer's output or raise HP205; return meta tensors that have the layer as origin."""
+        """Record the structure of a layer's output or raise HP205; return meta tensors with the layer as origin."""
         leaves, spec = tree_flatten(out)
         on_meta = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_meta]
         position = next((i for i in on_meta if leaves[i].is_floating_point()), None)

@@ -128,7 +128,7 @@ def check_offload(recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[
             "its own random stream",
             where=where("parallel.tp_x"),
             got=f"tp={strategy.tp}, a model with dropout",
-            allowed="training.disable_dropout=true, or parallel.tp=1",
+            allowed="training.disable_dropout=true, or no tensor parallelism",
             hint="training.disable_dropout=true",
         )
     if recipe.moe.capacity_factor is not None:
