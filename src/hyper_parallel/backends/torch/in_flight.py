@@ -236,10 +236,7 @@ class Turns:
         self._soon_starting.clear()
 
     def suspend(self, index: int, leads_to_start: bool = False) -> None:
-        """Suspend the running call of half-batch `index` and run the other half-batch.
-
-        `leads_to_start` tells that the call will start a collective soon after it is resumed.
-        """
+        """Suspend the running call of half-batch `index` and run the other one; see `PendingCollective.finish`."""
         if leads_to_start:
             self._soon_starting.add(index)
         grad, hooks = torch.is_grad_enabled(), self._hooks[index]

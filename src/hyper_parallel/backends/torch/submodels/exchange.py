@@ -81,7 +81,7 @@ class JointSteps:
     _actions: dict[tuple[int, bool], tuple[Action, ...]] = field(default_factory=dict)
 
     def schedule(self, count: int) -> Schedule:
-        """Return the schedule of a training step of `count` microbatches per share; raise HP320 if it does not fit."""
+        """Return the schedule of a step of `count` microbatches per share; raise HP320 for an invalid planned one."""
         lanes = self.layout.lanes
         count = lanes.padded(count)
         if count not in self._schedules:
