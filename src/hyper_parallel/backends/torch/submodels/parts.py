@@ -72,7 +72,7 @@ class Division:
 
     Attributes:
         towers: The towers, sorted by kind.
-        layers_with_features: Indices of the decoder layers, except the first, to which features are added.
+        layers_with_features: Indices of the decoder layers that read features in addition to activations.
     """
 
     towers: tuple[TowerPart, ...]
