@@ -27,7 +27,10 @@ TOKEN_MASK: Final = "token_mask"
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Selector of the rows of a layer's input that are tokens, for the running forward pass."""
+    """Selector of the rows of a layer's input that are tokens, for the running forward pass.
+
+    The methods raise HP205 if the rows are only some of the tokens, and cannot be told from padding.
+    """
 
     tp: TpState | None = None
     context: ContextState | None = None

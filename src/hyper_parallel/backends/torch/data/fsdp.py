@@ -35,7 +35,7 @@ def shard_data_parallel(
 ) -> tuple[nn.Module, ...]:
     """Wrap experts, layers and the root module with FSDP; return the wrapped modules, the root after the others.
 
-    Modules stay unwrapped if FSDP would shard them over one rank and parameters are not cast for computation. A layer
+    Layers and root are wrapped if dp * cp > 1 or parameters are cast for computation, experts also if edp > 1. A layer
     that shares parameters with other modules is not wrapped: the root's group contains its parameters.
 
     `experts` are the names of the modules with routed experts on this rank. With `average`, gradients are averaged over

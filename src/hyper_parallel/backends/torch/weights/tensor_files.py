@@ -52,7 +52,7 @@ class Stored:
 
 
 def open_tensors(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a file by name; their bytes are read on use.
+    """Return the tensors of a file by name; bytes are read on use, unless a PyTorch file is not in zip format.
 
     PyTorch files are unpickled with `weights_only`, which executes no code of the file.
 
