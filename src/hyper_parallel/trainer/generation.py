@@ -155,6 +155,7 @@ def load(
         RunUnreadable: HP603 when the directory has no exported model, or no tokenizer.
         UnknownModel: HP304 when a hub id cannot be downloaded.
         WeightsUnreadable: HP703 when the weight files cannot be read, or lack parameters.
+        ModelUnreadable, NoData: HP305, HP602 when config files or tokenizer cannot be read.
         CheckpointMismatch: HP702 when an adapter was trained on other base weights.
         BadValue: HP102 for an unknown dtype or device.
         DeviceUnavailable: HP502 when the machine does not have the device.
@@ -434,7 +435,7 @@ class Generator:
 
 
 def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple[Any, Any]:
-    """Load a model from a directory or hub id by transformers; return the model and its `output_loading_info`.
+    """Load a model from a directory or a downloaded hub repository; return the model and its `output_loading_info`.
 
     Weight files that are split without an index are read here, because transformers does not find them.
     """

@@ -38,7 +38,7 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
 
     Raises:
         UnknownModel: HP304 when files cannot be downloaded, or the path of the model does not exist.
-        NoData: HP602 when a path of data does not exist.
+        NoData: HP602 when a data set cannot be downloaded, or a path of data does not exist.
         Contradiction: HP104 for a hub id with `model.trust_remote_code`, because code is not downloaded.
     """
     recipe = loaded.recipe

@@ -181,13 +181,13 @@ class Job:
         return 2 if self.recipe.stage in PAIRED_STAGES else 1
 
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
-        """Return the number of epochs after step `step`, as a float; None for a stream."""
+        """Return the number of epochs read in the first `step` steps, as a float; None for a stream."""
         if isinstance(batches, StreamBatches):
             return None
         return batches.sequences_seen(step) / batches.rows.unit / batches.num_sequences
 
     def holdout_batches(self) -> Batches | None:
-        """Return evaluation batches of about `training.eval_tokens` tokens; None if too few sequences are held out."""
+        """Return evaluation batches of about `training.eval_tokens` tokens; None if no sequence or pair is held out."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
         if held_out is None:

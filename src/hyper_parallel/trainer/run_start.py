@@ -180,8 +180,8 @@ def train_rank(
     """Join the process group and train, or sample rollouts; return the summary on rank 0, None on other ranks.
 
     `rank` counts over all worlds (training ranks and sampling replicas). `flash` is the folder for offload files of all
-    ranks launched by this process; None without `offload.flash_dir`. `snapshots` is None without
-    `checkpoint.snapshot_every`.
+    ranks launched by this process; None without `offload.flash_dir`. `snapshots` is the folder of recovery snapshots;
+    None without `checkpoint.snapshot_every`.
     """
     if rank >= (train := job.worlds[0]):
         sample_rank(job, (rank - train) // job.recipe.grpo.copy_ranks)

@@ -219,7 +219,7 @@ class Checkpointer:
     def newest_intact(self, step: int | None) -> tuple[int, Manifest, Index]:
         """Return (step, manifest, index) of the checkpoint of `step`; None: of the newest intact checkpoint.
 
-        Each rank verifies a part of the bytes. Raises CheckpointCorrupt and CheckpointFormat as `load`.
+        Each rank verifies a part of the bytes. Raise CheckpointCorrupt and CheckpointFormat like `load`.
         """
         published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
         candidates = published[::-1] if step is None else [s for s in published if s == step]

@@ -193,7 +193,7 @@ def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[...
 
 
 def _spend_filter(name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any], work: Work) -> tuple[Any, ...]:
-    """Charge the largest possible result of filter `name`; return its operands, with iterators converted to lists."""
+    """Charge the largest possible result of filter `name`; return its operands, the first as a list if it was read."""
     first, rest = values[0], (*values[1:], *kwargs.values())
     if name not in _SHALLOW and not isinstance(first, str):
         work.spend(deep_size(first))
@@ -250,7 +250,7 @@ def spend_method(name: str, text: str | bytes, args: Sequence[Any], work: Work) 
 
 
 def check_format(text: str, args: Sequence[Any], work: Work) -> None:
-    """Charge each use of an argument in a format string; raise TemplateBudget for a width or precision over 999."""
+    """Charge each use of an argument in a format string; raise TemplateBudget for a width above 999 or by argument."""
     work.spend(text.count("%(") * len(text) // READ)
     fields = (spec or "" for _, _, spec, _ in Formatter().parse(text)) if "{" in text else ()
     if _WIDTH.search(text) or any(map(_LONG_COUNT.search, fields)):

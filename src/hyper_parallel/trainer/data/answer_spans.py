@@ -294,7 +294,7 @@ class _Search:
     def check_words(self, trained: AbstractSet[int]) -> None:
         """Raise if the template drops words of the conversation, or repeats or reorders words of answers.
 
-        The reasoning of turns that are not in `trained` may be dropped.
+        The reasoning of turns that are not in `trained` may be dropped. Names of called functions may be repeated.
         """
         shape, places = self._shape, self._places
         counts = Counter(place.number for place in places)
@@ -376,7 +376,7 @@ class _Search:
         return self._start_of_wrapper(i)
 
     def _check_context(self, i: int, prompt: str | None) -> None:
-        """Raise if the text before turn `i` differs from `prompt`, from which generation of the turn would start."""
+        """Raise if `prompt`, from which turn `i` is generated, does not begin with the text of the turns before it."""
         before = [p.end for p in self._places if self._words(p).turn < i]
         end = max(before, default=0)
         if prompt is not None and not prompt.startswith(self._text[:end]):

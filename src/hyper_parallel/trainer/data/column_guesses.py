@@ -147,9 +147,7 @@ def _has_word(key: str, pattern: re.Pattern[str]) -> bool:
 def guess_named_pair(values: Record, *, with_answers: bool = False) -> dict[str, str]:
     """Return a dict like `guess_pair`; {} unless names of keys, such as `bad_reply`, mark the better and worse answer.
 
-    Args:
-        values: Values of the record by key.
-        with_answers: Whether the better answer may have a general name, such as `response`.
+    With `with_answers`, the better answer may have a general name, such as `response`.
     """
     kinds: tuple[Any, ...] = (list | tuple | dict, str)
     for kind in kinds:

@@ -61,7 +61,7 @@ class DataCounts:
         dropped: Number of dropped records by reason.
         ignored_keys: For each ignored key, the number of records, turns and tool calls that have it.
         remarks: Number of records or files with other changes or defects, by description.
-        by_document: Whether each text of `stage: pt` is a sequence of its own. Its first token is then no target.
+        by_document: Whether the texts of `stage: pt` are not concatenated. The first token of each is then no target.
         unknown_id: Id of the tokenizer's unknown token; None: it has none.
     """
 
@@ -89,7 +89,7 @@ class DataCounts:
     def restart(self, num_read: int) -> None:
         """Reset the counts, except ignored keys and remarks, when a resumed stream reaches its position.
 
-        `num_read` records after this position are already read.
+        `read` becomes `num_read`, the number of records after this position that are already read.
         """
         for name in _NUMBERS:
             setattr(self, name, 0)

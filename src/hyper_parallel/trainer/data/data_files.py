@@ -105,7 +105,7 @@ def refuse_unread(path: Path) -> None:
 
 
 def refuse_other_target(path: Path) -> None:
-    """Raise if a file is a symbolic link to a file of a different format.
+    """Raise if a file is a symbolic link to a file whose suffix names a different format.
 
     Otherwise an error message could disclose a line of a private file as column names.
 

@@ -133,7 +133,7 @@ def example_of(
     documents: Sequence[Document],
     encoded: Sequence[Encoded],
 ) -> Example:
-    """Return the example of a record without images, with texts decoded from its tokens.
+    """Return the example of a record, with texts decoded from its tokens and without thumbnails.
 
     Args:
         hf: Tokenizer of transformers.

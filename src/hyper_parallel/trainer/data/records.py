@@ -187,7 +187,7 @@ class ArrayReader:
 
     @property
     def line(self) -> int:
-        """Line number of the start of the current element."""
+        """Line number of the start of an element that cannot be read."""
         return self.first_line + self._buffer.count("\n", 0, self._at)
 
 
@@ -214,6 +214,7 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
 
     Raises:
         NoData: HP602 naming the file, line or row that is unreadable or too long, or is not a record.
+        MissingDependency: HP501 when the package that reads or decompresses the file is not installed.
     """
     suffix = inner_suffix(path)
     if suffix == ".parquet":

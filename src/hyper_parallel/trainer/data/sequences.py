@@ -232,7 +232,7 @@ class PackedSequences:
         return inputs, labels
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the number of tokens before the padding of each row, 0 for a dummy row; None if no row is padded."""
+        """Return the tokens before padding of each row, 0 for a dummy row; None for plain text without dummy rows."""
         dummy = indices < 0
         if self._num_real is None and not dummy.any():
             return None
@@ -241,7 +241,7 @@ class PackedSequences:
         return np.where(dummy, 0, counts)
 
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
-        """Return [len(indices)] labels of the answers, True for desirable; only for data of `stage: kto`."""
+        """Return [len(indices)] labels of answers (KTO), True for desirable; a dummy row has an arbitrary label."""
         assert self._good is not None
         labels: NDArray[np.bool_] = self._good[indices]
         return labels
@@ -263,7 +263,7 @@ class PackedSequences:
         return () if self._records is None else self._records.columns
 
     def records(self, indices: Int64) -> list[Mapping[str, Any]]:
-        """Return, for each row, the columns of its record that reward functions may read, by name."""
+        """Return, for each row, the columns that reward functions may read, by name; only for data of `stage: grpo`."""
         assert self._records is not None
         return [self._records.read(int(index)) for index in indices]
 
@@ -335,7 +335,7 @@ class JoinedSequences:
         return gathered
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the number of tokens before the padding of each row, 0 for a dummy row; None if no row is padded."""
+        """Return the number of tokens before the padding of each row, 0 for a dummy row; None if all sources do."""
         gathered = np.full(len(indices), self.parts[0].seq_len, np.int64)
         padded = False
         for part, local, rows in self._split(indices):

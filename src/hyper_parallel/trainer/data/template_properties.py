@@ -106,7 +106,7 @@ class TemplateProperties:
         values: Mapping[str, Any] | None = None,
         marks: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render turns from `form`; return the text, and the spans of `{% generation %}` blocks ([] unless `marks`)."""
+        """Render turns converted by `form`; return text and spans of `{% generation %}` blocks ([] unless `marks`)."""
         variables = {**self._special, **(values or {}), "add_generation_prompt": prompt}
         return rendered(self.source, messages, variables, tools=tools, marks=marks)
 

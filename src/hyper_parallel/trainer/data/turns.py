@@ -125,7 +125,7 @@ def read_template_values(value: Any, rules: RecordRules, where: str) -> dict[str
     """Return the template variables that a record sets under `chat_template_kwargs`.
 
     Raises:
-        NoData: HP602 for a value that is not an object, or variables such as `messages`.
+        NoData: HP602 for a value that is not an object, or that sets a reserved variable such as `messages`.
     """
     if is_empty(value):
         return {}

@@ -1,6 +1,6 @@
 """Training loop of one rank: drives an `Engine`, writes records and prints progress. Imports no framework.
 
-  load -> begin -> evaluate -> [step, evaluate or save when due] * steps -> finish -> export
+  load -> begin -> evaluate -> [step, evaluate and save when due] * steps -> finish -> export
 
 A back end implements `Engine`. Recipe, data order, learning rate, records and files do not depend on it.
 """

@@ -65,7 +65,7 @@ def make_trackers(
     Raises:
         RunDirectoryLost: HP721 from `check_directory`.
         TrackerFailed: HP632 when a tracker cannot start a run.
-        OSError: The disk is full or broken.
+        OSError: The disk is full, broken or read-only.
     """
     ids_path, trackers = directory / "trackers.json", list[Tracker]()
     ids = _known_ids(ids_path) if resumed_step else {}

@@ -2,7 +2,7 @@
 
 DPO and KTO need only log-probabilities of this model. They are computed once before the first step and saved as
 `reference.npy`, or `reference_holdout.npy` for held-out answers; resumed runs load these files. GRPO needs the weights
-of this model. They are swapped into the trained model for a forward pass, so there is no second model.
+of this model. A copy of them is swapped into the trained model for a forward pass, so there is no second module.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Reference:
 
         Raises:
             CheckpointMismatch: HP702 when the resumed run's file is missing, was altered, or is for other data.
+            OutputNotWritable: HP105 when the file of this run cannot be written.
         """
         rows = len(sequences)
         if self.source is not None:

@@ -86,12 +86,6 @@ def short_name(name: str) -> str:
 def check_columns(name: str, function: Reward, columns: Sequence[str], where: str) -> None:
     """Raise if a required parameter of a reward function is neither a rollout keyword nor a column of the data.
 
-    Args:
-        name: Name of the function.
-        function: Function as returned by `reward_functions`.
-        columns: Names of the columns of the data.
-        where: Recipe key of the name, for error messages.
-
     Raises:
         Contradiction: HP104 naming the parameters.
     """

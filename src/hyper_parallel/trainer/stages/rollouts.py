@@ -168,7 +168,7 @@ class Publisher:
         self.waited_s = self.sampled_s = 0.0
 
     def publish(self, version: int, data: dict[str, Any]) -> None:
-        """Publish the current weights as `version`.
+        """Publish the current weights as `version`; collective over the training ranks.
 
         The first call also writes `begin.json` with the data position `data`, and removes outdated files of an earlier
         start of the run. Every call removes completions that a resumed run does not need. In deterministic mode, a
