@@ -40,7 +40,7 @@ class Generation:
         token_ids: Tokens of the continuation, without the stop token.
         num_prompt_tokens: Number of tokens of the prompt.
         stopped: Whether a stop token or stop text ended the continuation, rather than the token limit.
-        seconds: Wall time from the start of decoding to the end of the continuation; 0 if interrupted.
+        seconds: Seconds of decoding up to the end of the continuation; 0 if interrupted.
         memory: Predicted and measured memory under a budget of device memory; None without a budget.
         logprobs: Log-probabilities of the tokens, with temperature 1 and without `top_k` and `top_p`.
         number: Index of the sequence in its batch. The random numbers depend on this index and the seed.

@@ -1,7 +1,7 @@
 r"""Character spans of the assistant's answers in a rendered conversation.
 
-The words of a turn are its content, reasoning and tool calls. A conversation is rendered twice: unchanged, and with
-unique placeholders instead of the words. The placeholders show where the words are. Replacing each placeholder by its
+The words of a turn are its content, reasoning and tool calls. A conversation is rendered unchanged, and with unique
+placeholders instead of the words. The placeholders show where the words are. Replacing each placeholder by its
 words must reproduce the first text. This proves that the text around the words does not depend on them.
 
     <|im_start|>assistant\n<think>\n\n</think>\n\nQz7zQ<|im_end|>\n

@@ -118,6 +118,7 @@ def prepare(
             export would produce different tokens.
         Contradiction: HP104 when the stage cannot train on the records.
         OutputNotWritable: HP105 when the cache cannot be written.
+        ModelUnreadable: HP305 when a config file next to the tokenizer cannot be read.
         MissingDependency: HP501 when a package that the source needs is not installed.
     """
     cache = cache_root(data.cache_dir)

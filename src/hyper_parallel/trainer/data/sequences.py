@@ -296,7 +296,12 @@ class PackedSequences:
 
 
 class JoinedSequences:
-    """Concatenation of the sequences of several sources, with the methods of `PackedSequences`."""
+    """Concatenation of the sequences of several sources, with the methods of `PackedSequences`.
+
+    Attributes:
+        parts: Sequences of each source.
+        starts: Index of the first sequence of each source, and total number of sequences.
+    """
 
     def __init__(self, parts: Sequence[PackedSequences]) -> None:
         self.parts, self.split = tuple(parts), parts[0].split

@@ -167,6 +167,7 @@ class Source:
 
         Raises:
             NoData: HP602 naming a record that is invalid or longer than `data.max_record_bytes`.
+            MissingDependency: HP501 when a package that reads the records is not installed.
         """
         self.counts.clear()
         left, most = self.data.max_bytes, self.data.max_record_bytes

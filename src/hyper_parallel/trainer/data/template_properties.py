@@ -420,6 +420,7 @@ def properties_of(tokenizer: Any, *, tools: bool = False) -> TemplateProperties:
 
     Raises:
         ValueError: The tokenizer has no chat template, or several without a default.
+        BadValue, ModelUnreadable: HP102, HP305 for an unusable tokenizer or generation config.
     """
     template = tokenizer.chat_template
     source = template if isinstance(template, str) else tokenizer.get_chat_template(tools=[{}] if tools else None)

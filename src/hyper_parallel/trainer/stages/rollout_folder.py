@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class RolloutFolder:
-    """Folder of files that training ranks and sampling ranks exchange.
+    """Folder of files that training ranks and sampling ranks exchange; its subfolder `policy` has the weights.
 
     Args:
         path: Path of the folder.
