@@ -176,7 +176,8 @@ def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str |
     Tokenizers with equal vocabularies and pipelines are not compared further.
 
     Args:
-        one, other: Tokenizers of transformers.
+        one: Tokenizer of transformers.
+        other: Tokenizer of transformers.
         samples: Texts of the data to compare in addition to the built-in probe texts.
 
     Returns:
