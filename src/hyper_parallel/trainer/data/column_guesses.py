@@ -49,9 +49,7 @@ _ROLE_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
 def column_hint(columns: Mapping[str, str], section: str = "columns") -> str | None:
     """Return recipe overrides for `columns`, such as `data.columns.prompt=question`; None if `columns` is empty.
 
-    Args:
-        columns: Dict from the canonical key or role to its name in the records.
-        section: Section of `data`: `columns` or `roles`.
+    `columns` is a dict from canonical key or role to its name in the records; `section` is `columns` or `roles`.
     """
     pairs = (f"data.{section}.{name}={_as_value(key)}" for name, key in columns.items())
     return " ".join(map(shlex.quote, pairs)) or None

@@ -99,10 +99,7 @@ class DataCounts:
     def add(self, documents: Sequence[Document], encoded: Sequence[Encoded], stage: str) -> None:
         """Count a record as used or dropped.
 
-        Args:
-            documents: Document of the record, or both documents of a pair.
-            encoded: Tokens and targets of each document.
-            stage: Stage of the recipe.
+        `documents` is the document of the record, or both documents of a pair; `encoded` has their tokens and targets.
         """
         if stage == "pt":
             num_tokens = sum(len(ids) for ids, _ in encoded)

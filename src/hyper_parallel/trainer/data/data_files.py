@@ -127,10 +127,7 @@ def refuse_splits(root: Path, files: Sequence[Path]) -> None:
     """Raise if some files of a directory are named like training data (`train`), others like evaluation data (`test`).
 
     All files of a directory are one source, so the evaluation data would be trained on. Text files are not checked.
-
-    Args:
-        root: Directory of the files.
-        files: Data files of the directory, at least one, all of one kind.
+    `files` are the data files below `root`, at least one, all of one kind.
 
     Raises:
         NoData: HP602 with one file of each split.

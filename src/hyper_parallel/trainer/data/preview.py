@@ -133,13 +133,9 @@ def example_of(
     documents: Sequence[Document],
     encoded: Sequence[Encoded],
 ) -> Example:
-    """Return the example of a record, with texts decoded from its tokens and without thumbnails.
+    """Return the example of a record, with texts decoded from its tokens by tokenizer `hf` and without thumbnails.
 
-    Args:
-        hf: Tokenizer of transformers.
-        source: Source of the record.
-        documents: Document of the record, or both documents of a pair.
-        encoded: Tokens and targets of each document.
+    `documents` is the document of the record, or both documents of a pair; `encoded` has their tokens and targets.
     """
     where, stage = documents[0].where, source.stage
     if stage == "grpo":

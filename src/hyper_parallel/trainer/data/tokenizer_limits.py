@@ -90,11 +90,7 @@ def check_files(directory: Path, names: Sequence[str]) -> None:
 
 
 def check_parts(backend: Any, where: str) -> None:
-    """Raise if a loaded tokenizer may take unbounded time or memory for a text.
-
-    Args:
-        backend: `tokenizers.Tokenizer`.
-        where: Directory of the tokenizer, for error messages.
+    """Raise if a loaded tokenizer, a `tokenizers.Tokenizer`, may take unbounded time or memory for a text.
 
     Raises:
         BadValue: HP102 naming the component, or a `max_input_chars_per_word` that is too large.

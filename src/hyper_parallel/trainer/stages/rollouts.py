@@ -217,11 +217,9 @@ class Publisher:
 
 
 def sample_rank(job: Job, replica: int) -> None:
-    """Run a sampling rank: sample one part of every step with the published weights until training ends.
+    """Run a rank of sampling replica `replica`: sample one part of every step with the published weights.
 
-    Args:
-        job: Prepared run.
-        replica: Index of the model replica to which this rank belongs.
+    The function returns when training ends.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the training ranks end the run
