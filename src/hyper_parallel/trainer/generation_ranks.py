@@ -72,7 +72,7 @@ def generate_on_ranks(
         RunUnreadable: HP603 when `directory` has no exported model, or no tokenizer.
         DeviceUnavailable: HP502 for more ranks than this machine can run.
         RankFailed: HP601 when a rank died.
-        HyperParallelError: Other errors of finding, checking and loading model and tokenizer.
+        HyperParallelError: Other errors of launching ranks, and of finding, checking and loading model and tokenizer.
     """
     strategy = parse_strategy(parallel)
     _check_axes(strategy)

@@ -55,6 +55,8 @@ def run_job(job: Job) -> Summary | None:
 
     Raises:
         DeviceUnavailable: HP502 when this machine cannot run all ranks.
+        DegreesMismatch: HP301 when `launch.nnodes` x `launch.nproc_per_node` is not the number of ranks.
+        ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
         SnapshotsTooLarge: HP626 when /dev/shm has no space for `checkpoint.snapshot_every`.
         Contradiction: HP104 for `checkpoint.snapshot_every` under torchrun.
         OutputNotWritable: HP105 when the run directory cannot be written, or has other files but no marker.

@@ -51,7 +51,7 @@ SIZES: Final[dict[str, Any]] = {
     )
     for key in keys.split()
 }
-"""Sizes of a small model by config key, also in nested configs."""
+"""Sizes, dropout rates and special tokens of a small model by config key, also in nested configs."""
 
 SPANS: Final[dict[str, int]] = {
     key: tokens

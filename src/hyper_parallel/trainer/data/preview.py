@@ -48,7 +48,8 @@ class ExampleText:
 
     Attributes:
         name: `text`, `conversation`, `chosen`, `rejected`, `good answer`, `bad answer`, `prompt` or `answer`.
-        segments: Segments of the first tokens: `data.seq_len` with `stage: rm`, all with `stage: grpo`, else one more.
+        segments: Segments of the first tokens: `data.seq_len` with `stage: rm`, all with `stage: grpo`, else
+            `data.seq_len` + 1.
         num_tokens: Number of tokens of the whole text.
         num_cut: Number of tokens that training truncates; 0 with `stage: pt` and `stage: grpo`.
     """
