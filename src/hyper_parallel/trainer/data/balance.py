@@ -147,7 +147,7 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
 
 
 def _microbatches(costs: Int64, grid: Grid) -> Iterator[list[Int64]]:
-    """Yield up to three divisions into microbatches: as in the data, of about equal cost, the same within a turn."""
+    """Yield up to three divisions into microbatches: as in the data, of about equal cost, and about equal per turn."""
     count = len(costs) // grid.rows
     yield np.split(np.arange(len(costs)), count)
     if grid.rows == 1:

@@ -196,7 +196,7 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps that read every sequence of an epoch, rounded up, without `StepRows.iterations`."""
+        """Number of steps that read every sequence of an epoch, rounded up; repeated steps count once."""
         return -(-self.num_sequences * self.rows.unit // self.sequences_per_step)
 
     def step_batch(self, step: int) -> Int64:

@@ -464,7 +464,7 @@ def _has_keys(values: Values, shape: str, stage: str) -> bool:
 
 
 def _with_system(turns: list[Message], count: int | None, system: str, rules: RecordRules, where: str) -> Part:
-    """Prepend the text under the key `system`, unless a turn repeats it; raise NoData (HP602) for another such turn."""
+    """Prepend the text under the key `system` unless a turn repeats it; raise NoData (HP602) if system turns differ."""
     first = _message("system", system)
     own = [turn for turn in turns if turn["role"] in ("system", "developer")]
     if any(_same(turn, first) for turn in own):

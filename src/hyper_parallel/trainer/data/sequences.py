@@ -232,7 +232,7 @@ class PackedSequences:
         return inputs, labels
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the tokens before padding of each row, 0 for a dummy row; None for plain text without dummy rows."""
+        """Return the length of each row before padding, 0 for a dummy row; None for plain text without dummy rows."""
         dummy = indices < 0
         if self._num_real is None and not dummy.any():
             return None

@@ -2,7 +2,7 @@
 
 DPO and KTO need only log-probabilities of this model. They are computed once before the first step and saved as
 `reference.npy`, or `reference_holdout.npy` for held-out answers; resumed runs load these files. GRPO needs the weights
-of this model. A copy of them is swapped into the trained model for a forward pass, so there is no second module.
+of this model. A copy of them is swapped into the trained model for a forward pass, so there is no second model.
 """
 
 from __future__ import annotations
