@@ -367,8 +367,8 @@ class Generator:
         """Continue many prompts with continuous batching; under a memory budget, `slots` prompts at a time.
 
         The random numbers of a sequence depend only on the seed and the index of its prompt. An interrupted
-        `Generation` among the prompts continues as if it had not been interrupted. A finished `Generation` is not
-        continued.
+        `Generation` among the prompts continues as if it had not been interrupted. A `Generation` is returned unchanged
+        if `Generation.has_ended`.
 
         Args:
             prompts: Texts, or results of an earlier call.

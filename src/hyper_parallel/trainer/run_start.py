@@ -61,7 +61,7 @@ def run_job(job: Job) -> Summary | None:
         Contradiction: HP104 for `checkpoint.snapshot_every` under torchrun.
         OutputNotWritable: HP105 when the run directory cannot be written, or has other files but no marker.
         RunInUse: HP720 when another run writes to the run directory.
-        Interrupted: A signal has ended the run; the exception's `step` is the step of the saved checkpoint.
+        Interrupted: A signal has ended the run; `step` is that of the saved checkpoint, None if it was stopped at once.
         RankFailed: HP601 when a rank died and `training.max_restarts` is 0.
         RankHung: HP620 when a rank hung and `training.max_restarts` is 0.
         RestartsUsedUp: HP621 when ranks failed after the last restart.

@@ -136,6 +136,7 @@ class Checkpointer:
                 parameter of the optimizer outside the model, and for extra values that are too large or not JSON.
             LossNotFinite: HP604 naming a trained parameter or optimizer state with NaN or infinity; no file is written
                 or removed.
+            ValueError: This checkpointer has no fingerprint.
         """
         if self._fingerprint is None:
             raise ValueError("a checkpointer without a fingerprint only loads")

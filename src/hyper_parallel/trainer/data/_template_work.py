@@ -111,7 +111,7 @@ def size_of(value: Any) -> int:
 
 
 def deep_size(value: Any) -> int:
-    """Return the bytes of memory of a value with all nested items; an item counts once per reference to it.
+    """Return the approximate bytes of memory of a value with all nested items; each reference to an item counts.
 
     Raises:
         TemplateBudget: The value is larger than `_BUDGET`.

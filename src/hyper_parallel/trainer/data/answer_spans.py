@@ -247,7 +247,7 @@ class _Search:
         return self._shape.words[place.number]
 
     def _find_words(self) -> tuple[Placeholders, list[WordsPlace]]:
-        """Return placeholders from which the text can be reproduced, and the positions of all words in the text."""
+        """Return placeholders that reproduce the text, and the places of all words; raise HP102 if none do."""
         collision = PLACEHOLDER.search(self._text)
         if not self._renderer.has_media:
             contents = "".join(message.get("content") or "" for message in self._messages)
@@ -397,7 +397,7 @@ class _Search:
         return start if is_kept and self._text[start : place.start] == lead else place.start
 
     def _start_of_wrapper(self, i: int) -> int:
-        """Return the start of answer `i`: the end of the text that it shares with the generation prompt."""
+        """Return the end of the text that turn `i` shares with the generation prompt; raise HP102 if there is none."""
         own = self._of_turn[i]
         before = [p for p in self._places if self._words(p).turn < i]
         previous = max((p.end for p in before), default=0)
@@ -413,7 +413,7 @@ class _Search:
         return previous + len(shared)
 
     def _end(self, i: int, start: int) -> int:
-        """Return the end of the end marker of turn `i`, whose answer begins at `start`."""
+        """Return the end of the end marker of turn `i`, whose answer begins at `start`; raise HP102 without one."""
         own = self._of_turn[i]
         words_end = own[-1].end if own else start
         later = [p for p in self._places if p.start >= words_end and self._words(p).turn > i]

@@ -106,7 +106,7 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
     """Read the conversation with the chosen answer, then the conversation with the rejected answer.
 
     An answer continues the prompt of the record. If both answers contain whole conversations instead, the leading turns
-    that they have in common are the prompt.
+    that they have in common are the prompt. Raise NoData (HP602) if these include no question.
     """
     raw = [values[key] for key in ("chosen", "rejected")]
     answers = [_turns_of(a, "assistant", rules, where, "chosen or rejected") for a in raw]
@@ -504,7 +504,7 @@ def _check_unread(
     rules: RecordRules,
     where: str,
 ) -> None:
-    """Raise NoData (HP602) for a key that the format does not read, unless it is empty, metadata or repeats a turn."""
+    """Except for GRPO, raise NoData (HP602) for an unread key, unless it is empty, metadata or repeats a turn."""
     if stage == "grpo":  # reward functions may read all keys
         return
     known = {*read_keys, *_SHARED, *_STAGE_KEYS.get(stage, ())}

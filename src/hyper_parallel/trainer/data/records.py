@@ -161,7 +161,7 @@ class ArrayReader:
         return json.JSONDecodeError(problem, self._buffer, self._at)
 
     def _element(self) -> tuple[Any, str]:
-        """Return the next element and its JSON text; read chunks until the element is complete."""
+        """Read the next element; return it and its JSON text. Raise LimitExceeded if it is longer than the limit."""
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._buffer, self._at)

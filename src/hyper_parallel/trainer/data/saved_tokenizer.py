@@ -70,7 +70,7 @@ _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tokenizer_files(directory: Path) -> list[str]:
-    """Return the names of the tokenizer and processor files in a Hugging Face directory."""
+    """Return the relative paths of the tokenizer and processor files in a Hugging Face directory."""
     names = [name for name in _FILES if (directory / name).is_file()]
     further = sorted((directory / _TEMPLATES).glob("*.jinja"))
     return names + [f"{_TEMPLATES}/{path.name}" for path in further if path.is_file()]

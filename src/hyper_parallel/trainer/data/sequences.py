@@ -340,7 +340,7 @@ class JoinedSequences:
         return gathered
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the number of tokens before the padding of each row, 0 for a dummy row; None if all sources do."""
+        """Return the length of each row before padding, 0 for a dummy row; None if every source returns None."""
         gathered = np.full(len(indices), self.parts[0].seq_len, np.int64)
         padded = False
         for part, local, rows in self._split(indices):

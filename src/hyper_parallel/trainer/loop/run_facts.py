@@ -182,7 +182,7 @@ Changes = dict[str, tuple[Any, Any]]
 def check_resume(saved: object, facts: Mapping[str, Any], run: Path) -> Changes:
     """Return the changes between the facts `saved` in a checkpoint and those of the resumed run; {} if none are saved.
 
-    Changes of file locations are left out. `run` is the directory of the run that wrote the checkpoint.
+    Changes of keys in `_PATHS` are left out. `run` is the directory of the run that wrote the checkpoint.
 
     Raises:
         CheckpointMismatch: HP702 naming the changed keys that must not change.

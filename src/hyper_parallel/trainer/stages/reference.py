@@ -148,7 +148,7 @@ REFERENCE_MODEL: Final = "weights of the reference model"
 class ReferenceWeights:
     """Copy of the trained parameters as they were before the first step.
 
-    The copy takes the memory of this rank's shards of the trained parameters; in a LoRA run, these are the adapters.
+    The copy takes the memory of this rank's shards of the trained parameters.
 
     Args:
         model: Model passed through `parallelize`; in a new run it has the reference weights.
@@ -159,6 +159,7 @@ class ReferenceWeights:
     Raises:
         CheckpointMismatch: HP702 when the saved reference weights are not those that the checkpoint was trained with.
         CheckpointCorrupt: HP701 when the resumed run's reference weights are missing or damaged.
+        OutputNotWritable: HP105 when the weights cannot be saved.
     """
 
     @torch.no_grad()
