@@ -183,8 +183,8 @@ class TextCodec:
 class PromptBatch:
     """Sequences to decode for many prompts.
 
-    Prompts are texts, or generations of an earlier call, which are continued unless `Generation.has_ended`. With `chat`,
-    each prompt is a user message to be answered.
+    Prompts are texts, or generations of an earlier call, which are continued unless `Generation.has_ended`. With
+    `chat`, each prompt is a user message to be answered.
 
     Raises:
         BadValue: HP102 for errors of `TextCodec.begin`, or for prompts with images or audio.

@@ -88,7 +88,7 @@ class DocumentFacts:
             self.records[start] = _json_line(record, document.where)
 
     def write(self, path: Path, starts: Sequence[int]) -> None:
-        """Write the values of all rows to files `PATH_good.npy`, `PATH_margins.npy` and the like.
+        """Write the added values of all rows to files such as `PATH_good.npy` and `PATH_margins.npy`.
 
         Args:
             path: Folder and name of the split.

@@ -457,7 +457,7 @@ def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[
 
 
 def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = ()) -> None:
-    """Raise if a source is a missing path; the hint names a similar path, if any, preferably one that the stage can read.
+    """Raise if a source is a missing path; a hint names a similar path, preferably one that the stage can read.
 
     Args:
         data: Section `data` with one source.
