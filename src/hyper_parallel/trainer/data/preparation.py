@@ -41,7 +41,8 @@ class PackedData:
 
     Attributes:
         train: Packed sequences, or a stream.
-        holdout: Sequences of `data.validation`, else the held-out sequences, which may be empty; None: there are none.
+        holdout: Sequences of `data.validation`, else the held-out sequences of a source, which may be empty. None: a
+            stream or mixture without held-out sequences.
         tokenizer_dir: Hugging Face directory of the tokenizer.
         vocab_size: Largest token id plus one.
         fingerprint: Hash of the packed content, equal on every machine; for a stream, of source name and settings.

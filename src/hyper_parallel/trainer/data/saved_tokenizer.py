@@ -246,6 +246,7 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
     Raises:
         BadValue: HP102 when no class produces the tokens of the source from the copy.
         NoData: HP602 for a file that `check_files` refuses.
+        HyperParallelError: Errors of `load_tokenizer` except NoData.
     """
     source = Path(source)
     check_files(source, tokenizer_files(source))
