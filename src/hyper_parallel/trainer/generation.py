@@ -331,7 +331,7 @@ class Generator:
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model, or without a chat template.
             Contradiction: HP104 for a prompt with images or audio and a budget of device memory.
-            HyperParallelError: Errors of `PlannedSlots` under a budget of device memory.
+            HyperParallelError: Errors of `TextCodec.begin`, and of `PlannedSlots` under a budget of device memory.
         """
         sampling = sampling or Sampling()
         _, tokens = self._start(prompt, sampling, chat)
@@ -378,8 +378,7 @@ class Generator:
             interrupt: Function, called before each pass, that returns whether to stop and return the results so far.
 
         Raises:
-            BadValue: HP102 for errors of `PromptBatch`.
-            HyperParallelError: Errors of `PlannedSlots` under a budget of device memory.
+            HyperParallelError: Errors of `PromptBatch`, and of `PlannedSlots` under a budget of device memory.
         """
         batch = PromptBatch(self._codec, prompts, sampling or Sampling(), chat=chat)
         sequences = [*batch.sequences.values()]

@@ -43,9 +43,9 @@ _log = logging.getLogger(__name__)
 def run_job(job: Job) -> Summary | None:
     """Train on local ranks or, under torchrun, as this rank.
 
-    If a rank fails or hangs, all local ranks are restarted, at most `training.max_restarts` times. They resume from the
-    newest intact checkpoint or snapshot. If they fail again before another checkpoint, a recipe with `training.elastic`
-    is replanned for fewer ranks.
+    If a rank dies or hangs, all local ranks are restarted, at most `training.max_restarts` times. They resume from the
+    newest intact checkpoint or snapshot. If ranks fail again before another checkpoint, a recipe with
+    `training.elastic` is replanned for fewer ranks. A coded error of a rank ends the run.
 
     SIGINT, SIGTERM and SIGHUP end the run after its current step with a checkpoint. A second signal more than a second
     later, or a signal before the first step of local ranks, ends the run at once.

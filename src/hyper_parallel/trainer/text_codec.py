@@ -187,7 +187,8 @@ class PromptBatch:
     `chat`, each prompt is a user message to be answered.
 
     Raises:
-        BadValue: HP102 for errors of `TextCodec.begin`, or for prompts with images or audio.
+        BadValue: HP102 for prompts with images or audio.
+        HyperParallelError: Errors of `TextCodec.begin`.
     """
 
     def __init__(
