@@ -149,12 +149,7 @@ def num_bytes_of(value: Any) -> int:
 
 
 class Counted:
-    """Iterable that charges one step for each iteration of a template's loop.
-
-    Args:
-        values: Iterable to wrap.
-        work: Budget to charge.
-    """
+    """Iterable over `values` that charges one step to the budget `work` for each iteration of a template's loop."""
 
     def __init__(self, values: Any, work: Work) -> None:
         self._values, self._work = values, work

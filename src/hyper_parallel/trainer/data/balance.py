@@ -190,9 +190,7 @@ def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
 def spread(costs: Int64, sizes: Sequence[int]) -> list[Int64]:
     """Assign items to bins so that the largest total cost of a bin is small; return the indices of each bin's items.
 
-    Args:
-        costs: [N] cost of each item.
-        sizes: Number of items in each bin; the sum is N.
+    `costs` [N] has the cost of each item; `sizes` has the number of items in each bin, N in all.
     """
     members: list[list[int]] = [[] for _ in sizes]
     free = [(0, k) for k, count in enumerate(sizes) if count]

@@ -133,13 +133,9 @@ class DataCounts:
             self.remarks[f"{kind} have words that the tokenizer does not know: {UNKNOWN}"] += 1
 
     def add_marked(self, num_tokens: int, marked: Sequence[int], stage: str, *, is_cut: bool) -> None:
-        """Count a record of one or two conversations as used.
+        """Count a record of one or two conversations as used, and as truncated if `is_cut`.
 
-        Args:
-            num_tokens: Number of tokens of all its documents after truncation to `data.seq_len`.
-            marked: Number of answer tokens in each of its documents.
-            stage: Stage of the recipe.
-            is_cut: Whether a document is truncated.
+        `num_tokens` counts all its tokens after truncation; `marked` has the number of answer tokens in each document.
         """
         if stage == "grpo":  # the reference answer is only for reward functions
             self.add_used(num_tokens - sum(marked), 0, is_cut)

@@ -90,9 +90,7 @@ class DocumentFacts:
     def write(self, path: Path, starts: Sequence[int]) -> None:
         """Write the added values of all rows to files such as `PATH_good.npy` and `PATH_margins.npy`.
 
-        Args:
-            path: Folder and name of the split.
-            starts: For each row, the offset of its document.
+        `path` is folder and name of the split; `starts` has, for each row, the offset of its document.
         """
         if self.good:
             good = np.array([self.good[start] for start in starts], np.bool_)
