@@ -93,7 +93,10 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
 
 
 def _folder(loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dict[str, HubName]) -> str:
-    """Return the folder with the downloaded files `part` if `text` is a hub id to download, else `text`."""
+    """Return the folder with the downloaded files `part` if `text` is a hub id to download, else `text`.
+
+    Raises UnknownModel (HP304) if `model.path` is a missing path.
+    """
     name = parse_name(text)
     if name is None:
         if key != "model.path" or not _is_missing(text):

@@ -262,7 +262,7 @@ def under_torchrun() -> bool:
 
 
 def _training_ranks(recipe: Recipe) -> int | None:
-    """Return the number of ranks started by torchrun that train the language model; None without torchrun."""
+    """Return how many torchrun ranks train the language model, None without torchrun; raise HP104 if none is left."""
     if not under_torchrun():
         return None
     from hyper_parallel.runtime import launched_rank

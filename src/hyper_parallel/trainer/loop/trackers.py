@@ -93,7 +93,7 @@ def make_trackers(
 
 
 def _known_ids(path: Path) -> dict[str, str]:
-    """Read the run ids by tracker that an earlier process of the run has stored; return {} if the file is absent."""
+    """Return the stored run ids by tracker, {} if the file is absent; raise HP632 if it cannot be read."""
     if not path.exists():
         return {}
     try:
