@@ -189,6 +189,7 @@ def _plan_model(model: str, topology: str, params: Mapping[str, Any], headroom: 
         memory_headroom=headroom,
         towers=towers,
         media=planner.MEDIA if media is None else media,
+        from_command=True,
     )
     return replace(plan, notes=(*plan.notes, *_tower_notes(spec, towers, media)))
 

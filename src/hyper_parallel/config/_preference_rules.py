@@ -51,7 +51,7 @@ def _partial(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _stale_without_ranks(recipe: Recipe) -> dict[str, str] | None:
-    """Return `ahead` and `fresh`, the overrides with and without staleness; None if staleness has its ranks."""
+    """Return `ranks` and `fresh`, overrides that add ranks or remove staleness; None if staleness has its ranks."""
     grpo = recipe.grpo
     if not grpo.max_staleness or grpo.rollout_ranks:
         return None

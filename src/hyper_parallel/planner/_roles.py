@@ -186,6 +186,8 @@ def _plan_without_split(
                 "grpo.rollout_ranks": 0,
                 "grpo.rollout_tp": 1,
                 **({"grpo.max_staleness": 0} if grpo.max_staleness else {}),
+                **({"grpo.partial_rollout": "false"} if grpo.partial_rollout else {}),
+                **({"grpo.min_effective_samples": "null"} if grpo.min_effective_samples is not None else {}),
                 **({"grpo.reference_role": "learner"} if grpo.reference_role == "sampler" else {}),
             },
         )
