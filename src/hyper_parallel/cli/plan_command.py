@@ -306,9 +306,10 @@ def _current_command(ctx: typer.Context) -> list[str]:
 def _plan_recipe(
     recipe: Path, devices: int | None, topology: str | None, no_code: bool
 ) -> tuple[Plan, tuple[str, str]]:
-    from hyper_parallel.config import load_recipe, refuse_code
+    from hyper_parallel.config import load_recipe, refuse_code, refuse_data_file
     from hyper_parallel.planner import plan_recipe
 
+    refuse_data_file(recipe, "plan")
     loaded = load_recipe(recipe, [] if topology is None else [f"topology={topology}"])
     if no_code:
         refuse_code(loaded)

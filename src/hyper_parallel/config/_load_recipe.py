@@ -59,7 +59,7 @@ from hyper_parallel.errors import (
     printable,
 )
 from hyper_parallel.hub import name_of_snapshot
-from hyper_parallel.near_paths import command_with_data, is_data_file, is_recipe_file, nearest_path
+from hyper_parallel.near_paths import command_with_data, is_data_file, is_recipe_file, nearest_path, some_recipe
 from hyper_parallel.received import LimitExceeded
 
 _LONGEST_HINT: Final = 300
@@ -208,17 +208,22 @@ class _Sources:
 def refuse_data_file(path: Path, command: str | None = None) -> None:
     """Raise RecipeUnreadable (HP103) if a data file is given as the recipe.
 
-    The hint is the command that reads the file as data. `command` is the name of a command with overrides, such as
-    `train`; None: another command or a Python function, and the hint is a sentence.
+    The hint is the command with a recipe in place of the file; it reads the file as data, except for `plan`. `command`
+    is the name of the command, such as `train`; None: the hint is a sentence, also for callers in Python.
     """
     if is_data_file(path) and path.is_file():
         hint = "give a recipe that names the file under `data.source`"
+        if command == "plan":
+            recipe = some_recipe(path.name)
+            hint = f"hyper-parallel plan --recipe {shlex.quote(recipe)}" if recipe else "hyper-parallel init"
+        elif command is not None:
+            hint = command_with_data(command, str(path))
         raise RecipeUnreadable(
             "the file contains data, not a recipe; a recipe names its data under `data.source`",
             where=str(path),
             got=path.suffix,
             allowed="a recipe, YAML or JSON",
-            hint=hint if command is None else command_with_data(command, str(path)),
+            hint=hint,
         )
 
 
