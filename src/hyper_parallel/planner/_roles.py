@@ -215,12 +215,15 @@ def _memory_error(roles: Roles, split: Split, where: Callable[[str], str]) -> Do
     """Return the error for ranks with too little memory to sample; its hint is a change with which they fit, if any."""
     memory, capacity, learner = split.memory_bytes, roles.capacity_bytes, split.learner
     work = learner.workload
-    rows = (work.tokens_per_step or 0) // work.seq_len or 1
+    rows = (work.tokens_per_step or 0) // work.seq_len // learner.strategy.dp or 1  # of a data-parallel rank
     batches = [b for b in divisors(rows) if b < (work.microbatch or 1)]
     changes = [(f"grpo.rollout_tp={tp}", tp, learner) for tp in range(split.tp + 1, split.ranks + 1)]
     for b in reversed(batches):
         smaller = replace(learner, workload=replace(work, microbatch=b))
-        changes.append((f"training.microbatch={b}", split.tp, smaller))
+        change = f"training.microbatch={b}"
+        if roles.request.workload.accumulation_steps is not None:  # set by the recipe
+            change += f" training.accumulation_steps={rows // b}"
+        changes.append((change, split.tp, smaller))
     hint = f"a smaller model, or {topology_hint()}"
     for change, tp, changed in changes:
         alternative = roles.split(split.ranks, tp, changed)
