@@ -237,6 +237,18 @@ def _stops_without_patience(recipe: Recipe) -> dict[str, str] | None:
     return {"change": f"training.early_stopping_patience=3 {_evaluations(recipe)}".strip()}
 
 
+def _elastic_batch(recipe: Recipe) -> dict[str, str] | None:
+    """Return, as `change`, overrides that fix the tokens of a step; None for a run with fixed tokens or not elastic."""
+    training, parallel = recipe.training, recipe.parallel
+    if not training.elastic or training.tokens_per_step is not None:
+        return None
+    unit = (training.microbatch or training.accumulation_steps or 1) * parallel.dp_replicate * parallel.dp_shard
+    tokens = (256 + -256 % unit) * recipe.data.seq_len
+    is_fixed = None not in (training.microbatch, training.accumulation_steps)
+    derived = " training.accumulation_steps=null" if is_fixed else ""
+    return {"change": f"training.tokens_per_step={tokens}{derived}"}
+
+
 def _unused_decay(recipe: Recipe) -> dict[str, str] | None:
     """Return, as `wsd`, the alternative of the schedule wsd; empty if the steps of warm-up and decay do not fit."""
     t = recipe.training
@@ -363,11 +375,10 @@ _TRAINING_RULES: Final[Rules] = (
              "set `training.decay_steps={rest}`", "0..{rest}"),
     ),
     *SCHEDULE_RULES,
-    Rule("training.elastic",
-         lambda r: r.training.elastic and r.training.tokens_per_step is None and {"tokens": 256 * r.data.seq_len},
+    Rule("training.elastic", _elastic_batch,
          "an elastic run needs a fixed number of tokens per step for any number of ranks",
          "elastic=true, tokens_per_step=null",
-         "set `training.tokens_per_step={tokens}`, or `training.elastic=false`"),
+         "set `{change}`, or `training.elastic=false`"),
     Rule("training.check_ranks_every", _incomparable_ranks,
          "bitwise comparison of ranks needs deterministic kernels and does not work with a memory plan",
          "deterministic={training.deterministic}, offload={offload}",
