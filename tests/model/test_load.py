@@ -70,6 +70,12 @@ def test_quantised_weights_are_noted(tmp_path):
     assert "not checked" in notes
 
 
+def test_pickled_weights_are_noted(tmp_path):
+    directory = write_config(tmp_path / "my-model").parent
+    (directory / "pytorch_model.bin").write_bytes(b"x")
+    assert "pickled" in " ".join(load_model(directory).notes)
+
+
 def test_a_dtype_object_of_a_live_config_is_read():
     class Float16:
         def __str__(self):

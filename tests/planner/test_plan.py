@@ -108,6 +108,12 @@ def test_illegal_strategies_are_refused_with_a_hint(strategy, error):
     assert caught.value.hint
 
 
+def test_expert_parallelism_needs_experts():
+    with pytest.raises(NotDivisible, match="ep=2 needs a mixture of experts") as caught:
+        plan(small_model(), machine(), Workload(512, 512 * 8), strategy=Strategy(dp_shard=4, ep=2))
+    assert caught.value.hint == "parallel.ep=1"
+
+
 def test_degrees_that_do_not_multiply():
     with pytest.raises(DegreesMismatch) as caught:
         plan(small_model(), machine(), num_devices=8, strategy=Strategy(dp_shard=2, tp_x=2))
