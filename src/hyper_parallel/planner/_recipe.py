@@ -233,7 +233,8 @@ def _check_stages(p: Parallel, strategy: Strategy, where: Callable[[str], str], 
         others = strategy.virtual_stages if p.pp == 1 else p.pp
         number, rest = divmod(len(p.stage_layers), others)
         is_legal = len(missing) == 1 and number > 1 and not rest
-        is_legal &= num_ranks % number == 0 if missing == ["pp"] else p.schedule == "interleaved" or number == 2
+        if is_legal:
+            is_legal = num_ranks % number == 0 if missing == ["pp"] else p.schedule == "interleaved" or number == 2
         keys = " and ".join(f"`parallel.{name}`" for name in missing)
         raise Contradiction(
             f"`{key}` fixes the number of stages, so `auto` needs {keys} to be set",
