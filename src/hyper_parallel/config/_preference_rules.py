@@ -146,7 +146,7 @@ PREFERENCE_RULES: Final[Rules] = (
          "reference_role=sampler, beta={grpo.beta:g}, rollout_ranks={grpo.rollout_ranks}",
          "set `grpo.reference_role=learner`, or `{needed}`"),
     Rule("grpo.partial_rollout", _partial,
-         "partial rollouts need `max_staleness` above 0, and are not deterministic",
+         "partial rollouts need `grpo.max_staleness` above 0, and exclude `training.deterministic`",
          "max_staleness={grpo.max_staleness}, deterministic={training.deterministic}",
          "set `{ahead}`, or `grpo.partial_rollout=false`"),
     Rule("grpo.partial_rollout", lambda r: r.grpo.partial_rollout and r.grpo.rollout_dp_shard > 1,

@@ -143,7 +143,7 @@ def parse_yaml(text: str, limits: Limits = LIMITS) -> Any:
         raise
     except (ValueError, OverflowError, LookupError, AttributeError, TypeError) as cause:
         # PyYAML's constructors raise these for invalid numbers and dates.
-        raise yaml.YAMLError(abbreviated(str(cause), 200)) from cause
+        raise yaml.YAMLError(f"{cause!s:.200}") from cause
     check_value(value, limits)
     return value
 
