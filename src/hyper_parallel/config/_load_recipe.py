@@ -161,8 +161,12 @@ def load_recipe(
     sources = _Sources(path, origins, overrides)
     recipe = validated(Recipe, _nest(path, merged), sources.where, sources.as_override)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
-    for derive in (derive_warmup, derive_unset, derive_submodels):
-        recipe = derive(recipe, resolved)
+    try:
+        for derive in (derive_warmup, derive_unset, derive_submodels):
+            recipe = derive(recipe, resolved)
+    except Contradiction as error:
+        error.where = f"{path}: {error.where}"
+        raise
     return _checked(LoadedRecipe(recipe, resolved, path))
 
 
