@@ -260,7 +260,9 @@ def test_resolved_recipe_round_trips(tmp_path_factory, lr, seed, prompt, degrees
             ["`grpo.rollout_ranks` has", "an integer or auto", "=0`, the default"],
         ),
         ("", ["training.lr"], BadValue, ["not an override", "training.lr=VALUE"]),
-        ("", ["data.seq_len=[1"], BadValue, ["is not YAML"]),
+        ("", ["data.seq_len=[1"], BadValue, ["is not YAML", "close all brackets"]),
+        ("", ["lora={r: 8, r: 9}"], BadValue, ["the value of `lora` cannot be read: the key `r` is given twice"]),
+        ("", ["training.steps=2026-99-99"], BadValue, ["the value of `training.steps` cannot be read: month"]),
         ("stage: sft", [], Contradiction, ["conversations", "data.source"]),
         ("stage: sft\ndata: {source: x, format: text}", [], Contradiction, ["data.format"]),
         ("training: {warmup_steps: 9, steps: 8}", [], Contradiction, ["training.warmup_steps=0"]),
@@ -322,8 +324,11 @@ def test_missing_file_and_missing_model(write, tmp_path):
 
 def test_grandparents_are_refused(write):
     write("extends: c.yaml\n", "b.yaml")
-    with pytest.raises(Contradiction, match="parent of its own"):
+    with pytest.raises(Contradiction, match="parent of its own") as caught:
         load_recipe(write("extends: b.yaml\n"))
+    assert "c.yaml that" in caught.value.hint
+    write("extends: null\nmodel: {path: tiny}\n", "b.yaml")
+    assert load_recipe(write("extends: b.yaml\n")).recipe.model.path == "tiny"
 
 
 def test_all_problems_are_reported_at_once(write):

@@ -43,6 +43,8 @@ CONTRADICTIONS = (
     "stage=grpo grpo.epsilon=0.1",
     "stage=grpo grpo.num_iterations=2 checkpoint.every=3",
     "stage=grpo grpo.reward_weights=[1,2]",
+    "stage=grpo grpo.reward_funcs=[a.score,b.score]",
+    "stage=dpo data.packing=true data.mask_documents=true",
     "data.packing=false data.mask_documents=true",
     "data.streaming=true training.epochs=1",
     "data.streaming=true data.holdout=0.1",
@@ -151,6 +153,10 @@ def test_hints_name_every_change_that_is_needed(tmp_path):
         ("training.check_ranks_every=2 offload.budget=auto", "offload.budget=null training.deterministic=true"),
         ("training.lr_schedule=inverse_sqrt training.min_lr_ratio=0.2", "training.lr_schedule=cosine"),
         ("training.lr_schedule=inverse_sqrt training.min_lr_ratio=0.2", "training.min_lr_ratio=null"),
+        ("data.mask_documents=true offload.budget=auto", "data.packing=false data.mask_documents=null"),
+        ("launch.nnodes=2", "launch.launcher=torchrun launch.rdzv_endpoint=HOST:29500"),
+        ("training.early_stopping_threshold=0.1", "training.early_stopping_patience=3 training.eval_every=100"),
+        ("stage=grpo grpo.epsilon=0.1 checkpoint.every=3", "grpo.num_iterations=2 checkpoint.every=4"),
     ):
         error = error_of(path, written.split())
         assert f"`{pasted}`" in error.hint

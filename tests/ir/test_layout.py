@@ -122,7 +122,7 @@ def test_parts_are_cut_apart():
     assert layout.local_shape((8, 6), mesh, at) == layout.max_local_shape((8, 6), mesh) == (4, 3)
     with pytest.raises(LayoutError, match="does not divide into 2 equal parts"):
         layout.ranges((7, 6), mesh, at)
-    with pytest.raises(LayoutError, match="must have one number per dim"):
+    with pytest.raises(LayoutError, match="must have one number per dim, each at least 1"):
         Layout(((), ()), parts=(2,))
     with pytest.raises(LayoutError, match="does not support dims with stacked parts"):
         redistribute(layout, Layout(((), ())), mesh, (8, 6), 4)

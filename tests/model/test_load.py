@@ -70,6 +70,12 @@ def test_quantised_weights_are_noted(tmp_path):
     assert "not checked" in notes
 
 
+def test_pickled_weights_are_noted(tmp_path):
+    directory = write_config(tmp_path / "my-model").parent
+    (directory / "pytorch_model.bin").write_bytes(b"x")
+    assert "pickled" in " ".join(load_model(directory).notes)
+
+
 def test_a_dtype_object_of_a_live_config_is_read():
     class Float16:
         def __str__(self):
@@ -113,6 +119,15 @@ def test_directory_without_config(tmp_path):
     with pytest.raises(UnknownModel) as error:
         load_model(tmp_path)
     check(error, "HP304", "has no config.json")
+
+
+def test_a_directory_hides_the_preset_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-3-8b").mkdir()
+    with pytest.raises(UnknownModel) as error:
+        load_model("llama-3-8b")
+    check(error, "HP304", "has no config.json, and hides the preset llama-3-8b")
+    assert load_model(error.value.hint.split("`")[1]).num_layers == 32
 
 
 def test_missing_keys_are_all_named():

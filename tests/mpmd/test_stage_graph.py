@@ -72,8 +72,8 @@ def test_graphs_without_meaning_are_refused(build, what):
     ("rows", "what"),
     [
         ((ROWS[0], ROWS[1] + " 0B0"), "the frozen stage 0 has a backward of microbatch 0"),
-        ((ROWS[0].replace(" 1W0", ""), ROWS[1] + " 1W0"), "microbatch 0 of stage 1 computes on"),
-        ((ROWS[0] + " 0F1", ROWS[1].replace("0F1 ", "")), "stage 0 computes on rank 0 and on"),
+        ((ROWS[0].replace(" 1W0", ""), ROWS[1] + " 1W0"), "microbatch 0 of stage 1 is computed on"),
+        ((ROWS[0] + " 0F1", ROWS[1].replace("0F1 ", "")), "stage 0 is computed on rank 0 and on"),
     ],
 )
 def test_wrong_computations_of_a_graph_are_refused(rows, what):

@@ -70,7 +70,7 @@ def test_wrong_communication_is_refused(old, new, what):
 
 
 def test_a_stage_lies_on_one_rank():
-    with pytest.raises(ScheduleError, match="stage 0 computes on rank 0 and on rank 1") as caught:
+    with pytest.raises(ScheduleError, match="stage 0 is computed on rank 0 and on rank 1, but") as caught:
         verify(Schedule.from_csv("0F0,0B0,1F0,1B0\n0F1,0B1,1F1,1B1\n"))
     assert ">0F1<" in caught.value.render()
     with pytest.raises(ScheduleError, match="stage 1 has no computation"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from hyper_parallel.config import DEGREES, Parallel, Recipe
 from hyper_parallel.cost import RECOMPUTE, SCHEDULES, SHAPES, Candidates
-from hyper_parallel.errors import BadValue, NoLegalStrategy
+from hyper_parallel.errors import BadValue, NoLegalStrategy, UnknownKey
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner import plan, plan_recipe
 from hyper_parallel.planner.pins import EXCLUDABLE, PINNABLE, check_exclusions, check_pins
@@ -48,6 +50,10 @@ def test_values_are_in_the_order_of_their_columns():
             assert PINNABLE[name].values[0] == getattr(usual, name)
     with pytest.raises(BadValue):
         check_pins({"schedule": "fastest"})
+    for where, hint in (("--pin", "--pin tp_x=8"), ("pins", 'pins={"tp_x": 8}')):
+        with pytest.raises(UnknownKey) as caught:
+            check_pins({"tpx": 8}, where)
+        assert (caught.value.where, caught.value.hint) == (where, hint)
 
 
 def test_offload_can_be_excluded_and_hints_name_the_section_of_a_key():
@@ -56,7 +62,7 @@ def test_offload_can_be_excluded_and_hints_name_the_section_of_a_key():
     assert plan(*asked, num_devices=4, exclude=("offload",)).strategy == free.strategy
     with pytest.raises(NoLegalStrategy) as caught:
         plan(*asked, num_devices=4, pins={"microbatch": 3})
-    assert caught.value.hint == "--pin microbatch=2"
+    assert caught.value.hint == 'pins={"microbatch": 2}'
 
 
 def test_an_exclusion_agrees_with_a_pin_of_the_same_value():
@@ -99,8 +105,8 @@ def test_a_stage_of_zero_that_no_ranks_can_share_is_refused_with_a_pin_that_help
     with pytest.raises(NoLegalStrategy, match="zero=2 shards nothing") as caught:
         plan(*asked, num_devices=4, pins={"zero": 2, "tp": 4})
     assert caught.value.hint
-    name, _, value = caught.value.hint.removeprefix("--pin ").partition("=")
-    chosen = plan(*asked, num_devices=4, pins={"zero": 2, "tp": 4, name: value}).strategy
+    pins = json.loads(caught.value.hint.removeprefix("pins="))
+    chosen = plan(*asked, num_devices=4, pins={"zero": 2, "tp": 4, **pins}).strategy
     assert chosen.dp_shard * chosen.cp > 1
 
 

@@ -108,6 +108,12 @@ def test_illegal_strategies_are_refused_with_a_hint(strategy, error):
     assert caught.value.hint
 
 
+def test_expert_parallelism_needs_experts():
+    with pytest.raises(NotDivisible, match="ep=2 needs a mixture of experts") as caught:
+        plan(small_model(), machine(), Workload(512, 512 * 8), strategy=Strategy(dp_shard=4, ep=2))
+    assert caught.value.hint == "parallel.ep=1"
+
+
 def test_degrees_that_do_not_multiply():
     with pytest.raises(DegreesMismatch) as caught:
         plan(small_model(), machine(), num_devices=8, strategy=Strategy(dp_shard=2, tp_x=2))
@@ -117,31 +123,31 @@ def test_degrees_that_do_not_multiply():
 def test_nothing_legal_names_the_nearest_pin_and_it_works():
     with pytest.raises(NoLegalStrategy) as caught:
         plan(small_model(), machine(), num_devices=16, pins={"tp_x": 16})
-    assert caught.value.hint == "--pin tp_x=8"
+    assert caught.value.hint == 'pins={"tp_x": 8}'
     plan(small_model(), machine(), num_devices=16, pins={"tp_x": 8})
 
 
 def test_batch_that_divides_nowhere_names_one_that_does():
     with pytest.raises(NoLegalStrategy) as caught:
         plan(small_model(), machine(), Workload(512, 1000), num_devices=8)
-    assert caught.value.hint == "--tokens-per-step 4096"
+    assert caught.value.hint == "tokens_per_step=4096"
 
 
 def test_nothing_fits_names_devices_that_do():
     with pytest.raises(DoesNotFit) as caught:
         plan("llama-3-405b", "cloudmatrix384", num_devices=8)
-    name, devices = caught.value.hint.split()
-    assert name == "--devices"
+    name, devices = caught.value.hint.split("=")
+    assert name == "num_devices"
     chosen = plan("llama-3-405b", "cloudmatrix384", num_devices=int(devices))
     assert chosen.memory_bytes <= chosen.memory_capacity_bytes
     with pytest.raises(DoesNotFit):
         plan("llama-3-405b", "cloudmatrix384", num_devices=int(devices) // 2)
 
 
-def test_model_too_large_for_this_machine_names_the_option_for_another():
+def test_model_too_large_for_this_machine_names_another():
     with pytest.raises(DoesNotFit) as caught:
         plan("megatron-310b", "local", num_devices=2)
-    assert caught.value.hint.startswith("a smaller model, or --topology dgx-h100 (machines: ")
+    assert caught.value.hint.startswith("a smaller model, or the topology dgx-h100 (machines: ")
     assert all(name in caught.value.hint for name in preset_names())
 
 

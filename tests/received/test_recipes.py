@@ -35,8 +35,8 @@ FILES = {
     "base 60": ("model: {path: x}\ntraining: {steps: " + "1:" * 100_000 + "1}", "number"),
     "digits": ("model: {path: x}\ntraining: {steps: " + "9" * 100_000 + "}", "number"),
     "date": ("model: {path: x}\ntraining: {steps: 2026-99-99}", "month"),
-    "binary": ("model: !!binary x", "not YAML"),
-    "object": ("model: !!python/object/apply:os.system [id]", "not YAML"),
+    "binary": ("model: !!binary x", "cannot be read"),
+    "object": ("model: !!python/object/apply:os.system [id]", "cannot be read"),
 }
 
 

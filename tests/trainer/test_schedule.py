@@ -156,7 +156,7 @@ def test_a_pasted_hint_mends_arguments_of_a_schedule(tmp_path, words):
     path.write_text("model: {path: m}\nparallel: {dp_shard: 1}\n")
     with pytest.raises(Contradiction) as caught:
         load_recipe(path, words)
-    pasted = re.findall("`([^`]*)`", caught.value.hint)
+    pasted = " ".join(re.findall("`([^`]*)`", caught.value.hint)).split()
     loaded = load_recipe(path, [*words, *pasted])
     (path.parent / "config.yaml").write_text(recipe_to_yaml(loaded.recipe))
     assert load_recipe(path.parent / "config.yaml").recipe.training == loaded.recipe.training

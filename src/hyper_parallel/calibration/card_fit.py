@@ -185,7 +185,7 @@ def fit_runs(
         raise RunsUnreadable(
             "no run can be fitted: none is valid and has a measured step time",
             got=f"{len(runs)} valid runs",
-            hint="add rows with `step_s` or `tok_s_dev`; `predict` names the errors of a row",
+            hint="add rows with `step_s` or `tok_s_dev`; `hyper-parallel predict` lists the errors of each row",
         )
     runs = tuple(case.run for case in cases)
     sizes = Counter(run.group for run in runs)

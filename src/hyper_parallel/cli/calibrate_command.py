@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +46,7 @@ def calibrate(
             raise Contradiction(
                 "--runs fits a CSV file and measures nothing on this machine, so --check and --ranks do not apply",
                 got="--runs with --check or --ranks",
-                hint=shlex.join(["hyper-parallel", "calibrate", "--runs", str(runs)]),
+                hint="leave out --check and --ranks, or --runs",
             )
         _from_runs(runs, output)
         return

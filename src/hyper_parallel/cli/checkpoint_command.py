@@ -60,7 +60,16 @@ def inspect(
     from hyper_parallel.trainer.files import Damaged
 
     directory = _checkpoints(run_dir)
-    path = directory / files.step_name(files.steps(directory)[-1] if step is None else step)
+    steps = files.steps(directory)
+    if step is not None and step not in steps:
+        raise CheckpointCorrupt(
+            f"the run has no checkpoint of step {step}",
+            where=str(directory),
+            got=step,
+            allowed=steps,
+            hint=f"--step {min(steps, key=lambda known: abs(known - step))}",
+        )
+    path = directory / files.step_name(steps[-1] if step is None else step)
     try:
         manifest, index = files.check(path, contents=False, check_extra=_extra_check(directory))
         extra = read_extra(path)

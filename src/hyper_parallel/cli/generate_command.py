@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -58,28 +57,28 @@ def generate(
     """
     from hyper_parallel.trainer.generation import Sampling
 
-    _check_code_options(run_dir, no_code, trust_remote_code)
+    _check_code_options(no_code, trust_remote_code)
     enable_garbage_collection()
     memory = _memory(device_memory, dram, flash_dir, topology)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()))
     source = _ModelSource(run_dir, device, dtype, trust_remote_code, memory, topology)
     media = [("image", path) for path in image or ()] + [("audio", path) for path in audio or ()]
     if media and (prompt is None or prompts is not None):
-        problem = f"--{media[0][0]} needs --prompt, the text of the message that contains it"
-        raise BadValue(problem, got=media[0][1], hint='--prompt "What is this?"')
+        raise _media_error(*media[0], from_file=prompts is not None)
     if prompts is not None:
         if prompt is not None or as_json or (parallel and memory is not None):
-            raise _prompts_conflict(source, prompts, parallel)
+            raise _prompts_conflict(source, prompt is not None, as_json, parallel)
         _continue_file(source, prompts, output, sampling, parallel, chat=chat, slots=slots)
     elif prompt is None and chat and not (as_json or output is not None or parallel):
         from hyper_parallel.cli.chat_session import converse
 
         converse(source.load(), sampling)
-    elif prompt is None or output is not None or parallel:
-        raise BadValue(
-            "no prompt is given" if prompt is None else "-o and --parallel need --prompts",
-            hint='--prompt "Once"' if prompt is None else "--prompts FILE.jsonl",
-        )
+    elif output is not None or parallel:
+        is_replaced = prompt is not None or as_json
+        hint = "leave out -o and --parallel, or give --prompts FILE.jsonl in place of --prompt and --json"
+        raise BadValue("-o and --parallel need --prompts", hint=hint if is_replaced else "--prompts FILE.jsonl")
+    elif prompt is None:
+        raise BadValue("no prompt is given", hint='--prompt "Once"')
     else:
         _continue_prompt(source, prompt, media, sampling, chat=chat, as_json=as_json)
 
@@ -107,23 +106,34 @@ class _ModelSource:
         )
 
 
-def _check_code_options(run_dir: Path, no_code: bool, trusted: bool) -> None:
+def _check_code_options(no_code: bool, trusted: bool) -> None:
     if no_code and trusted:
         raise Contradiction(
             "--trust-remote-code allows code that --no-code forbids",
             got="--no-code --trust-remote-code",
-            hint=shlex.join(["hyper-parallel", "generate", str(run_dir), "--no-code"]),
+            hint="leave out --trust-remote-code, or --no-code if you trust the code",
         )
 
 
-def _prompts_conflict(source: _ModelSource, prompts: Path, parallel: str) -> Contradiction:
-    problem = "--prompt and --json apply to a single prompt"
-    got = "--prompts with --prompt or --json"
-    if parallel and source.memory is not None:
-        problem = "--device-memory applies to a single device"
-        got = f"--device-memory with --parallel {parallel}"
-    words = ["hyper-parallel", "generate", str(source.run_dir), "--prompts", str(prompts)]
-    return Contradiction(problem, got=got, hint=shlex.join([*words, "-o", "OUT.jsonl"]))
+def _media_error(kind: str, path: str, *, from_file: bool) -> BadValue:
+    """Return the error for an image or recording without a prompt, or with a file of prompts."""
+    hint = f"leave out --{kind}, or --prompts" if from_file else '--prompt "What is this?"'
+    return BadValue(f"--{kind} needs --prompt, the text of the message that contains it", got=path, hint=hint)
+
+
+def _prompts_conflict(source: _ModelSource, has_prompt: bool, as_json: bool, parallel: str) -> Contradiction:
+    """Return the error for options that `--prompts` excludes, or that exclude each other."""
+    single = [name for name, is_given in (("--prompt", has_prompt), ("--json", as_json)) if is_given]
+    if single:
+        names = " and ".join(single)
+        problem = f"{names} {'apply' if len(single) > 1 else 'applies'} to a single prompt"
+        return Contradiction(problem, got=f"--prompts with {names}", hint=f"leave out {names}, or --prompts")
+    assert source.memory is not None
+    return Contradiction(
+        "--device-memory applies to a single device",
+        got=f"--device-memory with --parallel {parallel}",
+        hint="leave out --parallel, or --device-memory and its options",
+    )
 
 
 def _memory(device: str | None, dram: str | None, flash_dir: Path | None, topology: str) -> DeviceMemory | None:

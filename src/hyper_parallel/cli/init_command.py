@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from itertools import takewhile
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -92,6 +93,12 @@ def _folder() -> Path:
     return inside if inside.is_dir() else package.parents[1] / "recipes"
 
 
+def _unused(name: str) -> str:
+    """Return the path, with a number added if it exists."""
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(path for path in names if not os.path.lexists(path))
+
+
 def _needed(folder: Path, name: str) -> dict[Path, str]:
     """Return the texts of a recipe and the files it names, by target path; HP105 if a target has other content."""
     target, text = Path("recipes") / name, (folder / name).read_text(encoding="utf-8")
@@ -104,6 +111,6 @@ def _needed(folder: Path, name: str) -> dict[Path, str]:
             raise OutputNotWritable(
                 "a different file with this name exists",
                 got=target,
-                hint=f"mv {target} {target}.mine",
+                hint=shlex.join(["mv", str(target), _unused(f"{target}.mine")]),
             )
     return {**needed, target: text}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -56,7 +57,7 @@ class BrokenPipeSafeStream:
             raise OutputNotWritable(
                 f"{self._name} cannot be written; the rest of the run succeeded",
                 got=self.lost.strerror,
-                hint=f"df -h {_place(self._stream)}",
+                hint=f"df -h {shlex.quote(_place(self._stream))}",
             )
 
     def _sink(self, error: OSError) -> None:

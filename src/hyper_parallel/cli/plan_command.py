@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,6 +114,8 @@ def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
 def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None, recipe: Path | None) -> None:
     if schedule_csv is not None:
         hint = "--pin pp=2" if recipe is None else f"set `parallel.pp=2` in {recipe}"
+        if chosen.strategy.world_size % 2:
+            hint = "leave out --schedule-csv, or plan for an even number of devices"
         write_schedule(chosen, schedule_csv, hint)
         say(f"schedule written to {schedule_csv}", err=True)
     if output is not None:
@@ -131,7 +133,7 @@ def _choose_plan(ctx: typer.Context, recipe: Path | None, headroom: float | None
             raise Contradiction(
                 "a recipe already determines the model, the workload and the search",
                 got=f"--recipe with {', '.join(names)}",
-                hint=f"hyper-parallel plan --recipe {shlex.quote(str(recipe))}",
+                hint=shlex.join(_current_command(ctx, {*_IN_RECIPE})),
                 where="--recipe",
             )
         return _plan_recipe(recipe, params["devices"], params["topology"], params["no_code"])
@@ -189,6 +191,7 @@ def _plan_model(model: str, topology: str, params: Mapping[str, Any], headroom: 
         memory_headroom=headroom,
         towers=towers,
         media=planner.MEDIA if media is None else media,
+        from_command=True,
     )
     return replace(plan, notes=(*plan.notes, *_tower_notes(spec, towers, media)))
 
@@ -290,10 +293,11 @@ def _wrapped_lines(words: list[str]) -> Iterator[str]:
     yield line
 
 
-def _current_command(ctx: typer.Context) -> list[str]:
+def _current_command(ctx: typer.Context, omitted: Collection[str] = _NOT_REPEATED) -> list[str]:
+    """Return the words of the running command, without the options in `omitted`."""
     words, typed = ["hyper-parallel", "plan"], options.typed_options(ctx)
     for param in ctx.command.params:
-        if param.name in _NOT_REPEATED or param.name not in typed:
+        if param.name in omitted or param.name not in typed:
             continue
         value = typed[param.name]
         option = [] if param.param_type_name == "argument" else [max(param.opts, key=len)]
@@ -305,9 +309,10 @@ def _current_command(ctx: typer.Context) -> list[str]:
 def _plan_recipe(
     recipe: Path, devices: int | None, topology: str | None, no_code: bool
 ) -> tuple[Plan, tuple[str, str]]:
-    from hyper_parallel.config import load_recipe, refuse_code
+    from hyper_parallel.config import load_recipe, refuse_code, refuse_data_file
     from hyper_parallel.planner import plan_recipe
 
+    refuse_data_file(recipe, "plan")
     loaded = load_recipe(recipe, [] if topology is None else [f"topology={topology}"])
     if no_code:
         refuse_code(loaded)
@@ -357,6 +362,6 @@ def _pins(texts: Iterable[str]) -> dict[str, str]:
                 f"`{name}` is pinned twice",
                 where="--pin",
                 got=f"{name}={pins[name]}, {name}={value}",
-                hint=f"--pin {name}={value}",
+                hint=f"leave out --pin {name}={pins[name]}",
             )
     return pins

@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -48,7 +48,7 @@ def train(
     from hyper_parallel.hub import stay_offline
 
     stay_offline()
-    _refuse_dash(recipe, topology)
+    _refuse_dash([str(recipe), *(overrides or [])], topology)
     trace_options = {
         "--trace": trace,
         "--topology": topology,
@@ -62,7 +62,7 @@ def train(
             raise Contradiction(
                 f"{tracing[0]} applies only to a dry run",
                 where=tracing[0],
-                hint=shlex.join(["hyper-parallel", "train", str(recipe), "--dry-run", "--trace"]),
+                hint=_trace_command([str(recipe), *(overrides or [])], trace_options),
             )
         from hyper_parallel.cli.dry_run_command import print_dry_run
 
@@ -80,14 +80,26 @@ def train(
         raise typer.Exit(error.status) from None
 
 
-def _refuse_dash(recipe: Path, topology: str | None) -> None:
-    """Raise BadValue (HP102) for an override written with a dash; typer reads `-training.lr=1` as option `-t`."""
+def _trace_command(words: Sequence[str], options: Mapping[str, object]) -> str:
+    """Return the command that traces a dry run; `words` are recipe and overrides, `options` has values by option."""
+    command = ["hyper-parallel", "train", *words, "--dry-run", "--trace"]
+    for name, value in options.items():
+        if name != "--trace" and value is not None and value is not False:
+            command += [name] if value is True else [name, str(value)]
+    return shlex.join(command)
+
+
+def _refuse_dash(words: Sequence[str], topology: str | None) -> None:
+    """Raise BadValue (HP102) for an override written with a dash; typer reads `-training.lr=1` as option `-t`.
+
+    `words` are the recipe and the other overrides.
+    """
     if topology is not None and "=" in topology:
         raise BadValue(
             "an override must not begin with a dash",
             got=f"-t{topology}",
             allowed="key=value, for example training.lr=1e-4",
-            hint=shlex.join(["hyper-parallel", "train", str(recipe), f"t{topology}"]),
+            hint=shlex.join(["hyper-parallel", "train", *words, f"t{topology}"]),
         )
 
 

@@ -59,7 +59,7 @@ from hyper_parallel.errors import (
     printable,
 )
 from hyper_parallel.hub import name_of_snapshot
-from hyper_parallel.near_paths import command_with_data, is_data_file, is_recipe_file, nearest_path
+from hyper_parallel.near_paths import command_with_data, is_data_file, is_recipe_file, nearest_path, some_recipe
 from hyper_parallel.received import LimitExceeded
 
 _LONGEST_HINT: Final = 300
@@ -155,14 +155,18 @@ def load_recipe(
     Of several unknown keys and invalid values, or several contradictions, the first is raised and lists the others.
     """
     path = Path(path)
-    refuse_data_file(path, "train")
+    refuse_data_file(path)
     merged = _merge_layers(path, overrides, layers)
     origins = {dotted(key): origin for key, (_, origin) in merged.items()}
     sources = _Sources(path, origins, overrides)
     recipe = validated(Recipe, _nest(path, merged), sources.where, sources.as_override)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
-    for derive in (derive_warmup, derive_unset, derive_submodels):
-        recipe = derive(recipe, resolved)
+    try:
+        for derive in (derive_warmup, derive_unset, derive_submodels):
+            recipe = derive(recipe, resolved)
+    except Contradiction as error:
+        error.where = f"{path}: {error.where}"
+        raise
     return _checked(LoadedRecipe(recipe, resolved, path))
 
 
@@ -205,18 +209,25 @@ class _Sources:
         return shlex.quote(f"{key}={text}") if is_override else f"{key}: {text}"
 
 
-def refuse_data_file(path: Path, command: str) -> None:
-    """Raise RecipeUnreadable (HP103) if a data file is given as the recipe of a command.
+def refuse_data_file(path: Path, command: str | None = None) -> None:
+    """Raise RecipeUnreadable (HP103) if a data file is given as the recipe.
 
-    The hint is the command that reads the file as data; `command` is its name, such as `train`.
+    The hint is the command with a recipe in place of the file; it reads the file as data, except for `plan`. `command`
+    is the name of the command, such as `train`; None: the hint is a sentence, also for callers in Python.
     """
     if is_data_file(path) and path.is_file():
+        hint = "give a recipe that names the file under `data.source`"
+        if command == "plan":
+            recipe = some_recipe(path.name)
+            hint = f"hyper-parallel plan --recipe {shlex.quote(recipe)}" if recipe else "hyper-parallel init"
+        elif command is not None:
+            hint = command_with_data(command, str(path))
         raise RecipeUnreadable(
             "the file contains data, not a recipe; a recipe names its data under `data.source`",
             where=str(path),
             got=path.suffix,
             allowed="a recipe, YAML or JSON",
-            hint=command_with_data(command, str(path)),
+            hint=hint,
         )
 
 
@@ -236,8 +247,8 @@ def missing_run(path: Path, content: str, allowed: str, command: str) -> RunUnre
 def _run_hint(path: Path) -> str | None:
     """Return a hint for a path that is not a run directory: a similar directory, or the run of a recipe; else None."""
     if not is_recipe_file(path):
-        near = None if path.exists() else nearest_path(str(path), ["runs"])
-        return f"did you mean `{near}`?" if near is not None and Path(near).is_dir() else None
+        near = None if path.exists() else nearest_path(str(path), ["runs"], Path.is_dir)
+        return None if near is None else f"did you mean `{near}`?"
     try:
         output_dir = load_recipe(path).recipe.output_dir
     except HyperParallelError:
@@ -305,20 +316,30 @@ def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_K
                 where=f"{path}: extends",
                 got=abbreviated(parent_name),
                 allowed="a path relative to the recipe",
-                hint="extends: base.yaml",
+                hint="write the path of one file, such as `extends: base.yaml`, or remove `extends`",
             )
-        parent = read_mapping(path.parent / parent_name, RecipeUnreadable, "parent of the recipe")
-        if "extends" in parent:
-            raise Contradiction(
-                "a parent recipe cannot have a parent of its own",
-                where=f"{path.parent / parent_name}: extends",
-                got=parent["extends"],
-                hint=f"write `extends: {parent['extends']}` in {path} or copy the values",
-            )
+        parent_path = path.parent / parent_name
+        parent = read_mapping(parent_path, RecipeUnreadable, "parent of the recipe")
+        if (grandparent := parent.pop("extends", None)) is not None:
+            raise _grandparent_error(parent_path, grandparent)
         layer = dict(_flatten(parent, Recipe))
-        yield f"extends {parent_name}", _resolve_paths(path.parent / parent_name, layer)
+        yield f"extends {parent_name}", _resolve_paths(parent_path, layer)
     yield "recipe", _resolve_paths(path, dict(_flatten(data, Recipe)))
     yield _COMMAND_LINE, _override_layer(path, overrides)
+
+
+def _grandparent_error(parent: Path, grandparent: object) -> Contradiction:
+    """Return the error for the key `extends` with the value `grandparent` in the file `parent`."""
+    hint = f"remove `extends` from {parent}"
+    if isinstance(grandparent, str):
+        file = parent.parent / grandparent
+        hint = f"copy the values of {file} that {parent} does not set into {parent}, and remove its `extends`"
+    return Contradiction(
+        "a parent recipe cannot have a parent of its own",
+        where=f"{parent}: extends",
+        got=abbreviated(grandparent),
+        hint=hint,
+    )
 
 
 def _resolve_paths(file: Path, layer: dict[_Key, Any]) -> dict[_Key, Any]:
@@ -426,13 +447,23 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
             )
         return value
     except (yaml.YAMLError, LimitExceeded) as cause:
-        limit = f": {cause}" if isinstance(cause, LimitExceeded) else ""
-        raise BadValue(
-            f"the value of `{name}` is not YAML{limit}",
-            where=_where(path, name, _COMMAND_LINE),
-            got=abbreviated(text) if limit else text,
-            hint=None if limit else f"close all brackets and quotes, and quote the override: '{name}=VALUE'",
-        ) from cause
+        problem, hint = _yaml_problem(name, text, cause)
+        where = _where(path, name, _COMMAND_LINE)
+        got = text if len(text) <= _LONGEST_HINT else abbreviated(text)
+        raise BadValue(problem, where=where, got=got, hint=hint) from cause
+
+
+def _yaml_problem(name: str, text: str, cause: Exception) -> tuple[str, str | None]:
+    """Return (sentence, hint or None) for the text of an override from which `parse_yaml` raised `cause`."""
+    if isinstance(cause, LimitExceeded):
+        return f"the value of `{name}` is too large: {cause}", None
+    reason = cause.problem if isinstance(cause, yaml.MarkedYAMLError) else cause
+    if not isinstance(cause, (yaml.scanner.ScannerError, yaml.parser.ParserError)):
+        return f"the value of `{name}` cannot be read: {reason}", None
+    hint = f"quote the override for the shell: '{name}=VALUE'"
+    if any(sign in text for sign in "[]{}'\""):
+        hint = f"close all brackets and quotes, and {hint}"
+    return f"the value of `{name}` is not YAML: {reason}", hint
 
 
 def _with_spaces(value: Any, text: str) -> str | None:
@@ -559,7 +590,7 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
                 f"unknown key `{key}.{name}`: `{key}` is a value and has no keys",
                 where=_where(path, f"{key}.{name}", origin),
                 allowed=describe(field),
-                hint=f"{key}={value}",
+                hint=shlex.quote(f"{key}={_as_yaml(value)}"),
             )
     return tree
 

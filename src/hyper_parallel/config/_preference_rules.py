@@ -2,23 +2,101 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from hyper_parallel.config._preference_sections import PREFERENCE_STAGES, Grpo
 from hyper_parallel.config._recipe import Recipe
-from hyper_parallel.config._rules import Rule, Rules
+from hyper_parallel.config._rules import Rule, Rules, offload_off
+
+
+def _packed(recipe: Recipe) -> dict[str, str] | None:
+    """Return, as `masks`, the override that packing=false needs; None if sequences are not packed."""
+    data = recipe.data
+    return {"masks": "" if data.mask_documents is None else " data.mask_documents=null"} if data.packing else None
+
+
+def _without_axes(recipe: Recipe) -> dict[str, str] | None:
+    """Return, as `change`, the overrides that turn pipeline and context parallelism off; None without either."""
+    parallel = recipe.parallel
+    if recipe.stage != "grpo" or (parallel.pp == 1 and parallel.cp == 1):
+        return None
+    values = {
+        "world_size=null": not parallel.auto and parallel.world_size is not None,
+        "schedule=1f1b virtual_stages=1": parallel.virtual_stages > 1,
+        "schedule_file=": parallel.schedule_file != "",
+        "stage_layers=[]": bool(parallel.stage_layers),
+        "cp_kind=ring cp_ulysses=1": (parallel.cp_kind, parallel.cp_ulysses) != ("ring", 1),
+    }
+    words = ["pp=1", "cp=1", *(w for text, is_set in values.items() if is_set for w in text.split())]
+    return {"change": " ".join(f"parallel.{word}" for word in words)}
 
 
 def _ahead(recipe: Recipe) -> dict[str, str]:
     """Return, as `ahead`, the overrides that let sampling run ahead of training."""
-    ranks = "" if recipe.grpo.rollout_ranks else "grpo.rollout_ranks=1 "
-    return {"ahead": f"{ranks}grpo.max_staleness={recipe.grpo.max_staleness or 1}"}
+    grpo = recipe.grpo
+    ranks = "" if grpo.rollout_ranks else f"grpo.rollout_ranks={grpo.copy_ranks} "
+    return {"ahead": f"{ranks}grpo.max_staleness={grpo.max_staleness or 1}"}
+
+
+def _partial(recipe: Recipe) -> dict[str, str] | None:
+    """Return, as `ahead`, the overrides that partial rollouts need; None without partial rollouts or if none is."""
+    grpo, training = recipe.grpo, recipe.training
+    if not grpo.partial_rollout or (grpo.max_staleness and not training.deterministic):
+        return None
+    words = [_ahead(recipe)["ahead"]]
+    words += ["training.deterministic=false"] if training.deterministic else []
+    words += ["training.check_ranks_every=0"] if training.check_ranks_every else []
+    return {"ahead": " ".join(words)}
+
+
+def _stale_without_ranks(recipe: Recipe) -> dict[str, str] | None:
+    """Return `ranks` and `fresh`, overrides that add ranks or remove staleness; None if staleness has its ranks."""
+    grpo = recipe.grpo
+    if not grpo.max_staleness or grpo.rollout_ranks:
+        return None
+    fresh = "grpo.max_staleness=0"
+    fresh += " grpo.partial_rollout=false" if grpo.partial_rollout else ""
+    fresh += " grpo.min_effective_samples=null" if grpo.min_effective_samples is not None else ""
+    return {"ranks": f"grpo.rollout_ranks={grpo.copy_ranks}", "fresh": fresh}
+
+
+def _next_multiple(recipe: Recipe, every: int, iterations: int) -> int:
+    """Return the next interval that both a rollout's steps and, for `keep_best`, evaluations divide."""
+    evaluations = recipe.training.eval_every if recipe.checkpoint.keep_best else 0
+    unit = math.lcm(iterations, evaluations or 1)
+    return every + -every % unit
+
+
+def _unused_clipping(recipe: Recipe) -> list[dict[str, object]]:
+    """Return one dict of placeholder values per clip range that is set for a single optimizer step per rollout."""
+    grpo, checkpoint = recipe.grpo, recipe.checkpoint
+    if grpo.num_iterations > 1:
+        return []
+    rounded = {name: _next_multiple(recipe, getattr(checkpoint, name), 2) for name in ("every", "snapshot_every")}
+    words = [f"checkpoint.{name}={every}" for name, every in rounded.items() if every != getattr(checkpoint, name)]
+    return [
+        {"name": name, "value": value, "change": " ".join(["grpo.num_iterations=2", *words])}
+        for name in ("epsilon", "epsilon_high")
+        if (value := getattr(grpo, name)) != Grpo.model_fields[name].default
+    ]
+
+
+def _rewards_of_one_name(recipe: Recipe) -> dict[str, str] | None:
+    """Return the name that two rewards have in metrics, and these rewards; None if all names differ."""
+    grpo = recipe.grpo
+    names = grpo.reward_names
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is None:
+        return None
+    same = [path for path, name in zip(grpo.reward_funcs, names, strict=True) if name == twice]
+    return {"name": twice, "same": ", ".join(same)}
 
 
 def _lacking_reference(recipe: Recipe) -> dict[str, str] | None:
     """Return, as `needed`, the overrides missing for `reference_role: sampler`; None for `learner` or if none is."""
     grpo = recipe.grpo
-    values = {"grpo.rollout_ranks=1": not grpo.rollout_ranks, "grpo.beta=0.04": not grpo.beta}
+    values = {f"grpo.rollout_ranks={grpo.copy_ranks}": not grpo.rollout_ranks, "grpo.beta=0.04": not grpo.beta}
     needed = " ".join(text for text, is_missing in values.items() if is_missing)
     return {"needed": needed} if grpo.reference_role == "sampler" and needed else None
 
@@ -28,20 +106,20 @@ PREFERENCE_RULES: Final[Rules] = (
          lambda r: r.data.source == "python-stdlib" and {"records": PREFERENCE_STAGES[r.stage]},
          "`stage: {stage}` needs {records}, but the standard library's source text has none",
          "stage={stage}, data.source=python-stdlib",
-         "set `data.source=records.jsonl`, or `stage=pt`", "a file or directory with {records}"),
-    Rule("data.packing", lambda r: r.data.packing,
+         "set `data.source=FILE`", "a file or directory with {records}"),
+    Rule("data.packing", _packed,
          "`stage: {stage}` has one conversation in a sequence and cannot pack several",
-         "data.packing=true", "set `data.packing=false`"),
+         "data.packing=true", "set `data.packing=false{masks}`"),
     Rule("data.streaming", lambda r: r.data.streaming,
          "`stage: {stage}` does not support `data.streaming` yet",
          "data.streaming=true", "set `data.streaming=false`"),
     Rule("data.max_bytes", lambda r: r.data.max_bytes is not None,
          "`stage: {stage}` does not support `data.max_bytes` yet",
          "data.max_bytes={data.max_bytes}", "set `data.max_bytes=null`"),
-    Rule("offload", lambda r: r.offload.on,
+    Rule("offload", lambda r: r.offload.on and {"off": offload_off(r)},
          "`stage: {stage}` does not support `offload` yet",
          "offload.budget={offload.budget}, offload.max_slowdown={offload.max_slowdown}",
-         "set `offload.budget=null offload.max_slowdown=null`"),
+         "set `{off}`"),
     Rule("sample_prompt", lambda r: r.stage == "rm" and r.sample_prompt is not None,
          "`sample_prompt` needs a model that predicts tokens, but a reward model only scores texts",
          "stage=rm, sample_prompt={sample_prompt}", "set `sample_prompt=null`"),
@@ -50,27 +128,27 @@ PREFERENCE_RULES: Final[Rules] = (
          "stage=rm, training.check_ranks_every={training.check_ranks_every}",
          "set `training.check_ranks_every=0`"),
     Rule("grpo.{name}",
-         lambda r: [{"name": name} for name in ("rollout_ranks", "rollout_tp")
+         lambda r: [{"name": name, "number": number}
+                    for name, number in (("rollout_ranks", r.grpo.copy_ranks), ("rollout_tp", 1))
                     if r.stage == "grpo" and not r.parallel.auto and getattr(r.grpo, name) == "auto"],
          "the planner divides ranks between training and sampling only with `parallel: auto`",
-         "{name}=auto, parallel.auto=false", "set `parallel=auto`, or `grpo.{name}=1`"),
-    Rule("parallel", lambda r: r.stage == "grpo" and (r.parallel.pp > 1 or r.parallel.cp > 1),
+         "{name}=auto, parallel.auto=false", "set `parallel=auto`, or `grpo.{name}={number}`"),
+    Rule("parallel", _without_axes,
          "`stage: grpo` samples with the training layout, which cannot use pipeline or context parallelism yet",
          "pp={parallel.pp}, cp={parallel.cp}",
-         "set `parallel.pp=1 parallel.cp=1`", "dp_replicate, dp_shard, tp, ep"),
-    Rule("grpo.max_staleness", lambda r: r.grpo.max_staleness and not r.grpo.rollout_ranks,
+         "set `{change}`", "dp_replicate, dp_shard, tp, ep"),
+    Rule("grpo.max_staleness", _stale_without_ranks,
          "staleness needs extra sampling ranks; ranks that train and sample in turn always have the newest weights",
          "max_staleness={grpo.max_staleness}, rollout_ranks=0",
-         "set `grpo.rollout_ranks=1`, or `grpo.max_staleness=0`"),
+         "set `{ranks}`, or `{fresh}`"),
     Rule("grpo.reference_role", _lacking_reference,
          "a reference on the sampling ranks needs a reference (`beta` > 0) and extra sampling ranks",
          "reference_role=sampler, beta={grpo.beta:g}, rollout_ranks={grpo.rollout_ranks}",
          "set `grpo.reference_role=learner`, or `{needed}`"),
-    Rule("grpo.partial_rollout",
-         lambda r: r.grpo.partial_rollout and (not r.grpo.max_staleness or r.training.deterministic) and _ahead(r),
-         "partial rollouts need staleness, and the time at which newer weights arrive is not deterministic",
+    Rule("grpo.partial_rollout", _partial,
+         "partial rollouts need `grpo.max_staleness` above 0, and exclude `training.deterministic`",
          "max_staleness={grpo.max_staleness}, deterministic={training.deterministic}",
-         "set `{ahead} training.deterministic=false`, or `grpo.partial_rollout=false`"),
+         "set `{ahead}`, or `grpo.partial_rollout=false`"),
     Rule("grpo.partial_rollout", lambda r: r.grpo.partial_rollout and r.grpo.rollout_dp_shard > 1,
          "sampling ranks that shard parameters (FSDP) can load newer weights only between rollouts",
          "partial_rollout=true, rollout_dp_shard={grpo.rollout_dp_shard}",
@@ -83,20 +161,21 @@ PREFERENCE_RULES: Final[Rules] = (
          "exact_logprobs=true, {name}={value}", "set `grpo.exact_logprobs=false`"),
     Rule("grpo.reward_funcs", lambda r: "environment" in r.grpo.reward_funcs and not r.grpo.environment,
          "the reward `environment` needs an environment",
-         "reward_funcs=[environment], environment=null", "set `grpo.environment=my_module.MyEnvironment`"),
+         "reward_funcs=[environment], environment=null", "set `grpo.environment=MODULE.CLASS`"),
+    Rule("grpo.reward_funcs", _rewards_of_one_name,
+         "two rewards have the same name `{name}` in the metrics", "{same}",
+         "rename one of the functions or directories, or leave it out of `grpo.reward_funcs`"),
     Rule("grpo.min_effective_samples",
          lambda r: r.grpo.min_effective_samples is not None and not r.grpo.max_staleness and _ahead(r),
          "without staleness all samples are on-policy, so this threshold has no effect",
          "min_effective_samples={grpo.min_effective_samples:g}, max_staleness=0",
          "set `grpo.min_effective_samples=null`, or `{ahead}`"),
     Rule("grpo.{name}",
-         lambda r: [{"name": name, "value": value} for name in ("epsilon", "epsilon_high")
-                    if r.grpo.num_iterations == 1
-                    and (value := getattr(r.grpo, name)) != Grpo.model_fields[name].default],
+         _unused_clipping,
          "clipping has no effect on a single optimizer step per rollout, because all probability ratios are 1",
-         "{name}={value:g}, num_iterations=1", "set `grpo.num_iterations=2`, or leave `grpo.{name}` out"),
+         "{name}={value:g}, num_iterations=1", "set `{change}`, or leave `grpo.{name}` out"),
     Rule("checkpoint.{name}",
-         lambda r: [{"name": name, "every": every, "next": every + -every % r.grpo.num_iterations}
+         lambda r: [{"name": name, "every": every, "next": _next_multiple(r, every, r.grpo.num_iterations)}
                     for name in ("every", "snapshot_every")
                     if (every := getattr(r.checkpoint, name)) % r.grpo.num_iterations],
          "a resumed run starts with a new rollout, so checkpoints must be saved between rollouts",

@@ -88,6 +88,11 @@ class Grpo(Section):
     weight."""
 
     @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Last component of the dotted path or directory of each reward, for names of metrics."""
+        return tuple(name.rstrip("/").rpartition("/")[2].rpartition(".")[2] for name in self.reward_funcs)
+
+    @property
     def sampling_ranks(self) -> int:
         """`rollout_ranks`; 0 until the planner has chosen."""
         return 0 if self.rollout_ranks == "auto" else self.rollout_ranks

@@ -48,7 +48,7 @@ class _StrictLoader(_Loader):
                 raise yaml.constructor.ConstructorError(
                     None,
                     None,
-                    f"the key `{abbreviated(key)[:80]}` is given twice",
+                    f"the key `{key!s:.80}` is given twice",
                     key_node.start_mark,
                 )
             seen.add(key)
@@ -105,17 +105,22 @@ def read_mapping(path: Path, error: type[HyperParallelError], file_type: str) ->
     except yaml.MarkedYAMLError as cause:
         mark = cause.problem_mark
         place = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
-        raise refusal(f"is not YAML: {cause.problem}", place) from cause
+        is_syntax = isinstance(cause, (yaml.scanner.ScannerError, yaml.parser.ParserError))
+        raise refusal(f"{'is not YAML' if is_syntax else 'cannot be read'}: {cause.problem}", place) from cause
     except LimitExceeded as cause:
-        raise refusal(f"exceeds a size limit: {cause}") from cause
+        is_file = path.is_file()  # no device or pipe
+        raise refusal(f"{'exceeds a size limit' if is_file else 'cannot be read'}: {cause}") from cause
     except (yaml.YAMLError, ValueError) as cause:
         raise refusal(f"cannot be read: {cause}") from cause
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        got = "an empty file" if data is None else type(data).__name__
+        if isinstance(data, dict):
+            got = f"the key {abbreviated(next(key for key in data if not isinstance(key, str)))}"
         raise error(
             f"the {file_type} is not a mapping of keys",
             where=str(path),
-            got="an empty file" if data is None else type(data).__name__,
-            allowed="lines of the form `key: value`",
+            got=got,
+            allowed="lines of the form `key: value`, in which every key is a text",
         )
     return data
 
@@ -138,7 +143,7 @@ def parse_yaml(text: str, limits: Limits = LIMITS) -> Any:
         raise
     except (ValueError, OverflowError, LookupError, AttributeError, TypeError) as cause:
         # PyYAML's constructors raise these for invalid numbers and dates.
-        raise yaml.YAMLError(abbreviated(str(cause), 200)) from cause
+        raise yaml.YAMLError(f"{cause!s:.200}") from cause
     check_value(value, limits)
     return value
 

@@ -53,6 +53,13 @@ class Rule:
         return error(problem, where=where(key), got=got, allowed=allowed, hint=hint)
 
 
+def offload_off(recipe: Recipe) -> str:
+    """Return the overrides that disable offload and reset its other keys, such as `offload.budget=null`."""
+    defaults = {"reorder": "true", "recompute": "true"}
+    changed = recipe.offload.model_dump(exclude_defaults=True)
+    return " ".join(f"offload.{name}={defaults.get(name, 'null')}" for name in changed)
+
+
 Rules = Sequence[Rule | tuple[Rule, ...]]
 """Rules in the order of their errors. Of a tuple of rules, only the first broken rule is reported."""
 

@@ -46,10 +46,12 @@ def _unused_ratio(recipe: Recipe) -> dict[str, str] | None:
     is_default = training.min_lr_ratio == Training.model_fields["min_lr_ratio"].default
     if is_default or name not in SCHEDULE_ARGS or name in _WITH_MIN_RATIO:
         return None
-    lr_end = f"training.lr_schedule_args={{lr_end: {training.min_lr_ratio * training.lr:g}}}"
-    if name == "polynomial":
-        return {"change": f"set `{lr_end} training.min_lr_ratio=null`"}
-    return {"change": "set `training.lr_schedule=cosine`, or `training.min_lr_ratio=null`"}
+    change = "training.min_lr_ratio=null"
+    if name == "polynomial" and training.min_lr_ratio < 1 and "lr_end" not in training.lr_schedule_args:
+        return {"change": f"training.lr_schedule_args.lr_end={training.min_lr_ratio * training.lr:g} {change}"}
+    if name == "polynomial" or training.lr_schedule_args:
+        return {"change": change}
+    return {"change": f"training.lr_schedule=cosine`, or `{change}"}
 
 
 def _high_end(recipe: Recipe) -> dict[str, float] | None:
@@ -64,17 +66,17 @@ def _high_end(recipe: Recipe) -> dict[str, float] | None:
 SCHEDULE_RULES: Final[Rules] = (
     Rule("training.lr_schedule_args", _invalid_arguments,
          "the schedule {training.lr_schedule} {problem}", "lr_schedule={training.lr_schedule}, {key}={value!s}",
-         "set `training.lr_schedule_args={{}}`", "{allowed}"),
+         "set `training.lr_schedule_args.{key}=null`", "{allowed}"),
     Rule("training.min_lr_ratio", _unused_ratio,
          "`training.min_lr_ratio` has no effect on the schedule {training.lr_schedule}",
          "lr_schedule={training.lr_schedule}, min_lr_ratio={training.min_lr_ratio:g}",
-         "{change}"),
+         "set `{change}`"),
     Rule("training.lr_schedule_args", _high_end,
          "the schedule polynomial must end below the peak learning rate",
-         "lr_end={end:g}, lr={training.lr:g}", "set `training.lr_schedule_args={{lr_end: {lower:g}}}`"),
+         "lr_end={end:g}, lr={training.lr:g}", "set `training.lr_schedule_args.lr_end={lower:g}`"),
     Rule("training.lr_schedule_args",
          lambda r: r.training.lr_schedule in SCHEDULE_ARGS
          and {"min_lr", "min_lr_rate"} <= {*r.training.lr_schedule_args} and r.training.lr_schedule_args,
          "`min_lr` and `min_lr_rate` are two forms of one value", "min_lr={min_lr!s}, min_lr_rate={min_lr_rate!s}",
-         "set `training.lr_schedule_args={{min_lr_rate: {min_lr_rate!s}}}`"),
+         "set `training.lr_schedule_args.min_lr=null`"),
 )  # fmt: skip

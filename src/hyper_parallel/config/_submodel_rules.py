@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from hyper_parallel.config._recipe import Recipe
-from hyper_parallel.config._rules import Rule, Rules
+from hyper_parallel.config._rules import Rule, Rules, offload_off
 from hyper_parallel.config._sections import Submodels
 
 _AXES: Final = ("dp_replicate", "dp_shard", "tp_x", "tp_y", "pp", "cp", "ep")
@@ -38,7 +38,11 @@ def _stages_beside_several_towers(recipe: Recipe) -> dict[str, Any] | None:
     shared = used and not towers.isdisjoint(parts.members["language"])
     if parts.language.pp == 1 or not shared or len(parts.towers) == 1:
         return None
-    return {"pp": parts.language.pp, "members": parts.members}
+    names = {"language": parts.language, **parts.towers}
+    changes = ["parallel.submodels.language.pp=1"]
+    changes += ["parallel.pp=1"] if "pp" in recipe.parallel.model_fields_set else []
+    changes += [f"parallel.submodels.{name}.ranks=null" for name, part in names.items() if part.ranks is not None]
+    return {"pp": parts.language.pp, "members": parts.members, "changes": " ".join(changes)}
 
 
 def _idle_ranks(recipe: Recipe) -> dict[str, Any] | None:
@@ -69,8 +73,7 @@ def _excluded_settings(recipe: Recipe) -> list[dict[str, str]]:
         "stage=sft": recipe.stage != "sft",
         "backend=torch": recipe.backend != "torch",
         "overlap=none": overlap.tp != "none" or overlap.ep != "none",
-        "offload.budget=null": recipe.offload.budget is not None,
-        "offload.max_slowdown=null": recipe.offload.max_slowdown is not None,
+        offload_off(recipe): recipe.offload.on,
         "training.compile=false": training.compile,
         "training.elastic=false": training.elastic,
         "training.check_ranks_every=0": training.check_ranks_every > 0,
@@ -91,7 +94,7 @@ SUBMODEL_RULES: Final[Rules] = (
          "set `parallel.submodels.{name}.ranks=null`", "{count} different ranks"),
     Rule("parallel.submodels.language.pp", _stages_beside_several_towers,
          "pipeline stages can share ranks with one encoder only, but the model has several",
-         "pp={pp}, {members}", "set `parallel.submodels.language.pp=1`", "one encoder, or ranks that are not shared"),
+         "pp={pp}, {members}", "set `{changes}`", "one encoder, or ranks that are not shared"),
     Rule("parallel.submodels", _idle_ranks,
          "a rank has no part of the model", "rank {first} of {count}", "set `{changes}`",
          "ranks from 0, each with at least one part"),

@@ -53,7 +53,11 @@ def size_or_auto(value: object) -> object:
 
 def rate(value: object) -> object:
     """Return the bytes/s of a text such as `50GB/s`; otherwise like `size`."""
-    return size(value.removesuffix("/s") if isinstance(value, str) else value)
+    try:
+        return size(value.removesuffix("/s") if isinstance(value, str) else value)
+    except ValueError:
+        shown = value if isinstance(value, str) else abbreviated(value)
+        raise ValueError(f"`{shown:.80}` is not a rate; write for example 50GB/s") from None
 
 
 def directory(value: object) -> object:

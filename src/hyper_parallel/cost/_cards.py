@@ -324,7 +324,12 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
     """
     path = Path(path)
     file = _parsed(path)
-    return file.cards(file.numbers(), path)
+    try:
+        numbers = file.numbers()
+    except CardUnreadable as error:
+        error.where = error.where or f"{path}: extends"
+        raise
+    return file.cards(numbers, path)
 
 
 @cache

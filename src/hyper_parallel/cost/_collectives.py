@@ -141,7 +141,7 @@ def check_stage_layers(strategy: Strategy, layers: int) -> None:
             got=f"{list(explicit)}: {len(explicit)} stages, {sum(explicit)} layers",
             allowed=f"{stages} positive numbers that add up to {layers}"
             if stages <= layers
-            else f"{layers} stages at most",
+            else f"at most {layers} stages",
             changes=changes,
         )
 

@@ -206,7 +206,7 @@ class Layout:
             )
         if self.parts and (len(self.parts) != len(self.axes) or min(self.parts) < 1):
             raise LayoutError(
-                "`parts` of a layout must have one number per dim",
+                "`parts` of a layout must have one number per dim, each at least 1",
                 got=self.parts,
                 allowed=f"{len(self.axes)} numbers of at least 1",
             )
@@ -511,7 +511,7 @@ def redistribute(
         raise LayoutError(
             "redistribution cannot turn a complete tensor into partial sums",
             got=f"partial({', '.join(new)})",
-            allowed=f"partial({', '.join(start.partial)}) or less",
+            allowed=f"partial({', '.join(start.partial)}) or less" if start.partial else "no partial sums",
         )
     axes = sorted({*start.sharding_axes, *start.partial, *goal.sharding_axes, *goal.partial})
     # Equal costs leave the heap first in, first out: the result does not depend on hashing.

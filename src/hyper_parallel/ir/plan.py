@@ -503,7 +503,7 @@ def _unreadable(problem: str, where: str, got: object, data: object = None) -> P
     match data:
         case {"model": {"name": str(model)}, "topology": str(topology)}:
             words = [model, "--topology", topology]
-    hint = shlex.join(["hyper-parallel", "plan", *words, "-o", "plan.json"])
+    hint = shlex.join(["hyper-parallel", "plan", *words, "-o", "new-plan.json"])
     return PlanUnreadable(f"the plan file {problem}", where=where, got=got, hint=hint)
 
 

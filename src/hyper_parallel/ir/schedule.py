@@ -296,7 +296,7 @@ class Schedule:
             if rank != (first if s not in copied else home):
                 name, other = (f"microbatch {i} of ", home) if s in copied else ("", first)
                 raise ScheduleError(
-                    f"{name}stage {s} computes on rank {other} and on rank {rank}",
+                    f"{name}stage {s} is computed on rank {other} and on rank {rank}, but must be on one rank",
                     where=at(self, rank, position),
                 )
         used = sorted({s for s, _ in homes})

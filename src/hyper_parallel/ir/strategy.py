@@ -506,7 +506,7 @@ class GenerateWorkload:
     def __post_init__(self) -> None:
         for name in ("prompts", "prompt_len", "new_tokens"):
             if (value := getattr(self, name)) < 1:
-                raise BadValue(f"{name} is out of range", got=value, allowed="1 or more")
+                raise BadValue(f"`{name}` of a workload is out of range", got=value, allowed="1 or more")
 
     @property
     def columns(self) -> int:

@@ -213,10 +213,10 @@ def _complete(directory: Path, shards: list[str]) -> tuple[str, ...]:
     expected = [f"{stem}-{n:0{len(count)}d}-of-{count}.{suffix}" for n in range(1, int(count) + 1)]
     if missing := [name for name in expected if name not in shards]:
         raise WeightsUnreadable(
-            f"{len(missing)} of {int(count)} weight files are missing, and there is no index",
+            f"weight files are missing ({len(missing)} of {int(count)}), and there is no index",
             where=str(directory),
             got=missing[:3],
-            hint=f"fetch `{missing[0]}` again",
+            hint=f"fetch `{missing[0]}`{' and the other missing files' if len(missing) > 1 else ''} again",
         )
     return tuple(expected)
 
@@ -235,7 +235,7 @@ def _read_index(path: Path) -> dict[str, str]:
             where=str(path),
             got=outside[0],
             allowed="names of files in the directory of the index",
-            hint=f"fetch `{path.name}` again",
+            hint=f"fetch `{path.name}` again from where the model was published",
         )
     return files
 

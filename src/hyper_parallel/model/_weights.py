@@ -22,21 +22,25 @@ _BUFFERS = ("inv_freq", "e_score_correction_bias", "attn.bias", "attn.masked_bia
 def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
     """Return the tensors in the safetensors files of a directory by name, and notes for the user; both may be empty.
 
+    Files in PyTorch's format (pickle) are not opened, and give a note.
+
     Raises:
         WeightsUnreadable: HP703 with some of the missing files, or the truncated or corrupt file.
     """
     listing = list_weight_files(directory)
     files = [f for f in listing.files if f.endswith(".safetensors")]
+    if listing.files and not files:
+        return {}, ("the weight files are pickled: names and shapes are not checked",)
     missing = [f for f in files if not os.path.isfile(directory / f)]  # noqa: PTH113  too long a name
     if files and len(missing) == len(files):
         return {}, ("the weight files are missing: names and shapes are not checked",)
     if missing:
         files_to_fetch = ", ".join(f"`{file}`" for file in missing[:3])
         raise WeightsUnreadable(
-            f"{len(missing)} of {len(files)} weight files are missing",
+            f"weight files are missing ({len(missing)} of {len(files)})",
             where=str(directory / (listing.index or "")),
             got=missing[:3],
-            hint=f"fetch {files_to_fetch}{' and the others' if len(missing) > 3 else ''} again",
+            hint=f"fetch {files_to_fetch}{' and the other missing files' if len(missing) > 3 else ''} again",
         )
     tensors: dict[str, TensorInfo] = {}
     for file in files:
@@ -78,7 +82,7 @@ def check_weights(spec: ModelSpec, tensors: Mapping[str, TensorInfo], directory:
     notes = list(spec.notes)
     if wrong and spec.family in FAMILIES_READ:
         raise WeightsUnreadable(
-            f"{len(wrong)} parameters of the weight files do not match config.json",
+            f"parameters of the weight files do not match config.json ({len(wrong)} in all)",
             where=str(directory),
             got=wrong[:3],
             hint="fetch config.json and the weight files again, from the same place",

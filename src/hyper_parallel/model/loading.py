@@ -35,7 +35,7 @@ from hyper_parallel.near_paths import (
     nearest_path,
     some_recipe,
 )
-from hyper_parallel.received import check_value, read_text
+from hyper_parallel.received import LimitExceeded, check_value, read_text
 from hyper_parallel.units import FLOAT_DTYPES
 
 _FOLDER = Path(__file__).parent / "presets"
@@ -111,23 +111,29 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
         _refuse_no_config(path)
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         return ConfigFile(read_config_values(path), name, str(path))
-    preset = find_preset(text)
-    if preset is not None:
+    preset, is_directory = find_preset(text), os.path.isdir(path)  # noqa: PTH112
+    if preset is not None and not is_directory:
         return ConfigFile(read_preset(preset), preset, f"preset {preset}")
     if (hub_name := parse_name(text)) is not None and not os.path.lexists(path):
         return read_config(fetch(hub_name, "config", where=where), where=where)
-    if os.path.isdir(path):  # noqa: PTH112
+    problem = f"`{text}` is neither a path that exists nor a preset"
+    if is_directory:
         problem = f"the directory `{text}` has no config.json"
-    else:
-        problem = f"`{text}` is neither a path that exists nor a preset"
+        problem += "" if preset is None else f", and hides the preset {preset}"
     raise UnknownModel(
         problem,
         where=where,
         got=text,
         allowed=f"a Hugging Face directory, a config.json, a name on the hub as org/name, or a preset: "
         f"{', '.join(preset_names())}",
-        hint=_unknown_hint(text),
+        hint=_unknown_hint(text) if preset is None else _hidden_hint(preset),
     )
+
+
+def _hidden_hint(preset: str) -> str:
+    """Return the hint for a preset whose name is that of a directory: a Hub name of the preset, if it has one."""
+    aliases = [name for name in read_preset(preset).get("_aliases", []) if "/" in name]
+    return f"did you mean `{aliases[0]}`?" if aliases else "rename the directory, to use the preset"
 
 
 UNMEASURED_ACTIVATIONS: Final = (
@@ -145,12 +151,13 @@ def _refuse_no_config(path: Path) -> None:
     elif not is_recipe_file(path):
         return
     command = ["hyper-parallel", "plan", "--recipe", recipe]
+    planned = shlex.join(command) if recipe else "hyper-parallel plan llama-3-8b -t dgx-h100"
     raise ModelUnreadable(
         f"the file contains {content}, but a model is expected",
         where=str(path),
         got=path.suffix,
         allowed="a Hugging Face directory, a config.json, a name on the hub as org/name, or a preset",
-        hint=shlex.join(command) if recipe else "hyper-parallel plan llama-3-8b -t dgx-h100",
+        hint=f"{planned}; in other commands, give a model in place of the file",
     )
 
 
@@ -160,13 +167,14 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
     Args:
         path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a name on the Hub
             (`org/name` or `org/name@revision`). The config of a Hub name is downloaded unless a preset matches. An
-            existing path takes precedence.
+            existing path takes precedence over a preset and a Hub name.
         where: Origin of the value, for errors: `recipe.yaml: model.path`.
 
     Raises:
         UnknownModel: HP304 when the text is none of these, or the config cannot be downloaded from the Hub.
         ModelUnreadable: HP305 with the missing, invalid or unsupported keys of the config.
-        WeightsUnreadable: HP703 when a weight file is truncated, missing or belongs to another config.
+        WeightsUnreadable: HP703 when a weight file is truncated or belongs to another config, or some of several weight
+            files are missing. A note says that pickled files are not read, or that all files are missing.
     """
     config = read_config(path_or_name, where=where)
     spec = spec_from_config(config.values, name=config.name, where=config.where)
@@ -240,10 +248,11 @@ def read_config_values(path: Path) -> dict[str, Any]:
         values = json.loads(text, object_hook=_special_float)
         check_value(values, CONFIG_LIMITS)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
+        problem = "the config exceeds a size limit" if isinstance(error, LimitExceeded) else "the config is not JSON"
         hint = "fetch config.json again from where the model was published"
         if isinstance(error, OSError):
-            hint = f"ls -l {shlex.quote(str(path))}"
-        raise ModelUnreadable("the config is not readable JSON", where=str(path), got=str(error), hint=hint) from error
+            problem, hint = "the config cannot be read", f"ls -l {shlex.quote(str(path))}"
+        raise ModelUnreadable(problem, where=str(path), got=str(error), hint=hint) from error
     config = ConfigView(values, str(path))
     if not isinstance(values, dict):
         hint = 'a config starts with `{"model_type": ...`'

@@ -60,6 +60,7 @@ def plan(
     memory_headroom: float | None = None,
     towers: Sequence[Tower] = (),
     media: int = MEDIA,
+    from_command: bool = False,
 ) -> Plan:
     """Return a Plan with the best strategy for training a model within the memory of a machine.
 
@@ -81,24 +82,23 @@ def plan(
         memory_headroom: Fraction of device memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
         towers: Image or audio encoders of a multimodal model, from `model.towers_of`, to include in the search.
         media: Number of images or recordings per sequence, for every tower.
+        from_command: Whether hints of errors are options of the plan command instead of arguments of this function.
 
     Raises:
         BadValue: HP102 for an argument of an unsupported type or value.
         HyperParallelError: For an unknown pin, topology or model, an unreadable file, or a missing peak rate.
-        DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.
-        NotDivisible, UnsupportedSharding, BatchMismatch: HP203, HP205, HP308 when the strategy is not legal.
-        NoLegalStrategy, DoesNotFit: HP302, HP401 when no combination of degrees is legal, or none fits in memory.
-        DeadlineMissed: HP322 when no strategy or number of devices meets the deadline.
+        DegreesMismatch, NotDivisible, UnsupportedSharding, BatchMismatch: When the `strategy` is not legal.
+        NoLegalStrategy, DoesNotFit, DeadlineMissed: When no strategy is legal, fits in memory, or meets the deadline.
     """
     _check_types(model, topology, workload)
     if strategy is not None:
-        request = resolve(model, topology, workload, strategy.world_size)
-        return evaluate(request, strategy, num_devices=num_devices)
+        return evaluate(resolve(model, topology, workload, strategy.world_size), strategy, num_devices=num_devices)
     request = resolve(model, topology, workload, num_devices).with_headroom(memory_headroom)
     local = request.supernode.name == LOCAL
-    host = HostMemory() if offload else None
-    fixed = {**check_pins(pins), **check_exclusions(exclude, pins or {})}
-    request = replace(request, pins=fixed, executable=local or not all_layouts, offload=host)
+    places = ("--pin", "--exclude") if from_command else ("pins", "exclude")
+    fixed = {**check_pins(pins, places[0]), **check_exclusions(exclude, pins or {}, places[1])}
+    request = replace(request, pins=fixed, executable=local or not all_layouts, from_python=not from_command)
+    request = replace(request, offload=HostMemory() if offload else None)
     find = partial(_best_for, objective=objective, deadline_s=deadline_s, top=top)
     if towers:
         find = partial(plan_with_towers, towers=towers, media=media, find=find)
@@ -120,13 +120,15 @@ def _find_executable(request: PlanRequest, find: Callable[[PlanRequest], Plan], 
 
 
 def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:
-    check_objective(objective, OBJECTIVES)
+    check_objective(objective, OBJECTIVES, from_python=request.from_python)
     if (objective == "fewest-devices") != (deadline_s is not None) and objective != "memory":
         raise BadValue(
             f"the objective {objective} {'needs' if deadline_s is None else 'does not accept'} a deadline",
             got=f"objective={objective}, deadline={deadline_s}",
-            hint=f"--objective fewest-devices --deadline {deadline_s or 10.0:g}",
-            where="--deadline",
+            hint=f'objective="fewest-devices", deadline_s={deadline_s or 10.0:g}'
+            if request.from_python
+            else f"--objective fewest-devices --deadline {deadline_s or 10.0:g}",
+            where="deadline_s" if request.from_python else "--deadline",
         )
     if objective == "step-time":
         return search(request, top)
@@ -196,5 +198,5 @@ def _deadline_missed(request: PlanRequest, subject: str, deadline_s: float | Non
         f"no {subject} meets the deadline for a step of {request.model.name}",
         got=f"deadline {format_seconds(deadline_s or 0.0)}",
         allowed=f"from {format_seconds(fastest_s)}{where}",
-        hint=f"--deadline {fastest_s * 1.01:.3g}",
+        hint=request.hint("--deadline ", "", float(f"{fastest_s * 1.01:.3g}")),
     )

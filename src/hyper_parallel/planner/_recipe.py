@@ -70,7 +70,7 @@ def plan_recipe(
         check_degrees(strategy, world_size, where(_culprit(strategy)))
     elif None not in (world_size, in_recipe) and world_size != in_recipe:
         raise DegreesMismatch(
-            f"`parallel.world_size` is {in_recipe}, but {world_size} ranks were started",
+            f"`parallel.world_size` is {in_recipe}, but there are {world_size} ranks",
             where=where("parallel.world_size"),
             got=in_recipe,
             allowed=world_size,
@@ -118,7 +118,7 @@ def _plan_auto(recipe: Recipe, request: PlanRequest, strategy: Strategy, where: 
     # Every searched strategy takes these choices from the base; a pin of overlap has priority.
     names = ("rules", "schedule_file", "stage_layers", "overlap")
     base = Strategy(**{name: getattr(strategy, name) for name in names})
-    pins = _pins(recipe, strategy, where)
+    pins = _pins(recipe, strategy, where, request.num_devices)
     check_stage_layers(strategy, request.model.num_layers)
     request = replace(request, from_recipe=True, executable=True, pins=pins, base=base)
     if recipe.stage == "grpo":
@@ -183,8 +183,8 @@ def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None, t
     return replace(request, offload=host, capacity_bytes=budget)
 
 
-def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> dict[str, int]:
-    """Return the choices that a recipe with `parallel: auto` sets, as pins of the search.
+def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str], num_ranks: int) -> dict[str, int]:
+    """Return the choices that a recipe with `parallel: auto` sets, as pins of the search for `num_ranks` ranks.
 
     Some pins have an effect only on strategies that use an axis: block shapes with tp_y, `cp_kind` with cp, and the
     schedule with pp.
@@ -219,30 +219,32 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
     if "virtual_stages" in explicit:
         check_virtual(strategy, where("parallel.virtual_stages"))
     if p.stage_layers or p.schedule_file:
-        _check_stages(p, strategy, where)
+        _check_stages(p, strategy, where, num_ranks)
         pins["vpp"] = strategy.virtual_stages
     return pins
 
 
-def _check_stages(p: Parallel, strategy: Strategy, where: Callable[[str], str]) -> None:
+def _check_stages(p: Parallel, strategy: Strategy, where: Callable[[str], str], num_ranks: int) -> None:
     """Raise Contradiction (HP104) if `stage_layers` or a schedule file is set without a matching number of stages."""
     key = "stage_layers" if p.stage_layers else "schedule_file"
-    missing_key = "pp" if p.pp == 1 else "virtual_stages"
     has_virtual = "virtual_stages" in p.model_fields_set or p.schedule in SINGLE_STAGE_SCHEDULES
-    if p.pp == 1 or not has_virtual:
+    missing = ["pp"] * (p.pp == 1) + ["virtual_stages"] * (not has_virtual)
+    if missing:
         others = strategy.virtual_stages if p.pp == 1 else p.pp
         number, rest = divmod(len(p.stage_layers), others)
+        is_legal = len(missing) == 1 and number > 1 and not rest
+        if is_legal:
+            is_legal = num_ranks % number == 0 if missing == ["pp"] else p.schedule == "interleaved" or number == 2
+        keys = " and ".join(f"`parallel.{name}`" for name in missing)
         raise Contradiction(
-            f"`{key}` fixes the number of stages, so `auto` needs `{missing_key}` to be set",
+            f"`{key}` fixes the number of stages, so `auto` needs {keys} to be set",
             where=where(f"parallel.{key}"),
-            got=f"{key} without {missing_key}",
-            hint=f"set parallel.{missing_key}, to match `{key}`"
-            if rest or number < 2
-            else f"parallel.{missing_key}={number}",
+            got=f"{key} without {' and '.join(missing)}",
+            hint=f"parallel.{missing[0]}={number}" if is_legal else f"set {keys}, to match `{key}`",
         )
     if p.stage_layers and len(p.stage_layers) != strategy.stages:
         pp, rest = divmod(len(p.stage_layers), strategy.virtual_stages)
-        is_legal = pp > 1 and not rest
+        is_legal = pp > 1 and not rest and num_ranks % pp == 0
         raise Contradiction(
             f"`stage_layers` has {len(p.stage_layers)} numbers for {strategy.stages} stages",
             where=where("parallel.stage_layers"),
@@ -330,7 +332,7 @@ def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
         StepWords if of_step else StrategyWords,
         values,
         lambda key: f"{_WHERE}: {key}" if key else _WHERE,
-        lambda key, value, _: f"{key}={value}",
+        lambda key, value, _: shlex.quote(f"{key}={value}"),
     )
     overlap = words.overlap if isinstance(words, StepWords) else OverlapSection()
     if overlap.auto:
@@ -338,15 +340,15 @@ def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
             "`overlap=auto` needs a search, but no search runs for a given strategy",
             where=_WHERE,
             got=text,
-            hint="overlap.tp=chunks",
+            hint=_without(text, ("overlap", "overlap.auto")) or "overlap=none",
         )
     if words.auto or words.world_size is not None:
         raise BadValue(
-            "a strategy needs explicit degrees, because no search runs",
+            "`auto` and `world_size` are for a search, but a strategy needs explicit degrees",
             where=_WHERE,
             got=text,
             allowed="degrees, whose product is the number of ranks",
-            hint="dp_shard=4 tp=2",
+            hint=_without(text, ("auto", "world_size")) or "dp_shard=4 tp=2",
         )
     return strategy_of(
         words,
@@ -379,8 +381,7 @@ def _values_by_key(text: str, nested: Collection[str]) -> dict[str, Any]:
                 allowed="words such as tp=2, separated by spaces",
                 hint="dp_shard=4 tp=2",
             )
-        for prefix in _PREFIXES:
-            key = key.removeprefix(prefix)
+        key = _plain_key(key)
         section, dot, name = key.partition(".")
         if not dot or section not in nested:
             values[key] = _value(key, value)
@@ -391,13 +392,25 @@ def _values_by_key(text: str, nested: Collection[str]) -> dict[str, Any]:
     return values
 
 
+def _plain_key(key: str) -> str:
+    for prefix in _PREFIXES:
+        key = key.removeprefix(prefix)
+    return key
+
+
+def _without(text: str, keys: Collection[str]) -> str:
+    """Return the text of a strategy without the words of some keys."""
+    return shlex.join(word for word in shlex.split(text) if _plain_key(word.partition("=")[0]) not in keys)
+
+
 def _value(key: str, text: str) -> Any:
-    """Return `text` parsed as YAML; raise BadValue (HP102) if it is not YAML or exceeds the limits of `parse_yaml`."""
+    """Return `text` parsed as YAML; raise BadValue (HP102) if `parse_yaml` raises an error."""
     try:
         return parse_yaml(text)
     except (yaml.YAMLError, LimitExceeded) as cause:
+        reason = cause.problem if isinstance(cause, yaml.MarkedYAMLError) else cause
         raise BadValue(
-            f"the value of `{key}` is not YAML",
+            f"the value of `{key}` cannot be read as YAML: {reason}",
             where=f"{_WHERE}: {key}",
             got=text,
             hint="dp_shard=4 tp=2",

@@ -186,6 +186,8 @@ def _plan_without_split(
                 "grpo.rollout_ranks": 0,
                 "grpo.rollout_tp": 1,
                 **({"grpo.max_staleness": 0} if grpo.max_staleness else {}),
+                **({"grpo.partial_rollout": "false"} if grpo.partial_rollout else {}),
+                **({"grpo.min_effective_samples": "null"} if grpo.min_effective_samples is not None else {}),
                 **({"grpo.reference_role": "learner"} if grpo.reference_role == "sampler" else {}),
             },
         )
@@ -213,12 +215,15 @@ def _memory_error(roles: Roles, split: Split, where: Callable[[str], str]) -> Do
     """Return the error for ranks with too little memory to sample; its hint is a change with which they fit, if any."""
     memory, capacity, learner = split.memory_bytes, roles.capacity_bytes, split.learner
     work = learner.workload
-    rows = (work.tokens_per_step or 0) // work.seq_len or 1
+    rows = (work.tokens_per_step or 0) // work.seq_len // learner.strategy.dp or 1  # of a data-parallel rank
     batches = [b for b in divisors(rows) if b < (work.microbatch or 1)]
     changes = [(f"grpo.rollout_tp={tp}", tp, learner) for tp in range(split.tp + 1, split.ranks + 1)]
     for b in reversed(batches):
         smaller = replace(learner, workload=replace(work, microbatch=b))
-        changes.append((f"training.microbatch={b}", split.tp, smaller))
+        change = f"training.microbatch={b}"
+        if roles.request.workload.accumulation_steps is not None:  # set by the recipe
+            change += f" training.accumulation_steps={rows // b}"
+        changes.append((change, split.tp, smaller))
     hint = f"a smaller model, or {topology_hint()}"
     for change, tp, changed in changes:
         alternative = roles.split(split.ranks, tp, changed)

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from hyper_parallel.errors import BadValue, DoesNotFit, NoLegalStrategy, UnsupportedSharding
+from hyper_parallel.errors import BadValue, DoesNotFit, HyperParallelError, NoLegalStrategy, UnsupportedSharding
 from hyper_parallel.ir import GenerateWorkload, Strategy, Workload
 from hyper_parallel.model import FAMILIES_READ, ModelSpec
 from hyper_parallel.planner._generation_layouts import (
@@ -30,6 +30,8 @@ from hyper_parallel.planner.refusals import (
     check_degrees,
     check_legal,
     check_objective,
+    follow_changes,
+    with_changes,
 )
 from hyper_parallel.planner.request import LOCAL, PlanRequest, resolve
 from hyper_parallel.topology import Supernode, topology_hint
@@ -98,15 +100,13 @@ def plan_generation(
     explicit = parse_strategy(strategy) if isinstance(strategy, str) else strategy
     if explicit is not None:
         _check_axes(explicit)
-        check_degrees(explicit, num_devices, _WHERE)
+        check_degrees(explicit, num_devices, _WHERE, f"--devices {explicit.world_size}")
         num_devices = explicit.world_size
     work, all_at_once = workload or GenerateWorkload(), objective == "latency"
     r = _request(model, topology, work, num_devices).with_headroom(memory_headroom)
     work, ruled_out = replace(work, dtype=r.workload.compute_dtype), Counter[str]()
     if explicit is not None:
-        stepped = replace(r.workload, accumulation_steps=2 * explicit.stages)
-        check_legal(r.numbers, stepped, explicit, _WHERE)
-        r.shard(explicit, _WHERE)
+        _check_explicit(r, explicit)
     pricer = GenerationPricer(r, work)
     layouts = [*_layouts(pricer, ruled_out, explicit)]
     if not layouts:
@@ -200,11 +200,29 @@ def _check_axes(strategy: Strategy) -> None:
         reason = f"a plan for generation cannot set {', '.join(unpriced)}"
     else:
         return
-    near = layout_text(plain) or f"tp={strategy.world_size}"
+    fits_stages = strategy.stages == plain.stages
+    near = layout_text(plain if fits_stages else replace(plain, stage_layers=())) or f"tp={strategy.world_size}"
     raise UnsupportedSharding(
         reason, where=_WHERE, got=str(strategy), allowed="pp, dp_replicate, dp_shard, tp, ep, stage_layers",
         hint=f'--parallel "{near}"',
     )  # fmt: skip
+
+
+def _check_explicit(request: PlanRequest, strategy: Strategy) -> None:
+    """Raise the error of a layout that is not legal for the model; its hint is a legal layout, if one is found."""
+    stepped = replace(request.workload, accumulation_steps=2 * strategy.stages)
+
+    def check(strategy: Strategy, workload: Workload) -> None:
+        check_legal(request.numbers, workload, strategy, _WHERE)
+        request.shard(strategy, _WHERE)
+
+    try:
+        check(strategy, stepped)
+    except HyperParallelError as error:
+        legal, _ = with_changes(strategy, stepped, follow_changes(error, strategy, stepped, check))
+        text = layout_text(legal)
+        error.hint = f'--parallel "{text}"' if text and legal != strategy else f"leave out {_WHERE}"
+        raise
 
 
 def _layouts(

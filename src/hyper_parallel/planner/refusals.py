@@ -37,24 +37,29 @@ MAX_REFUSALS: Final = 12
 """Maximum number of errors whose suggested changes are applied in turn to make a strategy legal."""
 
 
-def check_objective(objective: str, allowed: Sequence[str], purpose: str = "") -> None:
-    """Raise BadValue (HP102) if an objective is not among the `allowed` ones; `purpose` ends the error sentence."""
+def check_objective(objective: str, allowed: Sequence[str], purpose: str = "", *, from_python: bool = False) -> None:
+    """Raise BadValue (HP102) if an objective is not among the `allowed` ones; `purpose` ends the error sentence.
+
+    With `from_python`, the hint is an argument of `hyper_parallel.plan`, else an option of the plan command.
+    """
     if objective not in allowed:
         near = get_close_matches(objective, allowed, 1) or allowed
         raise BadValue(
             f"unknown objective `{objective}`{purpose}",
             got=objective,
             allowed=allowed,
-            hint=f"--objective {near[0]}",
-            where="--objective",
+            hint=f'objective="{near[0]}"' if from_python else f"--objective {near[0]}",
+            where="objective" if from_python else "--objective",
         )
 
 
-def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None = None) -> None:
+def check_degrees(
+    strategy: Strategy, num_devices: int | None, where: str | None = None, hint: str | None = None
+) -> None:
     """Raise an error if the degrees do not multiply to the number of devices; None: any number.
 
     Raises:
-        DegreesMismatch: HP301; the hint is a matching value of dp_shard if there is one.
+        DegreesMismatch: HP301 with `hint`; None: a matching value of dp_shard if there is one, else a sentence.
     """
     size = strategy.world_size
     if num_devices is None or size == num_devices:
@@ -67,7 +72,8 @@ def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None
         got=shown,
         allowed=f"a product of {num_devices}",
         changes=None if num_devices % rest else {"parallel.dp_shard": num_devices // rest},
-        hint=f"start {size} ranks, or lower the degrees to divisors of {num_devices}" if num_devices % rest else None,
+        hint=hint
+        or (f"start {size} ranks, or choose degrees that multiply to {num_devices}" if num_devices % rest else None),
     )
 
 
@@ -90,8 +96,11 @@ def check_legal(numbers: ModelNumbers, workload: Workload, strategy: Strategy, w
         inner = s.dp_shard * s.cp * s.tp
         allowed = [e for e in divisors(max(1, numbers.experts)) if inner % e == 0]
         if s.ep not in allowed:
+            problem = f"must divide the number of experts ({numbers.experts}) and dp_shard * cp * tp ({inner})"
+            if not numbers.experts:
+                problem = "needs a mixture of experts, but the model has none"
             raise NotDivisible(
-                f"ep={s.ep} must divide the number of experts ({numbers.experts}) and dp_shard * cp * tp ({inner})",
+                f"ep={s.ep} {problem}",
                 where=where,
                 got=f"ep={s.ep}",
                 allowed=allowed,
@@ -114,7 +123,7 @@ def follow_changes(
     for _ in range(MAX_REFUSALS):
         if not error.changes:
             return {}
-        strategy, workload = _changed(strategy, workload, error.changes)
+        strategy, workload = with_changes(strategy, workload, error.changes)
         changes |= error.changes
         try:
             check(strategy, workload)
@@ -125,7 +134,7 @@ def follow_changes(
     return {}
 
 
-def _changed(strategy: Strategy, workload: Workload, changes: Mapping[str, Any]) -> tuple[Strategy, Workload]:
+def with_changes(strategy: Strategy, workload: Workload, changes: Mapping[str, Any]) -> tuple[Strategy, Workload]:
     """Return a strategy and a workload after `changes`, a dict from recipe key to value."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
@@ -151,7 +160,8 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
         f"{reason} ({n} combination{'' if n == 1 else 's'})" for reason, n in ruled_out.items()
     )
     hint = allowed = None
-    for name in pins:
+    fixed = ("pp", "cp") if request.group_sequences > 1 else ()  # stage grpo supports no other value
+    for name in (n for n in pins if n not in fixed):
         legal = _legal_values(request, name)
         if legal:
             allowed = [shown_pin(name, v) for v in legal]
@@ -238,7 +248,8 @@ def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
 def _changes_together(request: PlanRequest) -> str:
     """Return the hint for a request for which no single change suffices."""
     if request.supernode.name == LOCAL:
-        return f"a smaller model, or {topology_hint(request.hint('--topology ', 'topology', ''))}"
+        option = "topology=" if request.from_recipe else "the topology " if request.from_python else "--topology "
+        return f"a smaller model, or {topology_hint(option)}"
     pins = ", no pins" if request.pins else ""
     return f"a smaller model, or several changes at once: a shorter sequence, more devices{pins}"
 
@@ -247,7 +258,8 @@ def _single_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """Yield (hint, changed request) for single changes with which a strategy may fit, in order of preference."""
     pins, workload = request.pins, request.workload
     if request.headroom and not request.from_recipe:
-        yield "--memory-headroom 0%", replace(request, headroom=0.0)
+        hint = "memory_headroom=0" if request.from_python else "--memory-headroom 0%"
+        yield hint, replace(request, headroom=0.0)
     for name in sorted(pins, key=lambda n: (n != "recompute", n != "microbatch")):
         without = replace(request, pins={k: v for k, v in pins.items() if k != name})
         if name == "recompute":

@@ -6,6 +6,7 @@ Launch settings are the text of a HyperParallel recipe, or flags of Megatron-LM.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -264,7 +265,7 @@ def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
                 f"the saved plan and the run differ in {name}",
                 where=file,
                 got=f"plan: {planned}; run: {own}",
-                hint=f"hyper-parallel plan --recipe RECIPE.yaml -o {file}, with the recipe of the run",
+                hint=f"hyper-parallel plan --recipe RECIPE.yaml -o {shlex.quote(file)}, with the recipe of the run",
             )
 
 

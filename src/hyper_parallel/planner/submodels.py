@@ -48,7 +48,7 @@ from hyper_parallel.mpmd import (
 from hyper_parallel.planner.pins import check_pins
 from hyper_parallel.planner.plan_builder import search
 from hyper_parallel.planner.pricing import price, with_stage_memory
-from hyper_parallel.planner.request import PlanRequest
+from hyper_parallel.planner.request import LOCAL, PlanRequest
 from hyper_parallel.sim import simulate
 from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import DTYPE_BYTES, divisors, format_bytes, format_seconds
@@ -544,8 +544,22 @@ def _fitting_step(
         f"{request.supernode.name}",
         got=f"{format_bytes(needed)} on the fullest device, with {media} images or recordings per sequence",
         allowed=f"up to {format_bytes(capacity)}",
-        hint=f"--media {media // 2}" if media > 1 else f"more devices, or {topology_hint('--topology ')}",
+        hint=_hint_of_encoders(request, towers, media, find),
     )
+
+
+def _hint_of_encoders(
+    request: PlanRequest, towers: Sequence[Tower], media: int, find: Callable[[PlanRequest], Plan]
+) -> str:
+    """Return the hint to halve `media` until a step fits, or to choose another machine if not even one item fits."""
+    if media < 2:
+        more = "" if request.supernode.name == LOCAL else "more devices, or "
+        return f"{more}{topology_hint('the topology ' if request.from_python else '--topology ')}"
+    try:
+        _fitting_step(request, towers, media // 2, find)
+    except (DoesNotFit, NoLegalStrategy) as error:
+        return error.hint or _hint_of_encoders(request, towers, 1, find)
+    return request.hint("--media ", "", media // 2)
 
 
 def _inline_step(request: PlanRequest, plan: Plan, towers: Sequence[Tower], media: int) -> DividedStep:

@@ -6,12 +6,13 @@ combinations are refused.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Strategy
+from hyper_parallel.ir import Rule, Strategy
 from hyper_parallel.shard._rules import COLUMN_STYLES, REFUSED, WHOLE
 
 
@@ -99,8 +100,12 @@ def starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def rule_hint(rules: Mapping[str, str]) -> str:
-    return f"'parallel.rules={{{', '.join(f'{p}: {s}' for p, s in rules.items())}}}'"
+def rule_hint(rules: Mapping[str, str], others: Iterable[Rule] = ()) -> str:
+    """Return the override that adds `rules`, a dict from pattern to style, in front of the `others` of the user."""
+    merged = {**rules, **{rule.pattern: rule.style for rule in others if rule.pattern not in rules}}
+    # YAML reads an initial `*` as an alias.
+    words = (f"{p if re.match('[A-Za-z0-9_]', p) else json.dumps(p)}: {s}" for p, s in merged.items())
+    return f"'parallel.rules={{{', '.join(words)}}}'"
 
 
 def is_covered(params: list[Param]) -> bool:
@@ -205,11 +210,11 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
                 got=", ".join(f"{p.leaf}={p.style}" for p in matrices),
                 allowed="colwise input projections and rowwise output projections",
                 changes=sizes.without_tp if odd[0].in_attention else None,
-                hint=None if odd[0].in_attention else rule_hint({starred(parent): "replicate"}),
+                hint=None if odd[0].in_attention else rule_hint({starred(parent): "replicate"}, sizes.strategy.rules),
             )
 
 
-def check_widths(params: list[Param]) -> None:
+def check_widths(params: list[Param], sizes: Sizes) -> None:
     """Raise UnsupportedSharding (HP205) if a layer has a colwise projection without a rowwise one of equal width.
 
     The reverse is refused too. Key and value projections, and layers with a `qkv` projection, are not checked.
@@ -232,7 +237,7 @@ def check_widths(params: list[Param]) -> None:
                 f"`{param.pattern}` is {param.style} but no {other} projection of its layer has the same width",
                 got=f"width {min(odd)}",
                 allowed="colwise input projections and rowwise output projections",
-                hint=rule_hint({param.pattern: "replicate"}),
+                hint=rule_hint({param.pattern: "replicate"}, sizes.strategy.rules),
             )
 
 

@@ -39,6 +39,7 @@ from hyper_parallel.shard._fit import (
     module_of,
     refuse_shapes,
     rule_hint,
+    starred,
 )
 from hyper_parallel.shard._grid import shards_hidden_over_y, tensor_axes
 from hyper_parallel.shard._rules import REFUSED, STYLES, WHOLE, applies
@@ -116,7 +117,7 @@ def plan_layouts(
             assigned = [p if p.style == EXPERTS else replace(p, style="replicate") for p in assigned]
         hidden_cut = shards_hidden_over_y(assigned, strategy)
         layouts = {param.name: _layout(param, strategy, hidden_cut) for param in assigned}
-        _check_tied(layouts, tied or {})
+        _check_tied(layouts, tied or {}, strategy.rules)
     except HyperParallelError as error:
         error.where = where
         raise
@@ -136,7 +137,7 @@ def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[st
         assigned = keep_whole(assigned, sizes, notes, staged)
     refuse_shapes(assigned, sizes)
     assigned = fit_sizes(fit_vocabulary(assigned, sizes, notes), sizes, notes)
-    check_widths(assigned) if whole_stream else check_pairs(assigned, sizes)
+    check_widths(assigned, sizes) if whole_stream else check_pairs(assigned, sizes)
     return assigned
 
 
@@ -188,33 +189,35 @@ def _find(param: tuple[str, tuple[int, ...], tuple[str, ...]], rules: Sequence[R
     return Param(name, shape, dims, module_of(name) or name, None)
 
 
-def _check_tied(layouts: Mapping[str, Layout], tied: Mapping[str, str]) -> None:
+def _check_tied(layouts: Mapping[str, Layout], tied: Mapping[str, str], rules: Sequence[Rule]) -> None:
     for name, source in tied.items():
         if name in layouts and source in layouts and layouts[name].axes != layouts[source].axes:
             raise RuleError(
                 f"`{name}` and `{source}` are one parameter but get two layouts",
                 got=f"{layouts[name]} and {layouts[source]}",
-                hint=rule_hint({module_of(name): "replicate", module_of(source): "replicate"}),
+                hint=rule_hint({module_of(name): "replicate", module_of(source): "replicate"}, rules),
             )
 
 
 def _check_rules(rules: Sequence[Rule], names: Sequence[str]) -> None:
     for rule in rules:
+        others = [other for other in rules if other is not rule]
         if rule.style not in STYLES:
             near = difflib.get_close_matches(rule.style, STYLES, n=1)
             raise RuleError(
                 f"the rule for `{rule.pattern}` names a style that does not exist",
                 got=rule.style,
                 allowed=tuple(STYLES),
-                hint=rule_hint({rule.pattern: near[0] if near else "replicate"}),
+                hint=rule_hint({rule.pattern: near[0] if near else "replicate"}, others),
             )
         if not any(applies(rule, name) for name in names):
-            modules = sorted({module_of(name) for name in names})
-            near = difflib.get_close_matches(rule.pattern, modules, n=1, cutoff=0.0)
+            modules = sorted({starred(module_of(name)) for name in names})
+            near = difflib.get_close_matches(rule.pattern, modules, n=1, cutoff=0.3)
             raise RuleError(
                 f"the rule for `{rule.pattern}` matches no module",
                 got=rule.pattern,
-                hint=rule_hint({near[0]: rule.style}) if near else None,
+                allowed=modules,
+                hint=rule_hint({near[0]: rule.style}, others) if near else None,
             )
 
 

@@ -80,10 +80,14 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
     sequences = workload.microbatch or 1
     if overlap.parts(sequences, workload.seq_len) == 1:
         even = next(n for n in (2 * sequences, 4 * sequences) if overlap.parts(n, workload.seq_len) > 1)
+        steps, rest = divmod(sequences * (workload.accumulation_steps or 1), even)
+        batch = {"training.microbatch": even}
+        if not rest:
+            batch["training.accumulation_steps"] = steps  # the same tokens per step
         raise _overlap_error(
             "a microbatch of this size cannot be halved",
             f"microbatch={sequences}, seq_len={workload.seq_len}",
-            {"training.microbatch": even},
+            batch,
         )
 
 
@@ -281,7 +285,7 @@ def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
         raise RuleError(
             f"style `kv_replicate` applies to key and value projections only, not to `{param.pattern}`",
             got=f"shape {param.shape}",
-            hint=rule_hint({param.pattern: "colwise"}),
+            hint=rule_hint({param.pattern: "colwise"}, sizes.strategy.rules),
         )
     # A head norm is sharded over all ranks; for heads that several ranks compute, its scale is replicated.
     on_x = s.tp_y > 1 and s.attention_shape != "1d" and param.style != "norm_heads"
@@ -307,7 +311,7 @@ def packed_parts(param: Param, sizes: Sizes) -> tuple[Part, ...]:
             f"the rows of `{param.pattern}` do not match style `{param.style}`",
             got=f"{rows} rows",
             allowed=f"{' + '.join(str(p.rows) for p in parts)} rows",
-            hint=rule_hint({param.pattern: "colwise"}),
+            hint=rule_hint({param.pattern: "colwise"}, sizes.strategy.rules),
         )
     return parts
 

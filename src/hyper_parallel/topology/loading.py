@@ -194,7 +194,7 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
         UnknownDevice: HP312 when no preset describes the accelerator.
     """
     if num_devices is not None and num_devices < 1:
-        raise BadValue("the number of devices is below one", got=num_devices, hint="--devices 1")
+        raise BadValue("the number of devices is below one", got=num_devices, hint="use one device or more")
     if accelerators is None:
         accelerators = find_accelerators()
     if not accelerators and (num_devices or 1) > MOST_CPU_RANKS:
@@ -202,7 +202,7 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
             "more ranks are requested than may run on the processors of one machine",
             got=f"{num_devices} ranks",
             allowed=f"at most {MOST_CPU_RANKS} ranks on the processors of one machine",
-            hint=topology_hint(),
+            hint=f"use fewer ranks, or {topology_hint('another topology, such as ')}",
         )
     if not accelerators:
         return cpu_supernode(num_devices or DEFAULT_CPU_RANKS)
@@ -212,14 +212,14 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
             f"no preset describes the accelerator `{accelerators[0].name}` of this machine",
             got=f"{len(accelerators)} x {accelerators[0].name}",
             allowed=[glob for n in preset_names() for glob in load_topology(n).device.reported_as],
-            hint="write a topology file for it and set `topology=machine.yaml`",
+            hint="write a topology file for it, and give its path as the topology in place of `local`",
         )
     if num_devices is not None and num_devices > len(accelerators):
         raise DeviceUnavailable(
             "more devices are requested than this machine has",
             got=num_devices,
             allowed=f"1..{len(accelerators)}",
-            hint=f"use {len(accelerators)} devices, or plan for a preset such as `--topology {preset.name}`",
+            hint=f"use {len(accelerators)} devices or fewer, or plan for the topology {preset.name}",
         )
     device = preset.device
     if accelerators[0].memory_bytes:

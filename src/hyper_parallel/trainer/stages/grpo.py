@@ -43,7 +43,7 @@ from hyper_parallel.trainer.input_checksums import RunInputs
 from hyper_parallel.trainer.stages import LearningStage, Microbatches, Rows, StageInputs
 from hyper_parallel.trainer.stages.model_reward import ModelReward
 from hyper_parallel.trainer.stages.reference import ReferenceWeights
-from hyper_parallel.trainer.stages.rewards import reward_functions, score, short_name
+from hyper_parallel.trainer.stages.rewards import reward_functions, score
 from hyper_parallel.trainer.stages.rollouts import Publisher, Sampler
 from hyper_parallel.trainer.stages.sampling import (
     Completions,
@@ -244,7 +244,7 @@ class GrpoStage(LearningStage):
 
     def _means(self, sums: list[float], total: float) -> dict[str, float]:
         """Return means over `total` completions by name: reward, tokens, stopped, and each reward function."""
-        functions = [f"reward_{short_name(name)}" for name in self.settings.reward_funcs]
+        functions = [f"reward_{name}" for name in self.settings.reward_names]
         names = ["reward", "completion_tokens", "stopped", *functions]
         return {name: value / total for name, value in zip(names, sums, strict=True)}
 

@@ -78,11 +78,6 @@ def reward_functions(names: Sequence[str], where: str) -> list[Reward]:
     ]
 
 
-def short_name(name: str) -> str:
-    """Return the last component of a reward function's dotted path or directory, for names of metrics."""
-    return name.rstrip("/").rpartition("/")[2].rpartition(".")[2]
-
-
 def check_columns(name: str, function: Reward, columns: Sequence[str], where: str) -> None:
     """Raise if a required parameter of a reward function is neither a rollout keyword nor a column of the data.
 
