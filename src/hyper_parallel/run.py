@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shlex
@@ -9,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Final, overload
 
-from hyper_parallel.errors import BadValue, Contradiction, Unwritten, abbreviated
+from hyper_parallel.errors import BadValue, Contradiction, DeviceUnavailable, Unwritten, abbreviated
 from hyper_parallel.received import Limits, parse_json
 
 if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
 
+_LONGEST_LITERAL: Final = 80
+"""Maximum characters of a value that a hint repeats."""
 _RECORD = Limits(num_bytes=1024**2, num_elements=100_000)
 
 
@@ -143,13 +146,19 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
     _check_prompts(prompts)
     label, hint = "hyper_parallel.generate", 'hp.generate("runs/run", "Once")'
     if not isinstance(model, TrainingRun):
-        _check_path(model, label, "the model", hint)
+        _check_path(model, label, "the model", hint, "a string, a path, or a `TrainingRun`")
     place = {key: choices.pop(key) for key in ("device", "dtype") if key in choices}
     chat = bool(choices.pop("chat", False))
     _check_options(choices, Sampling.__dataclass_fields__)
     if isinstance(stop := choices.get("stop"), (str, list)):
         choices["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    generator = Generator(model.output_dir if isinstance(model, TrainingRun) else model, **place)
+    try:
+        generator = Generator(model.output_dir if isinstance(model, TrainingRun) else model, **place)
+    except (BadValue, DeviceUnavailable) as error:
+        if error.where in ("--device", "--dtype"):
+            option, _, value = (error.hint or "").removeprefix("--").partition(" ")
+            error.where, error.hint = label, f'{option}="{value}"'
+        raise
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     generations = generator.generate_batch(texts, Sampling(**choices), chat=chat)
     answers = [generation.text for generation in generations]
@@ -183,14 +192,14 @@ def _check_options(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None
             )
 
 
-def _check_path(value: object, where: str, label: str, hint: str) -> None:
+def _check_path(value: object, where: str, label: str, hint: str, allowed: str = "a string or a path") -> None:
     if isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str):
         return
     raise BadValue(
         f"{label} must be a path, not a value of type {type(value).__name__}",
         where=where,
         got=abbreviated(value),
-        allowed="a string or a path",
+        allowed=allowed,
         hint=hint,
     )
 
@@ -202,9 +211,9 @@ def _checked_overrides(overrides: Sequence[object]) -> list[str]:
             continue
         hint = 'hp.train("recipe.yaml", "training.steps=10")'
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            hint = f'hp.train("recipe.yaml", **{abbreviated(dict(value))})'
+            hint = f'hp.train("recipe.yaml", **{_in_full(dict(value)) or "overrides"})'
         elif isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-            hint = f'hp.train("recipe.yaml", *{abbreviated(list(value))})'
+            hint = f'hp.train("recipe.yaml", *{_in_full(list(value)) or "overrides"})'
         raise BadValue(
             f"an override must be a string, not a value of type {type(value).__name__}",
             where="hyper_parallel.train",
@@ -213,6 +222,15 @@ def _checked_overrides(overrides: Sequence[object]) -> list[str]:
             hint=hint,
         )
     return [str(value) for value in overrides]
+
+
+def _in_full(value: object) -> str | None:
+    """Return `repr(value)` if it is a short literal that Python reads as the same value, else None."""
+    text = repr(value)
+    try:
+        return text if len(text) <= _LONGEST_LITERAL and ast.literal_eval(text) == value else None
+    except (ValueError, SyntaxError):  # a path, for example
+        return None
 
 
 def _overrides_of(values: Mapping[str, Any]) -> list[str]:

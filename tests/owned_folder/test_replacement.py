@@ -209,9 +209,16 @@ def test_the_hint_never_moves_the_current_directory(tmp_path, monkeypatch, insid
     (folder / "thesis.tex").write_text("x")
     monkeypatch.chdir(folder / inside)
     with pytest.raises(OutputNotWritable) as caught:
-        check_replaceable(folder, ["export"], "the export directory")
+        check_replaceable(folder, ["export"], "the export directory", "--out")
     assert caught.value.hint == hint
+    with pytest.raises(OutputNotWritable) as caught:
+        check_replaceable(folder, ["export"], "the export directory")
+    assert caught.value.hint == f"change to a directory outside of {folder}, then move {folder} away"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OutputNotWritable) as caught:
         check_replaceable(folder, ["export"], "the export directory")
     assert caught.value.hint == f"mv {folder} {folder}.moved"
+    (tmp_path / f"{folder.name}.moved").mkdir()
+    with pytest.raises(OutputNotWritable) as caught:
+        check_replaceable(folder, ["export"], "the export directory")
+    assert caught.value.hint == f"mv {folder} {folder}.moved-2"

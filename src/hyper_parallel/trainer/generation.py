@@ -97,7 +97,7 @@ def pick_device(device: str) -> torch.device:
         raise BadValue(
             f"unknown device `{device}`",
             got=device,
-            allowed="auto, cpu, cuda",
+            allowed=f"auto, cpu, {accelerator.type}" if accelerator else "auto, cpu",
             where="--device",
             hint="--device auto",
         ) from error

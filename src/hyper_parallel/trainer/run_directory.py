@@ -38,6 +38,7 @@ from hyper_parallel.owned_folder import (
     read_marker,
     remove_files,
     remove_finished,
+    unused_path,
     write_marker,
 )
 from hyper_parallel.received import holds_text
@@ -292,9 +293,11 @@ def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
             continue
         targets = [_relative(p, place) for p in (path, *_linked(path))]
         if any(_is_written(p, key, over=over) for p in targets) or inode(path) in hard:
+            is_key = key in loaded.origins
+            files = f"files of `{key}`, which are" if is_key else "the recipe or its parent, which is"
             raise Contradiction(
-                f"the run would overwrite an input: `{key}` is inside of `output_dir`",
-                where=loaded.where(key) if key in loaded.origins else str(loaded.path),
+                f"the run would replace or remove {files} among the outputs in `output_dir`",
+                where=loaded.where(key) if is_key else str(loaded.path),
                 got=f"{key}={path}, output_dir={place}" + (", checkpoint.resume=never" if over else ""),
                 hint=shlex.quote(f"output_dir={_unused_name(place)}"),
             )
@@ -326,7 +329,7 @@ def _check_checkpoints(folder: Path) -> None:
                 "`checkpoint.resume=never` would remove a checkpoint folder that contains other files",
                 where=str(folder / name),
                 got=foreign[:3],
-                hint=shlex.join(["mv", str(folder / name), str(folder.parent / f"{name}.moved")]),
+                hint=shlex.join(["mv", str(folder / name), str(unused_path(folder.parent / f"{name}.moved"))]),
             )
 
 
@@ -366,7 +369,7 @@ def run_lock(directory: Path) -> Iterator[None]:
                 "another run writes to this directory",
                 where=str(directory),
                 got=owner_text,
-                hint=f"wait until it ends, or set `output_dir={directory}-2`",
+                hint=f"wait until it ends, or set {shlex.quote(f'output_dir={_unused_name(directory)}')}",
             ) from None
         write_text(owner, f"process {os.getpid()} on {platform.node()}")
     _remove_partials(directory)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import HyperParallelError, JournalMismatch, OutputNotWritable, RunInUse
+from hyper_parallel.owned_folder import move_away
 from hyper_parallel.serde import sync_directory
 
 _log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Journal:
                 where=str(self._path),
                 got=requested,
                 allowed=recorded,
-                hint=shlex.join(["mv", str(self._path), f"{self._path}.old"]),
+                hint=move_away(Path(self._path)),
             )
         return record
 
@@ -162,7 +163,8 @@ class Journal:
             "a line of the journal is not a record",
             where=f"{self._path}:{index + 1}",
             got=repr(line[:80]),
-            hint=shlex.join(["mv", str(self._path), f"{self._path}.old"]),
+            allowed="a JSON object on one line, as `Controller` writes it",
+            hint=move_away(Path(self._path)),
         )
 
     def _not_writable(self, error: OSError) -> OutputNotWritable:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +23,15 @@ from hyper_parallel.backends.torch.weights.pretrained import (
     load_pretrained,
 )
 from hyper_parallel.config import Lora, Model, Recipe, Training
-from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
+from hyper_parallel.errors import (
+    BadValue,
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    ModelUnreadable,
+    UnknownModel,
+)
 from hyper_parallel.model import GENERATION, list_weight_files
+from hyper_parallel.owned_folder import move_away
 from hyper_parallel.trainer.checkpoints import manifest as files
 from hyper_parallel.trainer.checkpoints._restore import stored_dtypes
 from hyper_parallel.trainer.checkpoints.adapter_files import (
@@ -82,16 +89,18 @@ def export_checkpoint(
         HyperParallelError: Other errors of `load_pretrained`, `Checkpointer.load` and `export_hf`.
     """
     check_dtype(dtype, _EXPORTED_DTYPES)
-    exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
+    exported_folder(out_dir, "adapter" if lora is not None and not merge else "export", "--out").check()
     model_dir = model_dir.expanduser()
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
-    exported_step, _, index = loader.newest_intact(step)
+    with _export_hints():
+        exported_step, _, index = loader.newest_intact(step)
     dtypes = stored_dtypes(index)
     scores = f"{SCORE}.weight" in dtypes  # language models have no such parameter
     options = {"lora": lora, "stage": "rm" if scores else "pt"}
     model = _build_model(str(model_dir), trusted=trusted, **options)
     _set_dtypes(model, dtypes)
-    _load(model, loader, exported_step, model_dir, lora=lora is not None, merge=merge)
+    with _export_hints():
+        _load(model, loader, exported_step, model_dir, lora=lora is not None, merge=merge)
     if tokenizer_dir is None and model_dir.exists():
         tokenizer_dir = model_dir if model_dir.is_dir() else model_dir.parent
     stored = getattr(torch, dtype) if dtype else None
@@ -105,6 +114,19 @@ def export_checkpoint(
     carried = _carried_weights(model, model_dir, merge=merge)
     export_hf(model, config, tokenizer_dir, out_dir, stored, generation=generation, carried=carried)
     return exported_step
+
+
+@contextmanager
+def _export_hints() -> Iterator[None]:
+    """Replace the hints of `Checkpointer`, which are written for runs of a recipe, by hints for `checkpoint export`."""
+    try:
+        yield
+    except CheckpointCorrupt as error:
+        error.hint = (error.hint or "").partition(", or ")[0]
+        raise
+    except CheckpointMismatch as error:
+        error.hint = "name the model of the run with `--model`"
+        raise
 
 
 def _set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -205,5 +227,5 @@ def _check_empty(directory: Path) -> None:
             "the directory already has checkpoints",
             where=str(directory),
             got=f"steps {', '.join(map(str, existing))}",
-            hint=shlex.join(["mv", str(directory), f"{directory}.old"]),
+            hint=move_away(directory),
         )

@@ -181,8 +181,10 @@ def _with_kept(spec: ModelSpec, measured: KeptActivations | None) -> ModelSpec:
     return replace(spec, kept=measured, notes=notes)
 
 
-def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
+def check_parameters(model: nn.Module, plan: Plan, where: str, remedy: str | None = None) -> None:
     """Check that the model's parameters match the plan's `ModelSpec` and can be sharded by the plan's layouts.
+
+    `remedy` is the hint for a model that is much too large; None: the hint for a recipe.
 
     Raises:
         ModelUnreadable: HP305 naming the model family and the first differing parameter.
@@ -198,7 +200,7 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
             where=where,
             got=f"{format_bytes(plan.memory_bytes)} on a rank, {plan.model.num_params:,} parameters",
             allowed=f"{format_bytes(plan.memory_capacity_bytes)}",
-            hint=f"a smaller model, or {topology_hint()}",
+            hint=remedy or f"a smaller model, or {topology_hint()}",
         )
     try:
         resolve_layouts(model, plan)
@@ -206,7 +208,7 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
         family = plan.model.family
         known = family in FAMILIES_READ
         raise ModelUnreadable(
-            f"the family `{family}` cannot be trained: {error.what}",
+            f"this model of the family `{family}` cannot be sharded: {error.what}",
             where=where,
             got=f"{type(model).__name__}, {error.got}, {error.allowed}",
             allowed=None if known else FAMILIES_READ,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from hyper_parallel.config import Recipe, Section, with_absolute_paths
 from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.serde import flatten
+from hyper_parallel.trainer.checkpoints.manifest import START_OVER
 from hyper_parallel.trainer.files import FileEntry
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ def _refusal(changed: Changes, refused: list[str], facts: Mapping[str, Any], run
         where=str(run / "checkpoints"),
         got=_text(changed[key][1]),
         allowed=_text(changed[key][0]),
-        hint=" ".join(overrides) or "checkpoint.resume=never",
+        hint=" ".join(overrides) or START_OVER,
         others=[f"`{k}`: {_text(changed[k][1])}, not {_text(changed[k][0])}" for k in remaining],
     )
 
