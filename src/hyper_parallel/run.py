@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, overload
 
-from hyper_parallel.errors import BadValue, Contradiction, DeviceUnavailable, Unwritten, abbreviated
+from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError, Unwritten, abbreviated
 from hyper_parallel.received import Limits, parse_json
 
 if TYPE_CHECKING:
@@ -152,17 +153,28 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
     _check_options(choices, Sampling.__dataclass_fields__)
     if isinstance(stop := choices.get("stop"), (str, list)):
         choices["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
     try:
         generator = Generator(model.output_dir if isinstance(model, TrainingRun) else model, **place)
-    except (BadValue, DeviceUnavailable) as error:
-        if error.where in ("--device", "--dtype"):
-            option, _, value = (error.hint or "").removeprefix("--").partition(" ")
-            error.where, error.hint = label, f'{option}="{value}"'
+        generations = generator.generate_batch(texts, Sampling(**choices), chat=chat)
+    except HyperParallelError as error:
+        _say_in_python(error, label)
         raise
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    generations = generator.generate_batch(texts, Sampling(**choices), chat=chat)
     answers = [generation.text for generation in generations]
     return answers[0] if isinstance(prompts, str) else answers
+
+
+def _say_in_python(error: HyperParallelError, label: str) -> None:
+    """Replace options of the command `generate` in an error, in place, by arguments of the function `label`."""
+    if (error.where or "").startswith("--"):
+        error.where = label
+    if option := re.fullmatch("--([a-z-]+) (.+)", error.hint or ""):
+        value = option[2] if option[2].isdecimal() else repr(option[2])
+        error.hint = f"{option[1].replace('-', '_')}={value}"
+    elif error.hint == "leave out --chat":
+        error.hint = "leave out `chat`"
+    elif error.hint == "--trust-remote-code":
+        error.hint = "use the command `hyper-parallel generate` with --trust-remote-code"
 
 
 def _check_prompts(prompts: object) -> None:

@@ -427,7 +427,7 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
     axes = [axis for axis in ("pp", "cp") if getattr(plan.strategy, axis) > 1]
     refuse_other_inputs(model, axes, tensors)
     hints = {
-        "offload": (recipe.offload.on, "offload.budget=null offload.max_slowdown=null"),
+        "offload": (recipe.offload.on, "offload=null"),
         "backend": (recipe.backend != "torch", "backend=torch"),
     }
     for key, (applies, hint) in hints.items():

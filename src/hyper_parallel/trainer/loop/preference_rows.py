@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hyper_parallel.config import PAIRED_STAGES, Grpo, LoadedRecipe
+from hyper_parallel.config import PAIRED_STAGES, Grpo, LoadedRecipe, Recipe
 from hyper_parallel.errors import Contradiction, overrides
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data import PackedData, Stream
@@ -42,7 +42,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
             where=loaded.where("training.microbatch"),
             got=f"microbatch={work.microbatch}",
             allowed="an even number",
-            hint=overrides(_with_microbatch(loaded, 2, rows)),
+            hint=overrides(with_microbatch(loaded.recipe, 2, rows)),
         )
 
 
@@ -65,12 +65,12 @@ def _whole_step(loaded: LoadedRecipe, plan: Plan, rows: int, size: int) -> dict[
     return changes
 
 
-def _with_microbatch(loaded: LoadedRecipe, microbatch: int, rows: int) -> dict[str, object]:
+def with_microbatch(recipe: Recipe, microbatch: int, rows: int) -> dict[str, object]:
     """Return overrides that change the microbatch but not the `rows` sequences of a step."""
     changes: dict[str, object] = {"training.microbatch": microbatch}
-    if loaded.recipe.training.tokens_per_step is None:
-        changes["training.tokens_per_step"] = rows * loaded.recipe.data.seq_len
-    if loaded.recipe.training.accumulation_steps is not None:
+    if recipe.training.tokens_per_step is None:
+        changes["training.tokens_per_step"] = rows * recipe.data.seq_len
+    if recipe.training.accumulation_steps is not None:
         changes["training.accumulation_steps"] = "null"
     return changes
 
@@ -119,7 +119,7 @@ def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> No
             "microbatches of training",
             where=loaded.where("grpo.exact_logprobs"),
             got=f"{rows // shares} sequences per data-parallel sampling rank, microbatch={microbatch}",
-            hint=overrides(_with_microbatch(loaded, math.gcd(rows // shares, microbatch), rows)),
+            hint=overrides(with_microbatch(loaded.recipe, math.gcd(rows // shares, microbatch), rows)),
         )
 
 
