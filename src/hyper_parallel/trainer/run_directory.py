@@ -206,7 +206,7 @@ def check_claimable(place: Path, recipe: Recipe | None = None) -> None:
     kind = "" if marker is None else f" (its marker says `{marker.kind}`)"
     raise OutputNotWritable(
         f"the output directory contains files, but is not the directory of a run{kind}",
-        where=f"output_dir={place}",
+        where=str(place) if recipe is None else f"output_dir={place}",
         got=entries,
         allowed="a missing or empty directory, or the directory of a run",
         hint=_alternative_hint(place, recipe),
@@ -237,10 +237,18 @@ def _unused_name(place: Path) -> Path:
 
 
 def _alternative_hint(place: Path, recipe: Recipe | None) -> str:
-    """Return recipe overrides: an unused `output_dir` and, if `place` has checkpoints to resume, `from_dir`."""
+    """Return a hint with an unused directory: recipe overrides or, without a recipe, a sentence.
+
+    The overrides include `checkpoint.from_dir` if `place` has checkpoints to resume.
+    """
+    if recipe is None:
+        return f"choose another directory, such as {shlex.quote(str(_unused_name(place)))}"
     words = [f"output_dir={_unused_name(place)}"]
-    resumes = recipe is not None and recipe.checkpoint.resume != "never"
-    if resumes and checkpoints.steps(place / "checkpoints") and (place / "config.yaml").is_file():
+    if (
+        recipe.checkpoint.resume != "never"
+        and checkpoints.steps(place / "checkpoints")
+        and (place / "config.yaml").is_file()
+    ):
         words.append(f"checkpoint.from_dir={place}")
     return shlex.join(words)
 
@@ -258,11 +266,11 @@ def _check_links(place: Path) -> None:
 
 def _linked_elsewhere(place: Path, links: list[str]) -> OutputNotWritable:
     return OutputNotWritable(
-        "outputs in the run directory are symbolic links, so the run would write outside of its directory",
+        "outputs in the run directory are symbolic links, so files would be written outside of the directory",
         where=str(place),
         got=links[:3],
         allowed="`output_dir` itself may be a link to another disk",
-        hint=shlex.join(["rm", *(str(place / link) for link in links[:3])]),
+        hint=shlex.join(["rm", *(str(place / link) for link in links)]),
     )
 
 

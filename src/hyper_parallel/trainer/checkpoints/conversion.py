@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -209,7 +210,7 @@ def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32", 
             logger.warning(
                 "%d tensors that the model does not use are not in the checkpoint, first `%s`: "
                 "`checkpoint export --model %s` writes them with the model",
-                len(carried.names), carried.names[0], path,
+                len(carried.names), carried.names[0], shlex.quote(path),
             )  # fmt: skip
     saver = Checkpointer(
         directory,

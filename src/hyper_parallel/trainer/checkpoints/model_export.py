@@ -309,7 +309,8 @@ def _published_sizes(
     raise ModelUnreadable(
         "cannot export this model: its published format joins parameters of several layers in one tensor",
         got=type(reference).__name__,
-        hint="checkpoint.export=false, or `hp.save` in your own training loop",
+        hint="keep only checkpoints: train with `checkpoint.export=false sample_prompt=null`, or use `hp.save` in your "
+        "own loop",
     )
 
 
