@@ -53,6 +53,20 @@ _EXPORTED_DTYPES: Final = ("float32", "bfloat16", "float16")
 _IMPORTED_DTYPES: Final = ("float32", "float64")
 
 
+@contextmanager
+def _export_hints() -> Iterator[None]:
+    """Replace the hints of `Checkpointer`, which are written for runs of a recipe, by hints for `checkpoint export`."""
+    try:
+        yield
+    except CheckpointCorrupt as error:
+        error.hint = (error.hint or "").partition(", or ")[0]
+        raise
+    except CheckpointMismatch as error:
+        error.hint = "name the model of the run with `--model`"
+        raise
+
+
+@_export_hints()
 def export_checkpoint(
     directory: Path,
     model_dir: Path,
@@ -93,15 +107,13 @@ def export_checkpoint(
     exported_folder(out_dir, "adapter" if lora is not None and not merge else "export", "--out").check()
     model_dir = model_dir.expanduser()
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
-    with _export_hints():
-        exported_step, _, index = loader.newest_intact(step)
+    exported_step, _, index = loader.newest_intact(step)
     dtypes = stored_dtypes(index)
     scores = f"{SCORE}.weight" in dtypes  # language models have no such parameter
     options = {"lora": lora, "stage": "rm" if scores else "pt"}
     model = _build_model(str(model_dir), trusted=trusted, **options)
     _set_dtypes(model, dtypes)
-    with _export_hints():
-        _load(model, loader, exported_step, model_dir, lora=lora is not None, merge=merge)
+    _load(model, loader, exported_step, model_dir, lora=lora is not None, merge=merge)
     if tokenizer_dir is None and model_dir.exists():
         tokenizer_dir = model_dir if model_dir.is_dir() else model_dir.parent
     stored = getattr(torch, dtype) if dtype else None
@@ -115,19 +127,6 @@ def export_checkpoint(
     carried = _carried_weights(model, model_dir, merge=merge)
     export_hf(model, config, tokenizer_dir, out_dir, stored, generation=generation, carried=carried)
     return exported_step
-
-
-@contextmanager
-def _export_hints() -> Iterator[None]:
-    """Replace the hints of `Checkpointer`, which are written for runs of a recipe, by hints for `checkpoint export`."""
-    try:
-        yield
-    except CheckpointCorrupt as error:
-        error.hint = (error.hint or "").partition(", or ")[0]
-        raise
-    except CheckpointMismatch as error:
-        error.hint = "name the model of the run with `--model`"
-        raise
 
 
 def _set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
