@@ -546,15 +546,15 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
             where=where,
             got=f"lora, model.init={recipe.model.init}, checkpoint.export=true",
             allowed="a `model.path` with config.json, weights and tokenizer, such as the export of a run",
-            hint=f"set `checkpoint.export=false{_without_samples(recipe)}`, or `lora=null`",
+            hint=f"set `{' '.join(_without_export(recipe))}`, or `lora=null`",
         )
     return weights
 
 
-def _without_samples(recipe: Recipe) -> str:
-    """Return overrides, each after a space, that disable the samples of the exported model."""
-    prompt, answers = recipe.sample_prompt is not None, recipe.sample_answers
-    return (" sample_prompt=null" if prompt else "") + (" sample_answers=0" if answers else "")
+def _without_export(recipe: Recipe) -> list[str]:
+    """Return overrides that disable the export and the samples of the exported model."""
+    samples = {"sample_prompt=null": recipe.sample_prompt is not None, "sample_answers=0": recipe.sample_answers > 0}
+    return ["checkpoint.export=false", *(text for text, is_set in samples.items() if is_set)]
 
 
 def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
