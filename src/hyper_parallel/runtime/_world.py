@@ -98,7 +98,7 @@ class Hosts:
         return HostLost(
             f"the connection to {', '.join(lost) or where} is lost",
             where=f"rank {self._rank} on {socket.gethostname()}",
-            hint="check this machine, then resume from the newest checkpoint",
+            hint="check the lost machine, then resume from the newest checkpoint",
         )
 
 

@@ -341,7 +341,7 @@ class Hang:
         if not self.culprits:
             hint = "training.debug_collectives=true (in your own loop `World.join(debug=True)`) names the collectives"
         elif self.stopped:
-            hint = f"{restart} restarts the ranks from the newest checkpoint"
+            hint = f"{restart} continues from the newest checkpoint"
         description = f"{self.description}\n{stack}".strip()
         return RankHung(description, where=where, hint=hint, others=self.other_states)
 
