@@ -270,7 +270,7 @@ def _linked_elsewhere(place: Path, links: list[str]) -> OutputNotWritable:
         where=str(place),
         got=links[:3],
         allowed="`output_dir` itself may be a link to another disk",
-        hint=shlex.join(["rm", *(str(place / link) for link in links)]),
+        hint=shlex.join(["rm", *(str(place / link) for link in links[:50])]),
     )
 
 
