@@ -134,8 +134,9 @@ def _python_errors() -> Iterator[None]:
 
 
 def _say_in_python(error: HyperParallelError) -> None:
-    if (error.where or "").startswith(_KEY):
-        error.where = f"parallelize_submodels{error.where.removeprefix(_KEY).replace('.', ': ', 1)}"
+    where = error.where or ""
+    if where.startswith(_KEY):
+        error.where = f"parallelize_submodels{where.removeprefix(_KEY).replace('.', ': ', 1)}"
     words, texts = shlex.split(error.hint or ""), list[str]()
     if not words or not all(word.startswith("parallel.") for word in words):
         return

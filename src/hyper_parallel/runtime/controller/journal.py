@@ -98,7 +98,7 @@ class Journal:
                 where=str(self.path),
                 got=requested,
                 allowed=recorded,
-                hint=move_away(Path(self.path)),
+                hint=move_away(Path(str(self.path))),
             )
         return record
 
@@ -167,7 +167,7 @@ class Journal:
             where=f"{self.path}:{index + 1}",
             got=repr(line[:80]),
             allowed="a JSON object on one line, as `Controller` writes it",
-            hint=move_away(Path(self.path)),
+            hint=move_away(Path(str(self.path))),
         )
 
     def _not_writable(self, error: OSError) -> OutputNotWritable:

@@ -389,7 +389,7 @@ def _check_layout(recipe: Recipe, strategy: Strategy, where: str) -> None:
 
 def _without_stages(recipe: Recipe) -> dict[str, object]:
     """Return overrides that reset the keys of a recipe that fix its number of pipeline stages."""
-    unset = {"stage_layers": [], "schedule_file": ""}
+    unset: dict[str, object] = {"stage_layers": [], "schedule_file": ""}
     return {f"parallel.{key}": value for key, value in unset.items() if getattr(recipe.parallel, key)}
 
 
