@@ -8,6 +8,7 @@ pp   the key-value cache is sharded by layers; the last stage chooses the token 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -86,7 +87,7 @@ def generate_on_ranks(
         check_rank_count(strategy.world_size, local_capacity(kind), _WHERE, hint)
     export = find_export(directory)
     check_dtype(dtype, DTYPES)
-    with _option_hints():
+    with _option_hints(parallel):
         model, plan = _model_and_plan(export, parallel, dtype, trusted=trusted)
     tokenizer = load_tokenizer(export, trusted=trusted)
     texts = TextCodec(tokenizer, model.config, model.generation_config.eos_token_id)
@@ -130,14 +131,19 @@ def _check_axes(strategy: Strategy) -> None:
 
 
 @contextmanager
-def _option_hints() -> Iterator[None]:
-    """Write the location and the hint of errors of `plan_of` for the option `--parallel`."""
+def _option_hints(parallel: str) -> Iterator[None]:
+    """Write location and hint of errors about the layout `parallel` for the option `--parallel`."""
     try:
         yield
     except HyperParallelError as error:
         if call := _PLAN_CALL.fullmatch(error.hint or ""):
             error.hint = f"{_WHERE} {call[1]}"
-        if error.where is not None and error.where.startswith("strategy: "):
+        elif error.changes and all(key.startswith("parallel.") for key in error.changes):
+            words = dict(word.removeprefix("parallel.").split("=", 1) for word in shlex.split(parallel))
+            words |= {"tp_x": words.pop("tp")} if "tp" in words else {}
+            words |= {key.removeprefix("parallel."): f"{v}".replace(" ", "") for key, v in error.changes.items()}
+            error.hint = f'{_WHERE} "{" ".join(f"{key}={value}" for key, value in words.items())}"'
+        if error.where is not None and error.where.startswith(("strategy: ", "parallel.")):
             error.where = _WHERE
         raise
 
