@@ -65,7 +65,7 @@ def export_hint(text: str) -> str | None:
     path = Path(text)
     if path.name != "export" or path.parent == Path():
         return None
-    return f"train the run that writes it: hyper-parallel train RECIPE.yaml output_dir={path.parent}"
+    return f"train the run that writes it: hyper-parallel train RECIPE.yaml {shlex.quote(f'output_dir={path.parent}')}"
 
 
 def is_data_file(path: Path) -> bool:

@@ -123,18 +123,19 @@ def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
             yield f"{name} (changed since it was written)"
 
 
-def check_replaceable(folder: Path, kinds: Collection[str], label: str) -> None:
+def check_replaceable(folder: Path, kinds: Collection[str], label: str, option: str | None = None) -> None:
     """Raise an error unless a folder is missing, empty, or an unchanged finished folder of these kinds.
 
     Args:
         folder: The folder; a symbolic link or file is refused.
         kinds: Kinds that may be replaced.
         label: Description of the folder in errors, such as `the export directory`.
+        option: Command-line option that names the folder, for the hint; None: no such option.
 
     Raises:
         OutputNotWritable: HP105 naming the first foreign files.
     """
-    problem = "contains files that were not written with it"
+    problem = "contains files that were added or changed by others"
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         problem = "is not a directory"
         got = ["a symbolic link" if folder.is_symlink() else "a file"]
@@ -147,7 +148,7 @@ def check_replaceable(folder: Path, kinds: Collection[str], label: str) -> None:
             where=str(folder),
             got=got,
             allowed="an empty or missing directory, or one that is unchanged since it was written",
-            hint=_other_folder() if _is_entered(folder) else _move_away(folder),
+            hint=_other_folder(folder, option) if _is_entered(folder) else move_away(folder),
         )
 
 
@@ -156,10 +157,11 @@ def _is_entered(folder: Path) -> bool:
     return Path.cwd().is_relative_to(os.path.realpath(folder))
 
 
-def _other_folder() -> str:
-    """Return the `--out` option with an unused folder name in the current directory, for a hint."""
-    names = itertools.chain(["export"], (f"export-{number}" for number in itertools.count(2)))
-    return f"--out {next(name for name in names if not os.path.lexists(name))}"
+def _other_folder(folder: Path, option: str | None) -> str:
+    """Return a hint for a folder that contains the current directory: the option with an unused name, or a sentence."""
+    if option is None:
+        return f"change to a directory outside of {folder}, then move {folder} away"
+    return f"{option} {unused_path(Path('export'))}"
 
 
 def remove_files(
@@ -208,10 +210,13 @@ def remove_finished(folder: Path) -> list[str]:
 
 
 def remove_unfinished(folder: Path, kind: str) -> list[str]:
-    """Remove the files that an ended process has written into a folder of a kind; return the paths that remain.
+    """Remove the files that an unfinished write, of this or a killed process, has left in a folder of kind `kind`.
 
-    The folder is removed as well, if no other files remain. Without a marker of this kind, only partly written markers
-    are removed.
+    The folder is removed as well, if it contains nothing else; otherwise its marker stays. Without a marker of this
+    kind, only partly written markers are removed.
+
+    Returns:
+        Paths of the remaining files or, if there are none, of the remaining empty folders.
     """
     marker = read_marker(folder)
     if marker is not None and marker.kind == kind:
@@ -221,7 +226,10 @@ def remove_unfinished(folder: Path, kind: str) -> list[str]:
             lambda n: n != MARKER and (n in listed or bool(pattern.fullmatch(n))),
             lambda n: bool(pattern.fullmatch(f"{n}/")),
         )
-        return remove_files(folder, _is_marker) if all(map(_is_marker, remaining)) else remaining
+        if not all(map(_is_marker, remaining)):
+            return remaining
+        folders = [name for name, _ in _entries(folder) if not _is_marker(name)]
+        return folders or remove_files(folder, _is_marker)
     return remove_files(folder, lambda name: bool(_MARKER_PART.fullmatch(name)))
 
 
@@ -238,6 +246,7 @@ class Replacement:
         label: Description of the folder in errors.
         replaces: Kinds of folders that may be replaced; (): only `kind`.
         parents: Whether to create missing parent folders.
+        option: Command-line option that names the folder, for hints; None: no such option.
     """
 
     def __init__(
@@ -248,13 +257,14 @@ class Replacement:
         replaces: Collection[str] = (),
         *,
         parents: bool = False,
+        option: str | None = None,
     ) -> None:
         self.target = Path(os.path.realpath(target))
         self.partial = self.target.with_name(f".{self.target.name}.tmp")
         self._old = self.target.with_name(f".{self.target.name}.old")
         self._kind, self._label = kind, label
         self._replaces = tuple(replaces) or (kind,)
-        self._parents, self._lock = parents, -1
+        self._parents, self._option, self._lock = parents, option, -1
 
     def check(self) -> None:
         """Raise OutputNotWritable (HP105) if publishing would delete files that this package has not written."""
@@ -271,11 +281,11 @@ class Replacement:
             raise OutputNotWritable(
                 f"the temporary directory of {self._label} already exists and was not created by this command",
                 where=str(self.partial),
-                hint=_move_away(self.partial),
+                hint=move_away(self.partial),
             )
 
     def _check_targets(self) -> None:
-        check_replaceable(self.target, self._replaces, self._label)
+        check_replaceable(self.target, self._replaces, self._label, self._option)
         check_replaceable(self._old, self._replaces, f"the backup of {self._label}")
 
     def open(self) -> Path:
@@ -294,10 +304,11 @@ class Replacement:
             self._release()
             if remaining:
                 raise OutputNotWritable(
-                    "the temporary directory of an unfinished output contains files from elsewhere",
+                    f"the temporary directory of {self._label} contains entries that cannot be deleted, or that were "
+                    "not created by this command",
                     where=str(self.partial),
                     got=sorted(remaining)[:_NAMED],
-                    hint=_move_away(self.partial),
+                    hint=move_away(self.partial),
                 )
         self.partial.mkdir(parents=self._parents)
         write_marker(self.partial, Marker(self._kind))
@@ -474,11 +485,11 @@ def check_output_file(path: Path, is_own: Callable[[str], bool], label: str, opt
     except Exception:  # any exception of a format reader
         is_same_kind = False
     if not is_same_kind:
-        other = path.with_name(f"{path.stem}-new{path.suffix}")
+        other = unused_path(path.with_name(f"{path.stem}-new"), path.suffix)
         raise OutputNotWritable(
             f"the file exists and is not {label}, so it is not replaced",
             where=f"{option} {path}" if option else str(path),
-            hint=shlex.join([option, str(other)]) if option else _move_away(path),
+            hint=shlex.join([option, str(other)]) if option else move_away(path),
         )
 
 
@@ -513,5 +524,13 @@ def file_facts(path: Path) -> tuple[int, str]:
         return size, sampled.hexdigest()
 
 
-def _move_away(path: Path) -> str:
-    return shlex.join(["mv", str(path), f"{path}.moved"])
+def unused_path(path: Path, suffix: str = "") -> Path:
+    """Return `path` with the suffix or, if that exists, with the first free number from 2: `path-2` with the suffix."""
+    numbered = (Path(f"{path}-{number}{suffix}") for number in itertools.count(2))
+    names = itertools.chain([Path(f"{path}{suffix}")], numbered)
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def move_away(path: Path) -> str:
+    """Return the shell command that renames a file or folder to an unused name, for a hint."""
+    return shlex.join(["mv", str(path), str(unused_path(Path(f"{path}.moved")))])

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Final, overload
 
-from hyper_parallel.errors import BadValue, Contradiction, Unwritten, abbreviated
+from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError, Unwritten, abbreviated
 from hyper_parallel.received import Limits, parse_json
 
 if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
 
+_LONGEST_LITERAL: Final = 80
+"""Maximum characters of a value that a hint repeats."""
 _RECORD = Limits(num_bytes=1024**2, num_elements=100_000)
 
 
@@ -143,17 +147,34 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
     _check_prompts(prompts)
     label, hint = "hyper_parallel.generate", 'hp.generate("runs/run", "Once")'
     if not isinstance(model, TrainingRun):
-        _check_path(model, label, "the model", hint)
+        _check_path(model, label, "the model", hint, "a string, a path, or a `TrainingRun`")
     place = {key: choices.pop(key) for key in ("device", "dtype") if key in choices}
     chat = bool(choices.pop("chat", False))
     _check_options(choices, Sampling.__dataclass_fields__)
     if isinstance(stop := choices.get("stop"), (str, list)):
         choices["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    generator = Generator(model.output_dir if isinstance(model, TrainingRun) else model, **place)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    generations = generator.generate_batch(texts, Sampling(**choices), chat=chat)
+    try:
+        generator = Generator(model.output_dir if isinstance(model, TrainingRun) else model, **place)
+        generations = generator.generate_batch(texts, Sampling(**choices), chat=chat)
+    except HyperParallelError as error:
+        _say_in_python(error, label)
+        raise
     answers = [generation.text for generation in generations]
     return answers[0] if isinstance(prompts, str) else answers
+
+
+def _say_in_python(error: HyperParallelError, label: str) -> None:
+    """Replace options of the command `generate` in an error, in place, by arguments of the function `label`."""
+    if (error.where or "").startswith("--"):
+        error.where = label
+    if option := re.fullmatch("--([a-z-]+) (.+)", error.hint or ""):
+        value = option[2] if option[2].isdecimal() else repr(option[2])
+        error.hint = f"{option[1].replace('-', '_')}={value}"
+    elif error.hint == "leave out --chat":
+        error.hint = "leave out `chat`"
+    elif error.hint == "--trust-remote-code":
+        error.hint = "use the command `hyper-parallel generate` with --trust-remote-code"
 
 
 def _check_prompts(prompts: object) -> None:
@@ -183,14 +204,14 @@ def _check_options(choices: Mapping[str, Any], known: Mapping[str, Any]) -> None
             )
 
 
-def _check_path(value: object, where: str, label: str, hint: str) -> None:
+def _check_path(value: object, where: str, label: str, hint: str, allowed: str = "a string or a path") -> None:
     if isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str):
         return
     raise BadValue(
         f"{label} must be a path, not a value of type {type(value).__name__}",
         where=where,
         got=abbreviated(value),
-        allowed="a string or a path",
+        allowed=allowed,
         hint=hint,
     )
 
@@ -202,9 +223,9 @@ def _checked_overrides(overrides: Sequence[object]) -> list[str]:
             continue
         hint = 'hp.train("recipe.yaml", "training.steps=10")'
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            hint = f'hp.train("recipe.yaml", **{abbreviated(dict(value))})'
+            hint = f'hp.train("recipe.yaml", **{_in_full(dict(value)) or "overrides"})'
         elif isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-            hint = f'hp.train("recipe.yaml", *{abbreviated(list(value))})'
+            hint = f'hp.train("recipe.yaml", *{_in_full(list(value)) or "overrides"})'
         raise BadValue(
             f"an override must be a string, not a value of type {type(value).__name__}",
             where="hyper_parallel.train",
@@ -213,6 +234,15 @@ def _checked_overrides(overrides: Sequence[object]) -> list[str]:
             hint=hint,
         )
     return [str(value) for value in overrides]
+
+
+def _in_full(value: object) -> str | None:
+    """Return `repr(value)` if it is a short literal that Python reads as the same value, else None."""
+    text = repr(value)
+    try:
+        return text if len(text) <= _LONGEST_LITERAL and ast.literal_eval(text) == value else None
+    except (ValueError, SyntaxError):  # a path, for example
+        return None
 
 
 def _overrides_of(values: Mapping[str, Any]) -> list[str]:

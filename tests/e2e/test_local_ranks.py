@@ -42,8 +42,8 @@ def test_more_ranks_than_the_machine_runs_are_refused_with_commands_that_work(pl
     assert caught.value.code == "HP502"
     assert psutil.Process().children() == before
     assert not (tmp_path / "run").exists()
-    dry, cluster, local = caught.value.hint.split(", or ")
-    assert local == "launch.oversubscribe=true"
+    dry, cluster, *local = caught.value.hint.split(", or ")
+    assert local == ["launch.oversubscribe=true"] * (TOO_MANY <= 256)
     assert "--launcher slurm launch.nnodes=" in cluster
     shown = command(*shlex.split(dry)[1:]).stdout
     assert f"dp_shard={TOO_MANY}" in shown

@@ -140,14 +140,14 @@ def test_what_a_run_reads_is_not_replaced_by_it(place, run, words):
     named = {"run": run, "link": run.parent / "link", "weights": run.parent / "weights"}
     named["hard"] = run.parent / "hard.jsonl"
     before = listing(run.parent)
-    with pytest.raises(Contradiction, match="the run would overwrite an input"):
+    with pytest.raises(Contradiction, match="the run would replace or remove files of"):
         train(place, run, *FEW, *(word.format(**named) for word in words))
     assert listing(run.parent) == before
 
 
 def test_a_second_stage_beside_the_first_keeps_weights_and_tokenizer(place, run):
     words = (f"model.path={run}/export", "checkpoint.resume=never")
-    with pytest.raises(Contradiction, match="would overwrite an input") as refused:
+    with pytest.raises(Contradiction, match="would replace or remove files of") as refused:
         train(place, run, *FEW, *words)
     hint = refused.value.hint
     assert hint == f"output_dir={run}-2"

@@ -216,7 +216,7 @@ def test_between_turns_of_a_template_that_reasons(place):
         (
             ["grpo.environment=own_environments.None_"],
             NotImportable,
-            "unknown function `own_environments.None_`",
+            "the function `own_environments.None_` cannot be imported",
         ),
         (["grpo.environment=own_environments.Silent"], BadValue, "a finite reward"),
         (["grpo.partial_rollout=true"], Contradiction, "newer weights"),

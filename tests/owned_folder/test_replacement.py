@@ -147,6 +147,15 @@ def test_what_a_killed_writer_left_is_removed_and_a_living_one_is_not_disturbed(
         assert listing(tmp_path) == before
 
 
+def test_an_empty_folder_of_somebody_else_in_an_unfinished_folder_is_named_every_time(tmp_path):
+    subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path / "export"), "ends"], check=False)
+    (tmp_path / ".export.tmp" / "mine").mkdir()
+    for _ in range(2):
+        with pytest.raises(OutputNotWritable, match="cannot be deleted") as caught:
+            write(tmp_path / "export")
+        assert caught.value.got == ["mine"]
+
+
 def test_a_folder_that_was_just_being_replaced_is_put_back(tmp_path):
     write(tmp_path / "export", "1")
     (tmp_path / "export").rename(tmp_path / ".export.old")
@@ -209,9 +218,16 @@ def test_the_hint_never_moves_the_current_directory(tmp_path, monkeypatch, insid
     (folder / "thesis.tex").write_text("x")
     monkeypatch.chdir(folder / inside)
     with pytest.raises(OutputNotWritable) as caught:
-        check_replaceable(folder, ["export"], "the export directory")
+        check_replaceable(folder, ["export"], "the export directory", "--out")
     assert caught.value.hint == hint
+    with pytest.raises(OutputNotWritable) as caught:
+        check_replaceable(folder, ["export"], "the export directory")
+    assert caught.value.hint == f"change to a directory outside of {folder}, then move {folder} away"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OutputNotWritable) as caught:
         check_replaceable(folder, ["export"], "the export directory")
     assert caught.value.hint == f"mv {folder} {folder}.moved"
+    (tmp_path / f"{folder.name}.moved").mkdir()
+    with pytest.raises(OutputNotWritable) as caught:
+        check_replaceable(folder, ["export"], "the export directory")
+    assert caught.value.hint == f"mv {folder} {folder}.moved-2"

@@ -19,6 +19,20 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ({"training.lr": 0.5}, "hp.train(\"recipe.yaml\", **{'training.lr': 0.5})"),
+        ({"data.source": "x" * 100}, 'hp.train("recipe.yaml", **overrides)'),
+        (["x" * 100], 'hp.train("recipe.yaml", *overrides)'),
+    ],
+)
+def test_the_hint_for_overrides_in_a_container_is_a_call(override, hint):
+    with pytest.raises(BadValue) as caught:
+        hp.train("recipe.yaml", override)
+    assert caught.value.hint == hint
+
+
 @pytest.mark.slow
 def test_a_run_from_python_has_metrics_and_paths_and_continues_prompts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

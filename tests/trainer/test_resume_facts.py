@@ -63,6 +63,20 @@ def test_a_section_that_was_null_is_one_change():
             compare(*pair)
 
 
+@pytest.mark.parametrize(
+    ("key", "old", "new", "hint"),
+    [
+        ("training.seed", 1, 2, "training.seed=1"),
+        ("data.mask_documents", True, False, "data.packing=true data.mask_documents=true"),
+        ("model.config.hidden_size", 64, 32, "model.path=run/model model.init=random"),
+    ],
+)
+def test_the_hint_restores_a_value_that_must_not_change(key, old, new, hint):
+    with pytest.raises(CheckpointMismatch) as caught:
+        compare(FACTS | {key: old}, FACTS | {key: new})
+    assert caught.value.hint == hint
+
+
 def test_a_key_that_the_checkpoint_does_not_have_counts_as_its_default():
     old = without("training.neftune_noise_alpha", "moe.capacity_factor")
     assert compare(old, FACTS) == {}

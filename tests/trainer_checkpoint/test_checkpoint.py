@@ -230,7 +230,7 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path):
     deeper = qwen3(num_hidden_layers=3)
     with pytest.raises(CheckpointMismatch, match=r"has no tensor `model.model.layers.2"):
         checkpointer(tmp_path).load(deeper, None)
-    with pytest.raises(CheckpointMismatch, match=r"which this run does not have"):
+    with pytest.raises(CheckpointMismatch, match=r"which the model does not have"):
         checkpointer(tmp_path).load(qwen3(num_hidden_layers=1), None)
     with pytest.raises(CheckpointMismatch, match=r"dtype"):
         checkpointer(tmp_path).load(qwen3().double(), None)

@@ -75,8 +75,9 @@ def test_export_of_a_sharded_checkpoint(tmp_path):
     run("export", tmp_path / "run", "--model", tmp_path / "hf" / "small.json")
     assert torch.equal(reload(tmp_path / "run" / "export").lm_head.weight, model.lm_head.weight)
     assert (tmp_path / "run" / "export" / "tokenizer.json").is_file()
-    with pytest.raises(CheckpointCorrupt):
+    with pytest.raises(CheckpointCorrupt) as caught:
         run("export", tmp_path / "run", "--step", "4", "--model", tmp_path / "hf" / "small.json")
+    assert caught.value.hint == "choose one of these steps"
     with pytest.raises(ModelUnreadable):
         run("export", tmp_path / "run", "--model", tmp_path / "nowhere")
 

@@ -105,7 +105,8 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
         DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is no dump.
     """
     dumps: dict[int, dict[str, Any]] = {}
-    for source in paths:
+    sources = list(paths)
+    for source in sources:
         files = sorted(p for p in source.iterdir() if p.is_file()) if source.is_dir() else [source]
         for path in files:
             if match := _RANK.search(path.name):
@@ -120,7 +121,9 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
             elif path == source:
                 raise _unreadable(path, "a name without the number of its rank at the end")
     if not dumps:
-        raise _unreadable(Path(*map(str, paths)), "no file whose name ends in the number of a rank")
+        raise _unreadable(
+            ", ".join(map(str, sources)), "no file whose name ends in the number of a rank", "there is no dump to read"
+        )
     return dict(sorted(dumps.items()))
 
 
@@ -137,7 +140,7 @@ def _read(path: Path) -> dict[str, Any]:
         text = content[:1] == b"{"
         dump = json.loads(content) if text else _PlainUnpickler(io.BytesIO(content)).load()
     except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
+        raise _unreadable(path, error.strerror or str(error), "a dump cannot be read") from error
     except Exception as error:  # a damaged pickle may raise any exception
         raise _unreadable(path, str(error) or type(error).__name__) from error
     try:
@@ -149,12 +152,15 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(dump)
 
 
-def _unreadable(path: Path, why: str) -> DumpUnreadable:
+def _unreadable(
+    path: Path | str, why: str, problem: str = "the file is not a dump of torch's flight recorder"
+) -> DumpUnreadable:
     return DumpUnreadable(
-        "the file is not a dump of torch's flight recorder; run the job again with these variables to record one",
+        problem,
         where=str(path),
         got=why,
-        hint="export TORCH_FR_BUFFER_SIZE=2000 TORCH_FR_DUMP_TEMP_FILE=/a/directory/rank_",
+        hint="to record dumps, `export TORCH_FR_BUFFER_SIZE=2000 TORCH_FR_DUMP_TEMP_FILE=/a/directory/rank_` before "
+        "the job starts",
     )
 
 

@@ -7,7 +7,9 @@ joint schedule, all towers encode the microbatches of a step in synchronous roun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -34,7 +36,14 @@ from hyper_parallel.backends.torch.submodels.parts import (
     keep_language,
     twin_of,
 )
-from hyper_parallel.errors import BadValue, DegreesMismatch, ScheduleError, UnsupportedSharding
+from hyper_parallel.errors import (
+    BadValue,
+    DegreesMismatch,
+    HyperParallelError,
+    ScheduleError,
+    UnsupportedSharding,
+    overrides,
+)
 from hyper_parallel.ir import Schedule, Strategy, Workload
 from hyper_parallel.mpmd import JointLayout, check_submodel_schedule
 from hyper_parallel.planner import parse_strategy
@@ -42,6 +51,7 @@ from hyper_parallel.planner.submodels import feature_stages, joint_layout, place
 from hyper_parallel.runtime._parallelize import attach_save_pretrained, parallelize, plan_of
 from hyper_parallel.runtime._world import World
 
+_KEY: Final = "parallel.submodels"
 _ALL: Final = 2**31
 """Limit of microbatches in flight for schedules that may run all forward passes first."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
@@ -91,7 +101,8 @@ def parallelize_submodels(
         ScheduleError: HP320 for an invalid `schedule`, or one whose layouts do not permit a joint schedule.
         HyperParallelError: Errors of `plan_of` and `parallelize` for a sub-model.
     """
-    strategies = _validated_strategies(division := divide(model), layouts, world.world_size, ranks)
+    with _python_errors():
+        strategies = _validated_strategies(division := divide(model), layouts, world.world_size, ranks)
     members = _members(strategies, ranks)
     strategies[LANGUAGE] = _with_stage_layers(model, strategies[LANGUAGE], division)
     layout = joint_layout(strategies, members, division.layers_with_features)
@@ -110,6 +121,35 @@ def parallelize_submodels(
     places = places_of_ranks(strategies[LANGUAGE], members[LANGUAGE])
     joint = layout and _joint_steps(layout, roles, places, world, frozen, schedule)
     return _rank_module(roles, joint)
+
+
+@contextmanager
+def _python_errors() -> Iterator[None]:
+    """Replace recipe keys in errors by the arguments of `parallelize_submodels`."""
+    try:
+        yield
+    except HyperParallelError as error:
+        _say_in_python(error)
+        raise
+
+
+def _say_in_python(error: HyperParallelError) -> None:
+    where = error.where or ""
+    if where.startswith(_KEY):
+        error.where = f"parallelize_submodels{where.removeprefix(_KEY).replace('.', ': ', 1)}"
+    words, texts = shlex.split(error.hint or ""), list[str]()
+    if not words or not all(word.startswith("parallel.") for word in words):
+        return
+    for word in words:
+        key, _, value = word.removeprefix("parallel.").removeprefix("submodels.").partition("=")
+        name, _, option = key.rpartition(".")
+        text = f"`{option}={value}` in the layout of `{name or LANGUAGE}`"
+        if value == "null":
+            text = f"leave out `{key}`"
+        elif option == "ranks":
+            text = f"ranks={{'{name}': {value}}}"
+        texts.append(text)
+    error.hint = ", ".join(texts)
 
 
 def _parts(model: nn.Module, division: Division, sides: Mapping[str, Tower | Reader]) -> list[nn.Module]:
@@ -297,7 +337,7 @@ def _validated_strategies(
     names = {*division.kinds, LANGUAGE}
     unknown, missing = sorted(layouts.keys() - names), sorted(names - layouts.keys())
     if unknown or missing:
-        key, changes = "parallel.submodels", [f"{name}=null" for name in unknown]
+        key, changes = _KEY, [f"{name}=null" for name in unknown]
         changes += [f"{name}.dp_shard=1" for name in missing]
         raise BadValue(
             f"the model has no sub-model `{unknown[0]}`" if unknown else f"the sub-model `{missing[0]}` has no layout",
@@ -339,12 +379,14 @@ def _validated_strategies(
 def _check_stages(language: Strategy) -> None:
     """Raise UnsupportedSharding (HP205) if a rank of the language part has several pipeline stages."""
     if language.pp > 1 and language.virtual_stages > 1:
+        fixed: dict[str, object] = {"parallel.stage_layers": []} if language.stage_layers else {}
+        fixed |= {"parallel.schedule_file": ""} if language.schedule_file else {}
         raise UnsupportedSharding(
             "a rank must not have several pipeline stages of the language part",
             where="parallel.submodels.language.pp",
             got=f"pp={language.pp}, virtual_stages={language.virtual_stages}",
             allowed="pp=1, or one stage per rank",
-            hint="parallel.submodels.language.pp=1",
+            hint=overrides({"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | fixed),
         )
 
 
@@ -352,18 +394,20 @@ def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequenc
     """Check explicit `ranks`: sub-models must match their degrees, use all ranks, and share ranks only if supported."""
     for name, strategy in strategies.items():
         if len({*ranks.get(name, ())}) != strategy.world_size:
-            first = ", ".join(map(str, range(strategy.world_size)))
+            used = {rank for other in strategies if other != name for rank in ranks.get(other, ())}
+            first = sorted(range(max(world_size, strategy.world_size)), key=lambda rank: rank in used)
+            proposed = sorted(first[: strategy.world_size])
             raise BadValue(
                 f"the number of ranks of `{name}` differs from the product of its degrees",
                 where=f"parallel.submodels.{name}.ranks",
                 got=f"{[*ranks.get(name, ())]} for {strategy.world_size} ranks",
                 allowed=f"{strategy.world_size} different ranks",
-                hint=f"parallel.submodels.{name}.ranks=[{first}]",
+                hint=shlex.quote(f"parallel.submodels.{name}.ranks={proposed}"),
             )
     used = {rank for name in strategies for rank in ranks[name]}
     towers = {rank for name in strategies if name != LANGUAGE for rank in ranks[name]}
-    shared = not towers.isdisjoint(ranks[LANGUAGE])
-    if strategies[LANGUAGE].pp > 1 and shared and joint_layout(strategies, ranks) is None:
+    shared, language = not towers.isdisjoint(ranks[LANGUAGE]), strategies[LANGUAGE]
+    if language.pp > 1 and shared and joint_layout(strategies, ranks) is None:
         texts = (f"{name} {s} on ranks {[*ranks[name]]}" for name, s in strategies.items())
         part = "the encoder in this layout" if len(strategies) == 2 else "one of several encoders"
         raise UnsupportedSharding(
@@ -371,7 +415,7 @@ def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequenc
             where="parallel.submodels.language.pp",
             got="; ".join(texts),
             allowed=_JOINT,
-            hint="parallel.submodels.language.pp=1",
+            hint=f"{_KEY}.language.pp=1 {_KEY}.language.dp_shard={language.dp_shard * language.pp}",
         )
     if used != {*range(world_size)}:
         raise DegreesMismatch(

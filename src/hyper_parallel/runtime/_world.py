@@ -98,7 +98,7 @@ class Hosts:
         return HostLost(
             f"the connection to {', '.join(lost) or where} is lost",
             where=f"rank {self._rank} on {socket.gethostname()}",
-            hint="checkpoint.resume=must continues from the newest checkpoint",
+            hint="check the lost machine, then resume from the newest checkpoint",
         )
 
 
@@ -408,7 +408,7 @@ def _degrees_mismatch(strategy: Strategy, num_ranks: int, *, is_subset: bool) ->
     if is_subset:
         hint = f"ranks=range({size})"
     elif INIT_METHOD in os.environ:
-        hint = f"hp.launch(fn, {size})"
+        hint = f"start {size} ranks, for example hp.launch(fn, {size})"
     return DegreesMismatch(
         f"the degrees multiply to {size}, but there {'is' if num_ranks == 1 else 'are'} {num_ranks} "
         f"rank{'' if num_ranks == 1 else 's'}",
@@ -430,6 +430,6 @@ def _incomplete(problem: str, got: str) -> LauncherIncomplete:
         f"{problem}, so this rank cannot connect to the other ranks",
         where="environment of this process",
         got=got,
-        allowed="RANK below WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
-        hint="unset RANK WORLD_SIZE, to run a single rank",
+        allowed="RANK below WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
+        hint="`unset RANK` lets this process run as a single rank",
     )

@@ -89,7 +89,8 @@ def _check_fork() -> None:
         raise ForkUnsafe(
             "local ranks cannot be forked from a process that belongs to a process group",
             got=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            hint="close the world before, for example by `with World.join() as world: ...`",
+            hint="close the world before ranks are started (`with hp.World.join() as world: ...`), or call "
+            "torch.distributed.destroy_process_group() for a group of your own",
         )
     tasks = Path("/proc/self/task")
     if not tasks.is_dir() or len(list(tasks.iterdir())) > 1:

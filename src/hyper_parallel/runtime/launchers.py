@@ -85,17 +85,18 @@ def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: 
     `output_dir` is the directory of the run.
 
     Raises:
-        BadValue: HP102 for a control character in `launch.sbatch` or `output_dir`.
+        BadValue: HP102 for a character that is not printable in `launch.sbatch` or `output_dir`.
         DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
     """
     launch_section = recipe.launch
-    if not all(map(str.isprintable, (str(output_dir), *launch_section.sbatch))):
-        raise BadValue(
-            "an option contains a control character, which would break a line of the job script",
-            where="output_dir, launch.sbatch",
-            got=abbreviated([str(output_dir), *launch_section.sbatch]),
-            allowed="printable characters",
-        )
+    for key, texts in {"output_dir": (str(output_dir),), "launch.sbatch": launch_section.sbatch}.items():
+        if not all(map(str.isprintable, texts)):
+            raise BadValue(
+                f"`{key}` contains a character that is not printable, which could break a line of the job script",
+                where=key,
+                got=abbreviated(texts),
+                allowed="printable characters",
+            )
     options = {
         "--job-name": output_dir.name,
         "--nodes": launch_section.nnodes,
@@ -150,7 +151,7 @@ def join_srun() -> None:
             got=f"{type(error).__name__}: {error}",
             allowed="SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_JOB_ID, SLURM_JOB_NODELIST and "
             "SLURM_TASKS_PER_NODE, as srun sets them",
-            hint="unset SLURM_STEP_ID, to run a single rank",
+            hint="`unset SLURM_STEP_ID` lets this process run as a single rank",
         ) from error
     env.update({name: value for name, value in variables.items() if name not in env})
 
@@ -215,16 +216,14 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
     words = [word for word in words if not word.startswith(("launch.launcher=", "launch.n"))]
     command = shlex.join(["hyper-parallel", *words])
     cluster = f"{command} --launcher slurm {launch_words(ranks, launch.nproc_per_node)}"
-    hint = f"{command} --dry-run, or {cluster} (torchrun and ray likewise)"
+    hint = f"{command} --dry-run, or {cluster} (or --launcher ray)"
     capacity = local_capacity()
     if capacity.is_cpu and launch.oversubscribe and local_ranks <= _MOST_OVERSUBSCRIBED:
         return
-    check_rank_count(
-        local_ranks,
-        capacity,
-        "launch.launcher",
-        hint + (", or launch.oversubscribe=true" if capacity.is_cpu else ""),
-    )
+    if capacity.is_cpu and local_ranks <= _MOST_OVERSUBSCRIBED:
+        hint += ", or launch.oversubscribe=true"
+    where = "parallel" if launch.launcher == "local" else "launch.nproc_per_node"
+    check_rank_count(local_ranks, capacity, where, hint)
 
 
 def check_rank_count(ranks: int, capacity: RankCapacity, where: str, hint: str) -> None:
@@ -353,7 +352,7 @@ def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
     stack.callback(remove_placement_group, group)
     if not group.wait(PLACED_S):
         raise DeviceUnavailable(
-            f"the Ray cluster does not have {nnodes} machines with {per_node} free {' and '.join(resources)} each",
+            f"the Ray cluster cannot reserve {per_node} {' and '.join(resources)} on each of {nnodes} machines",
             where="launch.ray_address",
             got=ray.available_resources(),
             hint="ray status",

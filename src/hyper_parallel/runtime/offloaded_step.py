@@ -380,7 +380,7 @@ class OffloadedStep:
             )
             return agree_on_plan(make_plan, program, self._machine.memory)
         except (BudgetImpossible, TierFull) as error:
-            error.hint = f"hp.offload(step, budget={sufficient_device_bytes(error)})"
+            error.hint = f"hp.offload(step, ..., budget={sufficient_device_bytes(error)})"
             raise
 
     @contextmanager

@@ -334,9 +334,12 @@ class Hang:
             stack: Stack of the first culprit.
             restart: Setting that makes the launcher restart failed ranks, for the hint.
         """
-        hint = "training.timeout_s=3600, if a phase may take this long"
+        hint = (
+            "if a phase may take this long, raise `training.timeout_s` or, for the first step, evaluation, checkpoint "
+            "and export, `training.first_step_timeout_s` (with `hp.launch`: `deadlines`)"
+        )
         if not self.culprits:
-            hint = "training.debug_collectives=true names the collectives that do not match"
+            hint = "training.debug_collectives=true (in your own loop `World.join(debug=True)`) names the collectives"
         elif self.stopped:
             hint = f"{restart} continues from the newest checkpoint"
         description = f"{self.description}\n{stack}".strip()

@@ -296,7 +296,7 @@ def _check_support(loaded: LoadedRecipe) -> None:
             "a dry run traces next-token cross entropy, but a reward model has another loss",
             where=loaded.where("stage"),
             got="stage=rm, --dry-run",
-            hint="stage=dpo",
+            hint="stage=dpo" + (" rm=null" if loaded.recipe.rm != type(loaded.recipe.rm)() else ""),
         )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -130,7 +129,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
         raise Contradiction(
             "`parity` launches local ranks itself, so it cannot run under torchrun",
             where="environment of this process",
-            hint=shlex.join(["hyper-parallel", "parity", str(loaded.path)]),
+            hint="start the command without torchrun",
         )
     refuse_submodels(loaded, "parity compares layouts of a whole model")
     loaded = with_hub_models(loaded)

@@ -72,7 +72,8 @@ class Sampling:
             of_type = isinstance(value, types) and not isinstance(value, bool)
             if not of_type or not is_valid(value):
                 problem = "is out of range" if of_type else "has the wrong type"
-                raise BadValue(f"{name} {problem}", got=repr(value)[:80], allowed=allowed)
+                where = f"option {name}, on the command line --{name.replace('_', '-')}"
+                raise BadValue(f"`{name}` {problem}", where=where, got=repr(value)[:80], allowed=allowed)
 
 
 @dataclass(slots=True, eq=False)

@@ -28,9 +28,9 @@ def nonfinite_hint(job: Job) -> str:
     recipe overrides.
     """
     lr = min(job.recipe.training.lr / 10, _SAFE_LR)
-    change = f"training.lr={lr:g}"
+    change, norm = f"training.lr={lr:g}", job.recipe.training.max_grad_norm
     if not checkpoints.steps(job.checkpoint_dir):
-        return f"{change} training.max_grad_norm=1.0"
+        return change if norm is not None and norm <= 1 else f"{change} training.max_grad_norm=1.0"
     words = [str(job.output_dir.absolute() / "config.yaml"), "checkpoint.resume=must", change]
     if job.recipe.checkpoint.from_dir:
         words.append("checkpoint.from_dir=null")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from hyper_parallel.errors import OutputNotWritable, written
 from hyper_parallel.ir import Timeline
+from hyper_parallel.owned_folder import unused_path
 from hyper_parallel.serde import encode, write_text
 
 
@@ -124,11 +126,12 @@ def check_writable(directory: Path, key: str) -> None:
     if not problem:
         return
     equals = " " if key.startswith("--") else "="
+    other = shlex.quote(str(unused_path(Path(tempfile.gettempdir()) / "hyper-parallel")))
     raise OutputNotWritable(
         f"the directory of `{key}` cannot be written",
         where=f"{key}{equals}{directory!s:.500}",
         got=problem,
-        hint=f"{key}{equals}{Path(tempfile.gettempdir()) / 'hyper-parallel'}, or another directory that you can write",
+        hint=f"{key}{equals}{other}, or another directory that you can write",
     )
 
 

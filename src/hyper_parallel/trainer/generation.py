@@ -45,6 +45,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.hub import fetch, parse_name
 from hyper_parallel.model import ConfigFile, list_weight_files, read_config, read_generation_config
+from hyper_parallel.owned_folder import unused_path
 from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, load_adapter
 from hyper_parallel.trainer.checkpoints.pieces import check_dtype, dtype_name
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
@@ -97,7 +98,7 @@ def pick_device(device: str) -> torch.device:
         raise BadValue(
             f"unknown device `{device}`",
             got=device,
-            allowed="auto, cpu, cuda",
+            allowed=f"auto, cpu, {accelerator.type}" if accelerator else "auto, cpu",
             where="--device",
             hint="--device auto",
         ) from error
@@ -213,7 +214,8 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
 def _export_hint(export: Path) -> str:
     if export.name != "export":
         return "fetch the files of the model again"
-    return f"hyper-parallel checkpoint export {shlex.quote(str(export.parent))}"
+    words = ["hyper-parallel", "checkpoint", "export", str(export.parent), "--out", str(unused_path(export))]
+    return shlex.join(words)
 
 
 def decode_tokens(

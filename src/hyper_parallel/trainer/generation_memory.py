@@ -71,9 +71,9 @@ def _size(name: str, text: str) -> int:
     try:
         size = parse_bytes(text)
     except ValueError as error:
-        raise BadValue(f"{name} is not a size in bytes", got=text, hint=f"{name} 4GiB") from error
+        raise BadValue(f"{name} is not a size in bytes", where=name, got=text, hint=f"{name} 4GiB") from error
     if size <= 0:
-        raise BadValue(f"{name} must be above 0 bytes", got=text, hint=f"{name} 4GiB")
+        raise BadValue(f"{name} must be above 0 bytes", where=name, got=text, hint=f"{name} 4GiB")
     return size
 
 

@@ -7,17 +7,20 @@ pp   the key-value cache is sharded by layers; the last stage chooses the token 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import check_flow, check_pretrained, data_share, load_pretrained
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
-from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import read_config, read_generation_config
 from hyper_parallel.planner import parse_strategy
@@ -43,6 +46,8 @@ from hyper_parallel.trainer.signals import StopRequest
 from hyper_parallel.trainer.text_codec import Generation, PromptBatch, TextCodec
 
 _WHERE = "--parallel"
+_PLAN_CALL: Final = re.compile(r'hp\.plan_of\(model, (".*")\)')
+"""Hint of an error of `plan_of`; the group is the text of the strategy, in quotes."""
 _Sequences = dict[int, DecodingSequence]
 """Sequences by the index of their prompt."""
 
@@ -82,7 +87,8 @@ def generate_on_ranks(
         check_rank_count(strategy.world_size, local_capacity(kind), _WHERE, hint)
     export = find_export(directory)
     check_dtype(dtype, DTYPES)
-    model, plan = _model_and_plan(export, strategy, dtype, trusted=trusted)
+    with _option_hints(parallel):
+        model, plan = _model_and_plan(export, parallel, dtype, trusted=trusted)
     tokenizer = load_tokenizer(export, trusted=trusted)
     texts = TextCodec(tokenizer, model.config, model.generation_config.eos_token_id)
     batch = PromptBatch(texts, prompts, sampling, chat=chat)
@@ -120,12 +126,30 @@ def _check_axes(strategy: Strategy) -> None:
             where=_WHERE,
             got=f"cp={strategy.cp}",
             allowed="pp, dp_replicate, dp_shard, tp, ep",
-            hint=f'--parallel "tp={strategy.cp}"',
+            hint="leave out cp and its options, or use tp, pp or dp_replicate in its place",
         )
 
 
-def _model_and_plan(export: Path, strategy: Strategy, dtype: str | None, *, trusted: bool) -> tuple[Any, Plan]:
-    """Return the exported model on the meta device, and a checked plan for the model under `strategy`."""
+@contextmanager
+def _option_hints(parallel: str) -> Iterator[None]:
+    """Write location and hint of errors about the layout `parallel` for the option `--parallel`."""
+    try:
+        yield
+    except HyperParallelError as error:
+        if call := _PLAN_CALL.fullmatch(error.hint or ""):
+            error.hint = f"{_WHERE} {call[1]}"
+        elif error.changes and all(key.startswith("parallel.") for key in error.changes):
+            words = dict(word.removeprefix("parallel.").split("=", 1) for word in shlex.split(parallel))
+            words |= {"tp_x": words.pop("tp")} if "tp" in words else {}
+            words |= {key.removeprefix("parallel."): f"{v}".replace(" ", "") for key, v in error.changes.items()}
+            error.hint = f'{_WHERE} "{" ".join(f"{key}={value}" for key, value in words.items())}"'
+        if error.where is not None and error.where.startswith(("strategy: ", "parallel.")):
+            error.where = _WHERE
+        raise
+
+
+def _model_and_plan(export: Path, parallel: str, dtype: str | None, *, trusted: bool) -> tuple[Any, Plan]:
+    """Return the exported model on the meta device, and a checked plan for the model in the layout `parallel`."""
     from transformers import GenerationConfig
 
     if not (export / "config.json").is_file():
@@ -145,10 +169,10 @@ def _model_and_plan(export: Path, strategy: Strategy, dtype: str | None, *, trus
     loop_over_experts(model, getattr(torch, dtype))
     formats = dict.fromkeys(("compute_dtype", "param_dtype", "reduce_dtype"), dtype)
     # No pipeline schedule runs; this number of microbatches is valid for every schedule.
-    steps = 2 * strategy.stages
+    steps = 2 * parse_strategy(parallel).stages
     work = Workload(128, microbatch=1, accumulation_steps=steps, **formats)
-    plan = plan_of(model, strategy, work)
+    plan = plan_of(model, parallel, work)
     plan = replace(plan, properties=properties_of(file, trusted=trusted))
-    check_parameters(model, plan, str(export))
+    check_parameters(model, plan, str(export), "more ranks in --parallel, or a smaller model")
     check_flow(model, plan)
     return model, plan

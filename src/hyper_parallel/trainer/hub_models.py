@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def _path_hint(text: str, key: str, near: str | None) -> str:
     if (hint := export_hint(text)) is not None:
         return hint
     if near is not None:
-        return f"{key}={near}"
+        return shlex.quote(f"{key}={near}")
     return f"hf download {text} --local-dir {text}" if is_name(text) else "check the path"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import CheckpointMismatch
+from hyper_parallel.trainer.checkpoints.manifest import START_OVER
 
 INPUTS: Final = "inputs"
 """Key of the checksums in the extra values of a checkpoint."""
@@ -51,6 +52,6 @@ class RunInputs:
                 where=str(place),
                 got=f"checksum {checksum}",
                 allowed=f"checksum {saved}",
-                hint="restore these files, or train from the start with `checkpoint.resume=never`",
+                hint=f"restore these files, or train from the start with `{START_OVER}`",
             )
         self.checksums[name] = checksum

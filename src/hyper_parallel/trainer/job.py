@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel.config import (
+    DEGREES,
     PAIRED_STAGES,
     PREFERENCE_STAGES,
     LoadedRecipe,
@@ -273,13 +274,32 @@ def _training_ranks(recipe: Recipe) -> int | None:
     if ranks <= sampling:
         replica = recipe.grpo.copy_ranks
         fewer = (ranks - 1) // replica * replica
+        needed = sampling + (1 if recipe.parallel.auto else _num_ranks(recipe))
         raise Contradiction(
             "torchrun has started too few ranks, so no rank is left to train",
             where="grpo.rollout_ranks",
             got=f"{ranks} ranks, of which {sampling} only sample",
-            hint=f"start at least {sampling + 1} ranks, or grpo.rollout_ranks={fewer}",
+            hint=f"start at least {needed} ranks, or grpo.rollout_ranks={fewer}"
+            + ("" if fewer else _only_learners(recipe)),
         )
     return ranks - sampling
+
+
+def _num_ranks(recipe: Recipe) -> int:
+    """Return the product of the degrees in the recipe."""
+    return math.prod(getattr(recipe.parallel, axis) for axis in DEGREES if axis != "ep")
+
+
+def _only_learners(recipe: Recipe) -> str:
+    """Return overrides, each after a space, that reset the options of `grpo` that need sampling ranks."""
+    unset = {
+        "max_staleness": 0,
+        "partial_rollout": "false",
+        "reference_role": "learner",
+        "min_effective_samples": "null",
+    }
+    needs = {name: getattr(recipe.grpo, name) for name in unset}
+    return "".join(f" grpo.{k}={v}" for k, v in unset.items() if needs[k] not in (0, False, "learner", None))
 
 
 def prepare_job(
@@ -472,7 +492,7 @@ def _check_paths(loaded: LoadedRecipe) -> LoadedRecipe:
                 "the sample is generated from the exported model, but this recipe exports none",
                 where=loaded.where(key),
                 got=f"{key}={value!r}, checkpoint.export=false",
-                hint="checkpoint.export=true",
+                hint=f"checkpoint.export=true, or {key}={'null' if unset is None else unset}",
             )
     if recipe.sample_answers and recipe.stage != "sft":
         raise Contradiction(
@@ -486,7 +506,7 @@ def _check_paths(loaded: LoadedRecipe) -> LoadedRecipe:
             "`sample_answers` needs held-out conversations, but none are held out",
             where=loaded.where("sample_answers"),
             got=f"sample_answers={recipe.sample_answers}, data.holdout=0",
-            hint="data.holdout=0.05",
+            hint="data.validation=FILE" if recipe.data.streaming else "data.holdout=0.05",
         )
     _check_checkpoint(loaded)
     return loaded
@@ -526,9 +546,15 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
             where=where,
             got=f"lora, model.init={recipe.model.init}, checkpoint.export=true",
             allowed="a `model.path` with config.json, weights and tokenizer, such as the export of a run",
-            hint="set `checkpoint.export=false`, or `lora=null`",
+            hint=f"set `{' '.join(_without_export(recipe))}`, or `lora=null`",
         )
     return weights
+
+
+def _without_export(recipe: Recipe) -> list[str]:
+    """Return overrides that disable the export and the samples of the exported model."""
+    samples = {"sample_prompt=null": recipe.sample_prompt is not None, "sample_answers=0": recipe.sample_answers > 0}
+    return ["checkpoint.export=false", *(text for text, is_set in samples.items() if is_set)]
 
 
 def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
@@ -580,7 +606,7 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
         load_class(path, Callback, loaded.where("training.callbacks"))
     check_parameters(model, plan, loaded.where("model.path"))
     router_loss = check_routing(model, routing_of(recipe), loaded.where("moe"))
-    check_positions(model, recipe.data.seq_len, loaded.where("data.seq_len"))
+    check_positions(model, recipe, plan, loaded.where("data.seq_len"))
     plan = replace(plan, properties=check_properties(loaded, plan))
     check_half_batches(model, plan.strategy, router_loss is not None)
     check_token_overlap(model, plan.strategy)
@@ -654,11 +680,13 @@ def _check_checkpoint(loaded: LoadedRecipe) -> None:
     """Raise CheckpointCorrupt if the recipe requires a checkpoint and the folder to resume from has none."""
     choice, directory = loaded.recipe.checkpoint, _resume_dir(loaded.recipe)
     if not steps(directory) and (choice.resume == "must" or choice.from_dir):
-        key, value = ("from_dir", "null") if choice.from_dir else ("resume", "auto")
+        key = "from_dir" if choice.from_dir else "resume"
+        changes = ["checkpoint.from_dir=null"] if choice.from_dir else []
+        changes += ["checkpoint.resume=auto"] if choice.resume == "must" else []
         raise CheckpointCorrupt(
             "there is no checkpoint to continue from",
             where=f"{loaded.where(f'checkpoint.{key}')}; looked in {directory}",
-            hint=f"checkpoint.{key}={value}",
+            hint=" ".join(changes),
         )
 
 
@@ -672,11 +700,12 @@ def _check_newest(job: Job, loaded: LoadedRecipe) -> None:
     if not saved_steps:
         return
     if saved_steps[-1] > last_step:
+        by_epochs = job.recipe.training.epochs is not None
         raise Contradiction(
             f"the newest checkpoint is of step {saved_steps[-1]}, after the last step of the run",
-            where=loaded.where("training.steps"),
+            where=loaded.where("training.epochs" if by_epochs else "training.steps"),
             got=f"steps={last_step}, newest checkpoint in {directory}: step {saved_steps[-1]}",
-            hint=f"training.steps={2 * saved_steps[-1]}",
+            hint=("training.epochs=null " if by_epochs else "") + f"training.steps={2 * saved_steps[-1]}",
         )
     # Ranks check the checkpoint that they load, possibly an older one. This check runs before ranks start.
     saved = None

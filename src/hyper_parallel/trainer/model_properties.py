@@ -20,7 +20,7 @@ from torch import nn
 from hyper_parallel.backends.torch import measure_properties as measuring
 from hyper_parallel.backends.torch.driver import driver_untouched
 from hyper_parallel.config import LoadedRecipe, Recipe
-from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError, RankFailed
+from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError, RankFailed, overrides
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
 from hyper_parallel.runtime import launch
@@ -121,12 +121,15 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
     flash = attention is not None and "flash" in attention and plan.strategy.cp == 1
     if recipe.data.masks(recipe.stage) and flash and rows > 1:
         # transformers 5.24, modeling_flash_attention_utils.py: positions are used only if the batch size is 1.
+        from hyper_parallel.trainer.loop.preference_rows import with_microbatch
+
+        sequences = (plan.workload.tokens_per_step or 0) // plan.workload.seq_len
         raise Contradiction(
             "flash attention masks packed documents only in microbatches of a single sequence",
             where=loaded.where("model.attn_implementation"),
             got=f"model.attn_implementation={attention}, {rows} sequences in a microbatch",
             allowed="training.microbatch=1, model.attn_implementation=sdpa, data.packing=false",
-            hint="training.microbatch=1",
+            hint=overrides(with_microbatch(recipe, 1, sequences)),
         )
     return properties
 

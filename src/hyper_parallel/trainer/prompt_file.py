@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, NonNegativeInt
 
-from hyper_parallel.errors import BadValue, printable, written
-from hyper_parallel.owned_folder import check_output_file
+from hyper_parallel.errors import BadValue, OutputNotWritable, printable, written
+from hyper_parallel.owned_folder import check_output_file, unused_path
 from hyper_parallel.received import Limits, read_text
 from hyper_parallel.trainer.files import check_writable, write_text
 from hyper_parallel.trainer.text_codec import Generation
@@ -53,7 +55,7 @@ def read_prompts(path: Path, output: Path | None = None) -> tuple[list[dict[str,
         OutputNotWritable: HP105 when the output cannot be written, or is not a file of continuations.
     """
     if output is not None:
-        check_writable(output.parent, "--output")
+        _check_folder(output)
         check_output_file(output, _is_continued, "a file of continuations", "--output")
     records: list[dict[str, Any]] = []
     prompts: list[str | Generation] = []
@@ -86,6 +88,16 @@ def read_prompts(path: Path, output: Path | None = None) -> tuple[list[dict[str,
     if not records:
         raise BadValue("the prompt file has no prompts", where=str(path), hint='{"prompt": "Once"}')
     return records, prompts
+
+
+def _check_folder(output: Path) -> None:
+    """Check that the folder of an output file can be written; the error proposes another file."""
+    try:
+        check_writable(output.parent, "--output")
+    except OutputNotWritable as error:
+        other = unused_path(Path(tempfile.gettempdir(), output.name))
+        error.where, error.hint = f"--output {output}", shlex.join(["--output", str(other)])
+        raise
 
 
 def _is_continued(text: str) -> bool:

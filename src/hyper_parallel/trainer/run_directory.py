@@ -38,6 +38,7 @@ from hyper_parallel.owned_folder import (
     read_marker,
     remove_files,
     remove_finished,
+    unused_path,
     write_marker,
 )
 from hyper_parallel.received import holds_text
@@ -208,7 +209,7 @@ def check_claimable(place: Path, recipe: Recipe | None = None) -> None:
     kind = "" if marker is None else f" (its marker says `{marker.kind}`)"
     raise OutputNotWritable(
         f"the output directory contains files, but is not the directory of a run{kind}",
-        where=f"output_dir={place}",
+        where=str(place) if recipe is None else f"output_dir={place}",
         got=entries,
         allowed="a missing or empty directory, or the directory of a run",
         hint=_alternative_hint(place, recipe),
@@ -239,10 +240,18 @@ def _unused_name(place: Path) -> Path:
 
 
 def _alternative_hint(place: Path, recipe: Recipe | None) -> str:
-    """Return recipe overrides: an unused `output_dir` and, if `place` has checkpoints to resume, `from_dir`."""
+    """Return a hint with an unused directory: recipe overrides or, without a recipe, a sentence.
+
+    The overrides include `checkpoint.from_dir` if `place` has checkpoints to resume.
+    """
+    if recipe is None:
+        return f"choose another directory, such as {shlex.quote(str(_unused_name(place)))}"
     words = [f"output_dir={_unused_name(place)}"]
-    resumes = recipe is not None and recipe.checkpoint.resume != "never"
-    if resumes and checkpoints.steps(place / "checkpoints") and (place / "config.yaml").is_file():
+    if (
+        recipe.checkpoint.resume != "never"
+        and checkpoints.steps(place / "checkpoints")
+        and (place / "config.yaml").is_file()
+    ):
         words.append(f"checkpoint.from_dir={place}")
     return shlex.join(words)
 
@@ -260,11 +269,11 @@ def _check_links(place: Path) -> None:
 
 def _linked_elsewhere(place: Path, links: list[str]) -> OutputNotWritable:
     return OutputNotWritable(
-        "outputs in the run directory are symbolic links, so the run would write outside of its directory",
+        "outputs in the run directory are symbolic links, so files would be written outside of the directory",
         where=str(place),
         got=links[:3],
         allowed="`output_dir` itself may be a link to another disk",
-        hint=shlex.join(["rm", *(str(place / link) for link in links[:3])]),
+        hint=shlex.join(["rm", *(str(place / link) for link in links[:50])]),
     )
 
 
@@ -295,9 +304,11 @@ def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
             continue
         targets = [_relative(p, place) for p in (path, *_linked(path))]
         if any(_is_written(p, key, over=over) for p in targets) or inode(path) in hard:
+            is_key = key in loaded.origins
+            files = f"files of `{key}`, which are" if is_key else "the recipe or its parent, which is"
             raise Contradiction(
-                f"the run would overwrite an input: `{key}` is inside of `output_dir`",
-                where=loaded.where(key) if key in loaded.origins else str(loaded.path),
+                f"the run would replace or remove {files} among the outputs in `output_dir`",
+                where=loaded.where(key) if is_key else str(loaded.path),
                 got=f"{key}={path}, output_dir={place}" + (", checkpoint.resume=never" if over else ""),
                 hint=shlex.quote(f"output_dir={_unused_name(place)}"),
             )
@@ -329,7 +340,7 @@ def _check_checkpoints(folder: Path) -> None:
                 "`checkpoint.resume=never` would remove a checkpoint folder that contains other files",
                 where=str(folder / name),
                 got=foreign[:3],
-                hint=shlex.join(["mv", str(folder / name), str(folder.parent / f"{name}.moved")]),
+                hint=shlex.join(["mv", str(folder / name), str(unused_path(folder.parent / f"{name}.moved"))]),
             )
 
 
@@ -369,7 +380,7 @@ def run_lock(directory: Path) -> Iterator[None]:
                 "another run writes to this directory",
                 where=str(directory),
                 got=owner_text,
-                hint=f"wait until it ends, or set `output_dir={directory}-2`",
+                hint=f"wait until it ends, or set {shlex.quote(f'output_dir={_unused_name(directory)}')}",
             ) from None
         write_text(owner, f"process {os.getpid()} on {platform.node()}")
     _remove_partials(directory)

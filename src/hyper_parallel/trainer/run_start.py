@@ -68,7 +68,7 @@ def run_job(job: Job) -> Summary | None:
         TransferFailed: HP513 when no folder can be created in `offload.flash_dir`.
         HyperParallelError: A coded error of a rank, unchanged.
     """
-    check_local_start(job.recipe, job.ranks, ["train", str(job.output_dir / "config.yaml")])
+    check_local_start(job.recipe, job.ranks, ["train", "RECIPE.yaml"])  # `hp.train` only: the command checks earlier
     stop = StopRequest()
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":

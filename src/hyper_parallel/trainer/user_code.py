@@ -50,4 +50,4 @@ def _imported(path: str, where: str, kind: str, allowed: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # imports run user code
         got = f"{path}: {type(error).__name__}: {error}"
-        raise NotImportable(f"unknown {kind} `{path}`", where=where, got=got, allowed=allowed) from error
+        raise NotImportable(f"the {kind} `{path}` cannot be imported", where=where, got=got, allowed=allowed) from error

@@ -111,7 +111,9 @@ class Controller:
         """
         name = cls.__name__ if name is None else name
         if name in self.roles:
-            raise BadValue("a role with this name already exists", got=name, hint="start(..., name='another')")
+            raise BadValue(
+                "a role with this name already exists", got=name, hint="controller.start(..., name='another')"
+            )
         text = as_json(arguments, f"`{cls.__qualname__}`")
         recorded = self.journal.recall(name, 0, cls.__qualname__, text) is not None
         self.roles[name] = Role(self, RoleSpec(name, cls, text, first_device), ranks)

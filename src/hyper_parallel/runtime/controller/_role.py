@@ -22,6 +22,7 @@ from hyper_parallel.runtime.controller._inline import BIRTH, RoleRanks, RoleSpec
 
 if TYPE_CHECKING:
     from hyper_parallel.runtime.controller._controller import Controller
+    from hyper_parallel.runtime.controller.journal import Journal
 
 _log = logging.getLogger(__name__)
 _LONGEST_POLL_S: Final = 2.0
@@ -272,7 +273,7 @@ class Role:
                 RestartsUsedUp(
                     f"{error.what}; the ranks were started {max_restarts + 1} times",
                     allowed=f"max_restarts={max_restarts}",
-                    hint=error.hint or "Controller(journal='journal.jsonl') lets a restarted program continue",
+                    hint=error.hint or _continuation(self.controller.journal),
                 )
             )
 
@@ -282,6 +283,13 @@ class Role:
         self._failure = error
         while self._open:
             self._open.popleft().settle(error=error)
+
+
+def _continuation(journal: Journal) -> str:
+    """Return the hint by which a program can continue after its role has failed too often."""
+    if journal.path is not None:
+        return "start the program again: it continues with the answers in its journal"
+    return "Controller(journal='journal.jsonl') lets a program that is started again continue"
 
 
 def as_json(values: tuple[Any, ...], label: str) -> str:

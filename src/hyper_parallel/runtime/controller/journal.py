@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import HyperParallelError, JournalMismatch, OutputNotWritable, RunInUse
+from hyper_parallel.owned_folder import move_away
 from hyper_parallel.serde import sync_directory
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,9 @@ class Journal:
     Args:
         path: Path of the file, which is created if it does not exist; None: nothing is recorded.
 
+    Attributes:
+        path: Path of the file as given; None: nothing is recorded.
+
     Raises:
         JournalMismatch: HP641 for a file that is not a journal.
         RunInUse: HP720 while another controller or its ranks hold the lock of the file.
@@ -46,7 +50,7 @@ class Journal:
     """
 
     def __init__(self, path: str | Path | None) -> None:
-        self._path, self._file = path, None
+        self.path, self._file = path, None
         self._unreplayed: dict[tuple[str | None, int], dict[str, Any]] = {}
         if path is None:
             return
@@ -91,10 +95,10 @@ class Journal:
         if recorded != requested:
             raise JournalMismatch(
                 "the journal was written by another program, or by this program with other arguments",
-                where=str(self._path),
+                where=str(self.path),
                 got=requested,
                 allowed=recorded,
-                hint=shlex.join(["mv", str(self._path), f"{self._path}.old"]),
+                hint=move_away(Path(str(self.path))),
             )
         return record
 
@@ -130,11 +134,11 @@ class Journal:
                     continue
                 raise RunInUse(
                     "another controller or one of its ranks uses this journal",
-                    where=str(self._path),
-                    hint=shlex.join(["fuser", "-v", str(self._path)]),
+                    where=str(self.path),
+                    hint=shlex.join(["fuser", "-v", str(self.path)]),
                 ) from error
             except OSError:
-                _log.warning("%s is on a file system without locks", self._path)
+                _log.warning("%s is on a file system without locks", self.path)
             return
 
     def _read(self) -> None:
@@ -160,15 +164,16 @@ class Journal:
     def _no_record(self, index: int, line: bytes) -> JournalMismatch:
         return JournalMismatch(
             "a line of the journal is not a record",
-            where=f"{self._path}:{index + 1}",
+            where=f"{self.path}:{index + 1}",
             got=repr(line[:80]),
-            hint=shlex.join(["mv", str(self._path), f"{self._path}.old"]),
+            allowed="a JSON object on one line, as `Controller` writes it",
+            hint=move_away(Path(str(self.path))),
         )
 
     def _not_writable(self, error: OSError) -> OutputNotWritable:
         return OutputNotWritable(
             "the journal cannot be written",
-            where=str(self._path),
+            where=str(self.path),
             got=error.strerror,
             hint="Controller(journal='another/journal.jsonl')",
         )

@@ -20,6 +20,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.trainer.checkpoints.adapter_files import export_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints.manifest import START_OVER
 from hyper_parallel.trainer.checkpoints.model_export import MAX_FILE_BYTES, export_hf
 
 _ALL: Final = sys.maxsize
@@ -105,7 +106,7 @@ def load(
         loaded_step, extra = checkpoints.load(model, optimizer, step)
     except (CheckpointCorrupt, CheckpointFormat, CheckpointMismatch) as error:
         # The hints of `Checkpointer` are written for runs of a recipe.
-        error.hint = (error.hint or "").replace(" with `checkpoint.resume=never`", " without `hp.load`")
+        error.hint = (error.hint or "").replace(f" with `{START_OVER}`", " without `hp.load`")
         raise
     finally:
         checkpoints.close()

@@ -37,8 +37,8 @@ WITHOUT_OPTIMIZER: Final = type(None).__name__.lower()
 """Name of the optimizer in the fingerprint of a checkpoint without optimizer."""
 
 _DECAY: Final = "weight_decay"
-_OTHER_MODEL: Final = "load a checkpoint of this model, or start over with `checkpoint.resume=never`"
-_OTHER_RUN: Final = "use the settings of the saved run, or start over with `checkpoint.resume=never`"
+_OTHER_MODEL: Final = f"load a checkpoint of this model, or start over with `{files.START_OVER}`"
+_OTHER_RUN: Final = f"use the settings of the saved run, or start over with `{files.START_OVER}`"
 
 
 def _mismatch(problem: str, path: Path | None = None, hint: str = _OTHER_RUN, **values: Any) -> CheckpointMismatch:
@@ -55,7 +55,7 @@ def compare_fingerprints(saved: dict[str, Any], expected: dict[str, Any], path: 
         if key == "optimizer" and not index.groups:
             continue
         if saved.get(key) != expected.get(key):
-            problem = f"the checkpoint was saved by a run with another `{key}`"
+            problem = f"the checkpoint was saved with another `{key}` than that of this run"
             values = {"got": expected.get(key), "allowed": saved.get(key)}
             raise _mismatch(problem, path / files.MANIFEST, **values)
 
@@ -65,11 +65,11 @@ def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
     saved = {k: (t.shape, t.dtype) for k, t in index.tensors.items() if k.startswith(MODEL)}
     for key in expected:
         if key not in saved:
-            problem = f"the checkpoint has no tensor `{key}`, which this run needs"
+            problem = f"the checkpoint has no tensor `{key}`, which the model needs"
             raise _mismatch(problem, path, _OTHER_MODEL)
     for key, stored in saved.items():
         if key not in expected:
-            problem = f"the checkpoint holds `{key}`, which this run does not have"
+            problem = f"the checkpoint holds `{key}`, which the model does not have"
             raise _mismatch(problem, path, _OTHER_MODEL)
         if expected[key] != stored:
             problem = f"`{key}` has a different shape or dtype in the checkpoint"
@@ -81,7 +81,7 @@ def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
     """Raise CheckpointMismatch (HP702) if the fingerprint names an optimizer but the index has no optimizer state."""
     name = saved.get("optimizer")
     if not index.groups and name not in (None, WITHOUT_OPTIMIZER):
-        hint = "load another step, or start over with `checkpoint.resume=never`"
+        hint = f"load another checkpoint, or start over with `{files.START_OVER}`"
         problem = "the checkpoint contains no optimizer state"
         raise _mismatch(problem, path, hint, allowed=f"the state of {name}")
 
@@ -98,7 +98,7 @@ def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Pat
             raise _mismatch(
                 f"the checkpoint has no optimizer state for `{name}`, which the saved run did not train",
                 path,
-                "train the parameters of the saved run, or start over with `checkpoint.resume=never`",
+                f"train the parameters of the saved run, or start over with `{files.START_OVER}`",
             )
     for name, values in saved.items():
         keys = group_keys.get(name)

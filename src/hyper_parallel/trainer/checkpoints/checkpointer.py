@@ -236,7 +236,7 @@ class Checkpointer:
             f"no intact checkpoint{'' if step is None else f' of step {step}'}",
             where=str(self.directory),
             got=damaged or f"steps {published}" if published else "none",
-            hint=f"{remedy}, or train from the start with `checkpoint.resume=never`",
+            hint=f"{remedy}, or train from the start with `{files.START_OVER}`",
         )
 
     def _check(self, step: int) -> tuple[Manifest, Index] | str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +24,15 @@ from hyper_parallel.backends.torch.weights.pretrained import (
     load_pretrained,
 )
 from hyper_parallel.config import Lora, Model, Recipe, Training
-from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
+from hyper_parallel.errors import (
+    BadValue,
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    ModelUnreadable,
+    UnknownModel,
+)
 from hyper_parallel.model import GENERATION, list_weight_files
+from hyper_parallel.owned_folder import move_away
 from hyper_parallel.trainer.checkpoints import manifest as files
 from hyper_parallel.trainer.checkpoints._restore import stored_dtypes
 from hyper_parallel.trainer.checkpoints.adapter_files import (
@@ -45,6 +53,20 @@ _EXPORTED_DTYPES: Final = ("float32", "bfloat16", "float16")
 _IMPORTED_DTYPES: Final = ("float32", "float64")
 
 
+@contextmanager
+def _export_hints() -> Iterator[None]:
+    """Replace the hints of `Checkpointer`, which are written for runs of a recipe, by hints for `checkpoint export`."""
+    try:
+        yield
+    except CheckpointCorrupt as error:
+        error.hint = (error.hint or "").partition(", or ")[0]
+        raise
+    except CheckpointMismatch as error:
+        error.hint = "name the model of the run with `--model`"
+        raise
+
+
+@_export_hints()
 def export_checkpoint(
     directory: Path,
     model_dir: Path,
@@ -82,7 +104,7 @@ def export_checkpoint(
         HyperParallelError: Other errors of `load_pretrained`, `Checkpointer.load` and `export_hf`.
     """
     check_dtype(dtype, _EXPORTED_DTYPES)
-    exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
+    exported_folder(out_dir, "adapter" if lora is not None and not merge else "export", "--out").check()
     model_dir = model_dir.expanduser()
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
     exported_step, _, index = loader.newest_intact(step)
@@ -187,7 +209,7 @@ def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32", 
             logger.warning(
                 "%d tensors that the model does not use are not in the checkpoint, first `%s`: "
                 "`checkpoint export --model %s` writes them with the model",
-                len(carried.names), carried.names[0], path,
+                len(carried.names), carried.names[0], shlex.quote(path),
             )  # fmt: skip
     saver = Checkpointer(
         directory,
@@ -205,5 +227,5 @@ def _check_empty(directory: Path) -> None:
             "the directory already has checkpoints",
             where=str(directory),
             got=f"steps {', '.join(map(str, existing))}",
-            hint=shlex.join(["mv", str(directory), f"{directory}.old"]),
+            hint=move_away(directory),
         )

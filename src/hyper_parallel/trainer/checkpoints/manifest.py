@@ -25,7 +25,7 @@ from pydantic import Field
 
 from hyper_parallel import serde
 from hyper_parallel.errors import CheckpointFormat, OutputNotWritable
-from hyper_parallel.owned_folder import remove_files
+from hyper_parallel.owned_folder import move_away, remove_files
 from hyper_parallel.received import Limits, parse_json, read_json, read_text
 from hyper_parallel.trainer.checkpoints.extra_state import (
     EXTRA,
@@ -45,6 +45,8 @@ from hyper_parallel.units import MiB
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+START_OVER: Final = "checkpoint.resume=never checkpoint.from_dir=null"
+"""Recipe overrides with which a run starts over, also if its recipe sets `checkpoint.from_dir`; for hints."""
 
 _LIMITS: Final = Limits(MiB, num_elements=10_000)
 _Count = Annotated[int, Field(ge=0)]
@@ -139,7 +141,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 where=str(checkpoint),
                 got="format 1",
                 allowed=f"format {FORMAT}",
-                hint="train from the start with `checkpoint.resume=never`",
+                hint="run `hyper-parallel checkpoint export` of the version that wrote it, and train the export",
             )
         manifest = serde.decode(Manifest, values)
     except FileNotFoundError:
@@ -224,7 +226,7 @@ def check_own(checkpoint: Path) -> None:
             "the checkpoint would replace a folder with files that are not part of a checkpoint",
             where=str(checkpoint),
             got=entries[:3],
-            hint=shlex.join(["mv", str(checkpoint), f"{checkpoint}.moved"]),
+            hint=move_away(checkpoint),
         )
 
 

@@ -170,9 +170,12 @@ def write_export(
     ranks.on_rank_0(end)
 
 
-def exported_folder(out: Path, kind: Literal["export", "adapter"]) -> Replacement:
-    """Return the folder of an export at path `out`, which may replace an earlier export of a model or an adapter."""
-    return Replacement(out, kind, "the export directory", EXPORTS, parents=True)
+def exported_folder(out: Path, kind: Literal["export", "adapter"], option: str | None = None) -> Replacement:
+    """Return the folder of an export at path `out`, which may replace an earlier export of a model or an adapter.
+
+    `option` is the command-line option that names the folder, for hints; None: no such option.
+    """
+    return Replacement(out, kind, "the export directory", EXPORTS, parents=True, option=option)
 
 
 class _Writer:
@@ -306,7 +309,8 @@ def _published_sizes(
     raise ModelUnreadable(
         "cannot export this model: its published format joins parameters of several layers in one tensor",
         got=type(reference).__name__,
-        hint="checkpoint.export=false, or `hp.save` in your own training loop",
+        hint="keep only checkpoints: train with `checkpoint.export=false sample_prompt=null`, or use `hp.save` in your "
+        "own loop",
     )
 
 

@@ -168,5 +168,5 @@ def class_of_config(file: ConfigFile) -> Any:
         where=f"{file.where}: model_type",
         got=family,
         allowed="causal language models, and models of images, audio and text",
-        hint="use a causal language model, such as `model.path=Qwen/Qwen3-0.6B`",
+        hint="use a causal language model, such as Qwen/Qwen3-0.6B",
     )

@@ -447,7 +447,7 @@ def _refuse_hidden_state(captured: Captured, named: set[str]) -> None:
             if storages[s].at_start and storages[s].name not in named:
                 raise CaptureUnsupported(
                     f"`{call.name}` writes to a tensor that is neither parameter, buffer nor optimizer state",
-                    hint="train this model with `offload.budget=null offload.max_slowdown=null`",
+                    hint="train this model with `offload=null`",
                 )
 
 

@@ -135,21 +135,27 @@ def check_offload(recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[
         return
     dtype = recipe.training.dtype
     if why := ungrouped_experts(model, getattr(torch, dtype)):
-        other = ", or training.dtype=float32"
+        in_float32 = strategy.ep == 1 and dtype != "float32" and not ungrouped_experts(model, torch.float32)
         raise CaptureUnsupported(
-            "a memory plan needs fixed shapes, but in experts that run one by one the number of tokens depends on the"
-            f" data: {why}",
+            f"a memory plan needs fixed shapes, but these experts run one by one ({why}), each on a number of tokens "
+            "that depends on the data",
             where=where("training.dtype"),
             got=f"training.dtype={dtype}, moe.capacity_factor=null",
-            hint="moe.capacity_factor=1.25" + ("" if ungrouped_experts(model, torch.float32) else other),
+            hint=_capacity_hint(recipe) + (", or training.dtype=float32" if in_float32 else ""),
         )
     if strategy.ep > 1:
         raise CaptureUnsupported(
             "a memory plan needs fixed shapes, but without a capacity the tokens per expert depend on the data",
             where=where("parallel.ep"),
             got=f"ep={strategy.ep}, moe.capacity_factor=null",
-            hint="moe.capacity_factor=1.25, or parallel.ep=1",
+            hint=f"{_capacity_hint(recipe)}, or parallel.ep=1",
         )
+
+
+def _capacity_hint(recipe: Recipe) -> str:
+    """Return overrides that set an expert capacity, and disable overlaps that do not support one."""
+    overlap = recipe.overlap
+    return "moe.capacity_factor=1.25" + (" overlap=none" if overlap.ep != "none" or overlap.tp == "half-batch" else "")
 
 
 def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachine:

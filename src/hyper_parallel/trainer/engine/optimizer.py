@@ -6,6 +6,7 @@ import difflib
 import inspect
 import json
 import logging
+import shlex
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -195,7 +196,7 @@ def check_optimizer(recipe: Recipe, plan: Plan, where: Callable[[str], str], mod
             where=key,
             got=f"optimizer={name}, {', '.join(sharded_axes)}",
             allowed="only pp and dp_replicate, or an element-wise optimizer: adamw, adam, sgd",
-            hint="set `training.optimizer=adamw`",
+            hint=_adamw_hint(training),
         )
     if training.dtype == "float16" and plan.model.num_active_params != plan.model.num_params:
         raise Contradiction(
@@ -209,7 +210,7 @@ def check_optimizer(recipe: Recipe, plan: Plan, where: Callable[[str], str], mod
             "offload supports the optimizer adamw only",
             where=key,
             got=f"optimizer={name} with offload",
-            hint="set `training.optimizer=adamw`",
+            hint=_adamw_hint(training),
         )
     try:
         build_optimizer(nn.Linear(2, 2), training)
@@ -228,9 +229,15 @@ def check_optimizer(recipe: Recipe, plan: Plan, where: Callable[[str], str], mod
             lambda layer: build_optimizer(layer, training),
             name,
             key,
+            _adamw_hint(training),
             sharded=bool(sharded_axes),
             replicated=s.dp_replicate > 1,
         )
+
+
+def _adamw_hint(training: Training) -> str:
+    """Return overrides that select AdamW, without arguments that the recipe sets for another optimizer."""
+    return "set `training.optimizer=adamw" + (" training.optimizer_args={}`" if training.optimizer_args else "`")
 
 
 def check_resumed_state(training: Training, saved_args: dict[str, Any], directory: Path) -> None:
@@ -250,7 +257,7 @@ def check_resumed_state(training: Training, saved_args: dict[str, Any], director
             where=str(directory),
             got=f"training.optimizer_args={json.dumps(training.optimizer_args)}",
             allowed=json.dumps(saved_args),
-            hint=f"'training.optimizer_args={json.dumps(saved_args)}'",
+            hint=shlex.quote(f"training.optimizer_args={json.dumps(saved_args)}"),
         )
 
 

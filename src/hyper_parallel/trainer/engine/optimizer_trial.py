@@ -26,15 +26,16 @@ def check_trial_step(
     build: Callable[[nn.Module], torch.optim.Optimizer],
     name: str,
     where: str,
+    hint: str,
     *,
     sharded: bool,
     replicated: bool,
 ) -> None:
     """Check that an optimizer can update a small linear layer, first with ordinary tensors, then with DTensors.
 
-    `build` returns the optimizer of a module. The DTensors are `sharded` and `replicated` as in the run. The trial runs
-    on a CPU. An optimizer that fails on ordinary tensors may need an accelerator, so it is accepted on machines that
-    have an accelerator.
+    `build` returns the optimizer of a module. `hint` is the hint of the error. The DTensors are `sharded` and
+    `replicated` as in the run. The trial runs on a CPU. An optimizer that fails on ordinary tensors may need an
+    accelerator, so it is accepted on machines that have an accelerator.
 
     Raises:
         Contradiction: HP104 with the first line of the optimizer's error.
@@ -54,11 +55,11 @@ def check_trial_step(
     plain, failure = _in_child_process(trial)
     if plain is not None:
         if local_capacity().is_cpu:
-            raise _refusal(name, where, "a dense layer on a CPU", plain)
+            raise _refusal(name, where, hint, "a dense layer on a CPU", plain)
         return
     if failure is not None:
         what = "sharded parameters" if sharded else "replicated parameters"
-        raise _refusal(name, where, what, failure)
+        raise _refusal(name, where, hint, what, failure)
 
 
 def resumed_failure(
@@ -113,11 +114,11 @@ def _parallelized_layer(degrees: tuple[int, ...]) -> nn.Module:
     return layer
 
 
-def _refusal(name: str, where: str, what: str, error: str) -> Contradiction:
+def _refusal(name: str, where: str, hint: str, what: str, error: str) -> Contradiction:
     return Contradiction(
         f"a step of {name} fails on {what}: {error}",
         where=where,
         got=f"optimizer={name}",
         allowed="an optimizer that works element by element: adamw, adam, sgd",
-        hint="set `training.optimizer=adamw`",
+        hint=hint,
     )

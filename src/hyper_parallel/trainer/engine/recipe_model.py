@@ -8,6 +8,7 @@ import inspect
 import json
 import logging
 import re
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -182,8 +183,10 @@ def _with_kept(spec: ModelSpec, measured: KeptActivations | None) -> ModelSpec:
     return replace(spec, kept=measured, notes=notes)
 
 
-def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
+def check_parameters(model: nn.Module, plan: Plan, where: str, remedy: str | None = None) -> None:
     """Check that the model's parameters match the plan's `ModelSpec` and can be sharded by the plan's layouts.
+
+    `remedy` is the hint for a model that is much too large; None: the hint for a recipe.
 
     Raises:
         ModelUnreadable: HP305 naming the model family and the first differing parameter.
@@ -199,7 +202,7 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
             where=where,
             got=f"{format_bytes(plan.memory_bytes)} on a rank, {plan.model.num_params:,} parameters",
             allowed=f"{format_bytes(plan.memory_capacity_bytes)}",
-            hint=f"a smaller model, or {topology_hint()}",
+            hint=remedy or f"a smaller model, or {topology_hint()}",
         )
     try:
         resolve_layouts(model, plan)
@@ -207,7 +210,7 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
         family = plan.model.family
         known = family in FAMILIES_READ
         raise ModelUnreadable(
-            f"the family `{family}` cannot be trained: {error.what}",
+            f"this model of the family `{family}` cannot be sharded: {error.what}",
             where=where,
             got=f"{type(model).__name__}, {error.got}, {error.allowed}",
             allowed=None if known else FAMILIES_READ,
@@ -215,13 +218,13 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
         ) from error
 
 
-def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
+def check_positions(model: nn.Module, recipe: Recipe, plan: Plan, where: str) -> None:
     """Check that the model has enough positions for `data.seq_len`; with rotary embeddings, only log a warning.
 
     Raises:
         BadValue: HP102 for sequences longer than a learned table of position embeddings.
     """
-    most = getattr(model.config, "max_position_embeddings", None)
+    most, seq_len = getattr(model.config, "max_position_embeddings", None), recipe.data.seq_len
     if not isinstance(most, int) or seq_len <= most:
         return
     parts = [*model.named_parameters(), *model.named_buffers()]
@@ -233,13 +236,24 @@ def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
             where=where,
             got=f"data.seq_len={seq_len}, {tables[0]} has {most} positions",
             allowed=f"at most {most}",
-            hint=f"data.seq_len={most}",
+            changes={"data.seq_len": most} | _shorter_step(recipe, plan, most),
         )
     logger.warning(
         "data.seq_len=%d exceeds the model's max_position_embeddings=%d: pretraining used shorter sequences",
         seq_len,
         most,
     )
+
+
+def _shorter_step(recipe: Recipe, plan: Plan, seq_len: int) -> dict[str, int]:
+    """Return the change of `training.tokens_per_step` that sequences of `seq_len` tokens need; {} if none."""
+    training = recipe.training
+    if training.tokens_per_step is None:
+        return {}
+    unit = seq_len * plan.strategy.dp * (training.microbatch or 1)
+    if training.accumulation_steps is None and training.tokens_per_step % unit == 0:
+        return {}
+    return {"training.tokens_per_step": training.tokens_per_step // recipe.data.seq_len * seq_len}
 
 
 def routing_of(recipe: Recipe) -> Routing:
@@ -295,13 +309,17 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
     if init == "auto" and published is None:
         return None
     reason = "the recipe requires pretrained weights" if init == "pretrained" else published
-    fetch = f"HF_HUB_OFFLINE=0 hf download {path}"
+    remedies = ["model.init=random"] if recipe.lora is None else []
+    if directory is not None:
+        remedies.append("restore the weight files")
+    elif published:
+        remedies.append(f"download the weights: HF_HUB_OFFLINE=0 hf download {shlex.quote(path)}")
     raise WeightsUnreadable(
         f"{reason}, but no readable weight files were found",
         where=where or f"model.path={path}",
         got=path,
         allowed="a directory with model.safetensors or pytorch_model.bin, in one file or as shards with an index",
-        hint="model.init=random" + (f", or download the weights: {fetch}" if directory is None and published else ""),
+        hint=", or ".join(remedies) or "set `model.path` to a directory with weights",
     )
 
 
@@ -426,8 +444,11 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
     axes = [axis for axis in ("pp", "cp") if getattr(plan.strategy, axis) > 1]
     refuse_other_inputs(model, axes, tensors)
     hints = {
-        "offload": (recipe.offload.on, "offload.budget=null offload.max_slowdown=null"),
-        "backend": (recipe.backend != "torch", "backend=torch"),
+        "offload": (recipe.offload.on, "offload=null"),
+        "backend": (
+            recipe.backend != "torch",
+            "backend=torch" + (" training.compile=true" if recipe.training.compile == "graph-kernel" else ""),
+        ),
     }
     for key, (applies, hint) in hints.items():
         if applies:

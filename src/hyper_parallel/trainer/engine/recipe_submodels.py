@@ -55,12 +55,17 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     lanes, joint = submodel_lanes(layouts, members)
     count = plan.workload.accumulation_steps or 1
     if joint and lanes.padded(count) != count:
+        training, work = loaded.recipe.training, plan.workload
+        changes = {"training.accumulation_steps": lanes.padded(count)}
+        if training.tokens_per_step is not None:
+            sequences = lanes.padded(count) * (work.microbatch or 1) * plan.strategy.dp
+            changes["training.tokens_per_step"] = sequences * work.seq_len
         raise BatchMismatch(
             f"accumulation_steps is no multiple of {lanes.width}, the microbatches per round of a sharded encoder",
             where=loaded.where("training.accumulation_steps"),
             got=f"{count} microbatches",
             allowed=f"a multiple of {lanes.width}",
-            hint=f"training.accumulation_steps={lanes.padded(count)}",
+            changes=changes,
         )
     for strategy in layouts.values():
         check_optimizer(loaded.recipe, replace(plan, strategy=strategy), loaded.where, model)

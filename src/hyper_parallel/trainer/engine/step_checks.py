@@ -56,12 +56,12 @@ def check_ranks(
         wrong += [rank for rank in tied if second[rank] != first[rank]] or tied
         reason = "a repeat on the same rank differs" if set(wrong) < set(tied) else "no majority agrees"
     if wrong:
-        names = ", ".join(map(str, sorted(wrong)))
+        names = f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, sorted(wrong)))}"
         raise RanksDisagree(
-            f"rank {names} computed a bitwise different result than the data-parallel peers from the same microbatch; "
+            f"{names} computed a bitwise different result than the data-parallel peers from the same microbatch; "
             f"{reason}",
             where=f"step {step}",
-            hint=f"exclude the device of rank {names}, and train again from a checkpoint before this step",
+            hint=f"exclude the device of {names}, and train again from a checkpoint before this step",
         )
 
 

@@ -46,6 +46,7 @@ from hyper_parallel.errors import (
     Contradiction,
     MissingDependency,
     UnsupportedSharding,
+    overrides,
 )
 from hyper_parallel.ir import Layout, Plan, Strategy
 from hyper_parallel.runtime import World, parallelize
@@ -145,7 +146,7 @@ def capture_programs(
             f"{type(model).__name__} uses operators that the back end {recipe.backend} does not support",
             where=where("backend"),
             got=", ".join(f"{op} ({module})" if module else op for op, module in missing.items()),
-            hint="backend=torch",
+            hint=_torch_hint(recipe),
         )
     return tuple(captured)
 
@@ -178,7 +179,7 @@ def _capture(
     )
     parallel = attached(model)
     if parallel is not None and parallel.pipeline is not None:
-        _check_shared(strategy, parallel.pipeline.stages, where("parallel.pp"))
+        _check_shared(recipe, strategy, parallel.pipeline.stages, where("parallel.pp"))
         forward, gradients = capture_stage(model, batch, _loss_of_model)
     else:
         loss = _loss if parallel is None else _loss_of_model
@@ -316,9 +317,10 @@ def _use_static_forms(model: nn.Module) -> None:
 def _check_recipe(recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]) -> None:
     training = recipe.training
     refused = {
-        "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
+        "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", _torch_hint(recipe)),
         "offload.flash_dir": (
-            recipe.offload.on and recipe.offload.flash_dir is not None, "offload to files", "offload.flash_dir=null",
+            recipe.offload.on and recipe.offload.flash_dir is not None, "offload to files",
+            "offload.flash_dir=null" + (" offload.flash=null" if recipe.offload.flash is not None else ""),
         ),
         "training.recompute": (
             plan.strategy.recompute == "selective", "recompute=selective", "training.recompute=full",
@@ -328,7 +330,8 @@ def _check_recipe(recipe: Recipe, plan: Plan, router_loss: str | None, where: Ca
             training.neftune_noise_alpha is not None, "embedding noise", "training.neftune_noise_alpha=null",
         ),
         "training.optimizer": (
-            training.optimizer not in ("adamw", "sgd"), f"optimizer={training.optimizer}", "training.optimizer=adamw",
+            training.optimizer not in ("adamw", "sgd"), f"optimizer={training.optimizer}",
+            "training.optimizer=adamw" + (" 'training.optimizer_args={}'" if training.optimizer_args else ""),
         ),
         "training.profile": (training.profile is not None, "torch.profiler", "training.profile=null"),
         "moe.bias_update_rate": (
@@ -346,20 +349,25 @@ def _check_recipe(recipe: Recipe, plan: Plan, router_loss: str | None, where: Ca
     for key, (applies, text, hint) in refused.items():
         if applies:
             raise _refused(recipe.backend, text, where(key), hint)
-    _check_layout(recipe.backend, plan.strategy, where("parallel"))
+    _check_layout(recipe, plan.strategy, where("parallel"))
 
 
-def _check_layout(backend: str, strategy: Strategy, where: str) -> None:
+def _torch_hint(recipe: Recipe) -> str:
+    """Return overrides that select the back end torch, whose layers are compiled without graph kernels."""
+    return "backend=torch" + (" training.compile=true" if recipe.training.compile == "graph-kernel" else "")
+
+
+def _check_layout(recipe: Recipe, strategy: Strategy, where: str) -> None:
     """Raise UnsupportedSharding (HP205) for mesh axes that step programs do not support.
 
     The hint proposes a supported layout with the same world size.
     """
     if strategy.pp == strategy.world_size and strategy.stages > strategy.pp:
         raise UnsupportedSharding(
-            f"the back end {backend} runs one pipeline stage per rank",
+            f"the back end {recipe.backend} runs one pipeline stage per rank",
             where=where,
             got=str(strategy),
-            hint="parallel.schedule=1f1b parallel.virtual_stages=1",
+            hint=overrides({"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | _without_stages(recipe)),
         )
     axes = [a for a in ("cp", "tp_y") if getattr(strategy, a) > 1]
     if 1 < strategy.pp < strategy.world_size:
@@ -371,21 +379,45 @@ def _check_layout(backend: str, strategy: Strategy, where: str) -> None:
     replicas = strategy.world_size // (strategy.dp_shard * strategy.tp_x)
     degrees = {"dp_replicate": replicas} | dict.fromkeys(axes, 1)
     raise UnsupportedSharding(
-        f"the back end {backend} supports pp without other axes, or dp_replicate and dp_shard with either tp or ep",
+        f"the back end {recipe.backend} supports pp without other axes, or dp_replicate and dp_shard with either tp "
+        "or ep",
         where=where,
         got=str(strategy),
-        hint=" ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items()),
+        hint=_layout_hint(recipe, strategy, degrees),
     )
 
 
-def _check_shared(strategy: Strategy, stages: StageModules, where: str) -> None:
+def _without_stages(recipe: Recipe) -> dict[str, object]:
+    """Return overrides that reset the keys of a recipe that fix its number of pipeline stages."""
+    unset: dict[str, object] = {"stage_layers": [], "schedule_file": ""}
+    return {f"parallel.{key}": value for key, value in unset.items() if getattr(recipe.parallel, key)}
+
+
+def _layout_hint(recipe: Recipe, strategy: Strategy, degrees: Mapping[str, int]) -> str:
+    """Return overrides of a supported layout, with changes of other keys that would contradict it."""
+    changes: dict[str, object] = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
+    if degrees.get("pp") == 1 and strategy.pp > 1:
+        changes |= {"parallel.virtual_stages": 1} if recipe.parallel.virtual_stages > 1 else {}
+        changes |= _without_stages(recipe)
+    training, dp = recipe.training, degrees["dp_replicate"] * strategy.dp_shard
+    if training.tokens_per_step is not None and dp != strategy.dp:
+        unit = recipe.data.seq_len * dp * (training.microbatch or 1)
+        if training.accumulation_steps is not None:
+            changes["training.accumulation_steps"] = "null"
+        if training.tokens_per_step % unit:
+            changes["training.tokens_per_step"] = max(1, round(training.tokens_per_step / unit)) * unit
+    return overrides(changes)
+
+
+def _check_shared(recipe: Recipe, strategy: Strategy, stages: StageModules, where: str) -> None:
     """Raise UnsupportedSharding (HP205) if more than two pipeline stages exist and some of them share parameters."""
     if stages.shared and strategy.pp > 2:
         raise UnsupportedSharding(
             "pipeline stages share parameters, such as tied embeddings, which is supported for two stages only",
             where=where,
             got=f"pp={strategy.pp}, {stages.shared[0]}",
-            hint=f"parallel.pp=1 parallel.dp_replicate={strategy.pp}",
+            allowed="pp=1 or pp=2",
+            hint=_layout_hint(recipe, strategy, {"pp": 1, "dp_replicate": strategy.pp}),
         )
 
 

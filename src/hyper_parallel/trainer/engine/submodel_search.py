@@ -103,12 +103,13 @@ def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> Unsu
 
 def _no_memory(loaded: LoadedRecipe, steps: Sequence[DividedStep], capacity_bytes: int) -> DoesNotFit:
     can_shrink = any((step.plan.workload.microbatch or 1) > 1 for step in steps)
+    smaller = "a smaller training.microbatch, " if can_shrink else ""
     return DoesNotFit(
         "no layout of the parts of the model fits in the memory of a device",
         where=loaded.where("parallel.submodels"),
         got=f"{format_bytes(min(step.max_bytes for step in steps))} on the fullest device at best",
         allowed=f"up to {format_bytes(capacity_bytes)}",
-        hint=f"{'training.microbatch=1, ' * can_shrink}more ranks, or {topology_hint()}",
+        hint=f"{smaller}more ranks, or {topology_hint()}",
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from hyper_parallel.config import PAIRED_STAGES, LoadedRecipe
-from hyper_parallel.errors import Contradiction
+from hyper_parallel.config import PAIRED_STAGES, Grpo, LoadedRecipe, Recipe
+from hyper_parallel.errors import Contradiction, overrides
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data import PackedData, Stream
 from hyper_parallel.trainer.user_code import load_function
@@ -30,13 +30,12 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
         if recipe.grpo.environment:
             load_function(recipe.grpo.environment, loaded.where("grpo.environment"))
     if rows % (size * dp):
-        better = max(1, round(rows / (size * dp))) * size * dp * work.seq_len
         raise Contradiction(
-            f"the {rows} sequences of a step do not form whole {what} on each of {dp} data-parallel ranks",
+            f"the {rows // dp} sequences per step of a data-parallel rank do not form whole {what}",
             where=loaded.where("training.tokens_per_step"),
             got=f"{rows} sequences per step, {dp} data-parallel ranks, {what} of {size} sequences",
             allowed=f"a multiple of {size * dp} sequences",
-            hint=f"training.tokens_per_step={better}",
+            hint=overrides(_whole_step(loaded, plan, rows, size)),
         )
     if recipe.stage in PAIRED_STAGES and (work.microbatch or 1) % 2:
         raise Contradiction(
@@ -44,8 +43,37 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
             where=loaded.where("training.microbatch"),
             got=f"microbatch={work.microbatch}",
             allowed="an even number",
-            hint="training.microbatch=2",
+            hint=overrides(with_microbatch(loaded.recipe, 2, rows)),
         )
+
+
+def _whole_step(loaded: LoadedRecipe, plan: Plan, rows: int, size: int) -> dict[str, object]:
+    """Return overrides with the nearest number of sequences in a step that forms whole groups of `size` on each rank.
+
+    The number also suits the microbatch and, in GRPO, the sampling ranks.
+    """
+    recipe, work = loaded.recipe, plan.workload
+    microbatch, changes = recipe.training.microbatch or 1, dict[str, object]()
+    if recipe.stage in PAIRED_STAGES and microbatch % 2:
+        microbatch = 2
+        changes["training.microbatch"] = microbatch
+    unit = math.lcm(size, microbatch) * plan.strategy.dp
+    if recipe.stage == "grpo" and recipe.grpo.sampling_ranks:
+        unit = math.lcm(unit, recipe.grpo.shares * microbatch)
+    changes["training.tokens_per_step"] = max(1, round(rows / unit)) * unit * work.seq_len
+    if recipe.training.accumulation_steps is not None:
+        changes["training.accumulation_steps"] = "null"
+    return changes
+
+
+def with_microbatch(recipe: Recipe, microbatch: int, rows: int) -> dict[str, object]:
+    """Return overrides that change the microbatch but not the `rows` sequences of a step."""
+    changes: dict[str, object] = {"training.microbatch": microbatch}
+    if recipe.training.tokens_per_step is None:
+        changes["training.tokens_per_step"] = rows * recipe.data.seq_len
+    if recipe.training.accumulation_steps is not None:
+        changes["training.accumulation_steps"] = "null"
+    return changes
 
 
 def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
@@ -76,19 +104,30 @@ def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> No
             "the sampling ranks do not form whole replicas of the model",
             where=loaded.where("grpo.rollout_ranks"),
             got=f"rollout_ranks={ranks}, rollout_tp={grpo.copy_tp}, rollout_dp_shard={grpo.rollout_dp_shard}",
-            hint=f"grpo.rollout_ranks={grpo.copy_ranks}",
+            allowed=f"a multiple of {grpo.copy_ranks}",
+            hint=_fitting_ranks(grpo, rows, microbatch),
         )
     if ranks and rows % shares:
         raise Contradiction(
             "the sequences of a step cannot be divided evenly among the sampling ranks",
             where=loaded.where("grpo.rollout_ranks"),
             got=f"{shares} data-parallel sampling ranks, {rows} sequences in a step",
-            hint=f"grpo.rollout_ranks={grpo.copy_tp} grpo.rollout_dp_shard=1 grpo.rollout_ep=1",
+            hint=_fitting_ranks(grpo, rows, microbatch),
         )
     if ranks and grpo.exact_logprobs and rows // shares % microbatch:
         raise Contradiction(
-            "with `grpo.exact_logprobs`, the sequences of a sampling replica must form whole microbatches of training",
+            "with `grpo.exact_logprobs`, the sequences of each data-parallel sampling rank must form whole "
+            "microbatches of training",
             where=loaded.where("grpo.exact_logprobs"),
             got=f"{rows // shares} sequences per data-parallel sampling rank, microbatch={microbatch}",
-            changes={"training.microbatch": math.gcd(rows // shares, microbatch)},
+            hint=overrides(with_microbatch(loaded.recipe, math.gcd(rows // shares, microbatch), rows)),
         )
+
+
+def _fitting_ranks(grpo: Grpo, rows: int, microbatch: int) -> str:
+    """Return overrides with the largest supported number of sampling ranks up to the requested one, or one replica."""
+    for replicas in range(max(1, grpo.sampling_ranks // grpo.copy_ranks), 0, -1):
+        share, rest = divmod(rows, replicas * grpo.rollout_dp_shard)
+        if not rest and not (grpo.exact_logprobs and share % microbatch):
+            return f"grpo.rollout_ranks={replicas * grpo.copy_ranks}"
+    return f"grpo.rollout_ranks={grpo.copy_tp} grpo.rollout_dp_shard=1 grpo.rollout_ep=1"

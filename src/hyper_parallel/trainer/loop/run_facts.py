@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from hyper_parallel.config import Recipe, Section, with_absolute_paths
 from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.serde import flatten
+from hyper_parallel.trainer.checkpoints.manifest import START_OVER
 from hyper_parallel.trainer.files import FileEntry
 
 if TYPE_CHECKING:
@@ -289,22 +291,27 @@ def _refusal(changed: Changes, refused: list[str], facts: Mapping[str, Any], run
     key, *remaining = refused
     stated = [k for k in refused if k.partition(".")[0] not in _STATED_BY_ALL]
     overrides = [_override(k, changed[k][0]) for k in stated if not k.startswith(MODEL_CONFIG)]
-    if any(k.startswith(MODEL_CONFIG) for k in refused) and not _has_adapters(facts):
-        overrides += [f"model.path={run / 'model'}", "model.init=random"]
+    other_config = any(k.startswith(MODEL_CONFIG) for k in refused)
+    if other_config and not _has_adapters(facts):
+        overrides += [shlex.quote(f"model.path={run / 'model'}"), "model.init=random"]
+    if f"{CONTENT}.weights" in refused:
+        overrides.append(f"model.init={changed[f'{CONTENT}.weights'][0]}")
+    # No override restores the content of a file, or the base model of adapters.
+    is_lost = any(k in refused for k in _FIXED_IN_STAGES) or (other_config and _has_adapters(facts))
     return CheckpointMismatch(
-        f"`{key}` differs from the value with which the checkpoint was saved",
+        _CONTENT_WORDS.get(key) or f"`{key}` differs from the value with which the checkpoint was saved",
         where=str(run / "checkpoints"),
         got=_text(changed[key][1]),
         allowed=_text(changed[key][0]),
-        hint=" ".join(overrides) or "checkpoint.resume=never",
+        hint=START_OVER if is_lost or not overrides else " ".join(overrides),
         others=[f"`{k}`: {_text(changed[k][1])}, not {_text(changed[k][0])}" for k in remaining],
     )
 
 
 def _override(key: str, value: Any) -> str:
-    """Return the command-line override that sets `key`, in quotes if `value` is a list or dict."""
-    word = f"{key}={_text(value)}"
-    return f"'{word}'" if isinstance(value, dict | list) else word
+    """Return the command-line override that sets `key`; masks of packed documents also need packing."""
+    packing = "data.packing=true " if key == "data.mask_documents" and value else ""
+    return packing + shlex.quote(f"{key}={_text(value)}")
 
 
 def _text(value: Any) -> str:

@@ -243,7 +243,7 @@ class GrpoStage(LearningStage):
         }
 
     def _means(self, sums: list[float], total: float) -> dict[str, float]:
-        """Return means over `total` completions by name: reward, tokens, stopped, and each reward function."""
+        """Return means over `total` completions, with keys reward, completion_tokens, stopped and reward_NAME."""
         functions = [f"reward_{name}" for name in self.settings.reward_names]
         names = ["reward", "completion_tokens", "stopped", *functions]
         return {name: value / total for name, value in zip(names, sums, strict=True)}

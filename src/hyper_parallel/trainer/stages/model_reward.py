@@ -6,6 +6,7 @@ stop token, the chat template's text after an answer is appended, as in the trai
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,16 @@ class ModelReward:
                 where=f"{where}: {self.directory}",
                 got=f"a different {names}",
                 allowed=f"vocabulary and chat template of {tokenizer_dir}",
-                hint=f"data.tokenizer={self.directory}",
+                hint=self._tokenizer_hint(reward_tokenizer, vocabulary=differences["vocabulary"]),
             )
+
+    def _tokenizer_hint(self, tokenizer: Any, *, vocabulary: bool) -> str:
+        """Return a hint for a reward model whose vocabulary or, if False, only chat template differs from the run's."""
+        if vocabulary:
+            return "use a reward model that was trained from the same base model"
+        if tokenizer.chat_template is None:
+            return "use a reward model that was trained with the chat template of this run"
+        return shlex.join([f"data.tokenizer={self.directory}", "data.chat_template=auto"])
 
     @torch.no_grad()
     def __call__(

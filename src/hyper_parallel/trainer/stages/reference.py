@@ -25,7 +25,7 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.serde import create_file
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.index import INDEX
-from hyper_parallel.trainer.checkpoints.manifest import step_name
+from hyper_parallel.trainer.checkpoints.manifest import START_OVER, step_name
 from hyper_parallel.trainer.files import FileEntry, tensors_written
 from hyper_parallel.trainer.input_checksums import RunInputs
 from hyper_parallel.trainer.stages.sampling import sum_over_data_ranks
@@ -89,7 +89,7 @@ class Reference:
                     where=str(path),
                     got="no file that can be read" if values is None else f"{len(values)} answers",
                     allowed=f"{rows} answers",
-                    hint="checkpoint.resume=never",
+                    hint=START_OVER,
                 )
         else:
             values = self._compute(sequences, rows)

@@ -96,7 +96,8 @@ def check_columns(name: str, function: Reward, columns: Sequence[str], where: st
             where=where,
             got=", ".join(missing),
             allowed=[*_ROLLOUT_KEYWORDS, *columns],
-            hint=f"add the key `{missing[0]}` to every record, or a default value to the parameter",
+            hint=f"add the key `{missing[0]}` to every record"
+            + ("" if _is_built_in(function) else ", or a default value to the parameter"),
         )
 
 
