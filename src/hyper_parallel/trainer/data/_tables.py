@@ -10,7 +10,9 @@ A dataset on the Hub is read from the library's cache. It is downloaded only wit
 from __future__ import annotations
 
 import copy
+import difflib
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,7 +28,7 @@ from hyper_parallel.hub import parse_dataset
 from hyper_parallel.received import Limits, bounded_heap, names_outside, outside_target, read_json
 from hyper_parallel.trainer.data.data_files import is_file_name
 from hyper_parallel.trainer.data.record_keys import Record
-from hyper_parallel.units import MiB, format_bytes
+from hyper_parallel.units import MiB, TiB, format_bytes
 
 _BATCH_BYTES: Final = 16 * MiB
 _MOST_ROWS: Final = 1024
@@ -50,7 +52,7 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
         raise MissingDependency(
             "reading parquet needs the package `pyarrow`",
             where=str(path),
-            hint="pip install 'hyper-parallel[torch]'",
+            hint="pip install pyarrow",
         ) from error
     number = 0
     try:
@@ -75,7 +77,7 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
             "a parquet file cannot be read",
             where=str(path),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            hint=f"check that `{path.name}` is readable and complete, or write it again",
+            hint="fetch or write the file again",
         ) from error
 
 
@@ -105,14 +107,16 @@ def _decoding(where: str, most: int) -> Iterator[None]:
         raise records_too_long(where, got, most) from error
 
 
-def records_too_long(where: str, got: str, most: int) -> NoData:
-    """Return the error for a record of more than `most` bytes."""
+def records_too_long(where: str, got: str, most: int, size: int | None = None) -> NoData:
+    """Return the error for a record of more than `most` bytes; `size` is the size of the record, None if unknown."""
+    least = -(-(size or 4 * most) // MiB) * MiB
+    hint = f"data.max_record_bytes={least}" if size else f"a larger value, such as data.max_record_bytes={least}"
     return NoData(
         "a record is longer than `data.max_record_bytes`",
         where=where,
         got=got,
         allowed=f"at most {most:,} bytes",
-        hint=f"data.max_record_bytes={4 * most}",
+        hint=hint if least <= TiB else "divide this record",
     )
 
 
@@ -209,7 +213,7 @@ class Table:
                 "a row of the dataset cannot be read",
                 where=f"{self.name}: row {number + 1}",
                 got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-                hint="repair or remove this row",
+                hint="check the connection to the hub, then this row" if streamed else "repair or remove this row",
             ) from error
 
 
@@ -239,7 +243,7 @@ def open_table(data: Data, path: Path) -> Table:
         raise MissingDependency(
             "reading a dataset needs the package `datasets`",
             where=f"data.source: {data.source}",
-            hint="pip install 'hyper-parallel[torch]'",
+            hint="pip install datasets",
         ) from error
     saved, here = any((path / n).is_file() for n in _SAVED), path.is_dir()
     if here:
@@ -255,22 +259,37 @@ def open_table(data: Data, path: Path) -> Table:
         raise
     except Exception as error:
         # `datasets`, huggingface_hub and Arrow raise many exception classes for a missing name, split, file or column.
-        tried, hint = [f"the path {path.absolute()}"], None
+        tried, hint = [f"the path {path.absolute()}"], _choice_hint(str(error), data.split)
         if not here:
             is_offline = os.environ.get("HF_HUB_OFFLINE") == "1"
             hub = f"the hub ({'offline' if is_offline else 'online'})"
             tried += [f"the cache {datasets.config.HF_DATASETS_CACHE}", hub]
-            if is_offline:
-                hint = "fetch it once: HF_HUB_OFFLINE=0 hyper-parallel train RECIPE"
+            if is_offline and hint is None:
+                hint = "run this command once with HF_HUB_OFFLINE=0, which downloads the dataset"
         raise _missing(data, str(error), f"tried {', '.join(tried)}", hint) from error
     if not isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         if saved and (data.name or data.split):
-            raise _missing(data, "a saved table without splits", None, "data.split=null")
+            hints = [f"data.{key}=null" for key in ("name", "split") if getattr(data, key)]
+            raise _missing(data, "a saved table without splits", None, " ".join(hints))
         return Table(data.source, dataset)
     split = data.split or ("train" if len(dataset) > 1 else next(iter(dataset)))
     if split not in dataset:
-        raise _missing(data, f"split {split}", sorted(dataset), f"data.split={min(dataset)}")
+        near = difflib.get_close_matches(split, dataset, n=1) or [name for name in ("train",) if name in dataset]
+        hint = shlex.quote(f"data.split={(near or [*dataset])[0]}")
+        raise _missing(data, f"split {split}", sorted(dataset), hint)
     return Table(f"{data.source} ({split})", dataset[split])
+
+
+def _choice_hint(message: str, split: str | None) -> str | None:
+    """Return the override that selects a configuration or split named in an error of `datasets`; None without one."""
+    choices = re.search(r"(Config name is missing|Unknown split)[^\[]*\[([^\]]*)\]", message)
+    names = re.findall(r"'([^']+)'", choices[2]) if choices else []
+    if not choices or not names:
+        return None
+    if choices[1].startswith("Config"):
+        return shlex.quote(f"data.name={names[0]}")
+    near = difflib.get_close_matches(split or "", names, n=1) or [name for name in names if name == "train"]
+    return shlex.quote(f"data.split={(near or names)[0]}")
 
 
 def _undecoded(feature: Any) -> Any:
@@ -304,7 +323,7 @@ def refuse_outside(file: Path, folder: Path) -> None:
             "a file of the data folder is a pipe, a socket or a device",
             where=str(file),
             allowed="regular files",
-            hint=shlex.join(["rm", str(file)]),
+            hint="move this file out of the data folder",
         )
     if not file.is_symlink():
         return
@@ -315,7 +334,9 @@ def refuse_outside(file: Path, folder: Path) -> None:
             where=str(file),
             got=str(target),
             allowed="links to files in the folder",
-            hint=shlex.join(["cp", "--remove-destination", str(target), str(file)]),
+            hint=shlex.join(["cp", "--remove-destination", str(target), str(file)])
+            if target.is_file()
+            else "remove the link, or replace it by a copy of its target",
         )
     if not file.exists():
         raise NoData(
@@ -361,7 +382,7 @@ def _check_names(path: Path) -> None:
             "a description of the dataset cannot be read",
             where=str(path),
             got=str(error)[:200],
-            hint=f"check that `{path.name}` is readable and complete, or write it again",
+            hint=f"correct or remove `{path.name}`" if path.name in _CARDS else "fetch or write the dataset again",
         ) from error
     if outside is not None:
         raise NoData(
@@ -369,7 +390,7 @@ def _check_names(path: Path) -> None:
             where=str(path),
             got=abbreviated(outside),
             allowed="names of files in the folder",
-            hint="set `data.source` to that file, if you trust it",
+            hint="copy that file into the folder, if you trust it, and correct the description",
         )
 
 

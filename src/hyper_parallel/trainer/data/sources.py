@@ -175,7 +175,7 @@ class Source:
             self.counts.read += 1
             sizes = [document.num_bytes for document in documents]
             if max(sizes) > most:
-                raise records_too_long(documents[0].where, f"{max(sizes):,} bytes", most)
+                raise records_too_long(documents[0].where, f"{max(sizes):,} bytes", most, max(sizes))
             # Drop both documents of a pair if one is empty.
             if 0 in sizes and any(document.is_empty for document in documents):
                 self.counts.dropped[EMPTY_RECORD] += self.shape != "text"
@@ -521,7 +521,7 @@ def _files(data: Data, stage: str) -> list[Path]:
         refuse_splits(path, files)
     for file in files:
         if file.is_symlink():
-            refuse_other_target(file)
+            refuse_other_target(file, is_source=path.is_file())
         if kind_of(file) == "text":
             refuse_unread(file)
     if all(f.stat().st_size == 0 for f in files):
