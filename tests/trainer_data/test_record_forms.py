@@ -129,7 +129,7 @@ REFUSED = {
     "key of a call": ({"messages": [U, {**A, "tool_calls": [{**CALL, "mood": 1}]}]}, "call", "data.ignore_keys=[mood]"),
     "images": ({"messages": [U, A], "images": ["x.png"]}, "`images`.*not supported", "data.ignore_keys=[images]"),
     "part of a picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, A]}, "`image_url`", None),
-    "two conversations": ({"messages": [U, A], "conversations": [GPT]}, "contradicts the turns",
+    "two conversations": ({"messages": [U, A], "conversations": [GPT]}, "not part of the turns",
                           "data.ignore_keys=[messages]"),
     "two systems": ({"messages": [{"role": "system", "content": "s"}, U, A], "system": "t"}, "`system`.*differs",
                     "data.ignore_keys=[system]"),
@@ -183,11 +183,13 @@ def test_a_record_that_says_more_than_is_read_is_refused_with_its_place(tmp_path
 
 REFUSED_PAIRS = {
     "a worse answer beside another form": (
-        {"query": "q", "response": "r", "rejected_response": "n"}, "rejected answer under an unknown key",
+        {"query": "q", "response": "r", "rejected_response": "n"}, "better and a worse answer",
         "data.columns.chosen=response data.columns.rejected=rejected_response"),
-    "names that say nothing": ({"prompt": "q", "response_a": "r", "response_b": "n"}, "which key of a record", None),
+    "a worse answer under its own name": (
+        {"prompt": "q", "response": "r", "rejected": "n"}, "better and a worse answer", "data.columns.chosen=response"),
+    "names that say nothing": ({"prompt": "q", "response_a": "r", "response_b": "n"}, "which keys of a record", None),
     "a number that says which is better": (
-        {"prompt": "q", "first": "r", "second": "n", "better_response_id": 1}, "which key of a record", None),
+        {"prompt": "q", "first": "r", "second": "n", "better_response_id": 1}, "which keys of a record", None),
 }  # fmt: skip
 
 

@@ -198,9 +198,9 @@ class Source:
                 yield from ([document] for document in self._text_documents(path))
             return
         records = _records(self.files, self.table, self.data.max_record_bytes)
-        for where, record in itertools.islice(records, self.data.max_records):
+        for number, (where, record) in enumerate(itertools.islice(records, self.data.max_records)):
             if self.shape == "records":
-                yield [Document(where, text_of(record, self.data.text_key, where))]
+                yield [Document(where, text_of(record, self.data.text_key, where, later=number > 0))]
                 continue
             try:
                 documents = self._conversations(where, record)
@@ -215,7 +215,9 @@ class Source:
     def _conversations(self, where: str, record: Record) -> list[Document]:
         stage = self.stage
         templated = self._is_templated(where, record)
-        conversations = conversations_of(record, self.shape, where, stage, self.rules)
+        detected = self.data.format == "auto"
+        conversations = conversations_of(record, self.shape, where, stage, self.rules, detected=detected)
+        named = {self.rules.columns.get(key, key): value for key, value in record.items()}
         if stage != "pt":
             conversations = [self._without_empty(one, record, where) for one in conversations]
         turns = (turn for one in conversations for turn in one.messages)
@@ -226,8 +228,8 @@ class Source:
                 where,
                 conversation=one,
                 num_context=num_context(one, stage),
-                good=stage == "kto" and label_of(record, where),
-                margin=margin_of(record, where) if stage == "rm" else None,
+                good=stage == "kto" and label_of(named, where),
+                margin=margin_of(named, where) if stage == "rm" else None,
                 columns=columns_of(record, self.rules) if stage == "grpo" else {},
                 templated=templated,
             )
@@ -331,6 +333,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
     if data.source == STDLIB and data.format not in ("auto", "text"):
         raise Contradiction(
             f"`data.source: {STDLIB}` is text",
+            where="data.format",
             got=f"data.format={data.format}",
             hint="data.format=text",
         )
@@ -343,7 +346,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
                 where=f"data.source: {data.source}",
                 got=f"data.{key}={value}",
                 allowed="a folder with a dataset, or a name on the Hugging Face hub",
-                hint=f"data.{key}=null",
+                hint=" ".join(f"data.{k}=null" for k in ("name", "split") if getattr(data, k) is not None),
             )
     files = _files(data, stage) if table is None else []
     by_document = stage == "pt" and (data.masks(stage) or not data.packing)
@@ -379,7 +382,7 @@ def _check_stage(source: Source) -> None:
     wants_pairs, wants_turns = stage in ("dpo", "orpo", "rm"), stage in ("sft", "kto", "grpo")
     if wants_pairs != pairs or (wants_turns and not source.is_conversations):
         allowed = "preference" if wants_pairs else "any format except preference"
-        wanted = {"sft": "the assistant's turns", **PREFERENCE_STAGES}.get(stage, "one text each")
+        wanted = {"sft": "the assistant's turns", **PREFERENCE_STAGES}.get(stage, "single texts")
         kind = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
         raise Contradiction(
             f"`stage: {stage}` trains on {wanted}, but the source holds {kind}",
@@ -484,7 +487,7 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
         near = nearest_path(data.source, [*below[:_MOST_FOLDERS], *folders], fits)
         near = near or nearest_path(data.source, fits=Path.exists)
     hint = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
-    if several and key:
+    if several and key == "data.source":  # `data.validation` is one source
         hint = shlex.quote(f"{key}=[{', '.join(several)}]")
     if near is not None:
         hint = shlex.quote(f"{key}={near}") if key else f"write `{near}`"
@@ -517,7 +520,7 @@ def _files(data: Data, stage: str) -> list[Path]:
             hint="correct `data.source`, or put data files into the directory",
         )
     if path.is_dir():
-        files = _of_one_kind(path, _without_descriptions(files, data.format), data.format)
+        files = _of_one_kind(path, _without_descriptions(files, data.format), data.format, stage)
         refuse_splits(path, files)
     for file in files:
         if file.is_symlink():
@@ -552,7 +555,7 @@ def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
     return [f for f in files if not describes(f)] if records else files
 
 
-def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
+def _of_one_kind(root: Path, files: list[Path], format_: str, stage: str) -> list[Path]:
     """Return the files in the recipe's format; raise NoData (HP602) if there is none or, with `auto`, several types."""
     kinds = _FORMATS.get(format_) or {kind_of(f) for f in files}
     suffixes = ", ".join(sorted({"".join(f.suffixes[-2:]) or f.name for f in files}))
@@ -561,8 +564,11 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
             "the data directory contains several file types",
             where=f"data.source: {root}",
             got=suffixes,
-            allowed="one of text, JSON, parquet, CSV; or set data.format to select one (text: all files)",
-            hint=f"data.format={next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}",
+            allowed="one of text, JSON, parquet, CSV"
+            + ("; or set data.format to select one (text: all files)" if stage == "pt" else ""),
+            hint=f"data.format={next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}"
+            if stage == "pt"
+            else "name one file in `data.source`, or move the files of other types to another directory",
         )
     chosen = [f for f in files if kind_of(f) in kinds]
     if not chosen:
@@ -602,14 +608,17 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
     shape = "records"
     with suppress(NoData):
         shape = shape_of(record, data.text_key, str(file), stage, rules)
+    fits = stage == "pt" if shape == "records" else (shape == "preference") == (stage in ("dpo", "orpo", "rm"))
+    is_file = not Path(data.source).expanduser().is_dir()
     raise NoData(
         "the file name says plain text, but the first line is a JSON record",
         where=str(file),
         got=sorted(record),
-        allowed="a name that ends in .jsonl, or data.format: text trains on the JSON as text",
-        hint="rename the files to names that end in .jsonl"
-        if Path(data.source).expanduser().is_dir()
-        else f"data.format={'jsonl' if shape == 'records' else shape}",
+        allowed="a name that ends in .jsonl"
+        + (", or data.format: text, which trains on the JSON as text" if stage == "pt" else ""),
+        hint=f"data.format={'jsonl' if shape == 'records' else shape}"
+        if is_file and fits
+        else "give the files names that end in .jsonl",
     )
 
 
@@ -624,6 +633,6 @@ def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> N
             f"a record has no key `{own}`, which `data.columns` names",
             where=where,
             got=sorted(map(str, record)),
-            allowed="keys of the records",
+            allowed="a key of the records",
             hint=shlex.quote(f"data.columns.{name}={near[0]}") if near else None,
         )
