@@ -192,8 +192,8 @@ class Batches:
         self.num_sequences = count if limit is None else min(limit, count)
         if self.num_sequences == 0:
             raise NoData(
-                "the data contains no sequence",
-                where=f"{sequences.split} data",
+                f"the {'training' if sequences.split == 'train' else 'held-out'} data contains no sequence",
+                where="data.source",
                 hint="use more data",
             )
         # Use sequences from all of the data: the first ones may all belong to one document.

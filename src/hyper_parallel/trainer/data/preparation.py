@@ -154,7 +154,7 @@ def _join(data: Data, parts: list[PackedData]) -> PackedData:
             where="data.source",
             got="data.packing=true",
             allowed="sources that all have them, or none; or conversations in rows of their own",
-            hint="data.packing=false",
+            hint="data.packing=false" + (" data.mask_documents=null" if data.mask_documents is not None else ""),
         )
     holdouts = [part.holdout for part in parts if part.holdout]
     return replace(
@@ -229,7 +229,7 @@ def _build(target: Path, source: Source, setup: _Setup) -> dict[str, Any]:
     flat = tokenize(source, tokenizer, target, setup.progress)
     if not len(flat.tokens):
         raise NoData(
-            "the data source holds no text",
+            "the data source has no text to train on",
             where=f"data.source: {source.data.source}",
             got=", ".join(source.counts.notes) or f"{len(source.files)} files, no record",
         )
