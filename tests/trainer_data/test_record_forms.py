@@ -201,6 +201,22 @@ def test_a_pair_under_other_names_is_refused_with_the_names_that_say_which_is_be
     assert caught.value.hint == hint
 
 
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("data.source", "data.columns.prompt=frage data.columns.completion=antwort"),
+        ("data.source[1]", "set in the entry `data.source[1]`: columns: {prompt: frage, completion: antwort}"),
+        ("data.validation", "give the records of `data.validation` the keys and the format of the training data"),
+    ],
+)
+def test_the_hint_is_for_the_key_that_names_the_source(tmp_path, key, hint):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"frage": "q", "antwort": "r"}) + "\n")
+    with pytest.raises(NoData) as caught:
+        resolve(Data(source=str(path)), "sft", key=key)
+    assert caught.value.hint == hint
+
+
 def test_a_second_word_for_a_role_gets_no_hint_that_replaces_the_first(tmp_path):
     record = {"messages": [{**U, "role": "customer"}, A, {**U, "role": "client"}, A]}
     with pytest.raises(NoData, match="no known role") as caught:

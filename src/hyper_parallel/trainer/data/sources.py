@@ -57,6 +57,7 @@ from hyper_parallel.trainer.data.record_keys import (
     margin_of,
 )
 from hyper_parallel.trainer.data.records import read_records, text_of, unreadable_file
+from hyper_parallel.trainer.data.source_errors import MAIN, named_by
 
 STDLIB = "python-stdlib"
 PlainText = Literal["never", "pairs", "all"]
@@ -100,6 +101,7 @@ class Source:
         table: Table to read; None: the source has files.
         plain: Conversations that are concatenated without a chat template.
         special: Pattern of the tokenizer's special tokens; None: no special tokens.
+        key: Recipe key that names the source, for errors; see `source_errors`.
     """
 
     data: Data
@@ -110,6 +112,7 @@ class Source:
     table: Table | None = None
     plain: PlainText = "never"
     special: re.Pattern[str] | None = None
+    key: str = MAIN
 
     @property
     def counts(self) -> DataCounts:
@@ -165,6 +168,10 @@ class Source:
         Raises:
             NoData: HP602 naming a record that is invalid or longer than `data.max_record_bytes`.
         """
+        with named_by(self.key):
+            yield from self._documents()
+
+    def _documents(self) -> Iterator[Document]:
         self.counts.clear()
         left, most = self.data.max_bytes, self.data.max_record_bytes
         unread = _descriptions(Path(self.data.source).expanduser(), self.files)
@@ -317,19 +324,25 @@ def _pieces(path: Path, most: int) -> Iterator[bytes]:
             yield piece[:end]
 
 
-def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
+def resolve(data: Data, stage: str, *, media: tuple[str, ...] = (), key: str = MAIN) -> Source:
     """Return the data source of section `data`: find its files or table, and their format.
 
     Args:
         data: Section `data` with one source.
         stage: Stage of the recipe.
         media: Media kinds (`image`, `audio`) that the model's processor reads.
+        key: Recipe key that names the source, for errors.
 
     Raises:
         NoData: HP602 when there are no files to read, or their format is not recognized.
         Contradiction: HP104 when source, format and stage contradict each other.
         MissingDependency: HP501 when a package that reads the source is not installed.
     """
+    with named_by(key):
+        return replace(_resolve(data, stage, media), key=key)
+
+
+def _resolve(data: Data, stage: str, media: tuple[str, ...]) -> Source:
     if data.source == STDLIB and data.format not in ("auto", "text"):
         raise Contradiction(
             f"`data.source: {STDLIB}` is text",

@@ -33,6 +33,7 @@ from hyper_parallel.trainer.data.saved_tokenizer import (
     set_class,
     tokenizer_files,
 )
+from hyper_parallel.trainer.data.source_errors import MAIN
 from hyper_parallel.trainer.data.sources import PlainText, Source, resolve
 from hyper_parallel.trainer.data.template_properties import generation_stops
 from hyper_parallel.trainer.files import FileEntry, copy_files
@@ -116,7 +117,9 @@ def open_sources(
 ) -> tuple[Tokenizer, list[Source]]:
     """Return the tokenizer of a recipe, and its sources; arguments and errors are those of `prepare`."""
     media = media_of_processor(Path(data.tokenizer or model_path or "").expanduser())
-    sources = [resolve(section, stage, media=media) for section, _ in data.parts()]
+    keys = [MAIN if isinstance(data.source, str) else f"{MAIN}[{i}]" for i in range(len(data.parts()))]
+    parts = zip(data.parts(), keys, strict=True)
+    sources = [resolve(section, stage, media=media, key=key) for (section, _), key in parts]
     cache = cache_root(data.cache_dir)
     tokenizer = _obtain(data, sources, model_path, cache, progress, vocab_limit, model_config)
     if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
