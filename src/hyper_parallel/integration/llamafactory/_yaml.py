@@ -119,7 +119,7 @@ def _parsed(key: str, text: str, where: str) -> Any:
             f"the value of `{key}` is not YAML",
             where=where,
             got=abbreviated(text),
-            hint=f"close all brackets and quotes, and quote the override: '{key}=VALUE'",
+            hint=f"close all brackets and quotes, and write '{key}=VALUE' on the command line",
         ) from error
 
 
@@ -163,10 +163,15 @@ def _check(key: str, value: Any, where: str) -> None:
         raise BadValue(
             f"`{key}` has a value that is not supported",
             where=where,
-            got="null" if value is None else value,
-            allowed=["null" if word is None else word for word in WORDS[key]],
-            hint=f"{key}={next(iter(WORDS[key]))}" if len(WORDS[key]) == 1 else None,
+            got=_yaml_word(value),
+            allowed=[_yaml_word(word) for word in WORDS[key]],
+            hint=f"{key}={_yaml_word(next(iter(WORDS[key])))}" if len(WORDS[key]) == 1 else None,
         )
+
+
+def _yaml_word(value: Any) -> Any:
+    """Return null, true or false as written in YAML; other values are unchanged."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), value)
 
 
 def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
@@ -235,23 +240,25 @@ def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
     """Yield the schedule's arguments with LlamaFactory's defaults; raise HP102 if a required one is missing."""
     name, args = v["lr_scheduler_type"], v["lr_scheduler_kwargs"] or {}
     args = _parsed("lr_scheduler_kwargs", args, f"{path}: lr_scheduler_kwargs") if isinstance(args, str) else args
+    needed, hint = (), "lr_scheduler_kwargs=null"
+    if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+        needed, hint = ("min_lr", "min_lr_rate"), "'lr_scheduler_kwargs={min_lr_rate: 0.1}'"
+    elif name == "warmup_stable_decay" and v["max_steps"] <= 0:
+        hint = "give the number of steps, max_steps=STEPS, or 'lr_scheduler_kwargs={num_decay_steps: STEPS}'"
     if not isinstance(args, dict):
         raise BadValue(
             "`lr_scheduler_kwargs` is not a mapping",
             where=f"{path}: lr_scheduler_kwargs",
             got=args,
-            allowed="a mapping of arguments",
-            hint="lr_scheduler_kwargs=null",
+            allowed="a mapping of arguments, or null",
+            hint=hint,
         )
-    needed, hint = (), ""
-    if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
-        needed, hint = ("min_lr", "min_lr_rate"), "'lr_scheduler_kwargs={min_lr_rate: 0.1}'"
-    elif name == "warmup_stable_decay":
+    if name == "warmup_stable_decay":
         if v["max_steps"] > 0:
             warm = v["warmup_steps"] or math.ceil(v["warmup_ratio"] * v["max_steps"])
             stable = (rest := v["max_steps"] - warm) // 3
             args = {"num_stable_steps": stable, "num_decay_steps": rest - stable, **args}
-        needed, hint = ("num_decay_steps",), "max_steps=1000"
+        needed = ("num_decay_steps",)
     if needed and not {*needed} & {*args}:
         raise BadValue(
             f"the schedule {name} needs {' or '.join(needed)}",

@@ -108,7 +108,9 @@ class HyperParallelArguments(BaseModel):
                     "the file of hyper_parallel_args cannot be read",
                     where=where,
                     got=str(error),
-                    hint="correct the path in `hyper_parallel_args`",
+                    hint="correct the path in `hyper_parallel_args`"
+                    if isinstance(error, OSError)
+                    else "correct this file, which must contain one JSON object",
                 ) from error
         if not isinstance(value or {}, dict):
             raise BadValue(

@@ -266,7 +266,7 @@ def open_table(data: Data, path: Path) -> Table:
             tried += [f"the cache {datasets.config.HF_DATASETS_CACHE}", hub]
             if is_offline and hint is None:
                 hint = "run this command once with HF_HUB_OFFLINE=0, which downloads the dataset"
-        raise _missing(data, str(error), f"tried {', '.join(tried)}", hint) from error
+        raise _missing(data, str(error), f"an existing dataset in {', '.join(tried)}", hint) from error
     if not isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         if saved and (data.name or data.split):
             hints = [f"data.{key}=null" for key in ("name", "split") if getattr(data, key)]

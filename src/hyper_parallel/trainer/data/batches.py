@@ -90,13 +90,17 @@ def check_position(
 ) -> None:
     """Raise CheckpointMismatch (HP702) if the data positions `state` (saved) and `current` differ in any of `keys`.
 
-    `start_over` is the hint: the recipe override with which the run does not read the checkpoint.
+    The hint sets the saved seed and shuffling, if nothing else differs. Otherwise it is `start_over`, the overrides with
+    which the run does not read the checkpoint.
     """
     changed = [k for k in keys if state.get(k) != current[k]]
     if changed:
+        recipe_keys = {"seed": "training.seed", "shuffle": "data.shuffle"}
+        if all(key in recipe_keys and key in state for key in changed):
+            start_over = " ".join(f"{recipe_keys[key]}={str(state[key]).lower()}" for key in changed)
         raise CheckpointMismatch(
             "the checkpoint was written with different data or data order, so its data position is not valid",
-            where=", ".join(changed),
+            where=", ".join(dict.fromkeys(recipe_keys.get(key, "data") for key in changed)),
             got=", ".join(f"{k}={current[k]}" for k in changed),
             allowed=", ".join(f"{k}={state.get(k)}" for k in changed),
             hint=start_over,

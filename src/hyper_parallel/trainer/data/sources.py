@@ -52,6 +52,7 @@ from hyper_parallel.trainer.data.document import BadMedia, Conversation, Documen
 from hyper_parallel.trainer.data.record_keys import (
     Record,
     RecordRules,
+    as_value,
     columns_of,
     label_of,
     margin_of,
@@ -437,7 +438,7 @@ def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
             raise NoData(
                 "`stage: kto` compares answers of different records, but there is only one record",
                 where=first.where,
-                hint="use at least two records, or stage=sft",
+                hint="use at least two records",
             )
         yield _with_answer_of(first, before)
 
@@ -647,5 +648,5 @@ def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> N
             where=where,
             got=sorted(map(str, record)),
             allowed="a key of the records",
-            hint=shlex.quote(f"data.columns.{name}={near[0]}") if near else None,
+            hint=shlex.quote(f"data.columns.{name}={as_value(near[0])}") if near else None,
         )
