@@ -90,8 +90,8 @@ def check_position(
 ) -> None:
     """Raise CheckpointMismatch (HP702) if the data positions `state` (saved) and `current` differ in any of `keys`.
 
-    The hint sets the saved seed and shuffling, if nothing else differs. Otherwise it is `start_over`, the overrides with
-    which the run does not read the checkpoint.
+    The hint sets the saved seed and shuffling, if nothing else differs. Otherwise it is `start_over`, the overrides
+    with which the run does not read the checkpoint.
     """
     changed = [k for k in keys if state.get(k) != current[k]]
     if changed:
