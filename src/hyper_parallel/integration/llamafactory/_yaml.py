@@ -163,7 +163,7 @@ def _check(key: str, value: Any, where: str) -> None:
         raise BadValue(
             f"`{key}` has a value that is not supported",
             where=where,
-            got=_yaml_word(value),
+            got=abbreviated(value) if isinstance(value, list | dict) else _yaml_word(value),
             allowed=[_yaml_word(word) for word in WORDS[key]],
             hint=f"{key}={_yaml_word(next(iter(WORDS[key])))}" if len(WORDS[key]) == 1 else None,
         )

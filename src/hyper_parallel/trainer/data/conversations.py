@@ -19,6 +19,7 @@ from hyper_parallel.trainer.data.column_guesses import (
     guess_named_pair,
     guess_pair,
     guess_texts,
+    guess_turn_columns,
     own_columns,
 )
 from hyper_parallel.trainer.data.document import Conversation, MediaFile, Message
@@ -350,9 +351,18 @@ def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values
     return values
 
 
-def _allowed_formats(stage: str) -> list[str]:
-    """Return the descriptions of the formats of records that a stage reads."""
-    return [words for name, (_, words) in _FORMATS.items() if (name == "preference") == (stage in _OF_PAIRS)]
+def _allowed_formats(stage: str) -> str:
+    """Return descriptions of the formats of records that a stage reads."""
+    formats = [words for name, (_, words) in _FORMATS.items() if (name == "preference") == (stage in _OF_PAIRS)]
+    return "; or: ".join(formats)
+
+
+def _turn_columns(key: str, turn: Record, rules: RecordRules) -> dict[str, str]:
+    """Return columns for a list under `key` that begins with the object `turn`; {} if this is probably no turn."""
+    if not {"role", "from", *rules.turn_columns}.isdisjoint(turn):
+        return {"messages": key}
+    guessed = guess_turn_columns(turn)
+    return {"messages": key, **guessed} if guessed else {}
 
 
 def _check_names(values: Values, text: bool, stage: str, where: str, rules: RecordRules) -> None:
@@ -376,15 +386,16 @@ def _check_names(values: Values, text: bool, stage: str, where: str, rules: Reco
         raise several_lists([*map(rules.own_name, lists)], where.rpartition(":")[0])
     texts = [key for key, value in values.items() if isinstance(value, str)]
     columns: dict[str, str] = {}
+    has_list = bool(lists) and stage not in _OF_PAIRS
     if stage in _OF_PAIRS:
         columns = {} if text and len(texts) == 1 else guess_pair(values)
-    elif lists:
-        columns = {"messages": lists[0]}
+    elif has_list:
+        columns = _turn_columns(lists[0], values[lists[0]][0], rules)
     elif stage != "pt" and not text and len(texts) >= 2:
         columns = guess_texts(values)
-    if not columns and (stage == "pt" or text):
+    if not columns and not has_list and (stage == "pt" or text):
         return
-    for key in () if columns else TURNS:
+    for key in () if columns or has_list else TURNS:
         if key in values:
             raise NoData(
                 f"`{rules.own_name(key)}` of a record is not a list of turns",
@@ -398,17 +409,18 @@ def _check_names(values: Values, text: bool, stage: str, where: str, rules: Reco
         else "it is not clear which key of a record contains the conversation",
         where=where,
         got=names,
-        allowed="; or: ".join(_allowed_formats(stage)),
+        allowed=_allowed_formats(stage),
         hint=column_hint(own_columns(columns, rules.columns)),
     )
 
 
-_RECORD_KEYS: Final = frozenset((*TURNS, *PROMPTS, *ANSWERS, "chosen", "rejected"))
+_RECORD_KEYS: Final = frozenset((*TURNS, *PROMPTS, *ANSWERS, "chosen", "rejected", "text"))
 
 
 def _is_records(value: Sequence[Any]) -> bool:
-    """Return whether all items of a list are whole records, not turns or tools."""
-    return all(isinstance(one, dict) and not _RECORD_KEYS.isdisjoint(one) and "role" not in one for one in value)
+    """Return whether all items of a list are whole records, not turns, tools or parts of a content."""
+    others = {"role", "type"}
+    return all(isinstance(i, dict) and not _RECORD_KEYS.isdisjoint(i) and others.isdisjoint(i) for i in value)
 
 
 def _format_of(values: Record, stage: str) -> str | None:
