@@ -556,19 +556,21 @@ def _check_unread(
     known |= rules.media_columns
     if stage in ("dpo", "orpo") and not is_empty(values.get("margin")):
         rules.counts.ignored_keys["margin"] += 1
-    for key in _TEXT_KEYS & values.keys() - known:
+    foreign: dict[str, Any] = {}
+    for key in sorted(_TEXT_KEYS & values.keys() - known):
         value = values[key]
         if is_empty(value) or any(_contains(turns, value, rules, where) for turns, _ in parts):
             known.add(key)
             rules.counts.ignored_keys[key] += not is_empty(value)
-            continue
-        own = rules.own_name(key)
+        else:
+            foreign[rules.own_name(key)] = value
+    for own, value in foreign.items():
         raise NoData(
             f"`{own}` of a record is not part of the turns that are read from its other keys",
             where=where,
             got=f"{own}: {abbreviated(value, 60)}",
             allowed=f"{_FORMATS[shape][1]}; further keys may repeat a turn",
-            hint=rules.ignore_hint([own]),
+            hint=rules.ignore_hint(foreign),
         )
     rules.refuse_unknown(values, known, f"a record of the format {shape}", where)
 

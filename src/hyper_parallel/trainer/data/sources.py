@@ -224,8 +224,10 @@ class Source:
         stage = self.stage
         templated = self._is_templated(where, record)
         detected = self.data.format == "auto"
-        conversations = conversations_of(record, self.shape, where, stage, self.rules, detected=detected)
         named = {self.rules.columns.get(key, key): value for key, value in record.items()}
+        # Before unknown keys are refused: one of them may hold the label.
+        good = stage == "kto" and label_of(named, where)
+        conversations = conversations_of(record, self.shape, where, stage, self.rules, detected=detected)
         if stage != "pt":
             conversations = [self._without_empty(one, record, where) for one in conversations]
         turns = (turn for one in conversations for turn in one.messages)
@@ -236,7 +238,7 @@ class Source:
                 where,
                 conversation=one,
                 num_context=num_context(one, stage),
-                good=stage == "kto" and label_of(named, where),
+                good=good,
                 margin=margin_of(named, where) if stage == "rm" else None,
                 columns=columns_of(record, self.rules) if stage == "grpo" else {},
                 templated=templated,
