@@ -163,10 +163,10 @@ def no_target(problem: str, counts: DataCounts, data: Data, needed: int | None =
     where = f"data.source: {data.source}"
     if counts.used:  # all conversations with targets are held out
         got = f"{counts.used} conversations, data.holdout={data.holdout}"
-        hint = "add conversations, or set `data.holdout=0`, which excludes `training.eval_every`"
-        return NoData("no conversation is left to train on", where=where, got=got, hint=hint)
+        advice = "add conversations, or set `data.holdout=0`, which excludes `training.eval_every`"
+        return NoData("no conversation is left to train on", where=where, got=got, hint=advice)
     reasons = counts.dropped.most_common()
-    hint = None
+    hint: str | None = None
     if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_MEDIA):
         factor = 4 if needed is None else max(2, -(-needed // data.seq_len))
         hint = f"data.seq_len={factor * data.seq_len}"
