@@ -87,7 +87,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             where=type(model).__name__,
             got=f"tp={strategy.tp} cp={strategy.cp} pp={strategy.pp}",
             allowed="dp_replicate, dp_shard",
-            hint="parallel.tp=1 parallel.cp=1 parallel.pp=1",
+            hint="parallel.tp_x=1 parallel.tp_y=1 parallel.cp=1 parallel.pp=1",
         )
     if has_adapters(model) and is_reversible(model):
         raise UnsupportedSharding(
@@ -186,7 +186,7 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
 
 
 def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
-    """Return rules for embedding and head, except those that cannot be sharded.
+    """Return rules for the embedding and the head that can be sharded, and for the score head of a reward model.
 
     There are no rules if another module shares their weights, or if they share a weight and one cannot be sharded.
     """

@@ -115,7 +115,7 @@ def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
             where=", ".join(differing[:2]),
             got=", ".join(sorted(names)) or type(model).__name__,
             allowed="dp_replicate, dp_shard",
-            hint="parallel.tp=1 parallel.cp=1 parallel.pp=1"
+            hint="parallel.tp_x=1 parallel.tp_y=1 parallel.cp=1 parallel.pp=1"
             + (", or `layerdrop` of 0 in the model's config" if names else ""),
         )
 

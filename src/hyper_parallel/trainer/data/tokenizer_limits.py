@@ -176,8 +176,8 @@ def check_pattern(pattern: str) -> None:
     """Raise if matching a regular expression may take too long.
 
     This is assumed if a group with a repetition or an alternative is repeated more than three times: `(a|aa)+`,
-    `(a+)*`. Four unbounded repetitions in one alternative, references to groups, comments and very long expressions are
-    refused too.
+    `(a+)*`. Four or more unbounded repetitions in one alternative, repeat counts above 1,000, more than 256 groups and
+    classes, references to groups, comments and expressions of more than 20,000 characters are refused too.
 
     Raises:
         Unbounded: The expression is refused; the message has the reason.
