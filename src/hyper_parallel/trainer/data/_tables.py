@@ -87,7 +87,8 @@ def _batch_rows(group: Any, path: Path, first: int, most: int) -> int:
     columns = (group.column(i).total_uncompressed_size for i in range(group.num_columns))
     row_bytes = max(group.total_byte_size, sum(columns)) / max(group.num_rows, 1)
     if row_bytes > most:
-        raise records_too_long(f"{path}: row {first}", f"{row_bytes:,.0f} bytes in a row", most)
+        got = f"{row_bytes:,.0f} bytes in a row on average"
+        raise records_too_long(f"{path}: row {first}", got, most, about=row_bytes)
     return max(1, min(_MOST_ROWS, int(_BATCH_BYTES / max(row_bytes, 1))))
 
 
@@ -104,20 +105,35 @@ def _decoding(where: str, most: int) -> Iterator[None]:
             cause = cause.__cause__ or cause.__context__
         if cause is None:
             raise
-        got = f"more than {format_bytes(most_heap)} of memory"
-        raise records_too_long(where, got, most) from error
+        raise NoData(
+            "decoding rows takes more memory than `data.max_record_bytes` permits",
+            where=where,
+            got=f"more than {format_bytes(most_heap)}",
+            allowed=f"at most {format_bytes(most_heap)}, {_HEAP_RECORDS} times the size of a record or more",
+            hint=_larger(4 * most),
+        ) from error
 
 
-def records_too_long(where: str, got: str, most: int, size: int | None = None) -> NoData:
-    """Return the error for a record of more than `most` bytes; `size` is the size of the record, None if unknown."""
-    least = -(-(size or 4 * most) // MiB) * MiB
-    hint = f"data.max_record_bytes={least}" if size else f"a larger value, such as data.max_record_bytes={least}"
+def _larger(num_bytes: float) -> str:
+    """Return the hint for a larger limit, of at least `num_bytes`, that may still be too small."""
+    size = -(-int(num_bytes) // MiB) * MiB
+    return f"a larger value, such as data.max_record_bytes={size}" if size <= TiB else "divide these records"
+
+
+def records_too_long(where: str, got: str, most: int, size: int | None = None, about: float = 0) -> NoData:
+    """Return the error for a record of more than `most` bytes.
+
+    `size` is the size of the record, None if unknown. `about` is the mean size of the records, 0 if unknown.
+    """
+    hint = _larger(4 * max(most, about))
+    if size is not None:
+        hint = f"data.max_record_bytes={size}" if size <= TiB else "divide this record"
     return NoData(
         "a record is longer than `data.max_record_bytes`",
         where=where,
         got=got,
         allowed=f"at most {most:,} bytes",
-        hint=hint if least <= TiB else "divide this record",
+        hint=hint,
     )
 
 
