@@ -266,7 +266,7 @@ def open_table(data: Data, path: Path) -> Table:
     if here:
         _check_folder(path)
     try:
-        with _decoding(data.source, data.max_record_bytes):
+        with _decoding(f"data.source: {data.source}", data.max_record_bytes):
             if saved:
                 dataset = datasets.load_from_disk(str(path))
             else:

@@ -15,8 +15,7 @@ from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.packing import pack, tokenize
 from hyper_parallel.trainer.data.preview import LengthHistogram, SourcePreview, preview_examples
 from hyper_parallel.trainer.data.sequences import JoinedSequences, PackedSequences
-from hyper_parallel.trainer.data.source_errors import VALIDATION, named_by
-from hyper_parallel.trainer.data.sources import Source, resolve
+from hyper_parallel.trainer.data.sources import VALIDATION, Source, resolve
 from hyper_parallel.trainer.data.streaming import Place, Stream
 from hyper_parallel.trainer.data.tokenizer import Tokenizer, bind_tokenizer, open_sources
 
@@ -192,7 +191,7 @@ def _pack_validation(data: Data, stage: str, setup: _Setup) -> PackedData:
 def _pack_source(source: Source, setup: _Setup) -> PackedData:
     data, tokenizer = source.data, setup.tokenizer
     key = _cache_key(source, setup)
-    with named_by(source.key):
+    with source.naming():
         directory, meta = entry(setup.cache / "packed", key, lambda target: _build(target, source, setup))
     for note in meta["notes"]:
         logger.warning("%s: %s", data.source, note)

@@ -13,7 +13,7 @@ import re
 import shlex
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -59,6 +59,7 @@ from hyper_parallel.trainer.data.record_keys import (
 )
 from hyper_parallel.trainer.data.records import read_records, text_of, unreadable_file
 from hyper_parallel.trainer.data.source_errors import MAIN, named_by
+from hyper_parallel.trainer.data.source_errors import VALIDATION as VALIDATION
 
 STDLIB = "python-stdlib"
 PlainText = Literal["never", "pairs", "all"]
@@ -125,6 +126,10 @@ class Source:
         """Return a copy whose `documents` do not change the counts of this source."""
         return replace(self, rules=replace(self.rules, counts=DataCounts()))
 
+    def naming(self) -> AbstractContextManager[None]:
+        """Return a context that changes errors for the recipe key that names this source; see `named_by`."""
+        return named_by(self.key)
+
     def head(self, num_bytes: int) -> Source:
         """Return a copy that reads at most `num_bytes` bytes of text."""
         most = min(self.data.max_bytes or num_bytes, num_bytes)
@@ -173,7 +178,7 @@ class Source:
             NoData: HP602 naming a record that is invalid or longer than `data.max_record_bytes`.
             MissingDependency: HP501 when a package that reads the records is not installed.
         """
-        with named_by(self.key):
+        with self.naming():
             yield from self._documents()
 
     def _documents(self) -> Iterator[Document]:
