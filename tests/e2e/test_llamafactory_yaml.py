@@ -244,6 +244,7 @@ def test_checkpointing_by_default_does_not_apply_to_mindspore(root, caplog, word
         ("bf16=[1", "HP102", "the value of `bf16` is not YAML"),
         ("stage=[sft]", "HP102", "pt, sft, dpo, kto, rm"),
         ("max_steps=null", "HP102", "hint: max_steps=-1"),
+        ("eval_dataset=chats,texts", "HP102", "hint: eval_dataset=chats"),
         ("launch.nproc_per_node=auto", "HP102", "launch.nproc_per_node"),
         (
             "hyper_parallel_args={root}/swap.json",

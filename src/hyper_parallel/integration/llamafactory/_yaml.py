@@ -309,9 +309,31 @@ def _record_bytes(overrides: Sequence[str]) -> int:
     return 64 * MiB
 
 
+def _names(value: Any) -> list[str]:
+    """Return the names in a list, or in a text with commas."""
+    texts = value if isinstance(value, list) else str(value).split(",")
+    return [str(text).strip() for text in texts]
+
+
+def _one_name(value: Any, path: Path) -> str:
+    """Return the name of the dataset in `eval_dataset`; raise BadValue (HP102) for several names or none."""
+    names = _names(value)
+    if len(names) != 1:
+        raise BadValue(
+            "`eval_dataset` names several datasets, but a recipe has one source for evaluation"
+            if names
+            else "`eval_dataset` is an empty list",
+            where=f"{path}: eval_dataset",
+            got=names,
+            allowed="one dataset, or null",
+            hint=f"eval_dataset={names[0] if names else 'null'}",
+        )
+    return names[0]
+
+
 def _data_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
     stage, directory, most = v["stage"], str(v["dataset_dir"]), _record_bytes(overrides)
-    parts = [source_of(name.strip(), directory, stage, most) for name in str(v["dataset"]).split(",")]
+    parts = [source_of(name, directory, stage, most) for name in _names(v["dataset"])]
     limit = v["max_samples"] or 2**62
     if len(parts) == 1:
         yield "dataset", {f"data.{key}": value for key, value in parts[0][0].items()}
@@ -321,7 +343,7 @@ def _data_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Ite
     holdout = num_held_out / records if num_held_out >= 1 else num_held_out
     yield "val_size", {"data.holdout": holdout}
     if v["eval_dataset"] is not None:
-        held_out, _ = source_of(str(v["eval_dataset"]), directory, stage, most)
+        held_out, _ = source_of(_one_name(v["eval_dataset"], path), directory, stage, most)
         _check_same_names(parts[0][0], held_out, f"{path}: eval_dataset")
         yield "eval_dataset", {"data.validation": held_out["source"]}
     if WORDS["eval_strategy"][v["eval_strategy"]]:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.config import read_mapping
-from hyper_parallel.errors import Contradiction, RecipeUnreadable, UnknownKey, abbreviated
+from hyper_parallel.errors import Contradiction, NoData, RecipeUnreadable, UnknownKey, abbreviated
 from hyper_parallel.received import names_outside, outside_target
 from hyper_parallel.trainer.data import render
 from hyper_parallel.trainer.data.records import read_records
-from hyper_parallel.trainer.data.saved_tokenizer import load_tokenizer
+from hyper_parallel.trainer.data.saved_tokenizer import has_tokenizer, load_tokenizer
 from hyper_parallel.units import MiB
 
 _KEYS: Final = ("file_name", "formatting", "ranking", "columns", "tags")
@@ -127,7 +127,17 @@ def _names(columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[
 
 
 def check_template(name: str, model: str, where: str) -> None:
-    """Raise Contradiction (HP104) unless the model's own template gives the texts of LlamaFactory's template `name`."""
+    """Raise Contradiction (HP104) unless the model's own template gives the texts of LlamaFactory's template `name`.
+
+    Raise NoData (HP602) for a model without a tokenizer.
+    """
+    if not has_tokenizer(Path(model).expanduser()):
+        raise NoData(
+            f"the model has no tokenizer whose chat template could be compared with the template `{name}`",
+            where=where,
+            got=model,
+            hint="template=null",
+        )
     turns = [("system", "A"), ("user", "B"), ("assistant", "C"), ("user", "D"), ("assistant", "E")]
     tokenizer, known = load_tokenizer(model), _TEMPLATES.get(name)
     # With and without a system text, because templates may insert a default one.
