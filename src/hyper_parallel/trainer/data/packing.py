@@ -135,12 +135,14 @@ def _too_short(flat: Flat, source: Source, num_train: int) -> NoData:
         )
     # A divisor of the old value keeps `training.tokens_per_step` a multiple of the sequence length.
     shorter = (data.seq_len // n for n in range(2, data.seq_len // 2 + 1) if data.seq_len % n == 0)
-    seq_len = next((length for length in shorter if length <= num_train // 4), None)
+    # If nearly all text is held out, the reason is that a held-out sequence has as many tokens.
+    available = num_train if num_train > 8 else len(flat.tokens)
+    seq_len = next((length for length in shorter if length <= available // 4), None)
     return NoData(
-        "the text is shorter than one training sequence",
+        "the text that is not held out is shorter than one sequence",
         where=where,
-        got=f"{len(flat.tokens)} tokens, {num_train} of them for training, seq_len={data.seq_len}",
-        allowed=f"more than {data.seq_len} training tokens",
+        got=f"{len(flat.tokens)} tokens, {len(flat.tokens) - num_train} of them held out, seq_len={data.seq_len}",
+        allowed=f"more than {data.seq_len} tokens that are not held out",
         hint=f"data.seq_len={seq_len}" if seq_len else "add text to `data.source`",
     )
 

@@ -66,6 +66,8 @@ def _validation_hint(hint: str, changes: Sequence[Override]) -> str:
         return f"give the records of `{VALIDATION}` the keys and the format of the training data"
     if ("split", "", "train") in changes:
         return f"set `{VALIDATION}_split` to the split for evaluation"
+    if any(key == "seq_len" for key, _, _ in changes):
+        return f"add data to `{VALIDATION}`, or train with {hint}"
     hint = hint.replace(f"{MAIN}=", f"{VALIDATION}=")
     return hint.replace("data.split=", "data.validation_split=")
 
