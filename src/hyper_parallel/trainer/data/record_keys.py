@@ -181,7 +181,8 @@ class RecordRules:
         """
         present = [key for key in keys if not is_empty(values.get(key))]
         if len(present) > 1 and any(values[key] != values[present[0]] for key in present):
-            raise self._contradiction([*map(self.own_name, present)], where)
+            turns = {name: own for own, name in self.turn_columns.items()}  # keys of turns only
+            raise self._contradiction([turns.get(key, self.own_name(key)) for key in present], where)
         if present:
             return values[present[0]]
         return next((values[key] for key in keys if key in values), None)
@@ -198,9 +199,8 @@ class RecordRules:
         )
 
     def own_name(self, key: str) -> str:
-        """Return the name of a canonical key in the records or turns."""
-        names = {name: own for own, name in (*self.columns.items(), *self.turn_columns.items())}
-        return names.get(key, key)
+        """Return the name of a canonical key in the records."""
+        return next((own for own, name in self.columns.items() if name == key), key)
 
     def ignore_hint(self, keys: Iterable[str]) -> str:
         """Return the recipe override that ignores `keys` of the records, in addition to the ignored keys."""
