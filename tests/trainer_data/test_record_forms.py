@@ -125,6 +125,9 @@ REFUSED = {
     "variable of turns": ({"messages": [U, A], "chat_template_kwargs": {"messages": []}}, "set from the conv", None),
     "unknown key": ({"messages": [U, A], "mood": 1}, "`mood` has no known meaning", "data.ignore_keys=[mood]"),
     "unknown keys": ({"messages": [U, A], "mood": 1, "tone": 2}, "`mood`", "data.ignore_keys=[mood,tone]"),
+    "key that turns have too": (
+        {"messages": [U, A], "content": "c"}, "`content` has no known meaning",
+        "remove or rename this key, because `data.ignore_keys` would also ignore it elsewhere in a record"),
     "key of a turn": ({"messages": [U, {**A, "mood": 1}]}, "in a turn", "data.ignore_keys=[mood]"),
     "key of a call": ({"messages": [U, {**A, "tool_calls": [{**CALL, "mood": 1}]}]}, "call", "data.ignore_keys=[mood]"),
     "images": ({"messages": [U, A], "images": ["x.png"]}, "`images`.*not supported", "data.ignore_keys=[images]"),

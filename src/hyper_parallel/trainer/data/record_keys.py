@@ -74,6 +74,10 @@ ROLES: Final[Mapping[str, str]] = {
 }
 """Dict from role name in datasets to canonical role."""
 _OF_TURNS: Final = ("role", "content")
+_INNER_KEYS: Final = ("role", "from", "content", "value", "name", "function", "arguments", "tool_calls", "function_call")
+"""Keys that turns and tool calls need; a record must not ignore them."""
+_OUTER_KEYS: Final = (*PROMPTS, *ANSWERS, *TURNS, *SYSTEMS, *TOOLS, "chosen", "rejected")
+"""Keys that records need; turns and tool calls must not ignore them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +249,9 @@ class RecordRules:
                 where=where,
                 got=f"{own}: {abbreviated(values[unknown[0]])}",
                 allowed=sorted(known),
-                hint=self.ignore_hint(map(self.own_name, unknown)),
+                hint="remove or rename this key, because `data.ignore_keys` would also ignore it elsewhere in a record"
+                if any(key in (_INNER_KEYS if item.startswith("a record") else _OUTER_KEYS) for key in unknown)
+                else self.ignore_hint(map(self.own_name, unknown)),
             )
 
     def refuse_media(self, record: Record, texts: Iterable[str], where: str) -> None:
