@@ -74,7 +74,9 @@ ROLES: Final[Mapping[str, str]] = {
 }
 """Dict from role name in datasets to canonical role."""
 _OF_TURNS: Final = ("role", "content")
-_INNER_KEYS: Final = ("role", "from", "content", "value", "name", "function", "arguments", "tool_calls", "function_call")
+_INNER_KEYS: Final = (
+    "role", "from", "content", "value", "name", "function", "arguments", "tool_calls", "function_call",
+)  # fmt: skip
 """Keys that turns and tool calls need; a record must not ignore them."""
 _OUTER_KEYS: Final = (*PROMPTS, *ANSWERS, *TURNS, *SYSTEMS, *TOOLS, "chosen", "rejected")
 """Keys that records need; turns and tool calls must not ignore them."""
