@@ -109,7 +109,7 @@ def _decoding(where: str, most: int) -> Iterator[None]:
             "decoding rows takes more memory than `data.max_record_bytes` permits",
             where=where,
             got=f"more than {format_bytes(most_heap)}",
-            allowed=f"at most {format_bytes(most_heap)}, {_HEAP_RECORDS} times the size of a record or more",
+            allowed=f"at most {format_bytes(most_heap)} for the rows that are decoded together",
             hint=_larger(4 * most),
         ) from error
 
