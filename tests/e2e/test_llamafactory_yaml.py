@@ -241,6 +241,11 @@ def test_checkpointing_by_default_does_not_apply_to_mindspore(root, caplog, word
             "hint: hyper_parallel_token_dispatcher=all_to_all",
         ),
         ("hyper_parallel_ep_size=0", "HP102", "ep_size"),
+        ("bf16=[1", "HP102", "the value of `bf16` is not YAML"),
+        ("stage=[sft]", "HP102", "pt, sft, dpo, kto, rm"),
+        ("max_steps=null", "HP102", "hint: max_steps=-1"),
+        ("eval_dataset=chats,texts", "HP102", "hint: eval_dataset=chats"),
+        ("launch.nproc_per_node=auto", "HP102", "launch.nproc_per_node"),
         (
             "hyper_parallel_args={root}/swap.json",
             "HP104",
@@ -399,6 +404,18 @@ def test_what_the_trainer_of_the_main_branch_may_not_ask_is_refused():
     ):  # fmt: skip
         with pytest.raises(HyperParallelError, match=code):
             refused()
+
+
+def test_a_buffer_on_the_meta_device_is_refused_by_all_ranks(monkeypatch):
+    from hyper_parallel.integration.llamafactory import _fsdp2
+
+    reduced = []
+    monkeypatch.setattr(_fsdp2.dist, "all_reduce", reduced.append)
+    model = torch.nn.BatchNorm1d(2)
+    model.running_mean = model.running_mean.to("meta")
+    with pytest.raises(Contradiction, match="meta device"):
+        _fsdp2._broadcast_from_first(model, torch.device("cpu"))
+    assert [int(count) for count in reduced] == [1]
 
 
 def test_the_page_has_every_key():

@@ -58,7 +58,7 @@ def test_a_record_beyond_the_limit_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text(LINES[name])
     error = refusal(lambda: documents(path, max_record_bytes=MIB), "HP602", "max_record_bytes", f"{path}:")
-    assert error.hint == f"data.max_record_bytes={4 * MIB}"
+    assert f"data.max_record_bytes={4 * MIB}" in str(error.hint)
     assert len(documents(path, max_record_bytes=4 * MIB)) == 2
 
 

@@ -135,7 +135,7 @@ def test_a_link_to_another_file_outside_is_refused(tmp_path: Path, name: str) ->
     (directory / name).unlink(missing_ok=True)
     (directory / name).symlink_to(secret)
     error = refusal(lambda: load_tokenizer(directory), "HP602", name, "secret.json")
-    assert error.hint == f"rm {directory / name}"
+    assert "replace the link" in str(error.hint)
     (tmp_path / "export").mkdir()
     refusal(lambda: copy_tokenizer(directory, tmp_path / "export"), "HP602", name)
     assert not [*(tmp_path / "export").iterdir()]

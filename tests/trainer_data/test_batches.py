@@ -117,20 +117,21 @@ def test_another_number_of_tokens_per_step_continues_after_what_was_seen(train, 
 
 
 @pytest.mark.parametrize(
-    ("where", "change"),
+    ("where", "change", "hint"),
     [
-        ("seed", {"order": Order(seed=6)}),
-        ("shuffle", {"order": Order(seed=5, shuffle=False)}),
-        ("fingerprint", {"fingerprint": "x"}),
-        ("num_sequences", {"limit": 9}),
+        ("training.seed", {"order": Order(seed=6)}, "training.seed=5"),
+        ("data.shuffle", {"order": Order(seed=5, shuffle=False)}, "data.shuffle=true"),
+        ("data", {"fingerprint": "x"}, "checkpoint.from_dir=null checkpoint.resume=never"),
+        ("data", {"limit": 9}, "checkpoint.from_dir=null checkpoint.resume=never"),
     ],
 )
-def test_a_position_in_other_data_is_refused(train, where, change):
+def test_a_position_in_other_data_is_refused(train, where, change, hint):
     values = {"sequences_per_step": 6, "fingerprint": "abc", "order": Order(seed=5)}
     state = Batches(train, **values).state_dict(4)
+    other = Batches(train, **values | change)
     with pytest.raises(CheckpointMismatch, match="HP702") as caught:
-        Batches(train, **values | change).load_state_dict(state)
-    assert caught.value.where == where
+        other.load_state_dict(state, "checkpoint.from_dir=null checkpoint.resume=never")
+    assert (caught.value.where, caught.value.hint) == (where, hint)
 
 
 def test_a_mixture_has_exact_shares_in_an_order_of_the_seed(corpus, conversations, make, tmp_path):

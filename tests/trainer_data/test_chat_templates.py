@@ -359,7 +359,7 @@ REFUSED = [
     (CHATML, replace(PAIR, template_values={"enable_thinking": False}), "`enable_thinking`", 0),
     (CHATML, Conversation(turns("Qz0zQ", "b")), "reserved as a placeholder", 0),
     (CHATML, Conversation(turns("a\0image\0", "b")), "reserved as a placeholder", 0),
-    (loop("A: {{ m.content }}\n", "U: {{ m.content }}\n", "A: "), PAIR, "no marker", 2),
+    (loop("A: {{ m.content }}\n", "U: {{ m.content }}\n", "A: "), PAIR, "with a marker", 2),
     (loop("<|assistant|>{{ m.content | upper }}<|end|>"), PAIR, "words of a turn", 2),
     (loop("<|assistant|>{{ m.content * 2 }}<|end|>"), PAIR, "more than once", 2),
     (

@@ -71,7 +71,7 @@ def test_without_holdout_everything_is_trained_on(corpus, make):
 
 def test_text_shorter_than_one_sequence_is_refused_with_the_numbers(tmp_path, make):
     (tmp_path / "a.txt").write_text("too short")
-    with pytest.raises(NoData, match="shorter than one training sequence") as caught:
+    with pytest.raises(NoData, match="shorter than one sequence") as caught:
         make(tmp_path / "a.txt", seq_len=4096)
     assert "seq_len=4096" in caught.value.got
 

@@ -125,11 +125,14 @@ REFUSED = {
     "variable of turns": ({"messages": [U, A], "chat_template_kwargs": {"messages": []}}, "set from the conv", None),
     "unknown key": ({"messages": [U, A], "mood": 1}, "`mood` has no known meaning", "data.ignore_keys=[mood]"),
     "unknown keys": ({"messages": [U, A], "mood": 1, "tone": 2}, "`mood`", "data.ignore_keys=[mood,tone]"),
+    "key that turns have too": (
+        {"messages": [U, A], "content": "c"}, "`content` has no known meaning",
+        "remove or rename this key, because `data.ignore_keys` would also ignore it elsewhere in a record"),
     "key of a turn": ({"messages": [U, {**A, "mood": 1}]}, "in a turn", "data.ignore_keys=[mood]"),
     "key of a call": ({"messages": [U, {**A, "tool_calls": [{**CALL, "mood": 1}]}]}, "call", "data.ignore_keys=[mood]"),
     "images": ({"messages": [U, A], "images": ["x.png"]}, "`images`.*not supported", "data.ignore_keys=[images]"),
     "part of a picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, A]}, "`image_url`", None),
-    "two conversations": ({"messages": [U, A], "conversations": [GPT]}, "contradicts the turns",
+    "two conversations": ({"messages": [U, A], "conversations": [GPT]}, "not part of the turns",
                           "data.ignore_keys=[messages]"),
     "two systems": ({"messages": [{"role": "system", "content": "s"}, U, A], "system": "t"}, "`system`.*differs",
                     "data.ignore_keys=[system]"),
@@ -183,11 +186,13 @@ def test_a_record_that_says_more_than_is_read_is_refused_with_its_place(tmp_path
 
 REFUSED_PAIRS = {
     "a worse answer beside another form": (
-        {"query": "q", "response": "r", "rejected_response": "n"}, "rejected answer under an unknown key",
+        {"query": "q", "response": "r", "rejected_response": "n"}, "better and a worse answer",
         "data.columns.chosen=response data.columns.rejected=rejected_response"),
-    "names that say nothing": ({"prompt": "q", "response_a": "r", "response_b": "n"}, "which key of a record", None),
+    "a worse answer under its own name": (
+        {"prompt": "q", "response": "r", "rejected": "n"}, "better and a worse answer", "data.columns.chosen=response"),
+    "names that say nothing": ({"prompt": "q", "response_a": "r", "response_b": "n"}, "which keys of a record", None),
     "a number that says which is better": (
-        {"prompt": "q", "first": "r", "second": "n", "better_response_id": 1}, "which key of a record", None),
+        {"prompt": "q", "first": "r", "second": "n", "better_response_id": 1}, "which keys of a record", None),
 }  # fmt: skip
 
 
@@ -196,6 +201,22 @@ def test_a_pair_under_other_names_is_refused_with_the_names_that_say_which_is_be
     record, match, hint = REFUSED_PAIRS[name]
     with pytest.raises(NoData, match=match) as caught:
         read(tmp_path, record, stage="dpo")
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("data.source", "data.columns.prompt=frage data.columns.completion=antwort"),
+        ("data.source[1]", "set in the entry `data.source[1]`: columns: {prompt: frage, completion: antwort}"),
+        ("data.validation", "give the records of `data.validation` the keys and the format of the training data"),
+    ],
+)
+def test_the_hint_is_for_the_key_that_names_the_source(tmp_path, key, hint):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"frage": "q", "antwort": "r"}) + "\n")
+    with pytest.raises(NoData) as caught:
+        resolve(Data(source=str(path)), "sft", key=key)
     assert caught.value.hint == hint
 
 

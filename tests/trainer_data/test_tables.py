@@ -76,7 +76,7 @@ def test_a_name_is_read_from_the_cache_and_one_that_is_not_there_says_what_was_t
 def test_a_split_that_is_not_there_names_those_there_are(saved):
     with pytest.raises(NoData, match="cannot be loaded") as caught:
         texts(saved / "dict", split="dev")
-    assert (caught.value.allowed, caught.value.hint) == (["test", "train"], "data.split=test")
+    assert (caught.value.allowed, caught.value.hint) == (["test", "train"], "data.split=train")
 
 
 def test_a_split_of_what_is_no_dataset_is_refused(tmp_path):

@@ -245,7 +245,7 @@ def test_turns_that_are_a_text_of_json_are_read(tmp_path):
         ("A.ARROW", "ARROW1", "format that is not supported", TO_PARQUET),
         ("a.pkl", "x", "format that is not supported", None),
         ("a.jsonl.txt", json.dumps({"messages": [U, A]}), "JSON record", "data.format=sharegpt"),
-        ("train", json.dumps({"text": "q"}), "JSON record", "data.format=jsonl"),
+        ("train", json.dumps({"text": "q"}), "JSON record", "give the files names that end in .jsonl"),
     ],
 )
 def test_a_file_of_another_form_is_refused_with_the_command_that_mends_it(tmp_path, name, text, says, hint):

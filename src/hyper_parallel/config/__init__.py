@@ -34,7 +34,7 @@ from hyper_parallel.config._sections import (
     Section,
     Training,
 )
-from hyper_parallel.config._values import LEAST_TRAINED_VOCABULARY
+from hyper_parallel.config._values import LEAST_TRAINED_VOCABULARY, MOST_SEQ_LEN
 from hyper_parallel.config.foreign_keys import FOREIGN_KEYS
 from hyper_parallel.config.schedules import SCHEDULE_ARGS
 
@@ -43,6 +43,7 @@ __all__ = [
     "FOREIGN_KEYS",
     "KNOWN_REWARDS",
     "LEAST_TRAINED_VOCABULARY",
+    "MOST_SEQ_LEN",
     "NAMES_OF_EXPERTS",
     "PAIRED_STAGES",
     "PREFERENCE_STAGES",

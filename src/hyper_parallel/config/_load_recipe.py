@@ -158,7 +158,7 @@ def load_recipe(
     refuse_data_file(path)
     merged = _merge_layers(path, overrides, layers)
     origins = {dotted(key): origin for key, (_, origin) in merged.items()}
-    sources = _Sources(path, origins, overrides)
+    sources = _Sources(path, origins, overrides, is_recipe=layers is None)
     recipe = validated(Recipe, _nest(path, merged), sources.where, sources.as_override)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
     try:
@@ -183,6 +183,7 @@ class _Sources:
     path: Path
     origins: Mapping[str, str]  # by dotted key
     overrides: Sequence[str]
+    is_recipe: bool = True  # False: the file has the keys of another program
 
     def origin_of(self, key: str) -> str:
         """Return the origin of a dotted key, or of the nearest section above it with an origin; else `recipe`."""
@@ -202,7 +203,7 @@ class _Sources:
             f"{written}.",
             *(s + sign for s in sections for sign in ".="),
         )
-        is_override = self.origin_of(key) == _COMMAND_LINE
+        is_override = not self.is_recipe or self.origin_of(key) == _COMMAND_LINE
         is_override = is_override or any(o.startswith(typed) for o in self.overrides)
         text = _as_yaml(value)
         text = text if len(text) <= _LONGEST_HINT else "VALUE"

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -216,8 +217,9 @@ def fetch_dataset(repository: str, config: str | None, split: str | None, where:
         return
     hints = {
         "absent": "`hf auth login` if it is private; otherwise correct the name",
-        "gated": "hf auth login",
-        "config": f"data.name={(answer.get('allowed') or [''])[0]}",
+        "gated": f"request access on https://huggingface.co/datasets/{repository}, then: hf auth login",
+        "config": shlex.quote(f"data.name={(answer.get('allowed') or [''])[0]}"),
+        "split": "use one of the splits that the message names",
     }
     raise NoData(
         f"the data set `{repository}` cannot be downloaded",
@@ -265,23 +267,27 @@ def _refusal(name: HubName, part: Part, answer: dict[str, Any], where: str | Non
     """Return the error for a failed download, whose printed JSON object is `answer`."""
     kind, text = answer.get("kind"), str(answer.get("text", ""))
     local, full_command = name.folder, download_command(name, local=True)
+    is_single = key not in ("", "grpo.reward_funcs")  # the key has one value
     known: dict[Any, tuple[str, str]] = {
         "absent": (
             f"the hub has no model `{name.repository}`, or it is private",
             "`hf auth login` if it is private; otherwise correct the name",
         ),
-        "gated": (f"`{name.repository}` is gated: its owner must admit your account", "hf auth login"),
+        "gated": (
+            f"`{name.repository}` is gated: its owner must admit your account",
+            f"request access on https://huggingface.co/{name.repository}, then: hf auth login",
+        ),
         "revision": (
             f"`{name.repository}` has no revision `{name.revision}`",
-            f"{key}={name.repository}" if key else f"did you mean `{name.repository}`?",
+            f"{key}={name.repository}" if is_single else f"did you mean `{name.repository}`?",
         ),
         "no weights": (
             f"`{name.repository}` has no safetensors, and weights in other formats are not downloaded",
-            f"{full_command}, then " + (f"{key}={local}" if key else f"give {local}"),
+            f"{full_command}, then " + (f"{key}={local}" if is_single else f"name the folder {local} instead"),
         ),
         "no files": (
             f"`{name.repository}` has no files that make up a {part}",
-            full_command,
+            f"name another repository, or a folder with the files of a {part}",
         ),
         "network": ("the hub does not answer", download_command(name, part)),
     }  # fmt: skip

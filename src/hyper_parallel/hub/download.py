@@ -100,8 +100,9 @@ def download_dataset(repository: str, config: str, split: str, quiet: bool) -> d
         return {"kind": kind, "text": _line(error)}
     except Exception as error:  # datasets, Arrow and the HTTP library raise many classes
         names = _configs(repository) if "Config name is missing" in str(error) else []
+        kind = "split" if "Unknown split" in str(error) else "failed"
         return {
-            "kind": "config" if names else "failed",
+            "kind": "config" if names else kind,
             "text": _line(error),
             "allowed": names or None,
         }

@@ -80,6 +80,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 """Dtypes of the weights of a loaded model."""
+OTHER_TOKENIZER: Final = "fetch the tokenizer files again from where the model was published"
+"""Hint for a tokenizer of an exported model that is refused."""
 
 
 def pick_device(device: str) -> torch.device:
@@ -166,7 +168,7 @@ def load(
     export = find_export(directory)
     check_dtype(dtype, DTYPES)
     target_device = pick_device(device)
-    tokenizer = load_tokenizer(export, trusted=trusted)
+    tokenizer = load_tokenizer(export, trusted=trusted, other=OTHER_TOKENIZER, code="--trust-remote-code")
     logging.disable_progress_bar()  # it would overwrite the generated text
     base = base_of(export) if (export / ADAPTER_CONFIG).is_file() else str(export)
     model = _load_model(export, base, dtype, trusted=trusted)

@@ -26,6 +26,7 @@ from hyper_parallel.hub import (
 from hyper_parallel.model import find_preset
 from hyper_parallel.near_paths import export_hint, nearest_path
 from hyper_parallel.trainer.checkpoints.manifest import steps
+from hyper_parallel.trainer.data.source_errors import named_by
 from hyper_parallel.trainer.data.sources import refuse_missing
 
 
@@ -83,10 +84,11 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
     if data.validation is not None:
         named.append(("data.validation", data.validation, data.name, data.validation_split))
     one_of_several = not isinstance(data.source, str)
-    for key, source, config, split in named:
+    for number, (key, source, config, split) in enumerate(named):
         repository = parse_dataset(source)
         if repository is not None:
-            fetch_dataset(repository, config, split, loaded.where(key))
+            with named_by(f"{key}[{number}]" if one_of_several and key == "data.source" else key):
+                fetch_dataset(repository, config, split, loaded.where(key))
             continue
         one = data.model_copy(update={"source": source, "name": config, "split": split})
         key = "" if one_of_several and key == "data.source" else key

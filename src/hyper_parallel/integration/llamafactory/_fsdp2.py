@@ -46,27 +46,35 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParall
         hp_args: Layout and dtypes; an unset `reshard_after_forward` or `param_dtype` is taken from Accelerate.
 
     Raises:
-        Contradiction: HP104 without FSDP2, with its offload to the CPU, with `tp_size`, or with parameters on the meta
-            device.
+        Contradiction: HP104 without FSDP2, with its offload to the CPU, with `tp_size`, or with parameters or buffers
+            on the meta device.
         DegreesMismatch: HP301 when the degrees do not divide the ranks.
     """
     if isinstance(_plain(model), HSDPModule):
         return model
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    wrong = {
-        "Accelerate without FSDP2": plugin is None or plugin.fsdp_version != 2,
-        "tp_size": hp_args.tp_size > 1,
-        "cpu_offload": isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy),
-    }
-    hints = {"Accelerate without FSDP2": "fsdp_version: 2", "tp_size": '{"tp_size": 1}'}
-    for name, is_set in wrong.items():
-        if is_set:
-            raise Contradiction(
-                f"`{name}` cannot be combined with use_hyper_parallel in LlamaFactory's trainer",
-                where="the settings of Accelerate and hyper_parallel_args",
-                got=name,
-                hint=hints.get(name, f"{name}: false"),
-            )
+    if plugin is None or plugin.fsdp_version != 2:
+        raise Contradiction(
+            "with use_hyper_parallel, LlamaFactory's trainer needs FSDP of version 2 in Accelerate",
+            where="the FSDP settings of Accelerate",
+            got="no FSDP" if plugin is None else f"fsdp_version: {plugin.fsdp_version}",
+            hint="accelerate launch --use_fsdp --fsdp_version 2, or fsdp_version: 2 in the file of these settings",
+        )
+    if hp_args.tp_size > 1:
+        raise Contradiction(
+            "LlamaFactory's trainer of the main branch does not support `tp_size`",
+            where="hyper_parallel_args: tp_size",
+            got=hp_args.tp_size,
+            allowed=1,
+            hint='{"tp_size": 1}',
+        )
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise Contradiction(
+            "use_hyper_parallel cannot be combined with Accelerate's offload to the CPU",
+            where="the FSDP settings of Accelerate",
+            got="fsdp_offload_params: true",
+            hint="fsdp_offload_params: false",
+        )
     plugin.set_auto_wrap_policy(model)
     if plugin.cpu_ram_efficient_loading:
         _broadcast_from_first(model, accelerator.device)
@@ -85,14 +93,22 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParall
 
 
 def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
-    """Copy parameters and buffers of rank 0 to all ranks; raise Contradiction (HP104) for one on the meta device."""
-    if any(p.is_meta for p in model.parameters()):
+    """Copy parameters and buffers of rank 0 to all ranks.
+
+    Raise Contradiction (HP104) on all ranks if a rank has one of them on the meta device.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    # All ranks decide together: a rank that raised alone would leave the others waiting in a broadcast.
+    num_meta = torch.tensor(sum(tensor.is_meta for tensor in tensors), device=device)
+    dist.all_reduce(num_meta)
+    if num_meta.item():
         raise Contradiction(
-            "a rank has its parameters on the meta device",
-            got="cpu_ram_efficient_loading: true",
-            hint="cpu_ram_efficient_loading: false",
+            "a rank has parameters or buffers on the meta device, which cannot receive the values of rank 0",
+            where="the FSDP settings of Accelerate",
+            got="fsdp_cpu_ram_efficient_loading: true",
+            hint="fsdp_cpu_ram_efficient_loading: false",
         )
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in tensors:
         moved = tensor.detach().to(device)
         dist.broadcast(moved, 0)
         tensor.data.copy_(moved)

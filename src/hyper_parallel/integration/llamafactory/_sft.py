@@ -77,9 +77,14 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
             "use_galore": arguments.use_galore,
             "use_asft_loss": arguments.use_asft_loss,
             "label_smoothing_factor": bool(self.args.label_smoothing_factor),
-            "use_dft_loss or use_eaft_loss with tp_size or cp_size": self.compute_loss_func is not None
-            and self._same_data > 1,
         }  # fmt: skip
+        if self.compute_loss_func is not None and self._same_data > 1:
+            raise Contradiction(
+                "tp_size and cp_size support no other loss than cross entropy",
+                where="the arguments of LlamaFactory",
+                got="use_dft_loss or use_eaft_loss",
+                hint="remove use_dft_loss and use_eaft_loss, or set tp_size and cp_size to 1",
+            )
         for name, is_set in unsupported.items():
             if is_set:
                 raise Contradiction(
@@ -201,10 +206,12 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         if self._same_data == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         if not prediction_loss_only or self.args.predict_with_generate:
-            generates = self.args.predict_with_generate
-            option = "predict_with_generate" if generates else "compute_accuracy"
+            options = ("predict_with_generate", "compute_accuracy")
+            is_set = (self.args.predict_with_generate, getattr(self.finetuning_args, "compute_accuracy", False))
+            option = next((name for name, value in zip(options, is_set, strict=True) if value), "do_predict")
             raise Contradiction(
                 "with tp_size or cp_size, evaluation computes the loss only",
+                where="the arguments of LlamaFactory",
                 got=f"{option}: true",
                 hint=f"{option}: false",
             )

@@ -7,9 +7,12 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
+
+import yaml
 
 from hyper_parallel.config import (
     PAIRED_STAGES,
@@ -20,7 +23,8 @@ from hyper_parallel.config import (
     parse_yaml,
     read_mapping,
 )
-from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable, UnknownKey
+from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable, UnknownKey, abbreviated
+from hyper_parallel.hub import fetch, parse_name
 from hyper_parallel.integration.llamafactory.arguments import YAML_KEYS, HyperParallelArguments
 from hyper_parallel.integration.llamafactory.data import check_template, source_of
 from hyper_parallel.integration.llamafactory.keys import (
@@ -32,7 +36,9 @@ from hyper_parallel.integration.llamafactory.keys import (
     WORDS,
 )
 from hyper_parallel.model import load_model
+from hyper_parallel.received import LimitExceeded
 from hyper_parallel.topology import find_accelerators
+from hyper_parallel.units import MiB, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +55,13 @@ _DEGREES: Final = ("dp_replicate", "dp_shard", "cp", "tp_x", "ep")
 _SERVED: Final = {"activation_mode": ("none", "recompute"), "reduce_dtype": (None, "float32"), "device_type": ("auto",)}
 """Supported values of `hyper_parallel_args` keys without a recipe key; the hint shows the last one."""
 
+_WHOLE: Final = (
+    "max_steps", "per_device_train_batch_size", "warmup_steps", "max_samples", "freeze_trainable_layers", "lora_rank",
+    "lora_alpha",
+)  # fmt: skip
+_NUMBERS: Final = (*_WHOLE, "warmup_ratio", "val_size")
+"""Keys with numbers from which values of a recipe are computed; those in `_WHOLE` are integers."""
+
 Layer = tuple[str, dict[str, Any]]
 """(origin of the values, values by dotted key)."""
 
@@ -62,21 +75,28 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
             last.
 
     Raises:
-        UnknownKey: HP101 with the nearest key. BadValue: HP102 for an unsupported value.
-        Contradiction: HP104 for an unsupported option. Also the errors of `load_recipe`.
+        UnknownKey: HP101 for an unknown key, with the nearest key if one is similar, or for an unknown dataset.
+        BadValue: HP102 for a missing required key or an unsupported value.
+        Contradiction: HP104 for an unsupported option.
+
+    Also the errors of `load_recipe`, those of `load_model` with `finetuning_type: freeze`, those of `fetch` and
+    `load_tokenizer` with `template`, and NoData (HP602) for data files that cannot be read.
     """
     values, recipe_overrides = read_mapping(path, RecipeUnreadable, "file of LlamaFactory"), []
     for override in overrides:
         key, equals, value = override.partition("=")
         if equals and key in KNOWN:
-            values[key] = parse_yaml(value)
+            values[key] = _parsed(key, value, f"{path}: {key} (set by command line)")
         else:
             recipe_overrides.append(override)
     for key, value in values.items():
         _check(key, value, f"{path}: {key}")
     defaults = {key: default for key, (_, default) in {**SAME, **TOGETHER}.items()}
-    if missing := [k for k, d in defaults.items() if d == NEEDED and k not in values]:
-        raise BadValue(f"`{missing[0]}` is missing", where=str(path), hint=f"{missing[0]}: VALUE")
+    if missing := [k for k, d in defaults.items() if d == NEEDED and values.get(k) is None]:
+        key = missing[0]
+        hint = f"add the line `{key}: {'true' if key == 'do_train' else 'VALUE'}`"
+        raise BadValue(f"required key `{key}` is missing", where=str(path), got="nothing", hint=hint)
+    values |= {key: _number(key, values[key], f"{path}: {key}") for key in _NUMBERS if key in values}
     backend = [o.partition("=")[2] for o in recipe_overrides if o.startswith("backend=")]
     keeps = backend[-1:] not in ([], [_RECOMPUTES]) and _CHECKPOINTING not in values
     if keeps:
@@ -88,6 +108,39 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
         name = loaded.recipe.backend
         logger.info("note: backend=%s keeps activations instead of recomputing them", name)
     return loaded
+
+
+def _parsed(key: str, text: str, where: str) -> Any:
+    """Return the value of a YAML text; raise BadValue (HP102) if the text is not YAML."""
+    try:
+        return parse_yaml(text)
+    except (yaml.YAMLError, LimitExceeded) as error:
+        raise BadValue(
+            f"the value of `{key}` is not YAML",
+            where=where,
+            got=abbreviated(text),
+            hint=f"close all brackets and quotes, and write '{key}=VALUE' on the command line",
+        ) from error
+
+
+def _number(key: str, value: Any, where: str) -> Any:
+    """Return the value of a key as a number, or None if that is the default; raise BadValue (HP102) for another one."""
+    default = {**SAME, **TOGETHER}[key][1]
+    if value is None and (default is None or key == "val_size"):
+        return None
+    is_whole = key in _WHOLE
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):  # YAML reads 1e-1 as a text
+            number = float(value)
+            if math.isfinite(number) and (not is_whole or number == int(number)):
+                return int(number) if is_whole else number
+    raise BadValue(
+        f"`{key}` is not {'an integer' if is_whole else 'a number'}",
+        where=where,
+        got="null" if value is None else abbreviated(value),
+        allowed=("an integer" if is_whole else "a number") + (" or null" if default is None else ""),
+        hint=f"{key}={'null' if default is None else default}",
+    )
 
 
 def _check(key: str, value: Any, where: str) -> None:
@@ -106,20 +159,25 @@ def _check(key: str, value: Any, where: str) -> None:
             got=value,
             hint=f"{key}=null",
         )
-    if key in WORDS and value not in WORDS[key]:
+    if key in WORDS and (not isinstance(value, Hashable) or value not in WORDS[key]):
         raise BadValue(
             f"`{key}` has a value that is not supported",
             where=where,
-            got=value,
-            allowed=list(WORDS[key]),
-            hint=f"{key}={next(iter(WORDS[key]))}" if len(WORDS[key]) == 1 else None,
+            got=abbreviated(value) if isinstance(value, list | dict) else _yaml_word(value),
+            allowed=[_yaml_word(word) for word in WORDS[key]],
+            hint=f"{key}={_yaml_word(next(iter(WORDS[key])))}" if len(WORDS[key]) == 1 else None,
         )
+
+
+def _yaml_word(value: Any) -> Any:
+    """Return null, true or false as written in YAML; other values are unchanged."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), value)
 
 
 def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
     stage, kind = v["stage"], v["finetuning_type"]
     for key, (target, _) in SAME.items():
-        section, value = target.partition(".")[0], WORDS.get(key, {}).get(v[key], v[key])
+        section, value = target.partition(".")[0], WORDS[key][v[key]] if key in WORDS else v[key]
         if (section == "lora" and kind != "lora") or (section in PREFERENCE_STAGES and section != stage):
             continue
         yield key, {target: value}
@@ -160,12 +218,12 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
     packs = v["neat_packing"] or (stage == "pt" if v["packing"] is None else v["packing"])
     masks = bool(v["neat_packing"]) if packs else None
     yield "packing", {"data.packing": packs, "data.mask_documents": masks}
-    yield from _trained_layers(v, kind)
-    yield from _data_layers(v, path)
+    yield from _trained_layers(v, kind, path)
+    yield from _data_layers(v, path, overrides)
     yield from _layout_layers(v, path, overrides)
 
 
-def _trained_layers(v: dict[str, Any], kind: str) -> Iterator[Layer]:
+def _trained_layers(v: dict[str, Any], kind: str, path: Path) -> Iterator[Layer]:
     if kind == "lora":
         targets = [t.strip() for t in str(v["lora_target"]).split(",")]
         extra = [t.strip() for t in str(v["additional_target"] or "").split(",") if t]
@@ -174,31 +232,33 @@ def _trained_layers(v: dict[str, Any], kind: str) -> Iterator[Layer]:
         yield "lora_target", {"lora.target_modules": modules}
         yield "additional_target", {"lora.modules_to_save": extra}
     elif kind == "freeze":
-        frozen = _frozen(str(v["model_name_or_path"]), v["freeze_trainable_layers"])
+        frozen = _frozen(str(v["model_name_or_path"]), v["freeze_trainable_layers"], path)
         yield "freeze_trainable_layers", {"training.freeze": frozen}
 
 
 def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
     """Yield the schedule's arguments with LlamaFactory's defaults; raise HP102 if a required one is missing."""
     name, args = v["lr_scheduler_type"], v["lr_scheduler_kwargs"] or {}
-    args = parse_yaml(args) if isinstance(args, str) else args
+    args = _parsed("lr_scheduler_kwargs", args, f"{path}: lr_scheduler_kwargs") if isinstance(args, str) else args
+    needed, hint = (), "lr_scheduler_kwargs=null"
+    if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+        needed, hint = ("min_lr", "min_lr_rate"), "'lr_scheduler_kwargs={min_lr_rate: 0.1}'"
+    elif name == "warmup_stable_decay" and v["max_steps"] <= 0:
+        hint = "give the number of steps, max_steps=STEPS, or 'lr_scheduler_kwargs={num_decay_steps: STEPS}'"
     if not isinstance(args, dict):
         raise BadValue(
             "`lr_scheduler_kwargs` is not a mapping",
             where=f"{path}: lr_scheduler_kwargs",
             got=args,
-            allowed="a mapping of arguments",
-            hint="lr_scheduler_kwargs=null",
+            allowed="a mapping of arguments, or null",
+            hint=hint,
         )
-    needed, hint = (), ""
-    if name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
-        needed, hint = ("min_lr", "min_lr_rate"), "'lr_scheduler_kwargs={min_lr_rate: 0.1}'"
-    elif name == "warmup_stable_decay":
+    if name == "warmup_stable_decay":
         if v["max_steps"] > 0:
             warm = v["warmup_steps"] or math.ceil(v["warmup_ratio"] * v["max_steps"])
             stable = (rest := v["max_steps"] - warm) // 3
             args = {"num_stable_steps": stable, "num_decay_steps": rest - stable, **args}
-        needed, hint = ("num_decay_steps",), "max_steps=1000"
+        needed = ("num_decay_steps",)
     if needed and not {*needed} & {*args}:
         raise BadValue(
             f"the schedule {name} needs {' or '.join(needed)}",
@@ -241,9 +301,39 @@ def _layout_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> I
     yield f"LlamaFactory: {'hyper_parallel_*' if has_degrees else 'data-parallel ranks'}", degrees
 
 
-def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
-    stage, directory = v["stage"], str(v["dataset_dir"])
-    parts = [source_of(name.strip(), directory, stage) for name in str(v["dataset"]).split(",")]
+def _record_bytes(overrides: Sequence[str]) -> int:
+    """Return the last override of `data.max_record_bytes`, or its default if there is none or it is no size."""
+    texts = [o.partition("=")[2] for o in overrides if o.startswith("data.max_record_bytes=")]
+    with suppress(ValueError):
+        return parse_bytes(texts[-1]) if texts else 64 * MiB
+    return 64 * MiB
+
+
+def _names(value: Any) -> list[str]:
+    """Return the names in a list, or in a text with commas."""
+    texts = value if isinstance(value, list) else str(value).split(",")
+    return [str(text).strip() for text in texts]
+
+
+def _one_name(value: Any, path: Path) -> str:
+    """Return the name of the dataset in `eval_dataset`; raise BadValue (HP102) for several names or none."""
+    names = _names(value)
+    if len(names) != 1:
+        raise BadValue(
+            "`eval_dataset` names several datasets, but a recipe has one source for evaluation"
+            if names
+            else "`eval_dataset` is an empty list",
+            where=f"{path}: eval_dataset",
+            got=names,
+            allowed="one dataset, or null",
+            hint=f"eval_dataset={names[0] if names else 'null'}",
+        )
+    return names[0]
+
+
+def _data_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
+    stage, directory, most = v["stage"], str(v["dataset_dir"]), _record_bytes(overrides)
+    parts = [source_of(name, directory, stage, most) for name in _names(v["dataset"])]
     limit = v["max_samples"] or 2**62
     if len(parts) == 1:
         yield "dataset", {f"data.{key}": value for key, value in parts[0][0].items()}
@@ -253,13 +343,17 @@ def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
     holdout = num_held_out / records if num_held_out >= 1 else num_held_out
     yield "val_size", {"data.holdout": holdout}
     if v["eval_dataset"] is not None:
-        held_out, _ = source_of(v["eval_dataset"], directory, stage)
+        held_out, _ = source_of(_one_name(v["eval_dataset"], path), directory, stage, most)
         _check_same_names(parts[0][0], held_out, f"{path}: eval_dataset")
         yield "eval_dataset", {"data.validation": held_out["source"]}
     if WORDS["eval_strategy"][v["eval_strategy"]]:
         yield "eval_steps", {"training.eval_every": v["eval_steps"] or v["logging_steps"]}
     if v["template"] is not None and stage != "pt":
-        check_template(v["template"], str(v["model_name_or_path"]), f"{path}: template")
+        model = str(v["model_name_or_path"])
+        if (name := parse_name(model)) is not None:
+            where = f"{path}: model_name_or_path"
+            model = str(fetch(name, "tokenizer", where=where, key="model_name_or_path"))
+        check_template(str(v["template"]), model, f"{path}: template")
 
 
 def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where: str) -> None:
@@ -275,11 +369,22 @@ def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where:
             )
 
 
-def _frozen(model: str, layers: int) -> list[str]:
-    """Return globs of all parameters outside of the last `layers` decoder layers (if negative, the first -`layers`)."""
-    spec = load_model(model)
+def _frozen(model: str, layers: int, path: Path) -> list[str]:
+    """Return globs of all parameters outside of the last `layers` decoder layers (if negative, the first -`layers`).
+
+    Raise Contradiction (HP104) for a model without a single list of layers.
+    """
+    spec = load_model(model, where=f"{path}: model_name_or_path")
     names = {p.name for block in spec.blocks for p in block.params if not p.tied_to}
-    (prefix,) = {name.partition("*")[0] for name in names if "*" in name}
+    prefixes = sorted({name.partition("*")[0] for name in names if "*" in name})
+    if len(prefixes) != 1:
+        raise Contradiction(
+            "`finetuning_type: freeze` needs a model with one list of layers",
+            where=f"{path}: finetuning_type",
+            got=prefixes or "no list of layers",
+            hint="finetuning_type=lora",
+        )
+    prefix = prefixes[0]
     all_layers = range(spec.num_layers)
     trained = all_layers[-layers:] if layers > 0 else all_layers[:-layers]
     frozen = [f"{prefix}{layer}.*" for layer in all_layers if layer not in trained]
@@ -288,10 +393,17 @@ def _frozen(model: str, layers: int) -> list[str]:
 
 def _ranks(overrides: Sequence[str]) -> int | None:
     """Return the number of ranks that LlamaFactory would start, by launcher or accelerators; None if unknown."""
-    values = dict(o.split("=", 1) for o in overrides if o.startswith("launch.n"))
-    if "launch.nproc_per_node" in values:
-        return int(values["launch.nproc_per_node"]) * int(values.get("launch.nnodes", 1))
+    values = dict(o.partition("=")[::2] for o in overrides if o.startswith("launch.n"))
+    # `load_recipe` refuses other values than positive integers and null.
+    if local := _positive(values.get("launch.nproc_per_node")):
+        return local * (_positive(values.get("launch.nnodes")) or 1)
     if "RANK" in os.environ:
-        return int(os.environ.get("WORLD_SIZE", 1))
-    tasks = int(os.environ.get("SLURM_NTASKS", 1)) if "SLURM_STEP_ID" in os.environ else 1
+        return _positive(os.environ.get("WORLD_SIZE")) or 1
+    tasks = _positive(os.environ.get("SLURM_NTASKS")) or 1 if "SLURM_STEP_ID" in os.environ else 1
     return tasks if tasks > 1 else len(find_accelerators()) or None
+
+
+def _positive(text: str | None) -> int | None:
+    """Return the positive integer of at most nine digits in a text; None for any other text."""
+    is_number = text is not None and text.strip().isascii() and text.strip().isdigit() and len(text.strip()) < 10
+    return (int(text) or None) if is_number and text else None

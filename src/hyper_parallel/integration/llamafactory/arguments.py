@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from hyper_parallel.config import validated
-from hyper_parallel.errors import BadValue, DegreesMismatch, RecipeUnreadable
+from hyper_parallel.errors import BadValue, DegreesMismatch, RecipeUnreadable, abbreviated
 from hyper_parallel.ir import Strategy
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.units import canonical_dtype
@@ -100,7 +100,7 @@ class HyperParallelArguments(BaseModel):
         """
         where = "hyper_parallel_args"
         if isinstance(value, str):
-            where = value
+            where = f"hyper_parallel_args: {value}"
             try:
                 value = read_json(Path(value), Limits())
             except (OSError, ValueError) as error:
@@ -108,14 +108,16 @@ class HyperParallelArguments(BaseModel):
                     "the file of hyper_parallel_args cannot be read",
                     where=where,
                     got=str(error),
-                    hint="correct the path in `hyper_parallel_args`",
+                    hint="correct the path in `hyper_parallel_args`"
+                    if isinstance(error, OSError)
+                    else "correct this file, which must contain one JSON object",
                 ) from error
         if not isinstance(value or {}, dict):
             raise BadValue(
                 "hyper_parallel_args must be one JSON object",
                 where=where,
-                got=type(value).__name__,
-                hint='{"tp_size": 2}',
+                got=abbreviated(value),
+                allowed='null, the path of a JSON file, or an object such as {"tp_size": 2}',
             )
         set_keys = {key: key_value for key, key_value in keys.items() if key_value is not None}
         return cls.from_dict({**(value or {}), **set_keys}, where)
@@ -139,9 +141,11 @@ class HyperParallelArguments(BaseModel):
         shard = self._shard_ranks(world_size, model_ranks)
         if world_size % (model_ranks * shard):
             raise DegreesMismatch(
-                "the degrees of hyper_parallel_args do not divide the number of ranks",
+                "the product of tp_size, cp_size and fsdp_size does not divide the number of ranks",
+                where="hyper_parallel_args",
                 got=f"tp_size={self.tp_size}, cp_size={self.cp_size}, fsdp_size={shard} on {world_size} ranks",
-                hint='{"tp_size": 1, "cp_size": 1, "fsdp_size": null, "efsdp_size": null}',
+                allowed=f"degrees whose product divides {world_size}",
+                hint=f"start a multiple of {model_ranks * shard} ranks, or lower these degrees",
             )
         experts = max(model_ranks * shard // self.ep_size, 1)
         if self.efsdp_size not in (None, experts):
@@ -149,6 +153,7 @@ class HyperParallelArguments(BaseModel):
             experts = model_ranks * shard // ep_size
             raise DegreesMismatch(
                 "ep_size x efsdp_size must equal tp_size x cp_size x fsdp_size",
+                where="hyper_parallel_args",
                 got=f"efsdp_size={self.efsdp_size}, ep_size={self.ep_size} of {model_ranks * shard} ranks",
                 allowed=f"efsdp_size={experts}"
                 if ep_size == self.ep_size

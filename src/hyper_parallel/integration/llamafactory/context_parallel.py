@@ -70,8 +70,9 @@ def shard_inputs_for_cp(inputs: dict[str, Any], cp_rank: int, cp_size: int) -> d
     if inputs.get("input_ids") is None and inputs.get("inputs_embeds") is None:
         raise BadValue(
             "cp_size needs `input_ids` or `inputs_embeds`, but the batch has neither",
+            where="inputs of a batch",
             got=sorted(inputs),
-            hint="cp_size: 1",
+            hint='{"cp_size": 1}',
         )
     from hyper_parallel.integration.llamafactory.parallel_model import without_padding_mask
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.config import read_mapping
-from hyper_parallel.errors import Contradiction, RecipeUnreadable, UnknownKey, abbreviated
+from hyper_parallel.errors import Contradiction, NoData, RecipeUnreadable, UnknownKey, abbreviated
 from hyper_parallel.received import names_outside, outside_target
 from hyper_parallel.trainer.data import render
 from hyper_parallel.trainer.data.records import read_records
-from hyper_parallel.trainer.data.saved_tokenizer import load_tokenizer
+from hyper_parallel.trainer.data.saved_tokenizer import has_tokenizer, load_tokenizer
+from hyper_parallel.units import MiB
 
 _KEYS: Final = ("file_name", "formatting", "ranking", "columns", "tags")
 """Supported keys of a dataset's entry."""
@@ -46,12 +47,14 @@ _TEMPLATES: Final = {
 
 def _unknown(name: str, listed: Path, known: list[str]) -> UnknownKey:
     near = get_close_matches(name, known, 1)
-    hint = f"dataset: {near[0]}" if near else f"add `{name}` to {listed}"
+    hint = f"did you mean `{near[0]}`?" if near else f"add `{name}` to {listed}"
     return UnknownKey(f"unknown dataset `{name}`", where=str(listed), allowed=known, hint=hint)
 
 
-def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], int]:
+def source_of(name: str, directory: str, stage: str, most: int = 64 * MiB) -> tuple[dict[str, Any], int]:
     """Return the `data` section of a recipe for a dataset of LlamaFactory, and the number of records in its file.
+
+    `most` is the maximum size of a record, `data.max_record_bytes`.
 
     Raises:
         RecipeUnreadable: HP103 without `dataset_info.json`. UnknownKey: HP101 for an unlisted name.
@@ -92,10 +95,9 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
         raise refuse("has no valid `file_name`", abbreviated(file), "a file in the folder")
     path = Path(directory) / file
     if (target := outside_target(path, Path(directory))) is not None:
-        problem = "has a `file_name` outside of the folder"
-        raise refuse(problem, f"{file}, a link to {target}", "a file in the folder")
+        raise refuse("has a `file_name` outside of the folder", f"{file}, a link to {target}", "a file in the folder")
     number, keys = 0, set[str]()
-    for number, (_, record) in enumerate(read_records(path), start=1):
+    for number, (_, record) in enumerate(read_records(path, most), start=1):
         keys |= record.keys()
         for key in _SAID if stage != "pt" else ():
             if record.get(key) and key not in columns.values():
@@ -103,8 +105,7 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
                 raise refuse(problem, f"record {number}", columns)
     for key, value in columns.items():
         if value not in keys and key not in _OPTIONAL:
-            problem = f"has no record with the key that `columns.{key}` names"
-            raise refuse(problem, value, sorted(keys))
+            raise refuse(f"has no record with the key that `columns.{key}` names", value, sorted(keys))
     if stage == "pt":
         text_key = columns.get("prompt", "instruction")
         return {"source": str(path), "format": "jsonl", "text_key": text_key}, number
@@ -126,7 +127,17 @@ def _names(columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[
 
 
 def check_template(name: str, model: str, where: str) -> None:
-    """Raise Contradiction (HP104) unless the model's own template gives the texts of LlamaFactory's template `name`."""
+    """Raise Contradiction (HP104) unless the model's own template gives the texts of LlamaFactory's template `name`.
+
+    Raise NoData (HP602) for a model without a tokenizer.
+    """
+    if not has_tokenizer(Path(model).expanduser()):
+        raise NoData(
+            f"the model has no tokenizer whose chat template could be compared with the template `{name}`",
+            where=where,
+            got=model,
+            hint="template=null",
+        )
     turns = [("system", "A"), ("user", "B"), ("assistant", "C"), ("user", "D"), ("assistant", "E")]
     tokenizer, known = load_tokenizer(model), _TEMPLATES.get(name)
     # With and without a system text, because templates may insert a default one.

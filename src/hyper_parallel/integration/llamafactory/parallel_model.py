@@ -97,6 +97,7 @@ def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
         is_packed = mask.dim() != 2 or int(mask.max()) > 1
         raise UnsupportedSharding(
             "cp_size needs sequences with padding at the end",
+            where="attention_mask of a batch",
             got=f"an attention mask of shape {tuple(mask.shape)}",
             hint="neat_packing: false" if is_packed else 'tokenizer.padding_side = "right"',
         )

@@ -27,6 +27,7 @@ from hyper_parallel.owned_folder import (
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.serde import decode, encode, write_text
 from hyper_parallel.topology import cache_dir
+from hyper_parallel.trainer.data.data_files import free_path
 from hyper_parallel.trainer.files import Damaged, FileEntry, check_files, check_writable
 from hyper_parallel.units import MiB
 
@@ -93,13 +94,19 @@ def _remove_entry(directory: Path) -> None:
     """Remove a damaged entry; raise OutputNotWritable (HP105) if it contains unknown files or cannot be removed."""
     marker = read_marker(directory)
     names = {MARKER, _META, *((marker.files or {}) if marker else ())}
-    left = sorted(_files(directory) - names) or remove_files(directory, names.__contains__)
-    if left:
+    if unknown := sorted(_files(directory) - names):
         raise OutputNotWritable(
             "an entry of the data cache contains unknown files, so it cannot be rebuilt",
             where=str(directory),
+            got=unknown[:3],
+            hint=shlex.join(["mv", str(directory), str(free_path(Path(f"{directory}.moved")))]),
+        )
+    if left := remove_files(directory, names.__contains__):
+        raise OutputNotWritable(
+            "a damaged entry of the data cache cannot be deleted, so it cannot be rebuilt",
+            where=str(directory),
             got=left[:3],
-            hint=shlex.join(["mv", str(directory), f"{directory}.moved"]),
+            hint="delete this entry, or choose another folder with `data.cache_dir`",
         )
 
 

@@ -11,7 +11,9 @@ from the Hub.
 from __future__ import annotations
 
 import copy
+import difflib
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,7 +29,7 @@ from hyper_parallel.hub import parse_dataset
 from hyper_parallel.received import Limits, bounded_heap, names_outside, outside_target, read_json
 from hyper_parallel.trainer.data.data_files import is_file_name
 from hyper_parallel.trainer.data.record_keys import Record
-from hyper_parallel.units import MiB, format_bytes
+from hyper_parallel.units import MiB, TiB, format_bytes
 
 _BATCH_BYTES: Final = 16 * MiB
 _MOST_ROWS: Final = 1024
@@ -51,7 +53,7 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
         raise MissingDependency(
             "reading parquet needs the package `pyarrow`",
             where=str(path),
-            hint="pip install 'hyper-parallel[torch]'",
+            hint="pip install pyarrow",
         ) from error
     number = 0
     try:
@@ -76,7 +78,7 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
             "a parquet file cannot be read",
             where=str(path),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            hint=f"check that `{path.name}` is readable and complete, or write it again",
+            hint="fetch or write the file again",
         ) from error
 
 
@@ -85,7 +87,8 @@ def _batch_rows(group: Any, path: Path, first: int, most: int) -> int:
     columns = (group.column(i).total_uncompressed_size for i in range(group.num_columns))
     row_bytes = max(group.total_byte_size, sum(columns)) / max(group.num_rows, 1)
     if row_bytes > most:
-        raise records_too_long(f"{path}: row {first}", f"{row_bytes:,.0f} bytes in a row", most)
+        got = f"{row_bytes:,.0f} bytes in a row on average"
+        raise records_too_long(f"{path}: row {first}", got, most, about=row_bytes)
     return max(1, min(_MOST_ROWS, int(_BATCH_BYTES / max(row_bytes, 1))))
 
 
@@ -102,18 +105,35 @@ def _decoding(where: str, most: int) -> Iterator[None]:
             cause = cause.__cause__ or cause.__context__
         if cause is None:
             raise
-        got = f"more than {format_bytes(most_heap)} of memory"
-        raise records_too_long(where, got, most) from error
+        raise NoData(
+            "decoding rows takes more memory than `data.max_record_bytes` permits",
+            where=where,
+            got=f"more than {format_bytes(most_heap)}",
+            allowed=f"at most {format_bytes(most_heap)} for the rows that are decoded together",
+            hint=_larger(4 * most),
+        ) from error
 
 
-def records_too_long(where: str, got: str, most: int) -> NoData:
-    """Return the error for a record of more than `most` bytes."""
+def _larger(num_bytes: float) -> str:
+    """Return the hint for a larger limit, of at least `num_bytes`, that may still be too small."""
+    size = -(-int(num_bytes) // MiB) * MiB
+    return f"a larger value, such as data.max_record_bytes={size}" if size <= TiB else "divide these records"
+
+
+def records_too_long(where: str, got: str, most: int, size: int | None = None, about: float = 0) -> NoData:
+    """Return the error for a record of more than `most` bytes.
+
+    `size` is the size of the record, None if unknown. `about` is the mean size of the records, 0 if unknown.
+    """
+    hint = _larger(4 * max(most, about))
+    if size is not None:
+        hint = f"data.max_record_bytes={size}" if size <= TiB else "divide this record"
     return NoData(
         "a record is longer than `data.max_record_bytes`",
         where=where,
         got=got,
         allowed=f"at most {most:,} bytes",
-        hint=f"data.max_record_bytes={4 * most}",
+        hint=hint,
     )
 
 
@@ -210,7 +230,7 @@ class Table:
                 "a row of the dataset cannot be read",
                 where=f"{self.name}: row {number + 1}",
                 got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-                hint="repair or remove this row",
+                hint="check the connection to the hub, then this row" if streamed else "repair or remove this row",
             ) from error
 
 
@@ -240,13 +260,13 @@ def open_table(data: Data, path: Path) -> Table:
         raise MissingDependency(
             "reading a dataset needs the package `datasets`",
             where=f"data.source: {data.source}",
-            hint="pip install 'hyper-parallel[torch]'",
+            hint="pip install datasets",
         ) from error
     saved, here = any((path / n).is_file() for n in _SAVED), path.is_dir()
     if here:
         _check_folder(path)
     try:
-        with _decoding(data.source, data.max_record_bytes):
+        with _decoding(f"data.source: {data.source}", data.max_record_bytes):
             if saved:
                 dataset = datasets.load_from_disk(str(path))
             else:
@@ -256,22 +276,37 @@ def open_table(data: Data, path: Path) -> Table:
         raise
     except Exception as error:
         # `datasets`, huggingface_hub and Arrow raise many exception classes for a missing name, split, file or column.
-        tried, hint = [f"the path {path.absolute()}"], None
+        tried, hint = [f"the path {path.absolute()}"], _choice_hint(str(error), data.split)
         if not here:
             is_offline = os.environ.get("HF_HUB_OFFLINE") == "1"
             hub = f"the hub ({'offline' if is_offline else 'online'})"
             tried += [f"the cache {datasets.config.HF_DATASETS_CACHE}", hub]
-            if is_offline:
-                hint = "fetch it once: HF_HUB_OFFLINE=0 hyper-parallel train RECIPE"
-        raise _missing(data, str(error), f"tried {', '.join(tried)}", hint) from error
+            if is_offline and hint is None:
+                hint = "run this command once with HF_HUB_OFFLINE=0, which downloads the dataset"
+        raise _missing(data, str(error), f"an existing dataset in {', '.join(tried)}", hint) from error
     if not isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         if saved and (data.name or data.split):
-            raise _missing(data, "a saved table without splits", None, "data.name=null data.split=null")
+            hints = [f"data.{key}=null" for key in ("name", "split") if getattr(data, key)]
+            raise _missing(data, "a saved table without splits", None, " ".join(hints))
         return Table(data.source, dataset)
     split = data.split or ("train" if len(dataset) > 1 else next(iter(dataset)))
     if split not in dataset:
-        raise _missing(data, f"split {split}", sorted(dataset), f"data.split={min(dataset)}")
+        near = difflib.get_close_matches(split, dataset, n=1) or [name for name in ("train",) if name in dataset]
+        hint = shlex.quote(f"data.split={(near or [*dataset])[0]}")
+        raise _missing(data, f"split {split}", sorted(dataset), hint)
     return Table(f"{data.source} ({split})", dataset[split])
+
+
+def _choice_hint(message: str, split: str | None) -> str | None:
+    """Return the override that selects a configuration or split named in an error of `datasets`; None without one."""
+    choices = re.search(r"(Config name is missing|Unknown split)[^\[]*\[([^\]]*)\]", message)
+    names = re.findall(r"'([^']+)'", choices[2]) if choices else []
+    if not choices or not names:
+        return None
+    if choices[1].startswith("Config"):
+        return shlex.quote(f"data.name={names[0]}")
+    near = difflib.get_close_matches(split or "", names, n=1) or [name for name in names if name == "train"]
+    return shlex.quote(f"data.split={(near or names)[0]}")
 
 
 def _undecoded(feature: Any) -> Any:
@@ -305,7 +340,7 @@ def refuse_outside(file: Path, folder: Path) -> None:
             "a file of the data folder is a pipe, a socket or a device",
             where=str(file),
             allowed="regular files",
-            hint=shlex.join(["rm", str(file)]),
+            hint="move this file out of the data folder",
         )
     if not file.is_symlink():
         return
@@ -316,7 +351,9 @@ def refuse_outside(file: Path, folder: Path) -> None:
             where=str(file),
             got=str(target),
             allowed="links to files in the folder",
-            hint=shlex.join(["cp", "--remove-destination", str(target), str(file)]),
+            hint=shlex.join(["cp", "--remove-destination", str(target), str(file)])
+            if target.is_file()
+            else "remove the link, or replace it by a copy of its target",
         )
     if not file.exists():
         raise NoData(
@@ -362,7 +399,7 @@ def _check_names(path: Path) -> None:
             "a description of the dataset cannot be read",
             where=str(path),
             got=str(error)[:200],
-            hint=f"check that `{path.name}` is readable and complete, or write it again",
+            hint=f"correct or remove `{path.name}`" if path.name in _CARDS else "fetch or write the dataset again",
         ) from error
     if outside is not None:
         raise NoData(
@@ -370,7 +407,7 @@ def _check_names(path: Path) -> None:
             where=str(path),
             got=abbreviated(outside),
             allowed="names of files in the folder",
-            hint="set `data.source` to that file, if you trust it",
+            hint="copy that file into the folder, if you trust it, and correct the description",
         )
 
 

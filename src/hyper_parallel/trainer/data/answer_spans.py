@@ -432,7 +432,7 @@ class _Search:
             length = self._words_end(rest, is_last, has_words=kinds[-1:] == ["content"])
         if length is None:
             raise self._renderer.error(
-                "the chat template writes no marker after an answer at which generation stops",
+                "the chat template does not end an answer with a marker at which generation stops",
                 i,
                 got=abbreviated(rest),
                 allowed="a special token, such as the end-of-text token, after every answer",

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ from hyper_parallel.trainer.data.sequences import (
 
 logger = logging.getLogger(__name__)
 
+START_OVER: Final = "checkpoint.resume=never"
+"""Recipe override with which a run without `checkpoint.from_dir` starts over."""
 _BLOCK = 1024
 """Groups of sequences per block of a mixture. Rounding changes the share of a source by less than 1 / 1024."""
 
@@ -69,24 +71,39 @@ class Batch:
 def check_cut(sequences_per_step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int) -> None:
     """Raise BatchMismatch (HP308) for sizes whose product is not `sequences_per_step`, or a `dp_rank` out of range."""
     size = dp_size * microbatch * accumulation
-    if size != sequences_per_step or not 0 <= dp_rank < dp_size:
+    if size != sequences_per_step:
         raise BatchMismatch(
             "data-parallel ranks x microbatch x accumulation must equal the sequences per step",
-            got=f"{dp_size} x {microbatch} x {accumulation} = {size}, rank {dp_rank}",
+            got=f"{dp_size} x {microbatch} x {accumulation} = {size}",
             allowed=sequences_per_step,
+        )
+    if not 0 <= dp_rank < dp_size:
+        raise BatchMismatch(
+            "a data-parallel rank is out of range",
+            got=dp_rank,
+            allowed=f"0 to {dp_size - 1}",
         )
 
 
-def check_position(state: dict[str, Any], current: dict[str, Any], keys: tuple[str, ...]) -> None:
-    """Raise CheckpointMismatch (HP702) if the data positions `state` (saved) and `current` differ in any of `keys`."""
+def check_position(
+    state: dict[str, Any], current: dict[str, Any], keys: tuple[str, ...], start_over: str = START_OVER
+) -> None:
+    """Raise CheckpointMismatch (HP702) if the data positions `state` (saved) and `current` differ in any of `keys`.
+
+    The hint sets the saved seed and shuffling, if nothing else differs. Otherwise it is `start_over`, the overrides
+    with which the run does not read the checkpoint.
+    """
     changed = [k for k in keys if state.get(k) != current[k]]
     if changed:
+        recipe_keys = {"seed": "training.seed", "shuffle": "data.shuffle"}
+        if all(key in recipe_keys and key in state for key in changed):
+            start_over = " ".join(f"{recipe_keys[key]}={str(state[key]).lower()}" for key in changed)
         raise CheckpointMismatch(
             "the checkpoint was written with different data or data order, so its data position is not valid",
-            where=", ".join(changed),
+            where=", ".join(dict.fromkeys(recipe_keys.get(key, "data") for key in changed)),
             got=", ".join(f"{k}={current[k]}" for k in changed),
             allowed=", ".join(f"{k}={state.get(k)}" for k in changed),
-            hint="checkpoint.resume=never",
+            hint=start_over,
         )
 
 
@@ -179,8 +196,8 @@ class Batches:
         self.num_sequences = count if limit is None else min(limit, count)
         if self.num_sequences == 0:
             raise NoData(
-                "the data contains no sequence",
-                where=f"{sequences.split} data",
+                f"the {'training' if sequences.split == 'train' else 'held-out'} data contains no sequence",
+                where="data.source",
                 hint="use more data",
             )
         # Use sequences from all of the data: the first ones may all belong to one document.
@@ -328,16 +345,16 @@ class Batches:
             "shuffle": self.order.shuffle,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], start_over: str = START_OVER) -> None:
         """Continue after the sequences read before the checkpoint; `sequences_per_step` may have changed since.
 
-        With `tail` `pad`, only check the data and its order.
+        With `tail` `pad`, only check the data and its order. `start_over` is the hint of the error.
 
         Raises:
             CheckpointMismatch: HP702 when the data or its order differ.
         """
         order = ("fingerprint", "num_sequences", "seed", "shuffle")
-        check_position(state, self.state_dict(0), order)
+        check_position(state, self.state_dict(0), order, start_over)
         if self.tail == "pad":
             return
         if state["sequences_per_step"] != self.sequences_per_step:

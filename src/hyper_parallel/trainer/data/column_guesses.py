@@ -6,7 +6,6 @@ or if no key of the record has such a name.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from hyper_parallel.trainer.data.record_keys import (
     TOOLS,
     WITHOUT_INFLUENCE,
     Record,
+    as_value,
 )
 
 QUESTIONS: Final = tuple(key for key in PROMPTS if key not in ("instruction", "input"))
@@ -51,15 +51,24 @@ def column_hint(columns: Mapping[str, str], section: str = "columns") -> str | N
 
     `columns` is a dict from canonical key or role to its name in the records; `section` is `columns` or `roles`.
     """
-    pairs = (f"data.{section}.{name}={_as_value(key)}" for name, key in columns.items())
+    pairs = (f"data.{section}.{name}={as_value(key)}" for name, key in columns.items())
     return " ".join(map(shlex.quote, pairs)) or None
 
 
-def _as_value(text: str) -> str:
-    """Return a text as a YAML scalar, quoted if YAML would not read the plain text as a string."""
-    is_plain = re.fullmatch(r"[^\W\d][\w.-]*", text) is not None
-    is_word = text.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
-    return text if is_plain and is_word else json.dumps(text, ensure_ascii=False)
+def own_columns(columns: Mapping[str, str], renamed: Mapping[str, str]) -> dict[str, str]:
+    """Return guessed columns with the names of the record in place of canonical keys.
+
+    Entries without effect are omitted. The result is {} if a column already has another canonical key.
+
+    Args:
+        columns: Dict from the canonical key to a key of the values by canonical key.
+        renamed: Dict from renamed key in the records to canonical key, as in `RecordRules`.
+    """
+    names = {name: own for own, name in renamed.items()}
+    own_names = {name: names.get(key, key) for name, key in columns.items()}
+    if any(renamed.get(own, name) != name for name, own in own_names.items()):
+        return {}
+    return {name: own for name, own in own_names.items() if own != name and own not in renamed}
 
 
 def guess_role(word: str) -> str:

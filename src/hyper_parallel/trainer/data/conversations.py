@@ -20,6 +20,8 @@ from hyper_parallel.trainer.data.column_guesses import (
     guess_named_pair,
     guess_pair,
     guess_texts,
+    guess_turn_columns,
+    own_columns,
 )
 from hyper_parallel.trainer.data.document import Conversation, MediaFile, Message
 from hyper_parallel.trainer.data.media_records import decoded, take_media
@@ -74,7 +76,7 @@ def _turns_key(values: Values) -> str:
 
 def _alpaca(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
     """Read an alpaca record: `history` turns, a user turn (`instruction` and `input`), and an answer (`output`)."""
-    answer = _text(rules.one_of(values, ANSWERS, where), "output", where)
+    answer = _text(rules.one_of(values, ANSWERS, where), _key_of(values, ANSWERS, rules), where)
     last = _message("user", _instruction(values, rules, where)), _message("assistant", answer)
     yield [*_history(values, where), *last], None
 
@@ -82,18 +84,19 @@ def _alpaca(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
 def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
     """Read a prompt and its completion, which are texts or lists of turns; texts may have a `history` before them."""
     prompt = rules.one_of(values, _prompt_keys(values), where)
-    turns = _turns_of(prompt, "user", rules, where, "prompt")
-    answer = rules.one_of(values, ANSWERS, where)
+    turns = _turns_of(prompt, "user", rules, where, _key_of(values, _prompt_keys(values), rules))
+    answer, key = rules.one_of(values, ANSWERS, where), _key_of(values, ANSWERS, rules)
     if "history" in _read_keys(values, "prompt_completion"):
-        last = _message("assistant", _text(answer, "answer", where))
+        last = _message("assistant", _text(answer, key, where, "a text, because the record has a `history`"))
         yield [*_history(values, where), *turns, last], None
         return
-    yield _joined(turns, _turns_of(answer, "assistant", rules, where, "completion"))
+    yield _joined(turns, _turns_of(answer, "assistant", rules, where, key))
 
 
 def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
     """Read a prompt to sample completions for, and its reference answer, if any."""
-    prompt = _turns_of(values[_prompt_keys(values)[0]], "user", rules, where, "prompt")
+    key = _prompt_keys(values)[0]
+    prompt = _turns_of(values[key], "user", rules, where, rules.own_name(key))
     answer = values.get("completion", [])
     if is_empty(answer):
         named = (values.get(key) for key in ("answer", "response", "output"))
@@ -108,8 +111,9 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
     An answer continues the prompt of the record. If both answers contain whole conversations instead, the leading turns
     that they have in common are the prompt. Raise NoData (HP602) if these include no question.
     """
-    raw = [values[key] for key in ("chosen", "rejected")]
-    answers = [_turns_of(a, "assistant", rules, where, "chosen or rejected") for a in raw]
+    pair = ("chosen", "rejected")
+    raw = [values[key] for key in pair]
+    answers = [_turns_of(values[key], "assistant", rules, where, rules.own_name(key)) for key in pair]
     prompt, text = _prompt_of_pair(values, rules, where)
     _check_pair(raw, answers, prompt, text, where)
     if all(_repeats(prompt, answer) or _quotes(answer, text) for answer in answers):
@@ -138,7 +142,7 @@ def _prompt_of_pair(values: Values, rules: RecordRules, where: str) -> tuple[lis
         turn = _message("user", prompt)
         return ([turn] if prompt else []), turn
     if not is_empty(prompt):
-        return _turns_of(prompt, "user", rules, where, "prompt"), None
+        return _turns_of(prompt, "user", rules, where, _key_of(values, QUESTIONS, rules)), None
     for key in TURNS:
         if not is_empty(values.get(key)):
             return read_turns(values[key], rules, where, key), None
@@ -184,20 +188,31 @@ def _turns_of(value: Any, role: str, rules: RecordRules, where: str, key: str) -
     if isinstance(value, str):
         return [_message(role, value)]
     if not isinstance(value, list | tuple | dict):
-        _text(value, key, where)
+        got, problem = f"{key}: {abbreviated(value, 60)}", f"`{key}` of a record is neither a text nor turns"
+        raise NoData(problem, where=where, got=got, allowed="a text, a turn, or a list of turns")
     return read_turns(value, rules, where, key)
 
 
-def _text(value: Any, key: str, where: str) -> str:
+def _key_of(values: Values, keys: Sequence[str], rules: RecordRules) -> str:
+    """Return the name in the record of the key whose value `RecordRules.one_of` returns."""
+    present = [key for key in keys if key in values]
+    nonempty = [key for key in present if not is_empty(values[key])]
+    return rules.own_name((nonempty or present or list(keys))[0])
+
+
+def _text(value: Any, key: str, where: str, allowed: str = "a text") -> str:
     if not isinstance(value, str):
         got, problem = f"{key}: {abbreviated(value, 60)}", f"`{key}` of a record is not a text"
-        raise NoData(problem, where=where, got=got, allowed="a text")
+        raise NoData(problem, where=where, got=got, allowed=allowed)
     return value
 
 
 def _instruction(values: Values, rules: RecordRules, where: str) -> str:
-    texts = values.get("instruction", ""), rules.one_of(values, _INPUTS, where) or ""
-    return "\n".join(text for text in (_text(t, "instruction", where) for t in texts) if text)
+    texts = {
+        rules.own_name("instruction"): values.get("instruction", ""),
+        _key_of(values, _INPUTS, rules): rules.one_of(values, _INPUTS, where) or "",
+    }
+    return "\n".join(text for text in (_text(value, key, where) for key, value in texts.items()) if text)
 
 
 def _history(values: Values, where: str) -> list[Message]:
@@ -210,10 +225,14 @@ def _history(values: Values, where: str) -> list[Message]:
                 got=f"history: {abbreviated(pair, 60)}",
                 allowed="a list of [question, answer]",
             )
-        turns += [
-            _message(role, _text(text, "history", where))
-            for role, text in zip(("user", "assistant"), pair, strict=True)
-        ]
+        if not all(isinstance(text, str) for text in pair):
+            raise NoData(
+                "a question or an answer in `history` is not a text",
+                where=where,
+                got=f"history: {abbreviated(pair, 60)}",
+                allowed="a list of [question, answer], both texts",
+            )
+        turns += [_message(role, text) for role, text in zip(("user", "assistant"), pair, strict=True)]
     return turns
 
 
@@ -302,14 +321,15 @@ def shape_of(record: Record, text_key: str, where: str, stage: str = "pt", rules
         columns = guess_named_pair(values, with_answers=shape == "prompt_completion")
         if columns and shape is not None:
             raise NoData(
-                "a record has its rejected answer under an unknown key, so it is not read as a pair",
+                "a record has a better and a worse answer, but not under `chosen` and `rejected`, so it is not read as "
+                "a pair",
                 where=where,
-                got=sorted(values),
+                got=sorted(map(str, record)),
                 allowed=_FORMATS["preference"][1],
-                hint=column_hint(columns),
+                hint=column_hint(own_columns(columns, rules.columns)),
             )
     if shape is None:
-        _check_names(values, text, stage, where)
+        _check_names(values, text, stage, where, rules)
         text_of(record, text_key, where)
     return shape or "records"
 
@@ -332,14 +352,29 @@ def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values
     return values
 
 
-def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
+def _allowed_formats(stage: str) -> str:
+    """Return descriptions of the formats of records that a stage reads."""
+    formats = [words for name, (_, words) in _FORMATS.items() if (name == "preference") == (stage in _OF_PAIRS)]
+    return "; or: ".join(formats)
+
+
+def _turn_columns(key: str, turn: Record, rules: RecordRules) -> dict[str, str]:
+    """Return columns for a list under `key` that begins with the object `turn`; {} if this is probably no turn."""
+    if not {"role", "from", *rules.turn_columns}.isdisjoint(turn):
+        return {"messages": key}
+    guessed = guess_turn_columns(turn)
+    return {"messages": key, **guessed} if guessed else {}
+
+
+def _check_names(values: Values, text: bool, stage: str, where: str, rules: RecordRules) -> None:
     """Raise NoData (HP602) if a record without known format seems to be a conversation, or its stage needs one."""
+    names = sorted(map(rules.own_name, values))
     if {"role", "content"} <= values.keys() or {"from", "value"} <= values.keys():
         raise NoData(
             "a record is a single turn, but a record must be a whole conversation (one line in a JSON lines file)",
             where=where,
-            got=sorted(values),
-            allowed=[words for _, words in _FORMATS.values()],
+            got=names,
+            allowed=_allowed_formats(stage),
             hint=turns_hint(Path(where.partition(": record ")[0])) if ": record " in where else None,
         )
     lists = [
@@ -349,40 +384,44 @@ def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
         if key not in TOOLS
     ]
     if len(lists) > 1 and all(_is_records(values[key]) for key in lists):
-        raise several_lists(lists, where.rpartition(":")[0])
+        raise several_lists([*map(rules.own_name, lists)], where.rpartition(":")[0])
     texts = [key for key, value in values.items() if isinstance(value, str)]
     columns: dict[str, str] = {}
+    has_list = bool(lists) and stage not in _OF_PAIRS
     if stage in _OF_PAIRS:
         columns = {} if text and len(texts) == 1 else guess_pair(values)
-    elif lists:
-        columns = {"messages": lists[0]}
+    elif has_list:
+        columns = _turn_columns(lists[0], values[lists[0]][0], rules)
     elif stage != "pt" and not text and len(texts) >= 2:
         columns = guess_texts(values)
-    if not columns and (stage == "pt" or text):
+    if not columns and not has_list and (stage == "pt" or text):
         return
-    for key in () if columns else TURNS:
+    for key in () if columns or has_list else TURNS:
         if key in values:
             raise NoData(
-                f"`{key}` of a record is not a list of turns",
+                f"`{rules.own_name(key)}` of a record is not a list of turns",
                 where=where,
-                got=f"{key}: {abbreviated(values[key], 60)}",
+                got=f"{rules.own_name(key)}: {abbreviated(values[key], 60)}",
                 allowed=_FORMATS["sharegpt"][1],
             )
     raise NoData(
-        "it is not clear which key of a record contains the conversation",
+        "it is not clear which keys of a record contain a prompt and its two answers"
+        if stage in _OF_PAIRS
+        else "it is not clear which key of a record contains the conversation",
         where=where,
-        got=sorted(values),
-        allowed="; or: ".join(words for _, words in _FORMATS.values()),
-        hint=column_hint(columns),
+        got=names,
+        allowed=_allowed_formats(stage),
+        hint=column_hint(own_columns(columns, rules.columns)),
     )
 
 
-_RECORD_KEYS: Final = frozenset((*TURNS, *PROMPTS, *ANSWERS, "chosen", "rejected"))
+_RECORD_KEYS: Final = frozenset((*TURNS, *PROMPTS, *ANSWERS, "chosen", "rejected", "text"))
 
 
 def _is_records(value: Sequence[Any]) -> bool:
-    """Return whether all items of a list are whole records, not turns or tools."""
-    return all(isinstance(one, dict) and not _RECORD_KEYS.isdisjoint(one) and "role" not in one for one in value)
+    """Return whether all items of a list are whole records, not turns, tools or parts of a content."""
+    others = {"role", "type"}
+    return all(isinstance(i, dict) and not _RECORD_KEYS.isdisjoint(i) and others.isdisjoint(i) for i in value)
 
 
 def _format_of(values: Record, stage: str) -> str | None:
@@ -410,8 +449,12 @@ def conversations_of(
     where: str,
     stage: str = "sft",
     rules: RecordRules = _DEFAULT,
+    *,
+    detected: bool = False,
 ) -> list[Conversation]:
     """Return the conversation in a record of the format `shape`; for `preference`, the chosen and the rejected one.
+
+    `detected` tells whether `shape` is the format of the first record; otherwise `data.format` sets it.
 
     Raises:
         NoData: HP602 naming the faulty key or turn.
@@ -422,12 +465,13 @@ def conversations_of(
         reader = _prompt
     if not _has_keys(values, shape, stage):
         actual = _format_of(values, stage)
+        fits = actual is not None and (actual == "preference") == (stage in _OF_PAIRS)
         raise NoData(
-            f"a record does not have the format {shape}",
+            f"a record does not have the format {shape}{' of the first record' if detected else ''}",
             where=where,
             got=sorted(map(str, record)),
             allowed=allowed,
-            hint=f"data.format={actual}" if actual else None,
+            hint=f"data.format={actual}" if fits and not detected else None,
         )
     parts = list(reader(values, rules, where))
     read_keys = _read_keys(values, shape)
@@ -435,8 +479,8 @@ def conversations_of(
     if not values.keys() <= read_keys:
         system = rules.one_of(values, SYSTEMS, where)
         if not is_empty(system):
-            system = _text(system, "system", where)
-            parts = [_with_system(turns, count, system, rules, where) for turns, count in parts]
+            system = _text(system, _key_of(values, SYSTEMS, rules), where)
+            parts = [_with_system(part, system, values, rules, where) for part in parts]
         tools = read_tools(values, rules, where)
         variables = read_template_values(values.get("chat_template_kwargs"), rules, where)
     media: tuple[MediaFile, ...] = ()
@@ -463,19 +507,21 @@ def _has_keys(values: Values, shape: str, stage: str) -> bool:
     return bool(_prompt_keys(values)) and (has_answer or stage == "grpo")
 
 
-def _with_system(turns: list[Message], count: int | None, system: str, rules: RecordRules, where: str) -> Part:
-    """Prepend the text under the key `system` unless a turn repeats it; raise NoData (HP602) if system turns differ."""
+def _with_system(part: Part, system: str, values: Values, rules: RecordRules, where: str) -> Part:
+    """Prepend the system text unless a turn repeats it; raise NoData (HP602) if system turns differ."""
+    turns, count = part
     first = _message("system", system)
     own = [turn for turn in turns if turn["role"] in ("system", "developer")]
     if any(_same(turn, first) for turn in own):
         return turns, count
     if own:
+        key = _key_of(values, SYSTEMS, rules)
         raise NoData(
-            "`system` of a record differs from its system turn",
+            f"`{key}` of a record differs from its system turn",
             where=where,
-            got=f"system: {abbreviated(system, 60)}; turn: {abbreviated(own[0]['content'], 60)}",
+            got=f"{key}: {abbreviated(system, 60)}; turn: {abbreviated(own[0]['content'], 60)}",
             allowed="one of them, or equal texts",
-            hint=rules.ignore_hint(["system"]),
+            hint=rules.ignore_hint(rules.own_name(key) for key in SYSTEMS if key in values),
         )
     return [first, *turns], None if count is None else count + 1
 
@@ -511,18 +557,21 @@ def _check_unread(
     known |= rules.media_columns
     if stage in ("dpo", "orpo") and not is_empty(values.get("margin")):
         rules.counts.ignored_keys["margin"] += 1
-    for key in _TEXT_KEYS & values.keys() - known:
+    foreign: dict[str, Any] = {}
+    for key in sorted(_TEXT_KEYS & values.keys() - known):
         value = values[key]
         if is_empty(value) or any(_contains(turns, value, rules, where) for turns, _ in parts):
             known.add(key)
             rules.counts.ignored_keys[key] += not is_empty(value)
-            continue
+        else:
+            foreign[rules.own_name(key)] = value
+    for own, value in foreign.items():
         raise NoData(
-            f"`{key}` of a record contradicts the turns in its other keys",
+            f"`{own}` of a record is not part of the turns that are read from its other keys",
             where=where,
-            got=f"{key}: {abbreviated(value, 60)}",
+            got=f"{own}: {abbreviated(value, 60)}",
             allowed=f"{_FORMATS[shape][1]}; further keys may repeat a turn",
-            hint=rules.ignore_hint([key]),
+            hint=rules.ignore_hint(foreign),
         )
     rules.refuse_unknown(values, known, f"a record of the format {shape}", where)
 

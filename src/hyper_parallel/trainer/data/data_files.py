@@ -93,7 +93,7 @@ def refuse_unread(path: Path) -> None:
     if suffix in _PACKED:
         hint = f"{_PACKED[suffix]} {shlex.quote(str(path))}"
     elif function := _TABLES.get(suffix):
-        code = f'{function}({json.dumps(str(path))}).to_parquet("data.parquet")'
+        code = f"{function}({json.dumps(str(path))}).to_parquet({json.dumps(str(free_path('data.parquet')))})"
         hint = shlex.join(["python", "-c", f"import {function.partition('.')[0]}; {code}"])
     raise NoData(
         "a data file has a format that is not supported",
@@ -104,10 +104,11 @@ def refuse_unread(path: Path) -> None:
     )
 
 
-def refuse_other_target(path: Path) -> None:
+def refuse_other_target(path: Path, *, is_source: bool) -> None:
     """Raise if a file is a symbolic link to a file whose suffix names a different format.
 
-    Otherwise an error message could disclose a line of a private file as column names.
+    Otherwise an error message could disclose a line of a private file as column names. `is_source` tells whether the
+    file is the whole source; otherwise it is in the directory of the source.
 
     Raises:
         NoData: HP602 with the target of the link.
@@ -119,7 +120,9 @@ def refuse_other_target(path: Path) -> None:
             where=str(path),
             got=str(target),
             allowed=f"a file of format {kind_of(path)}",
-            hint=f"data.source={shlex.quote(str(target))}",
+            hint=shlex.quote(f"data.source={target}")
+            if is_source
+            else f"remove the link, or give it a name that ends in {inner_suffix(target)}",
         )
 
 
@@ -140,7 +143,7 @@ def refuse_splits(root: Path, files: Sequence[Path]) -> None:
     held_out = [name for name in names if words[name] & _SPLITS and name not in trained]
     if trained and held_out:
         raise NoData(
-            "the data directory holds several splits, all of which would be trained on",
+            "the data directory holds several splits, but all files of a directory are one source",
             where=f"data.source: {root}",
             got=[trained[0], held_out[0]],
             allowed="a file, a directory with one split, or a list of sources",
@@ -176,7 +179,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
     The decompressed size is not limited, so callers must limit the size of each read.
 
     Raises:
-        NoData: HP602 for a damaged compressed file.
+        NoData: HP602 for a compressed file that cannot be decompressed.
         MissingDependency: HP501 when the package `zstandard` is needed and not installed.
     """
     compression = path.suffix.lower()
@@ -194,10 +197,12 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
         if not is_of_zstd and not isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
             raise
         raise NoData(
-            "a compressed data file is damaged",
+            "a compressed data file cannot be decompressed",
             where=str(path),
-            got=str(error)[:120],
-            hint="fetch or compress the file again",
+            got=str(error)[:120] or type(error).__name__,
+            hint="fetch the file again, or compress it without the option `--long` of zstd"
+            if is_of_zstd
+            else "fetch or compress the file again",
         ) from error
 
 
@@ -222,6 +227,13 @@ def _zstd(packed: IO[bytes], path: Path) -> Any:
         ) from error
     decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
     return decompressor.stream_reader(packed, read_across_frames=True)
+
+
+def free_path(path: str | Path) -> Path:
+    """Return a path that does not exist, for the output of a command in a hint: `path`, or with a number added."""
+    path = Path(path)
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], names) if not os.path.lexists(name))
 
 
 def line_command(path: Path, number: int) -> str:

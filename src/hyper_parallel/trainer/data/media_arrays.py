@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import NoData
+from hyper_parallel.trainer.data.data_files import free_path
 from hyper_parallel.trainer.data.document import MEDIA_BLOB, MediaFile
 from hyper_parallel.trainer.data.media_kinds import KINDS
 from hyper_parallel.trainer.data.media_records import checksum, content_of, decoded
@@ -72,7 +73,8 @@ class RowMedia:
 
 
 def _changed(problem: str, where: str, got: str) -> NoData:
-    return NoData(problem, where=where, got=got, hint="data.cache_dir=prepared-again")
+    folder = free_path("prepared-again")
+    return NoData(problem, where=where, got=got, hint=f"data.cache_dir={folder}")
 
 
 _MASK = "attention_mask"
@@ -98,7 +100,8 @@ def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArra
         return mask | {name: np.zeros(input_ids.shape, np.int64) for name in names}
     chosen = [rows[i] for i in filled]
     media = [row.decode(rate_of(processor)) for row in chosen]
-    arrays = process(processor, [row.row["text"] for row in chosen], media, chosen[0].where)
+    where = chosen[0].where + (f" and {len(chosen) - 1} more records" if len(chosen) > 1 else "")
+    arrays = process(processor, [row.row["text"] for row in chosen], media, where)
     ids, lengths = arrays["input_ids"], arrays[_MASK].sum(1) - 1
     for i, row, own, length in zip(filled, chosen, ids, lengths, strict=True):
         if not np.array_equal(own[:length], input_ids[i, :length]):

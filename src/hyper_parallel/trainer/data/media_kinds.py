@@ -36,6 +36,11 @@ class MediaKind:
     package: str
 
     @property
+    def plural(self) -> str:
+        """Noun for several items in error messages: `images` or `recordings`."""
+        return f"{self.one.partition(' ')[2]}s"
+
+    @property
     def mark(self) -> str:
         """Mark in the turns of a `Conversation`; a conversation without media whose text contains it is refused."""
         return f"\0{self.name}\0"

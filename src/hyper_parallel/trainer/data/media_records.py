@@ -62,15 +62,17 @@ def take_media(
         num_marks = sum(turn["content"].count(kind.mark) for turn in turns)
         num_items = len(listed) or sum(map(bool, own))
         if in_parts and (listed or not all(own)):
-            problem = f"{kind.argument} are given both in content parts and in a column, or not in every part"
+            problem = f"{kind.plural} are given both in content parts and in a column"
+            if not listed:
+                problem = f"a content part of type {kind.name} refers to no file, but another one does"
         elif num_marks != len(references[kind.name]):
-            problem = f"the record has {num_items} {kind.argument} and {num_marks} placeholders for them"
+            problem = f"the number of {kind.plural} differs from the number of placeholders for them"
         else:
             continue
         raise BadMedia(
             problem,
             where=where,
-            got=f"{num_items} {kind.argument}, {num_marks} placeholders",
+            got=f"{kind.plural}: {num_items}, placeholders: {num_marks}",
             allowed=f"one `{kind.text_mark}` in the texts, or one part of type {kind.name}, for each",
             hint=_SKIP,
         )
@@ -80,7 +82,7 @@ def take_media(
             raise NoData(
                 f"an answer contains {KINDS[marks[0]].one}, but answers are texts",
                 where=f"{where}, turn {number}",
-                allowed=f"{KINDS[marks[0]].argument} in turns of the user, the system and tools",
+                allowed=f"{KINDS[marks[0]].plural} in turns of the user, the system and tools",
             )
     order = [name for marks in names for name in marks]
     items = {name: iter(values) for name, values in references.items()}
@@ -109,7 +111,7 @@ def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> Me
         raise BadMedia(problem, where=where, got=got, allowed=_REFERENCES, hint=_SKIP)
     if root is None:
         return MediaFile(kind.name, str(Path(reference).expanduser().absolute()), Path())
-    path = Path(reference)
+    path, folder = Path(reference), Path(reference).parent
     if ".." not in path.parts and path.is_absolute() and path.is_relative_to(root):
         reference = str(path.relative_to(root))
     if names_outside(reference) or outside_target(root / reference, root):
@@ -118,7 +120,9 @@ def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> Me
             where=where,
             got=abbreviated(reference),
             allowed=f"names of files below {root}; URLs are not read",
-            hint=shlex.quote(f"data.media_dir={path.parent}") if path.is_absolute() else None,
+            hint=shlex.quote(f"data.media_dir={folder}")
+            if path.is_absolute() and not folder.is_relative_to(root) and not outside_target(path, folder)
+            else None,
         )
     return MediaFile(kind.name, reference, root)
 
@@ -183,7 +187,7 @@ def decoded(item: MediaFile, where: str, rate: int = 0) -> Any:
         return _image(content) if kind is IMAGE else _samples(content, rate)
     except ImportError as error:
         raise MissingDependency(
-            f"decoding {kind.argument} needs the package `{kind.package}`",
+            f"decoding {kind.plural} needs the package `{kind.package}`",
             where=where,
             hint=f"pip install 'hyper-parallel[{kind.argument}]'",
         ) from error

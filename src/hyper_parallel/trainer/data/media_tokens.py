@@ -173,8 +173,8 @@ def process(
         raise BadValue(
             "the processor of the model rejects a conversation",
             where=where,
-            got=f"{' '.join(str(error).split())[:300] or type(error).__name__}",
-            hint="correct or remove this record; its texts must not contain image or audio tokens of the model",
+            got=" ".join(str(error).split())[:300] or type(error).__name__,
+            hint="correct or remove the record; its texts must not contain image or audio tokens of the model",
         ) from error
     if sum(tensor.is_floating_point() for tensor in tensors.values()) < len(used):
         raise BadValue(

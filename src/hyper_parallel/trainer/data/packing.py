@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.config import PAIRED_STAGES, Data
+from hyper_parallel.config import MOST_SEQ_LEN, PAIRED_STAGES, Data
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data._cache import byte_bar
 from hyper_parallel.trainer.data.chat import (
@@ -47,6 +47,8 @@ from hyper_parallel.trainer.data.tokenizer import Tokenizer
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 from hyper_parallel.units import MiB
 
+_OTHER: Final = "data.tokenizer=TOKENIZER_DIR"
+"""Hint for a tokenizer that fails on a text."""
 _BATCH_BYTES = 4 * MiB
 _OPEN_ROWS = 64
 """Maximum number of rows that `first_fit` still fills."""
@@ -118,35 +120,66 @@ def pack(directory: Path, flat: Flat, source: Source, pad_id: int, seed: int) ->
 
 
 def _too_short(flat: Flat, source: Source, num_train: int) -> NoData:
-    data = source.data
+    data, where = source.data, f"data.source: {source.data.source}"
     if flat.learn is not None:
-        return no_target("no conversation has a token to learn from", source.counts, data)
-    hint = "data.holdout=0" if data.holdout else "add text to `data.source`"
+        starts = range(0, len(flat.spans), flat.group_size)
+        lengths = [_needed_seq_len(flat, flat.spans[i : i + flat.group_size]) for i in starts]
+        needed = min((length for length in lengths if length is not None), default=None)
+        return no_target("no conversation has a token to learn from", source.counts, data, needed)
+    if source.counts.by_document:
+        return NoData(
+            "no text has two tokens, which are an input and its target",
+            where=where,
+            got=f"{len(flat.spans)} texts, {len(flat.tokens)} tokens",
+            hint="add text to `data.source`",
+        )
+    # A divisor of the old value keeps `training.tokens_per_step` a multiple of the sequence length.
+    shorter = (data.seq_len // n for n in range(2, data.seq_len // 2 + 1) if data.seq_len % n == 0)
+    # If nearly all text is held out, the reason is that a held-out sequence has as many tokens.
+    available = num_train if num_train > 8 else len(flat.tokens)
+    seq_len = next((length for length in shorter if length <= available // 4), None)
     return NoData(
-        "the text is shorter than one training sequence",
-        where=f"data.source: {data.source}",
-        got=f"{len(flat.tokens)} tokens, {num_train} of them for training, seq_len={data.seq_len}",
-        allowed=f"more than {data.seq_len} training tokens",
-        hint=f"data.seq_len={num_train // 4}" if num_train > 8 else hint,
+        "the text that is not held out is shorter than one sequence",
+        where=where,
+        got=f"{len(flat.tokens)} tokens, {len(flat.tokens) - num_train} of them held out, seq_len={data.seq_len}",
+        allowed=f"more than {data.seq_len} tokens that are not held out",
+        hint=f"data.seq_len={seq_len}" if seq_len else "add text to `data.source`",
     )
 
 
-def no_target(problem: str, counts: DataCounts, data: Data) -> NoData:
+def _needed_seq_len(flat: Flat, group: Sequence[slice]) -> int | None:
+    """Return the smallest `data.seq_len` with which the conversations of a record are used; None: no length is."""
+    assert flat.learn is not None
+    if group[0].start in flat.facts.media:
+        return _length(group[0]) - flat.num_label_only
+    targets = [np.flatnonzero(flat.learn[span][flat.num_label_only :]) for span in group]
+    return max(int(own[0]) + 1 for own in targets) if all(map(len, targets)) else None
+
+
+def no_target(problem: str, counts: DataCounts, data: Data, needed: int | None = None) -> NoData:
     """Return the error for a source without training targets.
 
-    Its message is `problem` and the most frequent reason, unless all conversations with targets are held out.
+    Its message is `problem` and the most frequent reason, unless all conversations with targets are held out. `needed`
+    is the smallest `data.seq_len` with which a conversation has a target; None: unknown.
     """
     where = f"data.source: {data.source}"
     if counts.used:  # all conversations with targets are held out
         got = f"{counts.used} conversations, data.holdout={data.holdout}"
-        return NoData("no conversation is left to train on", where=where, got=got, hint="data.holdout=0")
+        advice = "add conversations, or set `data.holdout=0`, which excludes `training.eval_every`"
+        return NoData("no conversation is left to train on", where=where, got=got, hint=advice)
     reasons = counts.dropped.most_common()
+    hint: str | None = None
+    if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_MEDIA):
+        factor = 4 if needed is None else max(2, -(-needed // data.seq_len))
+        hint = f"data.seq_len={factor * data.seq_len}"
+        hint = hint if needed is not None else f"a larger value, such as {hint}"
+        hint = hint if factor * data.seq_len <= MOST_SEQ_LEN else "shorten the conversations"
     return NoData(
         f"{problem}: {reasons[0][0]}",
         where=where,
         got=", ".join(f"{count} left out: {reason}" for reason, count in reasons),
         allowed=ALLOWED[reasons[0][0]],
-        hint=f"data.seq_len={data.seq_len * 4}" if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_MEDIA) else None,
+        hint=hint,
     )
 
 
@@ -239,10 +272,10 @@ def encode(batch: list[Document], hf: Any, stage: str) -> Iterator[tuple[Sequenc
         backend = hf.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
-        with tokenizing(batch[0].where):
+        with tokenizing(batch[0].where, _OTHER):
             encoded = [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
     else:
-        with tokenizing(batch[0].where):
+        with tokenizing(batch[0].where, _OTHER):
             encoded = hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
     for ids in encoded:
         yield [*ids, hf.eos_token_id], ()

@@ -15,7 +15,7 @@ from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.packing import pack, tokenize
 from hyper_parallel.trainer.data.preview import LengthHistogram, SourcePreview, preview_examples
 from hyper_parallel.trainer.data.sequences import JoinedSequences, PackedSequences
-from hyper_parallel.trainer.data.sources import Source, resolve
+from hyper_parallel.trainer.data.sources import VALIDATION, Source, resolve
 from hyper_parallel.trainer.data.streaming import Place, Stream
 from hyper_parallel.trainer.data.tokenizer import Tokenizer, bind_tokenizer, open_sources
 
@@ -156,7 +156,7 @@ def _join(data: Data, parts: list[PackedData]) -> PackedData:
             where="data.source",
             got="data.packing=true",
             allowed="sources that all have them, or none; or conversations in rows of their own",
-            hint="data.packing=false",
+            hint="data.packing=false" + (" data.mask_documents=null" if data.mask_documents is not None else ""),
         )
     holdouts = [part.holdout for part in parts if part.holdout]
     return replace(
@@ -184,14 +184,15 @@ def _pack_validation(data: Data, stage: str, setup: _Setup) -> PackedData:
             "streaming": False,
         }
     )
-    source = resolve(section, stage, media=setup.tokenizer.media)
+    source = resolve(section, stage, media=setup.tokenizer.media, key=VALIDATION)
     return _pack_source(bind_tokenizer(source, setup.tokenizer), setup)
 
 
 def _pack_source(source: Source, setup: _Setup) -> PackedData:
     data, tokenizer = source.data, setup.tokenizer
     key = _cache_key(source, setup)
-    directory, meta = entry(setup.cache / "packed", key, lambda target: _build(target, source, setup))
+    with source.naming():
+        directory, meta = entry(setup.cache / "packed", key, lambda target: _build(target, source, setup))
     for note in meta["notes"]:
         logger.warning("%s: %s", data.source, note)
     hashes = {name: file["sha256"] for name, file in meta["files"].items()}
@@ -231,7 +232,7 @@ def _build(target: Path, source: Source, setup: _Setup) -> dict[str, Any]:
     flat = tokenize(source, tokenizer, target, setup.progress)
     if not len(flat.tokens):
         raise NoData(
-            "the data source holds no text",
+            "the data source has no text to train on",
             where=f"data.source: {source.data.source}",
             got=", ".join(source.counts.notes) or f"{len(source.files)} files, no record",
         )

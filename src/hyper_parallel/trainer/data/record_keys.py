@@ -6,6 +6,8 @@ are ignored. Keys in `data.ignore_keys` are ignored in records, turns and tool c
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -55,7 +57,8 @@ _MEDIA: Final = frozenset(
     )
 )  # fmt: skip
 _SUPPORTED: Final = (
-    "texts; images and audio if stage=sft, data.streaming=false and model.path has their preprocessor_config.json"
+    "texts; images and audio if stage=sft, data.streaming=false and the directory of the tokenizer has their "
+    "preprocessor_config.json"
 )
 _PLACEHOLDERS: Final = (
     "<image>", "<img>", "<video>", "<audio>", "<|image|>", "<|video|>", "<|audio|>", "<|image_pad|>",
@@ -71,6 +74,12 @@ ROLES: Final[Mapping[str, str]] = {
 }
 """Dict from role name in datasets to canonical role."""
 _OF_TURNS: Final = ("role", "content")
+_INNER_KEYS: Final = (
+    "role", "from", "content", "value", "name", "function", "arguments", "tool_calls", "function_call",
+)  # fmt: skip
+"""Keys that turns and tool calls need; a record must not ignore them."""
+_OUTER_KEYS: Final = (*PROMPTS, *ANSWERS, *TURNS, *SYSTEMS, *TOOLS, "chosen", "rejected")
+"""Keys that records need; turns and tool calls must not ignore them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +172,10 @@ class RecordRules:
             if value is None:
                 continue
             if name in values and values[name] != value:
-                raise self._contradiction([key, name], where)
+                earlier = (k for k in record if k != key and k not in self.ignored and record[k] is not None)
+                other = next(k for k in earlier if columns.get(k, k) == name)
+                keys = [key, other] if other == name else [other, key]  # ignore the key that is not renamed
+                raise self._contradiction(keys, where)
             values[name] = value
         return values
 
@@ -175,33 +187,37 @@ class RecordRules:
         """
         present = [key for key in keys if not is_empty(values.get(key))]
         if len(present) > 1 and any(values[key] != values[present[0]] for key in present):
-            raise self._contradiction(present, where)
+            turns = {name: own for own, name in self.turn_columns.items()}  # keys of turns only
+            raise self._contradiction([turns.get(key, self.own_name(key)) for key in present], where)
         if present:
             return values[present[0]]
         return next((values[key] for key in keys if key in values), None)
 
     def _contradiction(self, keys: Collection[str], where: str) -> NoData:
-        """Return the error for synonymous keys of a record that have different values."""
+        """Return the error for different values under keys of a record or turn with the same meaning."""
         first, *rest = keys
         return NoData(
-            f"`{first}` and `{'`, `'.join(rest)}` of a record mean the same but have different values",
+            f"the keys `{first}` and `{'`, `'.join(rest)}` mean the same but have different values",
             where=where,
             got=sorted(keys),
             allowed="one of these keys, or equal values",
             hint=self.ignore_hint(rest),
         )
 
+    def own_name(self, key: str) -> str:
+        """Return the name of a canonical key in the records."""
+        return next((own for own, name in self.columns.items() if name == key), key)
+
     def ignore_hint(self, keys: Iterable[str]) -> str:
-        """Return the recipe override that ignores `keys` in addition to the currently ignored keys."""
+        """Return the recipe override that ignores `keys` of the records, in addition to the ignored keys."""
         names = sorted({*self.ignored, *keys})
-        quoted = (name if name.isidentifier() else f"'{name}'" for name in names)
-        override = f"data.ignore_keys=[{','.join(quoted)}]"
-        return override if all(map(str.isidentifier, names)) else shlex.quote(override)
+        override = f"data.ignore_keys=[{','.join(map(as_value, names))}]"
+        return override if all(as_value(name) == name for name in names) else shlex.quote(override)
 
     def refuse_unknown(self, values: Record, known: Collection[str], item: str, where: str) -> None:
-        """Raise if `values` has a nonempty value under a key that is neither known nor metadata.
+        """Raise if `values` has a nonempty value under a key that is neither known, ignored nor metadata.
 
-        `item` is the kind of object, such as "a turn". Metadata keys are counted as ignored.
+        `item` is the kind of object, such as "a turn". Ignored and metadata keys are counted as ignored.
 
         Raises:
             NoData: HP602 naming an unknown key; the hint ignores it.
@@ -210,27 +226,34 @@ class RecordRules:
         for key, value in values.items():
             if key in known or is_empty(value):
                 continue
+            if key in self.ignored:
+                self.counts.ignored_keys[key] += 1
+                continue
             if key in _MEDIA:
-                raise self._unsupported_media(key, where)
+                raise self._unsupported_media(key, item, where)
             if key in _OF_STAGES:
+                own = self.own_name(key)
                 raise NoData(
-                    f"the key `{key}` is used only by stage {_OF_STAGES[key]}",
+                    f"the key `{own}` is used only by stage {_OF_STAGES[key]}",
                     where=where,
-                    got=f"{key}: {abbreviated(value)}",
+                    got=f"{own}: {abbreviated(value)}",
                     allowed=f"stage={_OF_STAGES[key]}, or records without this key",
-                    hint=self.ignore_hint([key]),
+                    hint=self.ignore_hint([own]),
                 )
             if key in WITHOUT_INFLUENCE:
                 self.counts.ignored_keys[key] += 1
             else:
                 unknown.append(key)
         if unknown:
+            own = self.own_name(unknown[0])
             raise NoData(
-                f"the key `{unknown[0]}` has no known meaning in {item}",
+                f"the key `{own}` has no known meaning in {item}",
                 where=where,
-                got=f"{unknown[0]}: {abbreviated(values[unknown[0]])}",
+                got=f"{own}: {abbreviated(values[unknown[0]])}",
                 allowed=sorted(known),
-                hint=self.ignore_hint(unknown),
+                hint="remove or rename this key, because `data.ignore_keys` would also ignore it elsewhere in a record"
+                if any(key in (_INNER_KEYS if item.startswith("a record") else _OUTER_KEYS) for key in unknown)
+                else self.ignore_hint(map(self.own_name, unknown)),
             )
 
     def refuse_media(self, record: Record, texts: Iterable[str], where: str) -> None:
@@ -256,16 +279,23 @@ class RecordRules:
                     allowed=_SUPPORTED,
                 )
         if (key := next((key for key in media if key not in self.ignored), None)) is not None:
-            raise self._unsupported_media(key, where)
+            raise self._unsupported_media(key, "a record", where)
 
-    def _unsupported_media(self, key: str, where: str) -> NoData:
+    def _unsupported_media(self, key: str, item: str, where: str) -> NoData:
         return NoData(
-            f"the media column `{key}` of a record is not supported",
+            f"the media key `{key}` of {item} is not supported",
             where=where,
             got=key,
             allowed=_SUPPORTED,
             hint=self.ignore_hint([key]),
         )
+
+
+def as_value(text: str) -> str:
+    """Return a text as a YAML scalar, quoted if YAML would not read the plain text as a string."""
+    is_plain = re.fullmatch(r"[^\W\d][\w.-]*", text) is not None
+    is_word = text.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+    return text if is_plain and is_word else json.dumps(text, ensure_ascii=False)
 
 
 def is_empty(value: Any) -> bool:
@@ -285,6 +315,7 @@ def label_of(record: Record, where: str) -> bool:
         NoData: HP602 when there is no Boolean label.
     """
     labels = [record[key] for key in LABELS if record.get(key) is not None]
+    flags = [key for key, value in record.items() if isinstance(value, bool)]
     try:
         return _LABEL.validate_python(labels[0] if labels else None)
     except ValidationError as error:
@@ -295,7 +326,11 @@ def label_of(record: Record, where: str) -> bool:
             where=where,
             got=f"{labels[0]!r:.60}" if labels else sorted(record),
             allowed=f"true or false under {' or '.join(LABELS)}",
-            hint=None if labels else "data.columns.label=KEY",
+            hint=None
+            if labels
+            else shlex.quote(f"data.columns.label={as_value(str(flags[0]))}")
+            if len(flags) == 1
+            else "name the key of the label: data.columns.label=KEY",
         ) from error
 
 

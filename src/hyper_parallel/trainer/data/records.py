@@ -16,11 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from hyper_parallel.errors import NoData
+from hyper_parallel.errors import NoData, abbreviated
 from hyper_parallel.received import LimitExceeded
 from hyper_parallel.trainer.data._tables import read_parquet, records_too_long
 from hyper_parallel.trainer.data.data_files import (
     KINDS,
+    free_path,
     inner_suffix,
     line_command,
     open_bytes,
@@ -43,6 +44,8 @@ _OBJECT_END: Final = re.compile(rf"\s*(?:,\s*{_PLAIN_VALUE})*\}}\s*")
 """Pattern of the rest of a JSON object after its first array; all further values are plain."""
 _SECOND_ARRAY: Final = re.compile(rf'\s*,\s*(?:{_PLAIN_VALUE},\s*)*"([^"\\]*)"\s*:\s*\[')
 """Pattern of the beginning of a second array in a JSON object, after its first array."""
+_NOT_PLAIN: Final = "Expecting only plain values after the list of records"
+"""Message of the decoding error for an object that has other values after its first array."""
 _LONGEST_LITERAL: Final = 16
 """Number of last characters of a chunk; a decoding error there may come from the cut, not from invalid JSON."""
 
@@ -151,7 +154,7 @@ class ArrayReader:
             if end is None:
                 second = _SECOND_ARRAY.match(self._buffer, self._at)
                 self.second_key = second[1] if second else None
-                raise self._error("Expecting only plain values after the list of records")
+                raise self._error(_NOT_PLAIN)
             self._at = end.end()
             self.outer_keys += _KEY.findall(end[0])
         if self._next():
@@ -231,7 +234,7 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
                     where=where,
                     got=type(record).__name__,
                     allowed='objects such as {"text": "..."}',
-                    hint=f"{rewrite} > lines.jsonl" if of_turns else None,
+                    hint=f"{rewrite} > {free_path('lines.jsonl')}" if of_turns and ": record " in where else None,
                 )
             _refuse_columns(record, path, where)
             yield where, record
@@ -253,7 +256,7 @@ def unreadable_file(path: Path, error: OSError) -> NoData:
     return NoData(
         "a data file cannot be read",
         where=str(path),
-        got=error.strerror,
+        got=error.strerror or str(error),
         hint="check the path and its permissions",
     )
 
@@ -267,7 +270,8 @@ def _refuse_columns(record: Record, path: Path, where: str) -> None:
     of_texts = isinstance(first, list) and bool(first) and all(isinstance(v, str) for v in first)
     have_equal_sizes = all(type(v) is type(first) and len(v) == len(first) for v in record.values())
     if have_equal_sizes and (of_rows or of_texts) and inner_suffix(path) == ".json":
-        written = f'pandas.read_json({json.dumps(str(path))}).to_json("lines.jsonl"'
+        target = json.dumps(str(free_path("lines.jsonl")))
+        written = f"pandas.read_json({json.dumps(str(path))}).to_json({target}"
         code = f'import pandas; {written}, orient="records", lines=True)'
         raise NoData(
             "a file contains columns instead of records",
@@ -289,7 +293,7 @@ def _lines(file: IO[str], path: Path, most: int, separators: str) -> Iterator[st
                 "a line has too many values",
                 where=f"{path}:{number}",
                 allowed=f"at most {_MOST_VALUES:,} values",
-                hint=line_command(path, number),
+                hint=f"divide this record; to see its beginning: {line_command(path, number)} | head -c 1000",
             )
         if not line:
             return
@@ -363,6 +367,8 @@ def _read_array(file: IO[str], path: Path, most: int) -> Iterator[tuple[str, Any
     except json.JSONDecodeError as error:
         if reader.second_key is not None:
             raise several_lists([reader.key, reader.second_key], path) from error
+        if error.msg == _NOT_PLAIN:
+            raise _not_plain(reader, path) from error
         raise _not_json(error, path, reader.first_line) from error
     except LimitExceeded as error:
         raise records_too_long(f"{path}:{reader.line}", str(error), most) from error
@@ -378,15 +384,26 @@ def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
             where=str(path),
             got=unknown,
             allowed="the list of records, and keys without influence such as name, version, license",
-            hint=pipe_command(path, "jq -c '.[] | arrays | .[]'") + " > records.jsonl",
+            hint=pipe_command(path, "jq -c '.[] | arrays | .[]'") + f" > {free_path('records.jsonl')}",
         )
+
+
+def _not_plain(reader: ArrayReader, path: Path) -> NoData:
+    """Return the error for a JSON object that has other values than plain ones after its list of records."""
+    rewrite = pipe_command(path, f"jq -c {shlex.quote(f'.[{json.dumps(reader.key)}][]')}")
+    return NoData(
+        "the object that contains the list of records has a nested or invalid value after it",
+        where=f"{path}:{reader.line}",
+        allowed="texts, numbers, true, false and null after the list",
+        hint=f"{rewrite} > {free_path('records.jsonl')}",
+    )
 
 
 def several_lists(keys: Sequence[str], path: Path | str) -> NoData:
     """Return the error for a JSON object with several lists of records, such as the splits of a dataset."""
     first, path = keys[0], Path(path)
-    target = f"{first}.jsonl" if first.isidentifier() else "x.jsonl"
-    command = pipe_command(path, f"jq -c '.[\"{first}\"][]'")
+    target = free_path(f"{first}.jsonl" if first.isidentifier() else "records.jsonl")
+    command = pipe_command(path, f"jq -c {shlex.quote(f'.[{json.dumps(first)}][]')}")
     return NoData(
         "the object that contains the records has several lists, but a source is one list",
         where=str(path),
@@ -406,7 +423,8 @@ def _parse(text: str, path: Path, number: int) -> Any:
                 where=f"{path}:{number}",
                 got=_excerpt(path, text),
                 allowed="a record in each line",
-                hint=over_lines_hint(path),
+                # After complete records, the line is truncated, which no command mends.
+                hint=over_lines_hint(path) if number == 1 else line_command(path, number),
             ) from error
         raise _not_json(error, path, number) from error
     except (RecursionError, ValueError) as error:
@@ -423,12 +441,12 @@ def turns_hint(path: Path) -> str:
     if not of_lists:
         return over_lines_hint(path)
     rewrite = pipe_command(path, "jq -c '{messages: .}'")
-    return f"{rewrite} > lines.jsonl"
+    return f"{rewrite} > {free_path('lines.jsonl')}"
 
 
 def over_lines_hint(path: Path | str) -> str:
     """Return a shell command that converts a JSON file to one record per line."""
-    return f"{pipe_command(Path(path), 'jq -c .')} > lines.jsonl"
+    return f"{pipe_command(Path(path), 'jq -c .')} > {free_path('lines.jsonl')}"
 
 
 def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoData:
@@ -496,12 +514,14 @@ def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
                 yield where, row
         except csv.Error as error:
             where = f"{path}:{rows.reader.line_num}"
+            if "field limit" in str(error):
+                raise records_too_long(where, str(error), most) from error
             hint = line_command(path, rows.reader.line_num)
             raise NoData("a line of a table cannot be read", where=where, got=str(error), hint=hint) from error
 
 
-def text_of(record: Record, text_key: str, where: str) -> str:
-    """Return the text of a record under `text_key`.
+def text_of(record: Record, text_key: str, where: str, *, later: bool = False) -> str:
+    """Return the text of a record under `text_key`; `later` tells whether an earlier record has such a text.
 
     Raises:
         NoData: HP602 when the record has no text under `text_key`.
@@ -510,10 +530,14 @@ def text_of(record: Record, text_key: str, where: str) -> str:
     if isinstance(value, str):
         return value
     texts = {key: len(text) for key, text in record.items() if isinstance(text, str)}
+    hint = shlex.quote(f"data.text_key={max(texts, key=texts.__getitem__)}") if texts else None
     raise NoData(
         f"a record has no text under `{text_key}`",
         where=where,
-        got=f"{text_key}: {type(value).__name__}" if text_key in record else sorted(record),
-        allowed=f"a string under `{text_key}`; sharegpt, alpaca or prompt_completion records",
-        hint=shlex.quote(f"data.text_key={max(texts, key=texts.__getitem__)}") if texts else None,
+        got=f"{text_key}: {abbreviated(value)}" if text_key in record else sorted(record),
+        allowed=f"a text under `{text_key}` in every record"
+        if later
+        else f"a text under `{text_key}`; or, if `data.format` is auto, records of the format sharegpt, alpaca or "
+        "prompt_completion",
+        hint="add the text to this record, or remove it" if later else hint,
     )

@@ -127,8 +127,16 @@ def media_of_processor(directory: str | Path | None) -> tuple[str, ...]:
     )
 
 
-def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
+def load_tokenizer(
+    directory: str | Path, *, trusted: bool = False, other: str | None = None, code: str | None = None
+) -> Any:
     """Load a transformers tokenizer from a local directory; Python code in it runs only if `trusted`.
+
+    Args:
+        directory: Directory of the tokenizer's files.
+        trusted: Permission to run Python code in the directory.
+        other: Hint for a tokenizer that is refused: how the caller can use another tokenizer.
+        code: Hint for a tokenizer that needs its own Python code, if the caller can permit this code.
 
     Raises:
         NoData: HP602 when the directory has no tokenizer, or one that cannot be loaded or exceeds the limits.
@@ -145,7 +153,9 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
             "the tokenizer directory holds no tokenizer",
             where=f"tokenizer: {directory}",
             allowed=f"a directory with one of {', '.join(VOCABULARIES)}",
-            hint="copy the tokenizer files of the model into this directory",
+            hint="copy the tokenizer files of the model into this directory"
+            if directory.is_dir()
+            else "correct the path: this directory does not exist",
         )
     where = f"tokenizer: {directory}"
     check_files(directory, tokenizer_files(directory))
@@ -156,17 +166,14 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=trusted)
     except BadValue as error:
         # transformers and tokenizers raise many exception classes for damaged files.
-        cause = error.__cause__
-        raise NoData(
-            "the tokenizer cannot be loaded",
-            where=where,
-            got=error.got,
-            hint="install the package that the message names"
-            if isinstance(cause, ImportError)
-            else "fetch the tokenizer files again from where the model was published",
-        ) from error
+        cause, hint = error.__cause__, "fetch the tokenizer files again from where the model was published"
+        if isinstance(cause, ImportError):
+            hint = "install the package that the message names"
+        elif not trusted and "trust_remote_code" in str(cause):
+            hint = code or "use a tokenizer that needs no Python code of its own, because this code is not run"
+        raise NoData("the tokenizer cannot be loaded", where=where, got=error.got, hint=hint) from error
     if tokenizer.is_fast:
-        check_parts(tokenizer.backend_tokenizer, where)
+        check_parts(tokenizer.backend_tokenizer, where, other)
     return tokenizer
 
 
@@ -410,7 +417,7 @@ def _refused(
         got=f"{type(hf).__name__} reads the tokenizer of training, {reader} reads the exported one; "
         f"difference: {difference}",
         allowed="a tokenizer with the same tokens with and without the model's config.json",
-        hint=hint or "data.tokenizer=MODEL_DIRECTORY",
+        hint=hint or "train with the tokenizer files that were published with the model",
     )
 
 

@@ -13,7 +13,7 @@ import re
 import shlex
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -52,11 +52,14 @@ from hyper_parallel.trainer.data.document import BadMedia, Conversation, Documen
 from hyper_parallel.trainer.data.record_keys import (
     Record,
     RecordRules,
+    as_value,
     columns_of,
     label_of,
     margin_of,
 )
 from hyper_parallel.trainer.data.records import read_records, text_of, unreadable_file
+from hyper_parallel.trainer.data.source_errors import MAIN, named_by
+from hyper_parallel.trainer.data.source_errors import VALIDATION as VALIDATION
 
 STDLIB = "python-stdlib"
 PlainText = Literal["never", "pairs", "all"]
@@ -101,6 +104,7 @@ class Source:
         table: Table to read; None: the source has files.
         plain: Conversations that are concatenated without a chat template.
         special: Pattern of the tokenizer's special tokens; None: no special tokens.
+        key: Recipe key that names the source, for errors; see `source_errors`.
     """
 
     data: Data
@@ -111,6 +115,7 @@ class Source:
     table: Table | None = None
     plain: PlainText = "never"
     special: re.Pattern[str] | None = None
+    key: str = MAIN
 
     @property
     def counts(self) -> DataCounts:
@@ -120,6 +125,10 @@ class Source:
     def with_own_counts(self) -> Source:
         """Return a copy whose `documents` do not change the counts of this source."""
         return replace(self, rules=replace(self.rules, counts=DataCounts()))
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Return a context that changes errors for the recipe key that names this source; see `named_by`."""
+        return named_by(self.key)
 
     def head(self, num_bytes: int) -> Source:
         """Return a copy that reads at most `num_bytes` bytes of text."""
@@ -169,6 +178,10 @@ class Source:
             NoData: HP602 naming a record that is invalid or longer than `data.max_record_bytes`.
             MissingDependency: HP501 when a package that reads the records is not installed.
         """
+        with self.naming():
+            yield from self._documents()
+
+    def _documents(self) -> Iterator[Document]:
         self.counts.clear()
         left, most = self.data.max_bytes, self.data.max_record_bytes
         unread = _descriptions(Path(self.data.source).expanduser(), self.files)
@@ -179,7 +192,7 @@ class Source:
             self.counts.read += 1
             sizes = [document.num_bytes for document in documents]
             if max(sizes) > most:
-                raise records_too_long(documents[0].where, f"{max(sizes):,} bytes", most)
+                raise records_too_long(documents[0].where, f"{max(sizes):,} bytes", most, max(sizes))
             # Drop both documents of a pair if one is empty.
             if 0 in sizes and any(document.is_empty for document in documents):
                 self.counts.dropped[EMPTY_RECORD] += self.shape != "text"
@@ -202,9 +215,9 @@ class Source:
                 yield from ([document] for document in self._text_documents(path))
             return
         records = _records(self.files, self.table, self.data.max_record_bytes)
-        for where, record in itertools.islice(records, self.data.max_records):
+        for number, (where, record) in enumerate(itertools.islice(records, self.data.max_records)):
             if self.shape == "records":
-                yield [Document(where, text_of(record, self.data.text_key, where))]
+                yield [Document(where, text_of(record, self.data.text_key, where, later=number > 0))]
                 continue
             try:
                 documents = self._conversations(where, record)
@@ -219,7 +232,11 @@ class Source:
     def _conversations(self, where: str, record: Record) -> list[Document]:
         stage = self.stage
         templated = self._is_templated(where, record)
-        conversations = conversations_of(record, self.shape, where, stage, self.rules)
+        detected = self.data.format == "auto"
+        named = {self.rules.columns.get(key, key): value for key, value in record.items()}
+        # Before unknown keys are refused: one of them may hold the label.
+        good = stage == "kto" and label_of(named, where)
+        conversations = conversations_of(record, self.shape, where, stage, self.rules, detected=detected)
         if stage != "pt":
             conversations = [self._without_empty(one, record, where) for one in conversations]
         turns = (turn for one in conversations for turn in one.messages)
@@ -230,8 +247,8 @@ class Source:
                 where,
                 conversation=one,
                 num_context=num_context(one, stage),
-                good=stage == "kto" and label_of(record, where),
-                margin=margin_of(record, where) if stage == "rm" else None,
+                good=good,
+                margin=margin_of(named, where) if stage == "rm" else None,
                 columns=columns_of(record, self.rules) if stage == "grpo" else {},
                 templated=templated,
             )
@@ -319,22 +336,29 @@ def _pieces(path: Path, most: int) -> Iterator[bytes]:
             yield piece[:end]
 
 
-def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
+def resolve(data: Data, stage: str, *, media: tuple[str, ...] = (), key: str = MAIN) -> Source:
     """Return the data source of section `data`: find its files or table, and their format.
 
     Args:
         data: Section `data` with one source.
         stage: Stage of the recipe.
         media: Media kinds (`image`, `audio`) that the model's processor reads.
+        key: Recipe key that names the source, for errors.
 
     Raises:
         NoData: HP602 when there are no files to read, or their format is not recognized.
         Contradiction: HP104 when source, format and stage contradict each other.
         MissingDependency: HP501 when a package that reads the source is not installed.
     """
+    with named_by(key):
+        return replace(_resolve(data, stage, media), key=key)
+
+
+def _resolve(data: Data, stage: str, media: tuple[str, ...]) -> Source:
     if data.source == STDLIB and data.format not in ("auto", "text"):
         raise Contradiction(
             f"`data.source: {STDLIB}` is text",
+            where="data.format",
             got=f"data.format={data.format}",
             hint="data.format=text",
         )
@@ -347,7 +371,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
                 where=f"data.source: {data.source}",
                 got=f"data.{key}={value}",
                 allowed="a folder with a dataset, or a name on the Hugging Face hub",
-                hint=f"data.{key}=null",
+                hint=" ".join(f"data.{k}=null" for k in ("name", "split") if getattr(data, k) is not None),
             )
     files = _files(data, stage) if table is None else []
     by_document = stage == "pt" and (data.masks(stage) or not data.packing)
@@ -383,7 +407,7 @@ def _check_stage(source: Source) -> None:
     wants_pairs, wants_turns = stage in ("dpo", "orpo", "rm"), stage in ("sft", "kto", "grpo")
     if wants_pairs != pairs or (wants_turns and not source.is_conversations):
         allowed = "preference" if wants_pairs else "any format except preference"
-        wanted = {"sft": "the assistant's turns", **PREFERENCE_STAGES}.get(stage, "one text each")
+        wanted = {"sft": "the assistant's turns", **PREFERENCE_STAGES}.get(stage, "single texts")
         kind = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
         raise Contradiction(
             f"`stage: {stage}` trains on {wanted}, but the source holds {kind}",
@@ -425,7 +449,7 @@ def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
             raise NoData(
                 "`stage: kto` compares answers of different records, but there is only one record",
                 where=first.where,
-                hint="use at least two records, or stage=sft",
+                hint="use at least two records",
             )
         yield _with_answer_of(first, before)
 
@@ -488,7 +512,7 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
         near = nearest_path(data.source, [*below[:_MOST_FOLDERS], *folders], fits)
         near = near or nearest_path(data.source, fits=Path.exists)
     hint = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
-    if several and key:
+    if several and key == "data.source":  # `data.validation` is one source
         hint = shlex.quote(f"{key}=[{', '.join(several)}]")
     if near is not None:
         hint = shlex.quote(f"{key}={near}") if key else f"write `{near}`"
@@ -521,11 +545,11 @@ def _files(data: Data, stage: str) -> list[Path]:
             hint="correct `data.source`, or put data files into the directory",
         )
     if path.is_dir():
-        files = _of_one_kind(path, _without_descriptions(files, data.format), data.format)
+        files = _of_one_kind(path, _without_descriptions(files, data.format), data.format, stage)
         refuse_splits(path, files)
     for file in files:
         if file.is_symlink():
-            refuse_other_target(file)
+            refuse_other_target(file, is_source=path.is_file())
         if kind_of(file) == "text":
             refuse_unread(file)
     if all(f.stat().st_size == 0 for f in files):
@@ -556,7 +580,7 @@ def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
     return [f for f in files if not describes(f)] if records else files
 
 
-def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
+def _of_one_kind(root: Path, files: list[Path], format_: str, stage: str) -> list[Path]:
     """Return the files in the recipe's format; raise NoData (HP602) if there is none or, with `auto`, several types."""
     kinds = _FORMATS.get(format_) or {kind_of(f) for f in files}
     suffixes = ", ".join(sorted({"".join(f.suffixes[-2:]) or f.name for f in files}))
@@ -565,8 +589,11 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
             "the data directory contains several file types",
             where=f"data.source: {root}",
             got=suffixes,
-            allowed="one of text, JSON, parquet, CSV; or set data.format to select one (text: all files)",
-            hint=f"data.format={next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}",
+            allowed="one of text, JSON, parquet, CSV"
+            + ("; or set data.format to select one (text: all files)" if stage == "pt" else ""),
+            hint=f"data.format={next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}"
+            if stage == "pt"
+            else "name one file in `data.source`, or move the files of other types to another directory",
         )
     chosen = [f for f in files if kind_of(f) in kinds]
     if not chosen:
@@ -606,14 +633,17 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
     shape = "records"
     with suppress(NoData):
         shape = shape_of(record, data.text_key, str(file), stage, rules)
+    fits = stage == "pt" if shape == "records" else (shape == "preference") == (stage in ("dpo", "orpo", "rm"))
+    is_file = not Path(data.source).expanduser().is_dir()
     raise NoData(
         "the file name says plain text, but the first line is a JSON record",
         where=str(file),
         got=sorted(record),
-        allowed="a name that ends in .jsonl, or data.format: text trains on the JSON as text",
-        hint="rename the files to names that end in .jsonl"
-        if Path(data.source).expanduser().is_dir()
-        else f"data.format={'jsonl' if shape == 'records' else shape}",
+        allowed="a name that ends in .jsonl"
+        + (", or data.format: text, which trains on the JSON as text" if stage == "pt" else ""),
+        hint=f"data.format={'jsonl' if shape == 'records' else shape}"
+        if is_file and fits
+        else "give the files names that end in .jsonl",
     )
 
 
@@ -628,6 +658,6 @@ def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> N
             f"a record has no key `{own}`, which `data.columns` names",
             where=where,
             got=sorted(map(str, record)),
-            allowed="keys of the records",
-            hint=shlex.quote(f"data.columns.{name}={near[0]}") if near else None,
+            allowed="a key of the records",
+            hint=shlex.quote(f"data.columns.{name}={as_value(near[0])}") if near else None,
         )

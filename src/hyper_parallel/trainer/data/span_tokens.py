@@ -144,7 +144,7 @@ def tokens_of_spans(
     Raises:
         BadValue: HP102 when the tokenizer fails, or no tokens with boundaries at the spans reproduce the text.
     """
-    with tokenizing(where):
+    with tokenizing(where, "data.tokenizer=TOKENIZER_DIR"):
         spans = [span for span in spans if span[0] < span[1]]
         facts = _facts_of(tokenizer)
         cuts: set[int] = set()

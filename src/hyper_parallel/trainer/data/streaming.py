@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from hyper_parallel.errors import CheckpointMismatch, NoData
-from hyper_parallel.trainer.data.batches import Batch, check_cut, check_position
+from hyper_parallel.trainer.data.batches import START_OVER, Batch, check_cut, check_position
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.packing import encode, fill_row, no_target
 from hyper_parallel.trainer.data.preview import LengthHistogram
@@ -70,6 +70,7 @@ class Stream:
     Attributes:
         lengths: Histogram of document lengths in the epoch to which `counts` refers.
         masked: Whether attention is blocked between documents of a row.
+        start_over: Recipe override with which the run does not read a checkpoint, for hints.
     """
 
     def __init__(self, source: Source, hf: Any, seed: int, pad_id: int) -> None:
@@ -79,6 +80,7 @@ class Stream:
         self._reported: list[str] = []
         self._epoch_counts: DataCounts | None = None
         self.lengths = LengthHistogram()
+        self.start_over = START_OVER
 
     @property
     def counts(self) -> DataCounts:
@@ -143,7 +145,7 @@ class Stream:
                 where=f"data.source: {self.data.source}, {place}",
                 got=f"checksum {checksum}",
                 allowed=f"checksum {start.checksum}",
-                hint="restore the data, or train from the start with `checkpoint.resume=never`",
+                hint=f"restore the data, or train without this checkpoint: {self.start_over}",
             )
 
     def _report(self, number: int | None = None) -> None:
@@ -275,12 +277,15 @@ class StreamBatches:
             "shuffle": self.stream.data.shuffle,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], start_over: str = START_OVER) -> None:
         """Continue after the sequences read before the checkpoint; `sequences_per_step` may have changed since.
+
+        `start_over` is the hint of the error.
 
         Raises:
             CheckpointMismatch: HP702 when settings or order of the data differ. `Stream.rows` checks the data itself.
         """
-        check_position(state, self.state_dict(0), ("fingerprint", "seed", "shuffle"))
+        check_position(state, self.state_dict(0), ("fingerprint", "seed", "shuffle"), start_over)
+        self.stream.start_over = start_over
         self._place, self._next = Place(*state["place"]), state["step"]
         self._origin = state["sequences_seen"] - state["step"] * self.sequences_per_step

@@ -116,10 +116,9 @@ class TemplateProperties:
             return self.render(turns, tools=tools, prompt=prompt)[0]
         except TemplateBudget as error:  # further probes would exhaust their budgets too
             raise BadValue(
-                "the chat template of the tokenizer rejects a conversation",
+                "the chat template of the tokenizer exceeds a limit for a short conversation",
                 where="chat template",
                 got=str(error),
-                hint="data.chat_template=FILE",
             ) from error
         except Exception:  # a template may raise any exception
             return ""

@@ -33,6 +33,7 @@ from hyper_parallel.trainer.data.saved_tokenizer import (
     set_class,
     tokenizer_files,
 )
+from hyper_parallel.trainer.data.source_errors import MAIN
 from hyper_parallel.trainer.data.sources import PlainText, Source, resolve
 from hyper_parallel.trainer.data.template_properties import generation_stops
 from hyper_parallel.trainer.files import FileEntry, copy_files
@@ -116,7 +117,9 @@ def open_sources(
 ) -> tuple[Tokenizer, list[Source]]:
     """Return the tokenizer of a recipe, and its sources; arguments and errors are those of `prepare`."""
     media = media_of_processor(Path(data.tokenizer or model_path or "").expanduser())
-    sources = [resolve(section, stage, media=media) for section, _ in data.parts()]
+    keys = [MAIN if isinstance(data.source, str) else f"{MAIN}[{i}]" for i in range(len(data.parts()))]
+    parts = zip(data.parts(), keys, strict=True)
+    sources = [resolve(section, stage, media=media, key=key) for (section, _), key in parts]
     cache = cache_root(data.cache_dir)
     tokenizer = _obtain(data, sources, model_path, cache, progress, vocab_limit, model_config)
     if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
@@ -126,12 +129,16 @@ def open_sources(
 
 def _too_large(tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_limit: int) -> BadValue:
     own = has_tokenizer(model_path)
-    where, hint = f"model.path: {model_path}", f"data.vocab_size={vocab_limit}"
+    where, hint = f"data.vocab_size: {data.vocab_size}", f"data.vocab_size={vocab_limit}"
     if data.tokenizer:
         where, hint = f"data.tokenizer: {data.tokenizer}", "data.tokenizer=null"
+        if not own and _has_weights(model_path):  # a model with weights needs a tokenizer
+            hint = f"set `data.tokenizer` to the tokenizer of the model, of at most {vocab_limit} tokens"
     elif own:
+        where = f"model.path: {model_path}"
         hint = f"model.resize_token_embeddings({tokenizer.vocab_size}) of transformers adds the rows"
     elif vocab_limit < LEAST_TRAINED_VOCABULARY:
+        where = f"model.path: {model_path}"
         hint = f'set "vocab_size" in the model\'s config.json to at least {LEAST_TRAINED_VOCABULARY}'
     beyond = sorted(word for word, i in tokenizer.hf.get_vocab().items() if i >= vocab_limit)
     names = ", ".join(beyond[:3]) + (", ..." if len(beyond) > 3 else "")
@@ -142,6 +149,12 @@ def _too_large(tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_l
         allowed=f"a tokenizer of at most {vocab_limit} tokens; too many: {names}",
         hint=hint,
     )
+
+
+def _has_weights(model_path: str | None) -> bool:
+    """Return whether a directory has weight files; False for None and for any other path."""
+    files = Path(model_path or "").glob("*") if model_path and Path(model_path).is_dir() else ()
+    return any(file.suffix in (".safetensors", ".bin") for file in files)
 
 
 def bind_tokenizer(source: Source, tokenizer: Tokenizer) -> Source:
@@ -178,10 +191,10 @@ def _obtain(
         size = data.vocab_size or min(_ENTRIES, vocab_limit or _ENTRIES)
         key = digest([_VERSION, texts if len(texts) > 1 else texts[0], size, _TRAIN_BYTES])
         directory, _ = entry(cache / "tokenizers", key, lambda target: _train(target, size, sources, show))
-    tokenizer = original = Tokenizer(load_tokenizer(directory), directory)
+    tokenizer = original = Tokenizer(load_tokenizer(directory, other="data.tokenizer=TOKENIZER_DIR"), directory)
     if tokenizer.hf.eos_token_id is None:
         raise BadValue(
-            "the tokenizer has no end-of-text token, so documents cannot be joined",
+            "the tokenizer has no end-of-text token, which marks the end of every document and answer",
             where=f"tokenizer: {directory}",
             hint="add `eos_token` to its tokenizer_config.json",
         )
@@ -258,7 +271,7 @@ def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
             problem,
             where=str(older),
             got=f"no key {error}" if isinstance(error, KeyError) else str(error)[:120],
-            hint="data.chat_template=FILE",
+            hint="fetch this file again from where the model was published, or set `data.chat_template=FILE`",
         ) from error
 
 

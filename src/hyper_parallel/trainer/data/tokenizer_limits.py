@@ -11,7 +11,6 @@ import binascii
 import json
 import math
 import re
-import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -85,12 +84,17 @@ def check_files(directory: Path, names: Sequence[str]) -> None:
                 where=str(path),
                 got=str(target),
                 allowed="files, or links to files of the same name",
-                hint=f"rm {shlex.quote(str(path))}",
+                hint="replace the link by the file that was published with the model",
             )
 
 
-def check_parts(backend: Any, where: str) -> None:
-    """Raise if a loaded tokenizer, a `tokenizers.Tokenizer`, may take unbounded time or memory for a text.
+def check_parts(backend: Any, where: str, hint: str | None = None) -> None:
+    """Raise if a loaded tokenizer may take unbounded time or memory for a text.
+
+    Args:
+        backend: `tokenizers.Tokenizer`.
+        where: Directory of the tokenizer, for error messages.
+        hint: Hint of the error: how the caller can use another tokenizer.
 
     Raises:
         BadValue: HP102 naming the component, or a `max_input_chars_per_word` that is too large.
@@ -109,16 +113,16 @@ def check_parts(backend: Any, where: str) -> None:
                 f"the {name} of the tokenizer may take unbounded time or memory",
                 where=where,
                 got=str(error)[:300],
-                hint="data.tokenizer=TOKENIZER_DIR",
+                hint=hint,
             ) from error
     longest = getattr(backend.model, "max_input_chars_per_word", 0) or 0
     if longest > _MOST_WORD:
         raise BadValue(
-            "the tokenizer splits words that are too long",
+            "the tokenizer accepts words that are too long, which may take unbounded time",
             where=where,
             got=f"max_input_chars_per_word={longest}",
             allowed=f"at most {_MOST_WORD}",
-            hint="data.tokenizer=TOKENIZER_DIR",
+            hint=hint,
         )
 
 
@@ -209,10 +213,11 @@ def _most_repeats(repetition: str) -> int:
 
 
 @contextmanager
-def tokenizing(where: str) -> Iterator[None]:
+def tokenizing(where: str, hint: str | None = None) -> Iterator[None]:
     """Return a context that converts errors of a tokenizer, including panics of its Rust library, to BadValue.
 
-    Errors of this package, and exceptions such as KeyboardInterrupt, are raised unchanged.
+    Errors of this package, and exceptions such as KeyboardInterrupt, are raised unchanged. `hint` tells how the caller
+    can use another tokenizer.
 
     Raises:
         BadValue: HP102 with the tokenizer's message and `where`.
@@ -228,6 +233,6 @@ def tokenizing(where: str) -> Iterator[None]:
                 "the tokenizer fails on a text",
                 where=where,
                 got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-                hint="data.tokenizer=TOKENIZER_DIR",
+                hint=hint,
             ) from error
         raise

@@ -15,6 +15,7 @@ from hyper_parallel.trainer.data.column_guesses import (
     column_hint,
     guess_role,
     guess_turn_columns,
+    own_columns,
 )
 from hyper_parallel.trainer.data.document import Conversation, MediaFile, Message
 from hyper_parallel.trainer.data.media_kinds import kind_of_part
@@ -150,7 +151,7 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
             where=where,
             got=sorted(map(str, turn)),
             allowed="a role under role or from, and a text under content or value",
-            hint=column_hint(guess_turn_columns(values)),
+            hint=column_hint(own_columns(guess_turn_columns(values), rules.turn_columns)),
         )
     rules.refuse_unknown(values, _KEYS, "a turn", where)
     word = _role_of(values, rules, where)

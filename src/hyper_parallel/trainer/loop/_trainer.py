@@ -349,7 +349,9 @@ class Trainer:
             return {}
         job, line = self._job, self._display.line
         changed = check_resume(extra.get("run"), facts, job.resume_dir.parent)
-        self._batches.load_state_dict(extra["data"])
+        has_source = job.recipe.checkpoint.from_dir is not None
+        start_over = ("checkpoint.from_dir=null " if has_source else "") + "checkpoint.resume=never"
+        self._batches.load_state_dict(extra["data"], start_over)
         line(f"resumed from {extra.get('snapshot', job.resume_dir)}, step {done}")
         steps = job.recipe.training.steps
         why = f"training.steps is {steps}" if done >= steps else ""

@@ -57,7 +57,8 @@ class ModelReward:
                 allowed="architectures: a *ForSequenceClassification model with one label",
                 hint="hyper-parallel train RECIPE.yaml stage=rm",
             )
-        reward_tokenizer, run_tokenizer = (load_tokenizer(d) for d in (self.directory, tokenizer_dir))
+        fetch = "fetch the tokenizer files of the reward model again, or remove it from `grpo.reward_funcs`"
+        reward_tokenizer, run_tokenizer = load_tokenizer(self.directory, other=fetch), load_tokenizer(tokenizer_dir)
         differences = {
             "vocabulary": reward_tokenizer.get_vocab() != run_tokenizer.get_vocab(),
             "chat template": reward_tokenizer.chat_template != run_tokenizer.chat_template,
