@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hyper_parallel.backends.torch.axis_changes import completed_changes
 from hyper_parallel.backends.torch.context.apply import count_attention_calls
 from hyper_parallel.backends.torch.layer_flow import LayerFlow, trace_layer_flow
 from hyper_parallel.backends.torch.model_layouts import resolve_layouts
@@ -41,13 +42,14 @@ def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None
     called here if tensor parallelism needs the layouts.
     """
     strategy = plan.strategy
-    refuse_random_modules(model, strategy)
-    flow = trace_stages(model, plan) if strategy.pp > 1 else None
-    calls, tensor = count_attention_calls(model, strategy), None
-    if strategy.tp > 1:
-        layouts = resolve_layouts(model, plan) if shard_plan is None else shard_plan
-        if layouts.whole_stream or view_of(model).base is None:
-            tensor = try_forward(model, layouts.layouts, layouts.styles, strategy)
+    with completed_changes(strategy):
+        refuse_random_modules(model, strategy)
+        flow = trace_stages(model, plan) if strategy.pp > 1 else None
+        calls, tensor = count_attention_calls(model, strategy), None
+        if strategy.tp > 1:
+            layouts = resolve_layouts(model, plan) if shard_plan is None else shard_plan
+            if layouts.whole_stream or view_of(model).base is None:
+                tensor = try_forward(model, layouts.layouts, layouts.styles, strategy)
     return ForwardTrials(flow, calls, tensor)
 
 

@@ -15,6 +15,7 @@ from hyper_parallel import ir
 from hyper_parallel.backends.torch._flow_checks import check_flow
 from hyper_parallel.backends.torch._forwards import ShardedModel, replace_forwards
 from hyper_parallel.backends.torch._logits_hook import replace_loss
+from hyper_parallel.backends.torch.axis_changes import completed_changes
 from hyper_parallel.backends.torch.data.fsdp import FLAT, shard_data_parallel
 from hyper_parallel.backends.torch.data.unit_order import order_units
 from hyper_parallel.backends.torch.experts.apply import count_experts
@@ -67,9 +68,10 @@ def apply_plan(
         AuditError: HP206 when a parameter does not have its planned layout afterwards.
     """
     strategy = plan.strategy
-    sharded = _shard_parameters(model, plan, ranks, routing or Routing())
+    with completed_changes(strategy):
+        sharded = _shard_parameters(model, plan, ranks, routing or Routing())
+        tp, context, halves, layers = replace_forwards(model, plan, ranks.mesh, sharded)
     stages, experts, balance = sharded.stages, sharded.experts, sharded.balance
-    tp, context, halves, layers = replace_forwards(model, plan, ranks.mesh, sharded)
     hook = replace_loss(model, tp, context, balance)
     if stages is not None:
         stages.install(model)

@@ -87,7 +87,7 @@ def flow_error(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
         where=f"parallel.{axis}",
         got=getattr(getattr(model, "config", None), "model_type", type(model).__name__),
         allowed=f"{axis}=1",
-        hint=f"parallel.{axis}=1",
+        changes={f"parallel.{axis}": 1},
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch.axis_changes import without_axes
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import flow_error, preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import view_of
@@ -57,9 +58,8 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
         raise UnsupportedSharding(
             f"context parallelism does not support `{min(media)}`, an input of a module outside the decoder",
             where=type(model).__name__,
-            got="cp",
-            allowed="any layout with cp=1; pp only if forward can run without this input",
-            hint="parallel.cp=1",
+            allowed="cp=1",
+            changes={"parallel.cp": 1},
         )
     parameters = inspect.signature(model.forward).parameters if media else {}
     for name in sorted(media.keys() & parameters.keys()):
@@ -114,9 +114,8 @@ def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
             "modules are skipped at random in training, and ranks with the same data would skip different ones",
             where=", ".join(differing[:2]),
             got=", ".join(sorted(names)) or type(model).__name__,
-            allowed="dp_replicate, dp_shard",
-            hint="parallel.tp=1 parallel.cp=1 parallel.pp=1"
-            + (", or `layerdrop` of 0 in the model's config" if names else ""),
+            allowed="dp_replicate, dp_shard" + (", or `layerdrop` of 0 in the model's config" if names else ""),
+            changes=without_axes(strategy, *dict.fromkeys(axis.partition("_")[0] for axis in axes)),
         )
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch.axis_changes import without_axes
 from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.initialization import (
     LORA_A,
@@ -125,7 +126,7 @@ def adapter_layouts(model: nn.Module, layouts: dict[str, Layout], strategy: Stra
                 where=name,
                 got=f"layout {weight}",
                 allowed="parallel.ep=1, or lora.target_modules without the experts",
-                hint="parallel.ep=1",
+                changes=without_axes(strategy, "ep"),
             )
         # Tensor parallelism shards weights [out, in] of nn.Linear only, never [in, out] of other classes.
         rows, columns = ([a for a in axes if a in _TENSOR_AXES] for axes in weight.axes)
