@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hyper_parallel.backends.torch.axis_changes import completed_changes
 from hyper_parallel.backends.torch.context.apply import count_attention_calls
 from hyper_parallel.backends.torch.layer_flow import LayerFlow, trace_layer_flow
 from hyper_parallel.backends.torch.model_layouts import resolve_layouts
@@ -17,7 +16,7 @@ from hyper_parallel.backends.torch.pipeline.stages import trace_stages
 from hyper_parallel.backends.torch.tensor.partial_gradients import TensorTrial, try_forward
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
-from hyper_parallel.shard import ShardPlan
+from hyper_parallel.shard import ShardPlan, completed_changes
 
 
 @dataclass(frozen=True, slots=True)

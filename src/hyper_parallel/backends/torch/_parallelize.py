@@ -15,7 +15,6 @@ from hyper_parallel import ir
 from hyper_parallel.backends.torch._flow_checks import check_flow
 from hyper_parallel.backends.torch._forwards import ShardedModel, replace_forwards
 from hyper_parallel.backends.torch._logits_hook import replace_loss
-from hyper_parallel.backends.torch.axis_changes import completed_changes
 from hyper_parallel.backends.torch.data.fsdp import FLAT, shard_data_parallel
 from hyper_parallel.backends.torch.data.unit_order import order_units
 from hyper_parallel.backends.torch.experts.apply import count_experts
@@ -36,6 +35,7 @@ from hyper_parallel.backends.torch.tensor.symmetric_memory import check_symmetri
 from hyper_parallel.backends.torch.weights.shard_ranges import local_runs, select
 from hyper_parallel.errors import AuditError
 from hyper_parallel.ir import Layout, Mesh, Plan, merge, placements
+from hyper_parallel.shard import completed_changes
 
 
 def apply_plan(

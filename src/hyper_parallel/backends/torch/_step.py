@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._logits_hook import cut_batch
-from hyper_parallel.backends.torch.axis_changes import completed_changes
 from hyper_parallel.backends.torch.collectives import all_reduce, purpose
 from hyper_parallel.backends.torch.data.fsdp import set_last_backward
 from hyper_parallel.backends.torch.experts.routing import (
@@ -42,6 +41,7 @@ from hyper_parallel.backends.torch.vocab_parallel_loss import IGNORED, cross_ent
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import BadObjective, BadValue, NoLoss, UnsupportedSharding
 from hyper_parallel.ir import Purpose
+from hyper_parallel.shard import completed_changes
 
 Objective = Callable[[Any, Mapping[str, Any]], Tensor]
 Over = Literal["logprobs", "logits", "output"]
@@ -449,7 +449,7 @@ def _run_losses(
             loss = _objective_loss(model, attached, part, objective, over, share)
         return loss if scale == 1.0 else loss * scale
 
-    with extend_backward(model, strategy) if train else nullcontext():
+    with completed_changes(strategy), extend_backward(model, strategy) if train else nullcontext():
         if attached.pipeline is not None:
             total = attached.pipeline.run(model, parts, loss_of, span, train, scale, step)
         else:

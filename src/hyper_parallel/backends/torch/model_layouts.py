@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from torch import nn
 
-from hyper_parallel.backends.torch.axis_changes import without_axes
 from hyper_parallel.backends.torch.layer_flow import count_norm_calls
 from hyper_parallel.backends.torch.model_structure import text_config, view_of
 from hyper_parallel.backends.torch.token_scores import SCORE, scores_tokens
@@ -36,6 +35,7 @@ from hyper_parallel.shard import (
     module_of,
     normalise_plan,
     plan_layouts,
+    without_axes,
 )
 
 _STYLES_OF_HEADS: Final = ("kv_replicate", "qkv", "latent", "norm_heads")

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.axis_changes import without_axes
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import flow_error, preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import view_of
@@ -23,7 +22,7 @@ from hyper_parallel.backends.torch.token_scores import head_of
 from hyper_parallel.backends.torch.wrappers import replace_attributes
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
-from hyper_parallel.shard import module_of
+from hyper_parallel.shard import module_of, without_axes
 
 _TOKEN_INPUTS: Final = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")

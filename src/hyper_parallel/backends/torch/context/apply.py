@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch.axis_changes import completed_changes, without_axes
 from hyper_parallel.backends.torch.context._trial import AttentionTrial, override_position_ids
 from hyper_parallel.backends.torch.context.attention import (
     ATTRIBUTE,
@@ -38,6 +37,7 @@ from hyper_parallel.backends.torch.pass_context import RunningPass
 from hyper_parallel.backends.torch.tensor.collectives import join
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
+from hyper_parallel.shard import completed_changes, without_axes
 
 MASKS_IGNORE_POSITION_IDS = ("gpt_oss",)
 """Model types whose masks ignore `position_ids`."""

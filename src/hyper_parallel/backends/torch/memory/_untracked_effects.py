@@ -184,9 +184,11 @@ class UntrackedEffects:
         state: Mapping[int, Tensor],
         make_resident: Callable[[Tensor], None],
     ) -> None:
-        """Raise CaptureUnsupported (HP511), after the step, for state that changed without an operator.
+        """Raise CaptureUnsupported (HP511), after the step, for a change that no recorded operator makes.
 
-        `state` maps a storage to a tensor that existed before the step; `make_resident` makes a tensor resident.
+        This is a change of a Python attribute, a replaced tensor that was read, random numbers of Python or NumPy, or
+        changed bytes. `state` maps a storage to a tensor that existed before the step; `make_resident` makes a tensor
+        resident.
         """
         read = {s for operator in operators for s in operator.reads}
         written = {s for operator in operators for s in operator.writes}
@@ -248,7 +250,7 @@ class PythonValues:
             hook.remove()
 
     def refuse_changes(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Raise HP511 if the step has changed a Python attribute or drawn random numbers of Python or NumPy.
+        """Raise HP511 if the step has changed a Python attribute, replaced a tensor, or drawn Python or NumPy numbers.
 
         `was_read` tells whether an operator of the step has read a tensor; a replaced tensor is refused only then.
         """

@@ -197,7 +197,7 @@ def _refusal(model: nn.Module, why: str, got: str) -> UnsupportedSharding:
         where="parallel.submodels",
         got=got,
         allowed="a text decoder with an encoder for images and videos, one for audio, or both",
-        hint="parallel.submodels=null",
+        hint="parallel.submodels=null, or without a recipe hp.parallelize(model, plan)",
     )
 
 

@@ -40,22 +40,20 @@ def without_axes(strategy: Strategy, *axes: str) -> dict[str, object]:
     return changes
 
 
-def complete_changes(error: UnsupportedSharding, strategy: Strategy) -> UnsupportedSharding:
-    """Extend the changes and the hint of an error that removes an axis by those of `without_axes`; return the error."""
+def _complete(error: UnsupportedSharding, strategy: Strategy) -> None:
     axes = dict.fromkeys(axis for key, axis in _AXES.items() if error.changes.get(key) == 1)
     used = [axis for axis in axes if getattr(strategy, axis) > 1]
     if used:
         rest = {key: value for key, value in error.changes.items() if key not in _AXES and key != "parallel.tp_y"}
         error.changes = without_axes(strategy, *used) | rest
         error.hint = overrides(error.changes)
-    return error
 
 
 @contextmanager
 def completed_changes(strategy: Strategy) -> Iterator[None]:
-    """Apply `complete_changes` to an UnsupportedSharding that is raised in this context."""
+    """Add the changes of `without_axes` to an UnsupportedSharding of this context whose changes remove an axis."""
     try:
         yield
     except UnsupportedSharding as error:
-        complete_changes(error, strategy)
+        _complete(error, strategy)
         raise
