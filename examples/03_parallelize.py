@@ -17,7 +17,7 @@ TOKENS = torch.randint(0, CONFIG.vocab_size, (STEPS, BATCH, SEQ_LEN))
 
 def train(plan: hp.Plan) -> list[float]:
     """Train on this rank and return the loss of every step."""
-    model = hp.parallelize(MODEL, plan)  # same class, same parameter names
+    model = hp.parallelize(MODEL, plan)  # same parameter names
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rank, size = hp.data_share(model)
     losses = []

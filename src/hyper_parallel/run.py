@@ -233,7 +233,7 @@ def _overrides_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def _as_yaml(value: Any) -> str:
-    """Return the text of a value in an override: a string unchanged, other values as JSON."""
+    """Return the text of a value in an override: a string or path as plain text, other values as JSON."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value if isinstance(value, str) else json.dumps(value, default=_plain)

@@ -114,7 +114,7 @@ def test_stages_and_parts_of_tokens_repeat_one_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "axis", "says"),
     [
-        ("bloom", "cp", "tokens see each other in baddbmm"),
+        ("bloom", "cp", "tokens interact outside of the attention interface, in baddbmm"),
         ("hrm_text", "pp", "more than the activations"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Options of `hyper-parallel train`: type and help text of each parameter."""
+"""Options of `hyper-parallel train`: type and help text of its own parameters."""
 
 from __future__ import annotations
 

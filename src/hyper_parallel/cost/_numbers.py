@@ -418,7 +418,7 @@ class ModelNumbers:
 
 
 def _head_norms(block: Block) -> list[int]:
-    """Return the widths of the query and key heads that a layer normalizes."""
+    """Return the total width of all query heads and that of all key heads, if the layer normalizes them."""
     a, names = block.attention, [p.name for p in block.params]
     if a is None:
         return []

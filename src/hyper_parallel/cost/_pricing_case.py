@@ -514,7 +514,8 @@ class PricingCase:
     def logit_ranks(self) -> Array:
         """Number of ranks over which the logits of a tensor-parallel group are sharded.
 
-        A replicated head processes only the tokens of its rank, unless the residual stream is replicated.
+        If every rank has the whole head, it computes the logits of its own tokens only, or of all tokens if the
+        residual stream is replicated.
         """
         return np.where(self.uncut.stream * self.keeps_whole, self.vocabulary_ranks, self.c.tp)
 

@@ -361,19 +361,18 @@ def in_flight(c: Candidates, rank: Array | int = 0) -> Array:
 
     A microbatch counts as 1 if all layers of the rank hold its activations, as 1 / v if one of v virtual stages does.
     On the first rank, the number is p for 1F1B, ZB-H1 and ZBV, m for GPipe, p + (p - 1) / v for interleaved schedules,
-    and p + 1/2 for DualPipeV, but at most m. In 1F1B and ZB-H1, every rank has one microbatch fewer than the previous
-    rank; in interleaved schedules, 2 / v fewer. In GPipe and the V-shaped schedules, all ranks have equal numbers.
+    and p + 1/2 for DualPipeV, but at most m. In 1F1B every rank has one microbatch fewer than the previous rank; in
+    interleaved schedules, 2 / v fewer. In the other schedules all ranks have equal numbers.
 
     Sources: Korthikanti et al. 2022, section 4.2.3; Qi et al. 2023, section 6; DeepSeek-AI 2024, table 2.
     """
     p = c.pp
     counts: dict[str, Array] = {
         "gpipe": c.accumulation,
-        "interleaved": p + (p - 1.0) / np.maximum(c.vpp, 1.0),
+        "1f1b": p - rank,
+        "interleaved": p + (p - 1.0 - 2.0 * rank) / np.maximum(c.vpp, 1.0),
         "dualpipev": p + 0.5,
     }
-    counts |= dict.fromkeys(("1f1b", "zb-h1"), p - rank)
-    counts["interleaved"] = counts["interleaved"] - 2.0 * rank / np.maximum(c.vpp, 1.0)
     result: Array = p * 1.0
     for name, value in counts.items():
         result = np.where(c.schedule == SCHEDULES.index(name), value, result)

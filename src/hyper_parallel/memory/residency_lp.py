@@ -1,9 +1,9 @@
 """Linear program that minimizes the seconds of waits and recomputation, under a target of device bytes.
 
 A position is an index in the order of the operators. A store copies a storage from the device to DRAM, a prefetch
-copies it back; each direction is one serial channel. The program relaxes emission in two ways. Fractions of storages
-may be offloaded. Copied bytes are interchangeable: only the total of bytes that must be stored or reloaded by each
-position counts, not which storage they belong to.
+copies it back; each direction is one serial channel. Compared with the list of actions that is written later, the
+program is relaxed in two ways. Fractions of storages may be offloaded. Copied bytes are interchangeable: only the total
+of bytes that must be stored or reloaded by each position counts, not which storage they belong to.
 
 The rows state the bytes at sampled positions, the traffic of both channels up to each sample, and the waits. A sample
 is the position with the most bytes in an interval, and stands for the other positions of that interval.
@@ -237,7 +237,7 @@ class ResidencyLP:
             self._add(self._dram[self._sample[high]], variable, -sign * num_bytes / self._unit)
 
     def same_sample(self, a: int, b: int) -> bool:
-        """Return whether two positions belong to the same sample."""
+        """Return whether the first sampled position at or after `a` is also the first at or after `b`."""
         return self._sample[a] == self._sample[b]
 
     def add_absence(self, fraction: int, low: int, high: int, num_bytes: int) -> None:

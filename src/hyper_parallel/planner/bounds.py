@@ -232,9 +232,10 @@ class Pricer:
         return columns | {"block": np.arange(count(columns), dtype=np.float64)}
 
     def microbatch_s(self, columns: Columns) -> Array:
-        """Return a lower bound of the seconds per token for rows without pipeline and data-parallel columns.
+        """Return a lower bound of the seconds per token, for rows without pipeline and data-parallel columns.
 
-        The bound is the time of the layers for one microbatch, on equal stages and without FSDP.
+        The bound is the time of layers and head for one microbatch, divided by the tokens that all devices process
+        meanwhile. Stages are assumed equal, and FSDP and pipelines free of cost.
         """
         fixed = dict.fromkeys(("pp", "dp_shard", "dp_replicate", "vpp"), 1.0)
         fixed |= {"zero": 0.0, "accumulation": _MANY_MICROBATCHES}

@@ -41,8 +41,9 @@ TENSOR_INNERMOST: Final = frozenset(i for i, order in enumerate(ORDERS) if {*ord
 def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[int]:
     """Return one order of the mesh axes per equivalence class, as indices into `cost.ORDERS`.
 
-    Two orders are equivalent if every axis has equally many of its ranks in every domain. A domain is a set of devices
-    connected by links of their own, such as a node. Orders with tensor parallelism innermost are preferred.
+    Two orders are equivalent if both place the same number of ranks of each axis in a domain of each tier. A domain is
+    a set of devices connected by links of their own, such as a node. Orders with tensor parallelism innermost are
+    preferred.
 
     Args:
         degrees: Degrees of the mesh axes, in the order of `ir.AXES`.

@@ -169,7 +169,7 @@ class RunRecord:
 
     @property
     def fused_kernels(self) -> list[dict[str, Any]]:
-        """Kernels that the back end generated, each with `name` and `operators`; empty without fusion."""
+        """Generated kernels that fuse several operators, each with `name` and `operators`; [] without such kernels."""
         return list(self.run_info.get("fused_kernels", []))
 
     @property

@@ -317,7 +317,7 @@ class Hang:
     Attributes:
         culprits: Ranks that cause the hang; empty when all ranks wait in collectives.
         stopped: Culprits that are stopped by a signal.
-        description: Line about the state of the first culprit.
+        description: Line about the state of the first culprit; without culprits, about the collectives of all ranks.
         other_states: Lines about the states of all other ranks.
     """
 

@@ -163,7 +163,10 @@ def covers(
     num_kv_heads: int,
     head_dim: int,
 ) -> bool:
-    """Return whether the rules assign a consistent style to all parameters, so that the residual stream is sharded."""
+    """Return whether the rules let tensor parallelism shard the residual stream.
+
+    They must assign supported, consistent styles to all parameters except norms.
+    """
     assigned = _assign(params, rules)
     try:
         check_pairs(assigned, Sizes(Strategy(), num_heads, num_kv_heads, head_dim, 1))

@@ -181,10 +181,7 @@ def _probe(
 def time_probes(probes: Sequence[Probe], world: World, pick: Callable[[Sequence[float]], float] = min) -> list[float]:
     """Return the seconds per step of each probe on this rank; collective over all ranks.
 
-    Args:
-        probes: Probes to time.
-        world: Ranks of the process group, and this rank's device.
-        pick: Function that combines a probe's seconds per step of all rounds but the first.
+    `pick` combines a probe's seconds per step of all rounds but the first.
     """
     runs = [_timed_step(probe, world) for probe in probes]
     # A real run has a single model, so garbage collection must not traverse the objects of all models.

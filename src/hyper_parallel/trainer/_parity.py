@@ -87,7 +87,7 @@ class Parity:
     Attributes:
         model: Description of the trained model.
         strategy: Tested layout.
-        notes: Sentences about changes of the recipe's layout for the test.
+        notes: Sentences about changes of the recipe's layout and model for the test.
         differences: All metrics of all steps, including equal metrics. Each step has the loss, the gradient norm, and
             then the parameters in the model's order.
     """

@@ -39,7 +39,7 @@ from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.units import MiB
 
 MAX_BYTES: Final = 16 * MiB
-"""Maximum bytes of tokenized text over all sources."""
+"""Approximate maximum bytes of text to tokenize, over all sources."""
 _BATCH: Final = 256
 """Number of records of a tokenization batch."""
 _OWN_RECORDS: Final = 2 * _BATCH

@@ -46,6 +46,9 @@ class Sampling:
         seed: Random seed.
         top_k: Number of most likely tokens to sample from; 0: all tokens.
         stop: Texts that end the generation and are removed from the result.
+
+    Raises:
+        BadValue: HP102 for a value of the wrong type or out of range.
     """
 
     max_new_tokens: int = 128

@@ -55,7 +55,7 @@ class DirectoryWatch:
         self._file = self._watched()
 
     def follow(self, name: str) -> None:
-        """Watch also the file `name` in the directory, in place of the file of an earlier call."""
+        """Also watch the file `name` in the directory, instead of the file of an earlier call."""
         self._name = name
         self._file = self._watched()
 

@@ -155,6 +155,7 @@ def load(
         RunUnreadable: HP603 when the directory has no exported model, or no tokenizer.
         UnknownModel: HP304 when a hub id cannot be downloaded.
         WeightsUnreadable: HP703 when the weight files cannot be read, or lack parameters.
+        ModelUnreadable, NoData: HP305, HP602 when config files or tokenizer cannot be read.
         CheckpointMismatch: HP702 when an adapter was trained on other base weights.
         BadValue: HP102 for an unknown dtype or device.
         DeviceUnavailable: HP502 when the machine does not have the device.
@@ -330,7 +331,7 @@ class Generator:
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model, or without a chat template.
             Contradiction: HP104 for a prompt with images or audio and a budget of device memory.
-            HyperParallelError: Errors of `PlannedSlots` under a budget of device memory.
+            HyperParallelError: Errors of `TextCodec.begin`, and of `PlannedSlots` under a budget of device memory.
         """
         sampling = sampling or Sampling()
         _, tokens = self._start(prompt, sampling, chat)
@@ -366,8 +367,8 @@ class Generator:
         """Continue many prompts with continuous batching; under a memory budget, `slots` prompts at a time.
 
         The random numbers of a sequence depend only on the seed and the index of its prompt. An interrupted
-        `Generation` among the prompts continues as if it had not been interrupted. A finished `Generation` is not
-        continued.
+        `Generation` among the prompts continues as if it had not been interrupted. A `Generation` is returned unchanged
+        if `Generation.has_ended`.
 
         Args:
             prompts: Texts, or results of an earlier call.
@@ -377,8 +378,7 @@ class Generator:
             interrupt: Function, called before each pass, that returns whether to stop and return the results so far.
 
         Raises:
-            BadValue: HP102 for errors of `PromptBatch`.
-            HyperParallelError: Errors of `PlannedSlots` under a budget of device memory.
+            HyperParallelError: Errors of `PromptBatch`, and of `PlannedSlots` under a budget of device memory.
         """
         batch = PromptBatch(self._codec, prompts, sampling or Sampling(), chat=chat)
         sequences = [*batch.sequences.values()]
@@ -434,7 +434,7 @@ class Generator:
 
 
 def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple[Any, Any]:
-    """Load a model from a directory or hub id by transformers; return the model and its `output_loading_info`.
+    """Load a model from a directory or a downloaded hub repository; return the model and its `output_loading_info`.
 
     Weight files that are split without an index are read here, because transformers does not find them.
     """

@@ -68,10 +68,11 @@ def generate_on_ranks(
 
     Raises:
         UnsupportedSharding: HP205 for the axis cp, for adapters, and for layouts that `parallelize` does not support.
-        BadValue: HP102 for an invalid layout or dtype, or for errors of `PromptBatch`.
+        BadValue: HP102 for an invalid layout or dtype, or for prompts with images or audio.
         RunUnreadable: HP603 when `directory` has no exported model, or no tokenizer.
         DeviceUnavailable: HP502 for more ranks than this machine can run.
         RankFailed: HP601 when a rank died.
+        HyperParallelError: Errors of `PromptBatch`, of launching ranks, and of loading model and tokenizer.
     """
     strategy = parse_strategy(parallel)
     _check_axes(strategy)

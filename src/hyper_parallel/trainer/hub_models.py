@@ -38,7 +38,7 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
 
     Raises:
         UnknownModel: HP304 when files cannot be downloaded, or the path of the model does not exist.
-        NoData: HP602 when a path of data does not exist.
+        NoData: HP602 when a data set cannot be downloaded, or a path of data does not exist.
         Contradiction: HP104 for a hub id with `model.trust_remote_code`, because code is not downloaded.
     """
     recipe = loaded.recipe
@@ -93,7 +93,10 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
 
 
 def _folder(loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dict[str, HubName]) -> str:
-    """Return the folder with the downloaded files `part` if `text` is a hub id to download, else `text`."""
+    """Return the folder with the downloaded files `part` if `text` is a hub id to download, else `text`.
+
+    Raises UnknownModel (HP304) if `model.path` is a missing path.
+    """
     name = parse_name(text)
     if name is None:
         if key != "model.path" or not _is_missing(text):

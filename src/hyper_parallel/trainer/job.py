@@ -181,13 +181,13 @@ class Job:
         return 2 if self.recipe.stage in PAIRED_STAGES else 1
 
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
-        """Return the number of epochs after step `step`, as a float; None for a stream."""
+        """Return the number of epochs read in the first `step` steps, as a float; None for a stream."""
         if isinstance(batches, StreamBatches):
             return None
         return batches.sequences_seen(step) / batches.rows.unit / batches.num_sequences
 
     def holdout_batches(self) -> Batches | None:
-        """Return evaluation batches of about `training.eval_tokens` tokens; None if too few sequences are held out."""
+        """Return evaluation batches of about `training.eval_tokens` tokens; None if no sequence or pair is held out."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
         if held_out is None:
@@ -262,7 +262,7 @@ def under_torchrun() -> bool:
 
 
 def _training_ranks(recipe: Recipe) -> int | None:
-    """Return the number of ranks started by torchrun that train the language model; None without torchrun."""
+    """Return how many torchrun ranks train the language model, None without torchrun; raise HP104 if none is left."""
     if not under_torchrun():
         return None
     from hyper_parallel.runtime import launched_rank

@@ -107,7 +107,7 @@ def check_run_directory(loaded: LoadedRecipe) -> None:
 
 
 def mark_run_directory(place: Path) -> None:
-    """Write the marker of a run into a directory that has passed `check_run_directory`."""
+    """Write the marker of a run, unless it exists, into a directory that has passed `check_run_directory`."""
     if not _is_marked(place):
         write_marker(place, Marker(RUN))
 
@@ -156,7 +156,10 @@ def check_plain(path: Path) -> None:
 
 
 def clear_run_directory(place: Path) -> list[str]:
-    """Remove the files of an earlier run, except an edited sample.txt; return the names of cleared entries."""
+    """Remove results, export, model and checkpoints of an earlier run; return the names of cleared entries.
+
+    An edited sample.txt, logs and `_KEPT_FILES` stay.
+    """
     removed = []
     known = _known(place)
     is_own = lambda path: path.name != _SAMPLE or known.get(_SAMPLE) == file_facts(path)  # noqa: E731
@@ -213,7 +216,7 @@ def check_claimable(place: Path, recipe: Recipe | None = None) -> None:
 
 
 def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
-    """Yield the entries of a directory except names in `own`, log files, folders of logs, and marks of other tools."""
+    """Yield the entries of a directory except names in `own`, logs, empty folders, and files such as `.gitkeep`."""
     for path in sorted(place.iterdir()):
         name = path.name
         if name in own or (_HARMLESS.fullmatch(name) and not path.is_symlink()):

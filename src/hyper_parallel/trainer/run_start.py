@@ -43,9 +43,9 @@ _log = logging.getLogger(__name__)
 def run_job(job: Job) -> Summary | None:
     """Train on local ranks or, under torchrun, as this rank.
 
-    If a rank fails or hangs, all local ranks are restarted, at most `training.max_restarts` times. They resume from the
-    newest intact checkpoint or snapshot. If they fail again before another checkpoint, a recipe with `training.elastic`
-    is replanned for fewer ranks.
+    If a rank dies or hangs, all local ranks are restarted, at most `training.max_restarts` times. They resume from the
+    newest intact checkpoint or snapshot. If ranks fail again before another checkpoint, a recipe with
+    `training.elastic` is replanned for fewer ranks. A coded error of a rank ends the run.
 
     SIGINT, SIGTERM and SIGHUP end the run after its current step with a checkpoint. A second signal more than a second
     later, or a signal before the first step of local ranks, ends the run at once.
@@ -55,11 +55,13 @@ def run_job(job: Job) -> Summary | None:
 
     Raises:
         DeviceUnavailable: HP502 when this machine cannot run all ranks.
+        DegreesMismatch: HP301 when `launch.nnodes` x `launch.nproc_per_node` is not the number of ranks.
+        ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
         SnapshotsTooLarge: HP626 when /dev/shm has no space for `checkpoint.snapshot_every`.
         Contradiction: HP104 for `checkpoint.snapshot_every` under torchrun.
         OutputNotWritable: HP105 when the run directory cannot be written, or has other files but no marker.
         RunInUse: HP720 when another run writes to the run directory.
-        Interrupted: A signal has ended the run; the exception's `step` is the step of the saved checkpoint.
+        Interrupted: A signal has ended the run; `step` is that of the saved checkpoint, None if it was stopped at once.
         RankFailed: HP601 when a rank died and `training.max_restarts` is 0.
         RankHung: HP620 when a rank hung and `training.max_restarts` is 0.
         RestartsUsedUp: HP621 when ranks failed after the last restart.
@@ -180,8 +182,8 @@ def train_rank(
     """Join the process group and train, or sample rollouts; return the summary on rank 0, None on other ranks.
 
     `rank` counts over all worlds (training ranks and sampling replicas). `flash` is the folder for offload files of all
-    ranks launched by this process; None without `offload.flash_dir`. `snapshots` is None without
-    `checkpoint.snapshot_every`.
+    ranks launched by this process; None without `offload.flash_dir`. `snapshots` is the folder of recovery snapshots;
+    None without `checkpoint.snapshot_every`.
     """
     if rank >= (train := job.worlds[0]):
         sample_rank(job, (rank - train) // job.recipe.grpo.copy_ranks)

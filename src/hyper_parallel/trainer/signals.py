@@ -123,7 +123,7 @@ def interrupt(signum: int, _: Any) -> None:
 
 @contextmanager
 def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Install `handler` for all signals in `ENDING` inside the context, and restore the previous handlers."""
+    """Install `handler` inside the context for all signals in `ENDING` that are not ignored; main thread only."""
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             for signum in ENDING:

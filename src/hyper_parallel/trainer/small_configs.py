@@ -51,7 +51,7 @@ SIZES: Final[dict[str, Any]] = {
     )
     for key in keys.split()
 }
-"""Sizes of a small model by config key, also in nested configs."""
+"""Sizes, dropout rates and special tokens of a small model by config key, also in nested configs."""
 
 SPANS: Final[dict[str, int]] = {
     key: tokens
@@ -256,7 +256,7 @@ _WORDS: Final = re.compile(r"_token(_id|_index)?$|^vocab_size")
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 TINY_PARAMETERS: Final = 600_000
-"""Maximum parameters of a config that is tried unchanged before reduced configs."""
+"""Maximum parameters of a config that is tried with its own layers and widths, before reduced configs."""
 SMALL_PARAMETERS: Final = 4_000_000
 """Maximum parameters of a reduced config, and of an unreduced config that is tried after them."""
 

@@ -40,7 +40,7 @@ class Generation:
         token_ids: Tokens of the continuation, without the stop token.
         num_prompt_tokens: Number of tokens of the prompt.
         stopped: Whether a stop token or stop text ended the continuation, rather than the token limit.
-        seconds: Wall time from the start of the last call to the end of the continuation; 0 if interrupted.
+        seconds: Seconds of decoding up to the end of the continuation; 0 if interrupted.
         memory: Predicted and measured memory under a budget of device memory; None without a budget.
         logprobs: Log-probabilities of the tokens, with temperature 1 and without `top_k` and `top_p`.
         number: Index of the sequence in its batch. The random numbers depend on this index and the seed.
@@ -79,11 +79,11 @@ class TextCodec:
     def encode(self, prompt: Prompt, *, chat: bool = False) -> list[int]:
         """Return the token ids of a prompt.
 
-        With `chat` a text is a user turn. The chat template renders turns, followed by its generation prompt. An empty
-        text becomes the end-of-sequence token.
+        With `chat` a text is a user turn. The chat template renders turns, followed by its generation prompt. Without
+        `chat`, a text without tokens becomes the end-of-sequence token.
 
         Raises:
-            BadValue: HP102 when turns need a chat template that the tokenizer lacks, or when the tokenizer fails.
+            BadValue: HP102 when turns need a chat template that the tokenizer lacks, or template or tokenizer fail.
         """
         if chat or not isinstance(prompt, str):
             if not self.tokenizer.chat_template:
@@ -109,6 +109,7 @@ class TextCodec:
         Raises:
             BadValue: HP102 for errors of `encode`, when prompt and continuation exceed the model's context, or when a
                 token is not in its vocabulary.
+            HyperParallelError: Errors of `encode_parts`, for prompts with content parts.
         """
         previous = source if isinstance(source, Generation) else None
         prompt: Any = source if previous is None else previous.prompt
@@ -182,11 +183,12 @@ class TextCodec:
 class PromptBatch:
     """Sequences to decode for many prompts.
 
-    Prompts are texts, or generations of an earlier call, which are continued if unfinished. With `chat`, each prompt is
-    a user message to be answered.
+    Prompts are texts, or generations of an earlier call, which are continued unless `Generation.has_ended`. With
+    `chat`, each prompt is a user message to be answered.
 
     Raises:
-        BadValue: HP102 for errors of `TextCodec.begin`, or for prompts with images or audio.
+        BadValue: HP102 for prompts with images or audio.
+        HyperParallelError: Errors of `TextCodec.begin`.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """Replacement of a model's loss function that can return values computed from the logits instead of the loss.
 
 Logits stay sharded where possible: by tokens (context parallelism), and by vocabulary columns or by tokens (tensor
-parallelism). A user's objective is computed from one of three values:
+parallelism). The hook computes three kinds of values for a user's objective:
 
     logprobs   [B, S]  log-probability of every target, for full sequences, equal on all tp and cp ranks; backward
                        counts each gradient once, although these ranks have equal values
-    logits     [N, V]  logits of the N tokens that this rank owns. Each token has one owner among the tp and cp ranks,
-                       but tp ranks that all compute the full logits own the same tokens
+    logits     [N, V]  logits of the N tokens that this rank owns. Different cp ranks own different tokens. So do tp
+                       ranks, unless each of them computes the full logits
     scores     [B, S]  scores of a reward model, which has one logit per token, in place of log-probabilities
 """
 

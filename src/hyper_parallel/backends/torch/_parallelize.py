@@ -64,7 +64,9 @@ def apply_plan(
 
     Raises:
         PlanMismatch: HP307 when the layouts of the plan differ from those of the model.
+        NotDivisible, RuleError: HP203 or HP204; see `resolve_layouts`.
         UnsupportedSharding: HP205 when the model does not support an axis or option of the plan.
+        MissingDependency: HP501 for half-batches if `greenlet` is not installed.
         AuditError: HP206 when a parameter does not have its planned layout afterwards.
     """
     strategy = plan.strategy

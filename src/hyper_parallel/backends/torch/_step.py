@@ -239,7 +239,7 @@ def _no_loss(
     got: str | None = None,
     allowed: str | None = None,
 ) -> NoLoss:
-    """Return an HP514 error; without pipeline stages, its hint is an objective of the model's output."""
+    """Return an HP514 error; without pipeline stages, its hint proposes an objective of the model's output."""
     hint = 'forward_backward(model, microbatches, objective=..., over="output")'
     return NoLoss(
         what,
@@ -321,9 +321,9 @@ def forward_backward(
     Args:
         model: A model that passed through `parallelize` or `parallelize_submodels`.
         microbatches: Microbatches of this data-parallel rank; the tp, cp and pp ranks of one data-parallel rank pass
-            the same ones. Each has the arguments of the model's forward, with `labels` or with `shift_labels`, which
-            are already shifted. An objective may use further items. After `parallelize_submodels`, pass the
-            microbatches that `microbatch_sources` lists.
+            the same ones. Each has the arguments of the model's forward; `token_logprobs` explains the targets. An
+            objective may use further items. After `parallelize_submodels`, pass the microbatches that
+            `microbatch_sources` lists.
         num_tokens: Number of target tokens of the step, over all ranks and microbatches. Pass a tensor if the step is
             captured, because a captured number would be a constant. None: the tokens are counted. Must be None with
             an objective.
@@ -340,14 +340,14 @@ def forward_backward(
         scale: Factor of the gradients; the returned loss is not scaled.
 
     Returns:
-        The loss of the step, a float64 scalar, equal on all ranks. With `num_tokens`, only this rank's part of the
-        loss: no collective sums the parts of all ranks.
+        The loss of the step, with the load-balancing loss of experts: a float64 scalar, equal on all ranks. With
+        `num_tokens`, only this rank's part of the loss: no collective sums the parts of all ranks.
 
     Raises:
         NoLoss: HP514 when the model or the microbatches have no loss.
         BadObjective: HP515 when an objective does not return a scalar that depends on its first argument.
         BadValue: HP102 for `num_tokens` with an objective, and for an unknown `over`.
-        UnsupportedSharding: HP205 for inputs, or a value of `over`, that the axes of the plan do not support.
+        UnsupportedSharding: HP205 for a microbatch, or a value of `over`, that the axes of the plan do not support.
     """
     return _run(model, microbatches, num_tokens, span, objective, over, train=True, scale=scale)
 
@@ -361,7 +361,7 @@ def forward_loss(
     objective: Objective | None = None,
     over: Over | None = None,
 ) -> Tensor:
-    """Return the loss of `microbatches` without computing gradients; arguments and errors as in `forward_backward`."""
+    """Return the loss without the load-balancing loss, and compute no gradients; arguments as in `forward_backward`."""
     return _run(model, microbatches, num_tokens, _no_span, objective, over, train=False)
 
 
@@ -417,7 +417,7 @@ def _run_losses(
     scale: float,
     step: StepActions | None = None,
 ) -> Tensor:
-    """Run microbatches and return their loss; `step` exchanges features with encoders on separate ranks."""
+    """Run microbatches and return their loss, summed over ranks unless `num_tokens` is set."""
     strategy = attached.plan.strategy
     axes = [axis for axis in ("pp", "cp") if getattr(strategy, axis) > 1]
     # A microbatch may have items that only the objective reads: they are no arguments of the forward.
@@ -542,7 +542,7 @@ def data_share(model: nn.Module) -> tuple[int, int]:
 def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
     """Return the microbatches that this rank must pass to `forward_backward`, in order.
 
-    A rank with an encoder after `parallelize_submodels` computes features for microbatches of other ranks. All other
+    After `parallelize_submodels`, a rank with an encoder gets the microbatches for which it computes features. Other
     ranks run their own microbatches.
 
     Args:
@@ -653,10 +653,10 @@ def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
 
 
 def end_step(model: nn.Module) -> RoutingStatistics | None:
-    """Return the routing statistics of a step, equal on every rank, by a call of `count_routing`.
+    """Call `count_routing` and return the routing statistics of the step, equal on every rank.
 
-    Every rank calls this function after each optimizer step. It returns None for a model without experts, and when no
-    token was routed.
+    Every rank calls this function after each optimizer step. The result is None for a model without experts, and when
+    no token was routed.
     """
     counted = count_routing(model)
     return None if counted is None else routing_statistics(*counted)

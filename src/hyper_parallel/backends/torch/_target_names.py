@@ -2,7 +2,7 @@
 
 peft matches the patterns of a configuration with `re`, which has no time limit, and a received configuration may
 contain a pattern with exponential backtracking. Here these patterns are matched with a time limit, and peft gets the
-matching names instead. peft itself matches only plain name suffixes.
+matching names instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PATTERN_HINTS: Final = {
 
 
 def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
-    """Return the names that match a Python regular expression in full; raise HP102 if it is invalid, long or slow.
+    """Return the names that match a Python regular expression in full; raise HP102 if it is invalid, too long or slow.
 
     `where` is the recipe key or file that contains the pattern.
     """
@@ -76,10 +76,10 @@ def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
 
 
 def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
-    """Return a copy of a `peft.LoraConfig` with the names of modules in place of its regular expressions.
+    """Return a copy of a `peft.LoraConfig` with module names in place of patterns, exclusions and layer numbers.
 
-    `chosen` are the names of the modules that the configuration selects. Raise HP102 for a pattern that is invalid,
-    slow, or matches too many names.
+    `chosen` are the names of the modules that the configuration selects. Raise HP102 for a key of `rank_pattern` or
+    `alpha_pattern` that is an invalid or slow pattern, or that matches too many names.
     """
     config, names = copy.copy(config), sorted(chosen)
     pattern = isinstance(config.target_modules, str) and config.target_modules != "all-linear"

@@ -1,4 +1,4 @@
-"""Collectives on local tensors over one process group; callers name a `Purpose`, by which they are counted and timed.
+"""Collectives on local tensors over one process group, each with a `Purpose` by which it is counted and timed.
 
 A differentiable collective is a pair of functions: one for the forward, one for the gradient. No function dispatches a
 DTensor operator, because in eager mode the dispatch costs more than the small operators themselves.

@@ -377,7 +377,7 @@ class GrowingPasses(Passes):
         self._memory: dict[str, Any] = {}
 
     def read_tokens(self, rows: Ints, tokens: Sequence[Ints], starts: Ints) -> Tensor:
-        """Run the model on the next tokens; a pass from position 0 begins a new sequence. See `Passes`."""
+        """Run the model on the next tokens; position 0 begins a new sequence. Raise HP514 without logits per token."""
         (ids,), (start,) = tokens, starts
         if start == 0:
             self._text, self._memory = [], {}

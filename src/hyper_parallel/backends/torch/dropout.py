@@ -27,13 +27,13 @@ _SHORT_NAMES: Final = ("p", "prob", "rate")
 _AUGMENTATIONS: Final = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 """Config keys of random changes to the positions of image patches; None disables them."""
 _TASK_HEAD: Final = re.compile(r"^(classifier|cls|summary|seq_classif|qa|pooler)_")
-"""Pattern of config keys with rates of task heads; they are ignored, because such a head has the rate on a module."""
+"""Pattern of config keys with rates of task heads. `has_dropout` ignores them: a head has the rate on a module too."""
 _SAMPLING_MODULES: Final = ("PhimoeTopKRouter",)
 """Classes that sample experts in training mode; their attribute called jitter is a threshold in both modes."""
 _ORIGINAL_RATES: Final = "_hyper_parallel_original_rates"
 
 Rates = list[tuple[tuple[str, ...], str, Any]]
-"""Path of a config inside the model's config, key, and value before dropout was disabled."""
+"""Changed rates: path of a config inside the model's config, key, and value before dropout was disabled."""
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -46,7 +46,7 @@ class EmbeddingNoise:
 
     @classmethod
     def attach(cls, model: nn.Module, alpha: float) -> EmbeddingNoise:
-        """Add noise to the token embeddings of a model that passed through `parallelize`, in training mode only.
+        """Add noise to the token embeddings of a parallelized model, in training mode only; return an `EmbeddingNoise`.
 
         A forward pass raises HP205 if the output of the embedding does not have one row for each of this rank's tokens.
         A pass without `input_ids` gets no noise.

@@ -4,8 +4,8 @@ Origins are inputs such as token ids, and parameters or activations that the cal
 marks, has one bit per origin. The result of an operator has the marks of all inputs whose values the operator reads.
 
 Tensors that depend on a parameter are meta tensors. All other tensors (ids, positions, masks) have values, so that code
-that reads their values works. The sequence length is a prime number that divides no dimension of a model. A dimension
-of this size is therefore a token dimension.
+that reads their values works. The sequence length is a prime number, assumed to divide no dim of the model. A dim that
+is a multiple of it is therefore a token dim.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
 
 TOKENS = 67
-"""Sequence length of the trace: a prime number of which no dimension of a model is a multiple."""
+"""Sequence length of the trace: a prime number, assumed to divide no dim of a model."""
 IDS, POSITIONS, TOKEN_DEPENDENT = 1, 2, 4
 """Marks of the token ids, of the position argument, and of other values that differ between tokens."""
 FIRST_FREE_BIT = 3

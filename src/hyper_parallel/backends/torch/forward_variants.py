@@ -33,7 +33,7 @@ class KeepFloat64(TorchFunctionMode):
 
     Model code converts tensors to float32 to compute norms, rotary angles and softmax in at least float32. In a float64
     model this loses precision, and two layouts may round to different float32 values. Zeros created in float32, and
-    masks with a fill value beyond the range of float32, become float64 too.
+    masks without a dtype, but with a fill value beyond the range of float32, become float64 too.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:

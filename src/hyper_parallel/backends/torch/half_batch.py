@@ -7,10 +7,10 @@ not changed: its forward is called once per half-batch.
     layer k + 1                 half-batch 0 | half-batch 1
 
 Layer k returns when half-batch 0 is done; its half-batch 1 is completed during layer k + 1. The return value is a
-placeholder, `HalvedTensor`: if code other than the next layer reads its values, half-batch 1 is completed first. Layers
-whose output hooks may read, and the model, complete both half-batches before they return. FSDP gathers the parameters
-of a layer once for both, see `UnitPass`. Recomputation runs both, see `RecomputedHalves`. A microbatch that cannot be
-split into two halves runs as a whole.
+placeholder, `HalvedTensor`: if code other than the next layer reads its values, half-batch 1 is completed first. If
+hooks may read the output of a layer, both half-batches are completed before the layer returns. The model also completes
+both. FSDP gathers the parameters of a layer once for both, see `UnitPass`. Recomputation runs both, see
+`RecomputedHalves`. A microbatch that cannot be split into two halves runs as a whole.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class HeldOutPredictions:
         self._sums.append(torch.stack((tokens - wrong.sum(), tokens, right_answers, begins.sum())))
 
     def accuracies(self, num_tokens: int, device: torch.device) -> dict[str, float]:
-        """Return `token_accuracy` and `answer_accuracy` over all ranks, by name.
+        """Return `token_accuracy` and `answer_accuracy` over all ranks, by name; {} without targets.
 
         The dict is empty unless all `num_tokens` targets were counted, and has no `answer_accuracy` for sharded rows.
         """

@@ -178,7 +178,7 @@ def sum_both(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
 def blocking_sum(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
     """Return the result of `sum_both` without running the other half-batch meanwhile.
 
-    For callers inside a `TorchFunctionMode`, which would also apply to the other half-batch.
+    Code inside a `TorchFunctionMode` needs this function, because the mode would also apply to the other half-batch.
     """
     return _blocking(_launch_sum(group, name), _launch_sum(group, name.backward), x)  # type: ignore[no-any-return]
 
@@ -201,8 +201,8 @@ class Turns:
         """Add one call per half-batch, and run both until the call of the first half-batch has returned.
 
         Returns:
-            A list with the result of each call. The second item is None until the second call has returned: before a
-            later call of the second half-batch begins, and at the latest in `finish`.
+            A list with the result of each call. The second item is None until the second call has returned, at the
+            latest in `finish`.
 
         Raises:
             Exception: The error of any unfinished call, after all other calls have been ended.
@@ -236,10 +236,7 @@ class Turns:
         self._soon_starting.clear()
 
     def suspend(self, index: int, leads_to_start: bool = False) -> None:
-        """Suspend the running call of half-batch `index` and run the other half-batch.
-
-        `leads_to_start` tells that the call will start a collective soon after it is resumed.
-        """
+        """Suspend the running call of half-batch `index` and run the other one; see `PendingCollective.finish`."""
         if leads_to_start:
             self._soon_starting.add(index)
         grad, hooks = torch.is_grad_enabled(), self._hooks[index]

@@ -93,7 +93,7 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
 
 
 def _long_lengths(model: nn.Module) -> tuple[int, int]:
-    """Return two sequence lengths, not one below and one above the sliding window.
+    """Return two sequence lengths on the same side of the sliding window.
 
     Beyond the window, attention saves more per token: a mask, and repeated keys and values.
     """
@@ -242,7 +242,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def measure_rates(device: torch.device, dtypes: tuple[str, ...], window_s: float = 0.2) -> LocalRates:
     """Return the times of matmuls, attention, element-wise chains, an optimizer step and all-gathers on this rank.
 
-    All ranks must call this function at the same time. On CPUs, a small layer is timed too, on 1 to all ranks.
+    All ranks must call this function at the same time. On several CPU ranks, a small layer is timed too.
 
     Args:
         device: Device of this rank.

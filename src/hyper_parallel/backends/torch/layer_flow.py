@@ -87,7 +87,7 @@ def flow_error(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
         where=f"parallel.{axis}",
         got=getattr(getattr(model, "config", None), "model_type", type(model).__name__),
         allowed=f"{axis}=1",
-        changes={f"parallel.{axis}": 1},
+        changes={"parallel.tp_x": 1, "parallel.tp_y": 1} if axis == "tp" else {f"parallel.{axis}": 1},
     )
 
 
@@ -171,7 +171,7 @@ class _LayerTrace(SlotList):
         return flow
 
     def _mark_parameters(self) -> None:
-        """Give all parameters, and the results of modules outside the layer list with parameters, their marks."""
+        """Mark all parameters, and results of modules outside the list; raise HP205 for weights shared by layers."""
         model, flow, tracer = self.model, self.flow, self.tracer
         inside: dict[int, set[int]] = {}
         for i, layer in enumerate(self._modules.values()):
@@ -201,7 +201,7 @@ class _LayerTrace(SlotList):
     def record_uses(self, marks: int, layer: int) -> None:
         """Record the modules and parameters that a layer uses, from the marks of its inputs or outputs.
 
-        Raise HP205 if another layer passes it more than the activations of the preceding layer.
+        Raise HP205 if the layer uses results of earlier layers other than the activations of the preceding layer.
         """
         for i in range(self.flow.layers):
             skips = marks & self._output(i) and i != layer - 1
@@ -215,7 +215,7 @@ class _LayerTrace(SlotList):
                 getattr(self.flow, kind)[name].add(layer)
 
     def detach_origins(self, layer: int, out: Any) -> Any:
-        """Record the structure of a layer's output `out`; return it as meta tensors whose only origin is the layer."""
+        """Record the structure of a layer's output or raise HP205; return meta tensors with the layer as origin."""
         leaves, spec = tree_flatten(out)
         on_meta = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_meta]
         position = next((i for i in on_meta if leaves[i].is_floating_point()), None)

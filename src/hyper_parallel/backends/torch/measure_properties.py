@@ -134,7 +134,7 @@ def _perturb_parameters(model: nn.Module) -> None:
 class _Texts:
     """Measurements of one model on short random sequences.
 
-    Each measurement returns the largest absolute difference of two outputs over the largest absolute output.
+    Measurements of properties return the largest absolute difference of two outputs over the largest absolute output.
     """
 
     def __init__(self, model: Any) -> None:
@@ -196,7 +196,7 @@ class _Texts:
     def documents(self) -> float:
         """Pack two documents into one row; return the largest change of their logits.
 
-        The changes are those from each document alone, and of the second document after a different first one.
+        Compare with each document alone and, for the second document, with another document before it.
         """
         positions = torch.cat((torch.arange(_BEFORE), torch.arange(_DOCUMENT)))[None]
         packed = [

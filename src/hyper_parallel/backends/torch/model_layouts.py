@@ -198,7 +198,7 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
 
 
 def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
-    """Return rules for embedding and head, except those that cannot be sharded.
+    """Return rules for the embedding and the head that can be sharded, and for the score head of a reward model.
 
     There are no rules if another module shares their weights, or if they share a weight and one cannot be sharded.
     """

@@ -67,10 +67,10 @@ class ModelView:
     """Parts of a model, found by its structure.
 
     Attributes:
-        base: Innermost module that contains both the token embedding and the layers; None unless the model is a Hugging
-            Face decoder.
+        base: Module that contains the token embedding and the layers; None unless the model is a Hugging Face model
+            with a layer list.
         path: Name of the layer list; "" without a layer list.
-        layers: Layers of the decoder, else of the largest layer list; empty without a layer list.
+        layers: Attribute `layers` of the Hugging Face base model, else the largest layer list; empty without one.
     """
 
     base: Any

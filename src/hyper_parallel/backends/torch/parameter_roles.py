@@ -1,4 +1,4 @@
-"""Roles of a model's parameters, for optimizer groups; roles follow from module types and names, not from shapes.
+"""Roles of a model's parameters, for optimizer groups, derived from module types, names and unsharded shapes.
 
     linear        weight of a linear module, [out, in] or [in, out]; matrix of a LoRA adapter
     stacked       several linear weights in one parameter: experts [E, in, out], groups, a block-diagonal map

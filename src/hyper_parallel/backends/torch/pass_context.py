@@ -1,7 +1,7 @@
 """Context of the running forward pass of a model, shared by the wrappers of its modules.
 
-`PassContext` is immutable. Wrappers of the root module, the first layer and the head replace it by a copy with more
-values. A recomputed layer keeps the context of its forward for backward, because other passes may run in between.
+`PassContext` is immutable. Wrappers of modules replace it by a copy with other values. A recomputed layer keeps the
+context of its forward for backward, because other passes may run in between.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class Padding:
 
 
 class PassContext(NamedTuple):
-    """Values of one forward pass. A named tuple, because copying it is cheaper than copying a dataclass.
+    """Values of one forward pass, as a named tuple, because copying it is cheaper than copying a dataclass.
 
     Attributes:
         shape: Shape of the pass, set at the first decoder layer or by the pipeline.
         view: Document lengths and boundaries; None without context parallelism, and before the first pass.
         padding: Padding of the batch; None without padding.
         recomputed: True while a layer runs whose activations are recomputed in backward.
-        partial_embedding: True if the embedding returned partial sums that are not reduced yet.
+        partial_embedding: True if the embedding returned partial sums, which the first layer reduces.
         head: Sharding of the logits: "whole", "vocabulary" or "tokens".
-        head_batch: Shape of the head's input tokens, if the head shards them.
+        head_batch: Shape (B, S) of the tokens at the head, with sharded activations.
         loss_consumed: True if the loss function has consumed the logits.
     """
 

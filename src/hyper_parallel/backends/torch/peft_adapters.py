@@ -101,7 +101,8 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
     Raises:
         BadValue: HP102 for a name that matches no module, an invalid or slow pattern, or a rank above every dim of the
             linear modules, and when peft rejects the configuration.
-        UnsupportedSharding: HP205 for a module that does not support an adapter.
+        UnsupportedSharding: HP205 for a module that does not support an adapter; see also `absorb_adapters`.
+        MissingDependency: HP501 if peft is not installed.
     """
     peft, adaptable = import_peft(), adaptable_modules(model)
     chosen = check_names(model, config, adaptable, where)
@@ -273,6 +274,7 @@ def read_adapter_config(directory: Path) -> Any:
     Raises:
         WeightsUnreadable: HP703 for an invalid adapter configuration.
         UnsupportedSharding: HP205 for adapters other than plain LoRA, such as DoRA.
+        MissingDependency: HP501 if peft is not installed.
     """
     peft, file = import_peft(), directory / ADAPTER_CONFIG
     try:

@@ -52,7 +52,7 @@ _OPERATORS = torch.ops._c10d_functional
 
 
 def sum_over(x: Tensor, axis: str | None) -> Tensor:
-    """Return the sum of `x` over the ranks of a mesh axis; `x` itself without an axis."""
+    """Return the sum of `x` over the ranks of `axis`, a mesh axis or a group name; None: return `x` itself."""
     return x if axis is None else _OPERATORS.all_reduce(x, "sum", axis)  # type: ignore[no-any-return]
 
 
@@ -132,8 +132,8 @@ def capture_gradients(
         differentiated: Names of the tensors in the batch whose gradients are outputs of the program.
 
     Returns:
-        Program with inputs `param.NAME`, `sum.NAME` (sum of the gradients of earlier microbatches) and `batch.NAME`,
-        and with outputs `loss`, `sum.NAME` (the new sums) and, for names in `differentiated`, `grad.NAME`.
+        Program with inputs `param.NAME` (parameters and persistent buffers), `sum.NAME` (gradient sums of earlier
+        microbatches) and `batch.NAME`. Outputs are `loss`, the new `sum.NAME` and, for `differentiated`, `grad.NAME`.
 
     Raises:
         Contradiction: HP104 when shapes or branches depend on tensor values, or the forward changes a parameter.

@@ -27,7 +27,10 @@ TOKEN_MASK: Final = "token_mask"
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Selector of the rows of a layer's input that are tokens, for the running forward pass."""
+    """Selector of the rows of a layer's input that are tokens, for the running forward pass.
+
+    The methods raise HP205 if the rows are only some of the tokens, and cannot be told from padding.
+    """
 
     tp: TpState | None = None
     context: ContextState | None = None
@@ -95,7 +98,7 @@ def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
         "a router gets only some of the tokens and cannot tell which of them are padding",
         where="experts chosen by token type",
         got=got,
-        changes={"parallel.tp_x": 1} if key == "tp" else None,
+        changes={"parallel.tp_x": 1, "parallel.tp_y": 1} if key == "tp" else None,
         hint=None
         if key == "tp"
         else "set `training.microbatch=1`, and multiply `training.accumulation_steps` by the former microbatch",

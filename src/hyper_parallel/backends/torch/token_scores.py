@@ -29,7 +29,7 @@ def scores_tokens(model: nn.Module) -> bool:
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """Return the module that computes next-token logits or token scores; None for a model without such a head."""
+    """Return the module that computes next-token logits or token scores; None if this rank has no such head."""
     if scores_tokens(model):
         return model.get_submodule(SCORE)
     try:

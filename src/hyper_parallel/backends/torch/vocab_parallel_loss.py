@@ -36,7 +36,7 @@ def _blocks(logits: Tensor) -> range:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy; `first` is the token id of the first column, and `group` the ranks with the other columns."""
+    """Cross entropy; `first` is the token id of the first column. The columns are sharded over the ranks of `group`."""
 
     @staticmethod
     def forward(
@@ -130,7 +130,7 @@ def loss_function(tp: TpState | None, add: Callable[[Tensor, Tensor], Tensor] | 
     """Return a function that replaces the `loss_function` of a Hugging Face model and accepts sharded logits.
 
     `add(loss, share)` returns the loss plus the router loss, weighted by `share`: the microbatch's share of the targets
-    over which the loss is averaged. None: training adds no router loss.
+    over which the loss is averaged. If `add` is None, there is no router loss.
     """
 
     def causal_lm_loss(

@@ -46,5 +46,6 @@ def check_finite(name: str, tensor: Tensor, where: str) -> None:
         raise LossNotFinite(
             f"parameter `{name}` is not finite in {dtype_name(tensor.dtype)}, so nothing is exported",
             where=where,
-            hint="export an older checkpoint (--step) or, if values overflow in this dtype, use --dtype float32",
+            hint="export an older step: `hyper-parallel checkpoint export RUN_DIR --step STEP`; if values overflow in "
+            "this dtype, add `--dtype float32`",
         )

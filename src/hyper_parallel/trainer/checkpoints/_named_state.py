@@ -25,7 +25,7 @@ from hyper_parallel.trainer.checkpoints.pieces import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of one rank to save: tensors by name, optimizer state of other types by name, and parameter groups."""
+    """State of one rank to save: tensors by name, non-tensor optimizer state by name, and parameter groups."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any] = field(default_factory=dict)

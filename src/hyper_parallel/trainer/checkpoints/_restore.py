@@ -180,7 +180,7 @@ def _fits(old: object, value: object) -> bool:
 
 
 def _state_tensor(name: str, stored: StoredTensor, old: object, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return `old` if its shape and dtype match, else a new tensor; raise HP702 if the sharding does not fit."""
+    """Return `old` if shape and dtype match, else a new tensor; raise HP702 for a sharded parameter of other shape."""
     dtype = getattr(torch, stored.dtype)
     if isinstance(old, Tensor) and tuple(old.shape) == stored.shape and old.dtype == dtype:
         return old

@@ -49,7 +49,8 @@ def export_adapter(
 ) -> Path:
     """Write the adapters and other trained parameters of a model as a peft directory; collective over all ranks.
 
-    `metadata` is further metadata of the weight file. Other arguments, and errors but ModelUnreadable, as `export_hf`.
+    `metadata` is further metadata of the weight file. The other arguments, and all errors except ModelUnreadable, are
+    those of `export_hf`.
 
     Returns:
         `out_dir`, which `peft.PeftModel.from_pretrained` loads.

@@ -136,6 +136,7 @@ class Checkpointer:
                 parameter of the optimizer outside the model, and for extra values that are too large or not JSON.
             LossNotFinite: HP604 naming a trained parameter or optimizer state with NaN or infinity; no file is written
                 or removed.
+            ValueError: This checkpointer has no fingerprint.
         """
         if self._fingerprint is None:
             raise ValueError("a checkpointer without a fingerprint only loads")
@@ -219,7 +220,7 @@ class Checkpointer:
     def newest_intact(self, step: int | None) -> tuple[int, Manifest, Index]:
         """Return (step, manifest, index) of the checkpoint of `step`; None: of the newest intact checkpoint.
 
-        Each rank verifies a part of the bytes. Raises CheckpointCorrupt and CheckpointFormat as `load`.
+        Each rank verifies a part of the bytes. Raise CheckpointCorrupt and CheckpointFormat like `load`.
         """
         published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
         candidates = published[::-1] if step is None else [s for s in published if s == step]

@@ -75,7 +75,7 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Index of a checkpoint: tensors by name, optimizer state of other types by name, and parameter groups."""
+    """Index of a checkpoint: tensors by name, non-tensor optimizer state by name, and parameter groups."""
 
     tensors: dict[str, StoredTensor]
     values: dict[str, Any] = field(default_factory=dict)

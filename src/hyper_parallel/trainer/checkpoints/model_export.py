@@ -49,7 +49,7 @@ from hyper_parallel.trainer.data import copy_tokenizer
 EXPORTS = ("export", "adapter")
 """Kinds of earlier folders that an export may replace; see `exported_folder`."""
 _LAYER: Final = re.compile(r".*?\.\d+\.")
-"""Matches the path of the outermost layer in a parameter name, for example `model.layers.3.`."""
+"""Pattern of the path of the outermost layer in a parameter name, for example `model.layers.3.`."""
 MAX_FILE_BYTES = 5 * 1024**3
 """Default maximum bytes of a weight file: small enough for hosts with little memory, large enough for few files."""
 
@@ -252,7 +252,7 @@ class _Writer:
 
 
 def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
-    """Return a copy of `config` with `architectures` and `dtype` of the export, and its tying of the embeddings."""
+    """Return a copy of `config` with the `architectures`, `dtype` and tying of embeddings of the exported model."""
     configured, actual = (getattr(c, "tie_word_embeddings", False) for c in (config, reference.config))
     tied = actual or not configured
     config = copy.deepcopy(config) if tied else with_tied_embeddings(config, False)

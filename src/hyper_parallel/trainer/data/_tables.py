@@ -4,7 +4,8 @@ Decoding an untrusted parquet file may take any amount of memory: a column may b
 thousand, or refer to one long value in a million rows. The reader first checks the mean size of a row in the file's
 metadata. Then it decodes each batch under a limit on the memory of this process.
 
-A dataset on the Hub is read from the library's cache. It is downloaded only with `HF_HUB_OFFLINE=0`.
+A dataset on the Hub is read from the library's cache, into which `hub.fetch_dataset` downloads it; streaming reads it
+from the Hub.
 """
 
 from __future__ import annotations
@@ -214,9 +215,9 @@ class Table:
 
 
 def is_table(data: Data, path: Path) -> bool:
-    """Return whether a source is a Hub name, or a folder with a dataset card or saved dataset, to open with `datasets`.
+    """Return whether `datasets` opens a source: a Hub name, or a folder with a saved dataset or a dataset card.
 
-    `data.name` or `data.split` select `datasets` for any folder.
+    A dataset card is a README.md with a YAML header. With `data.name` or `data.split`, `datasets` opens any folder.
     """
     if not path.exists():
         return parse_dataset(data.source) is not None and not is_file_name(data.source)
@@ -230,7 +231,7 @@ def open_table(data: Data, path: Path) -> Table:
     """Open the dataset and split that section `data` names; `path` is `data.source` as a path.
 
     Raises:
-        NoData: HP602 with the paths and names that were tried.
+        NoData: HP602 when the dataset or split cannot be loaded, or the folder names or links to a file outside of it.
         MissingDependency: HP501 when the package `datasets` is not installed.
     """
     try:
@@ -265,7 +266,7 @@ def open_table(data: Data, path: Path) -> Table:
         raise _missing(data, str(error), f"tried {', '.join(tried)}", hint) from error
     if not isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         if saved and (data.name or data.split):
-            raise _missing(data, "a saved table without splits", None, "data.split=null")
+            raise _missing(data, "a saved table without splits", None, "data.name=null data.split=null")
         return Table(data.source, dataset)
     split = data.split or ("train" if len(dataset) > 1 else next(iter(dataset)))
     if split not in dataset:

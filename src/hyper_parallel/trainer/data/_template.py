@@ -95,7 +95,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Evaluate a binary operator, and charge its operands and result to the budget."""
+        """Evaluate a binary operator, and charge operands and result; raise TemplateBudget beyond the limits."""
         self.work.step(left, right)
         if operator == "*":
             for text, count in ((left, right), (right, left)):
@@ -109,7 +109,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.work.allocate(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, method or macro from a template, and charge its arguments and result to the budget."""
+        """Call a function, method or macro, and charge arguments and result; raise TemplateBudget beyond the limits."""
         work = __self.work
         work.step(*args)
         check_integers(args, kwargs)

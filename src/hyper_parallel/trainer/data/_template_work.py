@@ -111,7 +111,7 @@ def size_of(value: Any) -> int:
 
 
 def deep_size(value: Any) -> int:
-    """Return the bytes of memory of a value with all nested items; an item counts once per reference to it.
+    """Return the approximate bytes of memory of a value with all nested items; each reference to an item counts.
 
     Raises:
         TemplateBudget: The value is larger than `_BUDGET`.
@@ -149,12 +149,7 @@ def num_bytes_of(value: Any) -> int:
 
 
 class Counted:
-    """Iterable that charges one step for each iteration of a template's loop.
-
-    Args:
-        values: Iterable to wrap.
-        work: Budget to charge.
-    """
+    """Iterable over `values` that charges one step to the budget `work` for each iteration of a template's loop."""
 
     def __init__(self, values: Any, work: Work) -> None:
         self._values, self._work = values, work
@@ -193,7 +188,7 @@ def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[...
 
 
 def _spend_filter(name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any], work: Work) -> tuple[Any, ...]:
-    """Charge the largest possible result of filter `name`; return its operands, with iterators converted to lists."""
+    """Charge the largest possible result of filter `name`; return its operands, the first as a list if it was read."""
     first, rest = values[0], (*values[1:], *kwargs.values())
     if name not in _SHALLOW and not isinstance(first, str):
         work.spend(deep_size(first))
@@ -250,7 +245,7 @@ def spend_method(name: str, text: str | bytes, args: Sequence[Any], work: Work) 
 
 
 def check_format(text: str, args: Sequence[Any], work: Work) -> None:
-    """Charge each use of an argument in a format string; raise TemplateBudget for a width or precision over 999."""
+    """Charge each use of an argument in a format string; raise TemplateBudget for widths above 999 or in arguments."""
     work.spend(text.count("%(") * len(text) // READ)
     fields = (spec or "" for _, _, spec, _ in Formatter().parse(text)) if "{" in text else ()
     if _WIDTH.search(text) or any(map(_LONG_COUNT.search, fields)):

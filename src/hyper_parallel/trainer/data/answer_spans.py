@@ -1,7 +1,7 @@
 r"""Character spans of the assistant's answers in a rendered conversation.
 
-The words of a turn are its content, reasoning and tool calls. A conversation is rendered twice: unchanged, and with
-unique placeholders instead of the words. The placeholders show where the words are. Replacing each placeholder by its
+The words of a turn are its content, reasoning and tool calls. A conversation is rendered unchanged, and with unique
+placeholders instead of the words. The placeholders show where the words are. Replacing each placeholder by its
 words must reproduce the first text. This proves that the text around the words does not depend on them.
 
     <|im_start|>assistant\n<think>\n\n</think>\n\nQz7zQ<|im_end|>\n
@@ -247,7 +247,7 @@ class _Search:
         return self._shape.words[place.number]
 
     def _find_words(self) -> tuple[Placeholders, list[WordsPlace]]:
-        """Return placeholders from which the text can be reproduced, and the positions of all words in the text."""
+        """Return placeholders that reproduce the text, and the places of all words; raise HP102 if none do."""
         collision = PLACEHOLDER.search(self._text)
         if not self._renderer.has_media:
             contents = "".join(message.get("content") or "" for message in self._messages)
@@ -294,7 +294,7 @@ class _Search:
     def check_words(self, trained: AbstractSet[int]) -> None:
         """Raise if the template drops words of the conversation, or repeats or reorders words of answers.
 
-        The reasoning of turns that are not in `trained` may be dropped.
+        The reasoning of turns that are not in `trained` may be dropped. Names of called functions may be repeated.
         """
         shape, places = self._shape, self._places
         counts = Counter(place.number for place in places)
@@ -376,7 +376,7 @@ class _Search:
         return self._start_of_wrapper(i)
 
     def _check_context(self, i: int, prompt: str | None) -> None:
-        """Raise if the text before turn `i` differs from `prompt`, from which generation of the turn would start."""
+        """Raise if `prompt`, from which turn `i` is generated, does not begin with the text of the turns before it."""
         before = [p.end for p in self._places if self._words(p).turn < i]
         end = max(before, default=0)
         if prompt is not None and not prompt.startswith(self._text[:end]):
@@ -397,7 +397,7 @@ class _Search:
         return start if is_kept and self._text[start : place.start] == lead else place.start
 
     def _start_of_wrapper(self, i: int) -> int:
-        """Return the start of answer `i`: the end of the text that it shares with the generation prompt."""
+        """Return the end of the text that turn `i` shares with the generation prompt; raise HP102 if there is none."""
         own = self._of_turn[i]
         before = [p for p in self._places if self._words(p).turn < i]
         previous = max((p.end for p in before), default=0)
@@ -413,7 +413,7 @@ class _Search:
         return previous + len(shared)
 
     def _end(self, i: int, start: int) -> int:
-        """Return the end of the end marker of turn `i`, whose answer begins at `start`."""
+        """Return the end of the end marker of turn `i`, whose answer begins at `start`; raise HP102 without one."""
         own = self._of_turn[i]
         words_end = own[-1].end if own else start
         later = [p for p in self._places if p.start >= words_end and self._words(p).turn > i]

@@ -113,9 +113,10 @@ class Balance:
 def arrange(costs: Int64, grid: Grid) -> Int64:
     """Return a balanced order of a step's sequences: for each position, the index of its sequence in `costs`.
 
-    The balanced order has a lower `grid.largest`, or an equal one with a lower largest microbatch cost; otherwise the
-    data order is returned. With `grid.seconds`, the result is the fastest of three orders: the data order, and balanced
-    orders with largest or smallest microbatches first. No microbatch costs more than the largest one in data order.
+    Without `grid.seconds`, the result has a lower `grid.largest` than the data order, or an equal one with a lower
+    largest microbatch cost; otherwise it is the data order. With `grid.seconds`, it is the fastest of the data order
+    and two balanced orders, with largest or smallest microbatches first. Balanced orders that increase these costs do
+    not count. No microbatch costs more than the largest one in data order.
 
     Args:
         costs: [N] cost of each sequence in data order, at least 0.
@@ -146,7 +147,7 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
 
 
 def _microbatches(costs: Int64, grid: Grid) -> Iterator[list[Int64]]:
-    """Yield divisions into microbatches: as in the data, of about equal cost, of about equal cost within a turn."""
+    """Yield up to three divisions into microbatches: as in the data, of about equal cost, and about equal per turn."""
     count = len(costs) // grid.rows
     yield np.split(np.arange(len(costs)), count)
     if grid.rows == 1:
@@ -161,7 +162,7 @@ def _microbatches(costs: Int64, grid: Grid) -> Iterator[list[Int64]]:
 
 
 def _placed(bins: Sequence[Int64], members: Sequence[Sequence[int]], grid: Grid) -> Int64:
-    """Return the sequence index in each position; `members` has the indices of the `bins` (microbatches) of a rank."""
+    """Return the sequence index in each position; `members` has, for each rank, the indices of its `bins`."""
     numbers = np.empty(len(bins), np.int64)
     for own, chosen in zip(grid.owners, members, strict=True):
         numbers[[*own]] = chosen
@@ -189,9 +190,7 @@ def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
 def spread(costs: Int64, sizes: Sequence[int]) -> list[Int64]:
     """Assign items to bins so that the largest total cost of a bin is small; return the indices of each bin's items.
 
-    Args:
-        costs: [N] cost of each item.
-        sizes: Number of items in each bin; the sum is N.
+    `costs` [N] has the cost of each item; `sizes` has the number of items in each bin, N in all.
     """
     members: list[list[int]] = [[] for _ in sizes]
     free = [(0, k) for k, count in enumerate(sizes) if count]
@@ -205,7 +204,7 @@ def spread(costs: Int64, sizes: Sequence[int]) -> list[Int64]:
 
 
 def _exchange(costs: Int64, members: list[list[int]]) -> list[Int64]:
-    """Exchange items between the most expensive bin and others while this lowers the largest cost; return the bins."""
+    """Lower the largest cost by exchanges of items between the most expensive bin and others; return the bins."""
     bins = [np.array(items, np.int64) for items in members]
     loads = np.array([costs[items].sum() for items in bins], np.int64)
     bin_of = np.empty(len(costs), np.int64)

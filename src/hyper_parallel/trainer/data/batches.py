@@ -34,7 +34,7 @@ from hyper_parallel.trainer.data.sequences import (
 logger = logging.getLogger(__name__)
 
 _BLOCK = 1024
-"""Sequences per block of a mixture. Rounding changes the share of a source by less than 1 / 1024."""
+"""Groups of sequences per block of a mixture. Rounding changes the share of a source by less than 1 / 1024."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Batch:
         shift_labels: [B, S] labels: the id of the next token, or -100 at positions without loss.
         num_valid: Number of labels other than -100.
         position_ids: [B, S] positions that restart at 0 with each document; None: positions count from the row's start.
-        num_real: [B] number of tokens before the padding; None: no padding.
+        num_real: [B] number of tokens before the padding; None: no row is padded.
         media: Arrays of images and audio, by argument name of the model's forward.
     """
 
@@ -59,7 +59,7 @@ class Batch:
 
     @property
     def token_mask(self) -> NDArray[np.bool_] | None:
-        """Mask [B, S], False for padding tokens; None without padding."""
+        """Mask [B, S], False for padding tokens; None if `num_real` is None."""
         if self.num_real is None:
             return None
         mask: NDArray[np.bool_] = np.arange(self.input_ids.shape[1]) < self.num_real[:, None]
@@ -147,7 +147,7 @@ class Batches:
         tail: Behaviour when an epoch ends inside a step. `wrap`, for training: the step continues with the next epoch.
             `pad`, for evaluation: the step is filled with dummy rows without labels, so every sequence is read exactly
             once.
-        limit: Number of sequences (or groups) to use, evenly spaced in the data; None: all.
+        limit: Number of sequences (or groups) to use, evenly spaced in the data; None: all. A mixture ignores it.
         fingerprint: Hash of the data, stored in checkpoints.
 
     Attributes:
@@ -196,7 +196,7 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps that read every sequence of an epoch, rounded up."""
+        """Number of steps that read every sequence of an epoch, rounded up; repeated steps count once."""
         return -(-self.num_sequences * self.rows.unit // self.sequences_per_step)
 
     def step_batch(self, step: int) -> Int64:
@@ -277,7 +277,8 @@ class Batches:
             grid: Assignment of microbatches to ranks, for load balancing; None: data order.
 
         Raises:
-            BatchMismatch: HP308 when `dp_size * microbatch * accumulation` is not `sequences_per_step`.
+            BatchMismatch: HP308 for sizes whose product is not `sequences_per_step`, or a `dp_rank` out of range.
+            HyperParallelError: Errors of `media_arrays`.
         """
         check_cut(self.sequences_per_step, dp_rank, dp_size, microbatch, accumulation)
         indices = self.step_batch(step) if grid is None else self._arrange(step, grid)

@@ -63,6 +63,7 @@ def encode_conversation(
     Raises:
         BadValue: HP102 when the tokenizer is slow, or template or tokenizer do not reproduce the conversation.
         NoData: HP602 when an image or recording cannot be read.
+        MissingDependency: HP501 when a package that the media need is not installed.
     """
     if not tokenizer.is_fast:
         raise BadValue(

@@ -49,9 +49,7 @@ _ROLE_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
 def column_hint(columns: Mapping[str, str], section: str = "columns") -> str | None:
     """Return recipe overrides for `columns`, such as `data.columns.prompt=question`; None if `columns` is empty.
 
-    Args:
-        columns: Dict from the canonical key or role to its name in the records.
-        section: Section of `data`: `columns` or `roles`.
+    `columns` is a dict from canonical key or role to its name in the records; `section` is `columns` or `roles`.
     """
     pairs = (f"data.{section}.{name}={_as_value(key)}" for name, key in columns.items())
     return " ".join(map(shlex.quote, pairs)) or None
@@ -147,9 +145,7 @@ def _has_word(key: str, pattern: re.Pattern[str]) -> bool:
 def guess_named_pair(values: Record, *, with_answers: bool = False) -> dict[str, str]:
     """Return a dict like `guess_pair`; {} unless names of keys, such as `bad_reply`, mark the better and worse answer.
 
-    Args:
-        values: Values of the record by key.
-        with_answers: Whether the better answer may have a general name, such as `response`.
+    With `with_answers`, the better answer may have a general name, such as `response`.
     """
     kinds: tuple[Any, ...] = (list | tuple | dict, str)
     for kind in kinds:

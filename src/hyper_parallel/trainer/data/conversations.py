@@ -1,8 +1,9 @@
 """Conversations in records: format detection, and readers of turns and prompts.
 
-A record has the format `sharegpt`, `alpaca`, `prompt_completion` or `preference`. It becomes a `Conversation`: turns,
-and the number of leading turns that are the prompt, if the record has a key for the prompt. The stage determines which
-turns are trained on; see `num_context`. Module `record_keys` defines synonymous keys and raises for unknown keys.
+A record of a conversation has the format `sharegpt`, `alpaca`, `prompt_completion` or `preference`. It becomes a
+`Conversation`: turns, and the number of leading turns that are the prompt, if the record has a key for the prompt. The
+stage determines which turns are trained on; see `num_context`. Module `record_keys` defines synonymous keys and raises
+errors for unknown keys.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
     """Read the conversation with the chosen answer, then the conversation with the rejected answer.
 
     An answer continues the prompt of the record. If both answers contain whole conversations instead, the leading turns
-    that they have in common are the prompt.
+    that they have in common are the prompt. Raise NoData (HP602) if these include no question.
     """
     raw = [values[key] for key in ("chosen", "rejected")]
     answers = [_turns_of(a, "assistant", rules, where, "chosen or rejected") for a in raw]
@@ -290,7 +291,7 @@ def shape_of(record: Record, text_key: str, where: str, stage: str = "pt", rules
     """Return the format of a record: one of `CONVERSATIONS`, or `records` if it has a text under `text_key`.
 
     Raises:
-        NoData: HP602 if the record has no known format.
+        NoData: HP602 if the record has no known format, or seems to be a pair with an unknown key.
     """
     values = _named(record, rules, where, stage)
     shape = _format_of(values, stage)
@@ -316,7 +317,7 @@ def shape_of(record: Record, text_key: str, where: str, stage: str = "pt", rules
 def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values:
     """Return the values of a record by canonical key; turns given as JSON text are parsed.
 
-    A null answer becomes "", except with `stage: pt` and `stage: grpo`.
+    A null answer of a record without a list of turns becomes "", except with `stage: pt` and `stage: grpo`.
     """
     values = rules.canonical_values(record, rules.columns, where)
     for key in TURNS:
@@ -332,7 +333,7 @@ def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values
 
 
 def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
-    """Raise NoData (HP602) if a record without known format seems to be a conversation; the hint maps its keys."""
+    """Raise NoData (HP602) if a record without known format seems to be a conversation, or its stage needs one."""
     if {"role", "content"} <= values.keys() or {"from", "value"} <= values.keys():
         raise NoData(
             "a record is a single turn, but a record must be a whole conversation (one line in a JSON lines file)",
@@ -463,7 +464,7 @@ def _has_keys(values: Values, shape: str, stage: str) -> bool:
 
 
 def _with_system(turns: list[Message], count: int | None, system: str, rules: RecordRules, where: str) -> Part:
-    """Prepend the text under the key `system` as a turn; raise NoData (HP602) if it differs from a system turn."""
+    """Prepend the text under the key `system` unless a turn repeats it; raise NoData (HP602) if system turns differ."""
     first = _message("system", system)
     own = [turn for turn in turns if turn["role"] in ("system", "developer")]
     if any(_same(turn, first) for turn in own):
@@ -503,7 +504,7 @@ def _check_unread(
     rules: RecordRules,
     where: str,
 ) -> None:
-    """Raise NoData (HP602) for a key that the format does not read, unless it is metadata or repeats a turn."""
+    """Except for GRPO, raise NoData (HP602) for an unread key, unless it is empty, metadata or repeats a turn."""
     if stage == "grpo":  # reward functions may read all keys
         return
     known = {*read_keys, *_SHARED, *_STAGE_KEYS.get(stage, ())}
@@ -581,11 +582,7 @@ def check_flags(one: Conversation, num_context: int, record: Record, where: str,
 def is_text_pair(record: Record, shape: str, rules: RecordRules, *, any_name: bool) -> bool:
     """Return whether a record has only texts: a prompt and a completion or pair, without system text and tools.
 
-    Args:
-        record: Record to test.
-        shape: Format of the record.
-        rules: Rules for reading keys.
-        any_name: Whether synonyms of `prompt` and `completion` count too.
+    With `any_name`, synonyms of `prompt` and `completion` count too.
     """
     if shape not in ("prompt_completion", "preference"):
         return False

@@ -61,7 +61,7 @@ class DataCounts:
         dropped: Number of dropped records by reason.
         ignored_keys: For each ignored key, the number of records, turns and tool calls that have it.
         remarks: Number of records or files with other changes or defects, by description.
-        by_document: Whether each text of `stage: pt` is a sequence of its own. Its first token is then no target.
+        by_document: Whether the texts of `stage: pt` are not concatenated. The first token of each is then no target.
         unknown_id: Id of the tokenizer's unknown token; None: it has none.
     """
 
@@ -89,7 +89,7 @@ class DataCounts:
     def restart(self, num_read: int) -> None:
         """Reset the counts, except ignored keys and remarks, when a resumed stream reaches its position.
 
-        `num_read` records after this position are already read.
+        `read` becomes `num_read`, the number of records after this position that are already read.
         """
         for name in _NUMBERS:
             setattr(self, name, 0)
@@ -99,10 +99,7 @@ class DataCounts:
     def add(self, documents: Sequence[Document], encoded: Sequence[Encoded], stage: str) -> None:
         """Count a record as used or dropped.
 
-        Args:
-            documents: Document of the record, or both documents of a pair.
-            encoded: Tokens and targets of each document.
-            stage: Stage of the recipe.
+        `documents` is the document of the record, or both documents of a pair; `encoded` has their tokens and targets.
         """
         if stage == "pt":
             num_tokens = sum(len(ids) for ids, _ in encoded)
@@ -136,13 +133,9 @@ class DataCounts:
             self.remarks[f"{kind} have words that the tokenizer does not know: {UNKNOWN}"] += 1
 
     def add_marked(self, num_tokens: int, marked: Sequence[int], stage: str, *, is_cut: bool) -> None:
-        """Count a record of one or two conversations as used.
+        """Count a record of one or two conversations as used, and as truncated if `is_cut`.
 
-        Args:
-            num_tokens: Number of tokens of all its documents after truncation to `data.seq_len`.
-            marked: Number of answer tokens in each of its documents.
-            stage: Stage of the recipe.
-            is_cut: Whether a document is truncated.
+        `num_tokens` counts all its tokens after truncation; `marked` has the number of answer tokens in each document.
         """
         if stage == "grpo":  # the reference answer is only for reward functions
             self.add_used(num_tokens - sum(marked), 0, is_cut)

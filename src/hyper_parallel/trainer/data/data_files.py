@@ -105,7 +105,7 @@ def refuse_unread(path: Path) -> None:
 
 
 def refuse_other_target(path: Path) -> None:
-    """Raise if a file is a symbolic link to a file of a different format.
+    """Raise if a file is a symbolic link to a file whose suffix names a different format.
 
     Otherwise an error message could disclose a line of a private file as column names.
 
@@ -127,10 +127,7 @@ def refuse_splits(root: Path, files: Sequence[Path]) -> None:
     """Raise if some files of a directory are named like training data (`train`), others like evaluation data (`test`).
 
     All files of a directory are one source, so the evaluation data would be trained on. Text files are not checked.
-
-    Args:
-        root: Directory of the files.
-        files: Data files of the directory, at least one, all of one kind.
+    `files` are the data files below `root`, at least one, all of one kind.
 
     Raises:
         NoData: HP602 with one file of each split.

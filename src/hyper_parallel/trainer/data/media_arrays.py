@@ -87,6 +87,8 @@ def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArra
 
     Raises:
         NoData: HP602 when a file is unreadable, or a file or the processor has changed since the data was prepared.
+        BadValue: HP102 when the processor rejects or ignores the media.
+        MissingDependency: HP501 when a package that the media need is not installed.
     """
     mask = {_MASK: np.ones(input_ids.shape, np.int64)}
     filled = [i for i, row in enumerate(rows) if row.row]
@@ -113,7 +115,7 @@ def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArra
 
 @lru_cache(maxsize=2)
 def per_token_names(processor: Any) -> frozenset[str]:
-    """Return the names of a processor's arrays with one number per token, such as `token_type_ids`."""
+    """Return the names of a processor's arrays, except `TEXT_ARRAYS`, that have one number per token."""
     text = processor.tokenizer.eos_token
     arrays = processor(text=[text], add_special_tokens=False, return_tensors="pt")
     names = (n for n, tensor in arrays.items() if n not in TEXT_ARRAYS and tensor.dim() == 2)

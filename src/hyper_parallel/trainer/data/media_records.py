@@ -47,7 +47,7 @@ def take_media(
 
     Raises:
         NoData: HP602 when the numbers of items and placeholders differ, items are both in content parts and in a
-            column, an answer contains an item, a reference is invalid, or a file is not in the media folder.
+            column, an answer contains an item, a reference is invalid, or a file is outside of the media folder.
     """
     inline = [reference for turn in turns for reference in turn.get(REFERENCES, ())]
     turns = [{key: value for key, value in t.items() if key != REFERENCES} for t in turns]

@@ -252,7 +252,8 @@ def split_documents(flat: Flat, share: float, seed: int, seq_len: int) -> tuple[
     """Return the token spans of the training documents and of the held-out documents, each in document order.
 
     The seed draws `round(share * documents)` documents to hold out, and further texts until they fill one sequence. If
-    the rounded number is 0, the tail of the longest text is held out: `share` of all tokens, at least one sequence.
+    the rounded number is 0, the tail of the longest text is held out: `share` of all tokens, at least one sequence, at
+    most the whole text.
     Conversations are never divided; at least one of several conversations is held out. Both documents of a pair are in
     the same split. With `share` 0, nothing is held out.
     """
@@ -309,9 +310,9 @@ def write_rows(flat: Flat, spans: list[slice], path: Path, source: Source, pad_i
     padding. If `masked`, there are also positions, which restart at 0 with every document and with the padding.
 
     A document of T tokens takes T - 1 positions, because its last token is only a label. For a reward model it takes T
-    positions. With packing, documents share rows. A text longer than a row is divided into pieces that overlap by one
-    token, so every token but the first is a label once. A longer conversation is truncated to `seq_len` positions.
-    Conversations without a target, and conversations with media that are too long, are dropped.
+    positions. With packing and without media, documents share rows. A text longer than a row is divided into pieces
+    that overlap by one token, so every token but the first is a label once. A longer conversation is truncated to
+    `seq_len` positions. Conversations without a target, and conversations with media that are too long, are dropped.
     """
     seq_len, learn, counts = source.data.seq_len, flat.learn, source.counts
     cut = [slice(s.start, min(s.stop, s.start + seq_len + flat.num_label_only)) for s in spans]

@@ -41,7 +41,8 @@ class PackedData:
 
     Attributes:
         train: Packed sequences, or a stream.
-        holdout: Sequences of `data.validation`, else the held-out sequences, which may be empty; None: there are none.
+        holdout: Sequences of `data.validation`, else the held-out sequences of a source, which may be empty. None: a
+            stream or mixture without held-out sequences.
         tokenizer_dir: Hugging Face directory of the tokenizer.
         vocab_size: Largest token id plus one.
         fingerprint: Hash of the packed content, equal on every machine; for a stream, of source name and settings.
@@ -118,6 +119,7 @@ def prepare(
             export would produce different tokens.
         Contradiction: HP104 when the stage cannot train on the records.
         OutputNotWritable: HP105 when the cache cannot be written.
+        ModelUnreadable: HP305 when a config file next to the tokenizer cannot be read.
         MissingDependency: HP501 when a package that the source needs is not installed.
     """
     cache = cache_root(data.cache_dir)

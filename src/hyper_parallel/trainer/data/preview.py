@@ -48,7 +48,8 @@ class ExampleText:
 
     Attributes:
         name: `text`, `conversation`, `chosen`, `rejected`, `good answer`, `bad answer`, `prompt` or `answer`.
-        segments: Segments of the first tokens: `data.seq_len` with `stage: rm`, all with `stage: grpo`, else one more.
+        segments: Segments of the first tokens: `data.seq_len` with `stage: rm`, all with `stage: grpo`, else
+            `data.seq_len` + 1.
         num_tokens: Number of tokens of the whole text.
         num_cut: Number of tokens that training truncates; 0 with `stage: pt` and `stage: grpo`.
     """
@@ -133,13 +134,9 @@ def example_of(
     documents: Sequence[Document],
     encoded: Sequence[Encoded],
 ) -> Example:
-    """Return the example of a record without images, with texts decoded from its tokens.
+    """Return the example of a record, with texts decoded from its tokens by tokenizer `hf` and without thumbnails.
 
-    Args:
-        hf: Tokenizer of transformers.
-        source: Source of the record.
-        documents: Document of the record, or both documents of a pair.
-        encoded: Tokens and targets of each document.
+    `documents` is the document of the record, or both documents of a pair; `encoded` has their tokens and targets.
     """
     where, stage = documents[0].where, source.stage
     if stage == "grpo":

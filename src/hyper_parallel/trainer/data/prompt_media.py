@@ -67,7 +67,7 @@ def encode_parts(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> tuple[li
     try:
         return _encoded(tokenizer, turns, kinds)
     except HyperParallelError as error:
-        error.hint = None  # the hint is a recipe override, for training
+        error.hint = None  # most hints are recipe overrides, for training
         raise
 
 

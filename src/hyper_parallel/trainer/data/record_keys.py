@@ -113,9 +113,9 @@ class RecordRules:
         media_root: Path | None = None,
         media_kinds: tuple[str, ...] = (),
     ) -> RecordRules:
-        """Return the rules of section `data` of a recipe, without media of a table.
+        """Return the rules of section `data` of a recipe, with an empty `media`.
 
-        Other arguments become attributes of the same name. Media of records are only read if `media_root` is set.
+        The other arguments set the attributes of the same names. Without `media_root`, `media_kinds` is ignored.
         """
         columns = {own: name for name, own in data.columns.items()}
         turns = {own: name for own, name in columns.items() if name in _OF_TURNS}
@@ -322,7 +322,7 @@ def margin_of(record: Record, where: str) -> float | None:
 def columns_of(record: Record, rules: RecordRules) -> dict[str, Any]:
     """Return the values of a record that reward functions may read, by canonical key.
 
-    Ignored keys, prompt and completion are excluded. Reward functions get prompt and completion of the rollout.
+    Ignored keys, `prompt`, `completion` and `completion_ids` are excluded. Reward functions get those of the rollout.
     """
     named = ((rules.columns.get(key, key), value) for key, value in record.items())
     return {str(k): v for k, v in named if k not in _ROLLED_OUT and k not in rules.ignored}

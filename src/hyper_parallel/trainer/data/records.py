@@ -161,7 +161,7 @@ class ArrayReader:
         return json.JSONDecodeError(problem, self._buffer, self._at)
 
     def _element(self) -> tuple[Any, str]:
-        """Return the next element and its JSON text; read chunks until the element is complete."""
+        """Read the next element; return it and its JSON text. Raise LimitExceeded if it is longer than the limit."""
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._buffer, self._at)
@@ -187,7 +187,7 @@ class ArrayReader:
 
     @property
     def line(self) -> int:
-        """Line number of the start of the current element."""
+        """Line number of the start of an element that cannot be read."""
         return self.first_line + self._buffer.count("\n", 0, self._at)
 
 
@@ -214,6 +214,7 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
 
     Raises:
         NoData: HP602 naming the file, line or row that is unreadable or too long, or is not a record.
+        MissingDependency: HP501 when the package that reads or decompresses the file is not installed.
     """
     suffix = inner_suffix(path)
     if suffix == ".parquet":

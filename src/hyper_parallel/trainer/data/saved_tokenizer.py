@@ -70,7 +70,7 @@ _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tokenizer_files(directory: Path) -> list[str]:
-    """Return the names of the tokenizer and processor files in a Hugging Face directory."""
+    """Return the relative paths of the tokenizer and processor files in a Hugging Face directory."""
     names = [name for name in _FILES if (directory / name).is_file()]
     further = sorted((directory / _TEMPLATES).glob("*.jinja"))
     return names + [f"{_TEMPLATES}/{path.name}" for path in further if path.is_file()]
@@ -108,6 +108,9 @@ def media_of_processor(directory: str | Path | None) -> tuple[str, ...]:
     `processor_config.json` names the components of the processor. Older directories only have
     `preprocessor_config.json`, which merges the settings of all components; their keys tell the media kinds. The result
     is () without a tokenizer or processor.
+
+    Raises:
+        NoData: HP602 when one of these files cannot be read.
     """
     if not has_tokenizer(directory):
         return ()
@@ -243,6 +246,7 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
     Raises:
         BadValue: HP102 when no class produces the tokens of the source from the copy.
         NoData: HP602 for a file that `check_files` refuses.
+        HyperParallelError: Errors of `load_tokenizer` except NoData.
     """
     source = Path(source)
     check_files(source, tokenizer_files(source))
@@ -284,8 +288,8 @@ def required_class(
         directory: Directory of the tokenizer's files.
         configs: Values of each config.json next to which the files must produce these tokens; None: no config.json.
         samples: Texts of the data to compare in addition to the built-in probe texts.
-        is_own: Whether this run trains the tokenizer. The class that the model's config demands may then replace its
-            class, even if the tokens differ.
+        is_own: Whether this run trains the tokenizer. The class that the first config demands, or the generic class,
+            may then replace its class, even if the tokens differ.
 
     Returns:
         Class name to set in the files; None if they need no change.
@@ -381,7 +385,7 @@ def _has_code(directory: Path) -> bool:
 
 
 def set_class(directory: Path, name: str) -> None:
-    """Set `tokenizer_class` to `name` in the tokenizer files of a directory, and remove `auto_map`."""
+    """Set `tokenizer_class` to `name` in the tokenizer_config.json of a directory, and remove `auto_map`."""
     path = directory / CONFIG
     values = _json_values(path) | {"tokenizer_class": name}
     values.pop("auto_map", None)

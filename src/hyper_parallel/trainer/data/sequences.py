@@ -88,11 +88,9 @@ class DocumentFacts:
             self.records[start] = _json_line(record, document.where)
 
     def write(self, path: Path, starts: Sequence[int]) -> None:
-        """Write the values of all rows to files `PATH_good.npy`, `PATH_margins.npy` and the like.
+        """Write the added values of all rows to files such as `PATH_good.npy` and `PATH_margins.npy`.
 
-        Args:
-            path: Folder and name of the split.
-            starts: For each row, the offset of its document.
+        `path` is folder and name of the split; `starts` has, for each row, the offset of its document.
         """
         if self.good:
             good = np.array([self.good[start] for start in starts], np.bool_)
@@ -232,7 +230,7 @@ class PackedSequences:
         return inputs, labels
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the number of tokens before the padding of each row, 0 for a dummy row; None if no row is padded."""
+        """Return the length of each row before padding, 0 for a dummy row; None for plain text without dummy rows."""
         dummy = indices < 0
         if self._num_real is None and not dummy.any():
             return None
@@ -241,7 +239,7 @@ class PackedSequences:
         return np.where(dummy, 0, counts)
 
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
-        """Return [len(indices)] labels of the answers, True for desirable; only for data of `stage: kto`."""
+        """Return [len(indices)] labels of answers (KTO), True for desirable; a dummy row has an arbitrary label."""
         assert self._good is not None
         labels: NDArray[np.bool_] = self._good[indices]
         return labels
@@ -263,7 +261,7 @@ class PackedSequences:
         return () if self._records is None else self._records.columns
 
     def records(self, indices: Int64) -> list[Mapping[str, Any]]:
-        """Return, for each row, the columns of its record that reward functions may read, by name."""
+        """Return, for each row, the columns that reward functions may read, by name; only for data of `stage: grpo`."""
         assert self._records is not None
         return [self._records.read(int(index)) for index in indices]
 
@@ -296,7 +294,12 @@ class PackedSequences:
 
 
 class JoinedSequences:
-    """Concatenation of the sequences of several sources, with the methods of `PackedSequences`."""
+    """Concatenation of the sequences of several sources, with the methods of `PackedSequences`.
+
+    Attributes:
+        parts: Sequences of each source.
+        starts: Index of the first sequence of each source, and total number of sequences.
+    """
 
     def __init__(self, parts: Sequence[PackedSequences]) -> None:
         self.parts, self.split = tuple(parts), parts[0].split
@@ -335,7 +338,7 @@ class JoinedSequences:
         return gathered
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the number of tokens before the padding of each row, 0 for a dummy row; None if no row is padded."""
+        """Return the length of each row before padding, 0 for a dummy row; None if every source returns None."""
         gathered = np.full(len(indices), self.parts[0].seq_len, np.int64)
         padded = False
         for part, local, rows in self._split(indices):

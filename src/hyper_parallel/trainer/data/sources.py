@@ -62,7 +62,8 @@ STDLIB = "python-stdlib"
 PlainText = Literal["never", "pairs", "all"]
 """Conversations that are concatenated without a chat template.
 
-`never`: none. `pairs`: texts under `prompt` and `completion`. `all`: pairs of texts under any known keys.
+`never`: none. `pairs`: records that have only texts under `prompt` and `completion`, or under `prompt`, `chosen` and
+`rejected`. `all`: pairs of texts under any known keys; other conversations are refused.
 """
 _TEMPLATED: Final = "pairs of texts written through the chat template (data.chat_template=none: as plain text)"
 _SPECIAL: Final = "conversations whose texts contain special tokens of the tokenizer, which become these tokens"
@@ -158,12 +159,15 @@ class Source:
         }
 
     def documents(self) -> Iterator[Document]:
-        """Yield documents in order, up to `data.max_bytes`; the last text may be truncated, conversations are not.
+        """Yield documents in order, up to `data.max_records` records and `data.max_bytes` bytes.
 
-        Records that are empty or have only empty answers are dropped. The counts of the source restart from zero.
+        The last text may be truncated, conversations are not. Empty records are dropped, and so are records with only
+        empty answers (except in stages `pt` and `grpo`), and with `data.bad_media: skip` records with unreadable media.
+        The counts of the source restart from zero.
 
         Raises:
             NoData: HP602 naming a record that is invalid or longer than `data.max_record_bytes`.
+            MissingDependency: HP501 when a package that reads the records is not installed.
         """
         self.counts.clear()
         left, most = self.data.max_bytes, self.data.max_record_bytes
@@ -453,7 +457,7 @@ def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[
 
 
 def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = ()) -> None:
-    """Raise if a source is a missing path; the hint names a similar path, preferably one that the stage can read.
+    """Raise if a source is a missing path; a hint names a similar path, preferably one that the stage can read.
 
     Args:
         data: Section `data` with one source.
@@ -545,7 +549,7 @@ def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
 
 
 def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
-    """Return `files` without README-like ones; return all if there are only texts or the format is `text`."""
+    """Return `files` without README-like ones; return all if no other file has records, or the format is `text`."""
     if format_ == "text":
         return files
     records = [f for f in files if kind_of(f) != "text" and not describes(f)]

@@ -86,7 +86,12 @@ class Stream:
         return self._epoch_counts or self._source.counts
 
     def rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Yield (position after the sequence, sequence) for each sequence from position `start` on."""
+        """Yield (position after the sequence, sequence) for each sequence from position `start` on.
+
+        Raises:
+            NoData: HP602 when a record is invalid, or an epoch has no sequence.
+            CheckpointMismatch: HP702 when the data before `start` has changed since the checkpoint.
+        """
         whole = self._stage == "sft" or self.masked or not self.data.packing
         return self._documents_in_rows(start) if whole else self._pieces_of_text(start)
 
@@ -142,7 +147,7 @@ class Stream:
             )
 
     def _report(self, number: int | None = None) -> None:
-        """Log how much text is truncated or dropped, after 256, 512, 1,024, ... documents and after the first epoch."""
+        """Log on rank 0 how much text is truncated or dropped, after 256, 512, 1,024, ... documents and one epoch."""
         blocks = 0 if number is None else number // _BLOCK
         notes = self.counts.losses
         if blocks & (blocks - 1) or notes == self._reported or os.environ.get("RANK", "0") != "0":
@@ -203,7 +208,7 @@ class Stream:
 
 
 class StreamBatches:
-    """Loader of the steps of a run from a stream, with the interface of `Batches`.
+    """Loader of the steps of a run from a stream, with those methods of `Batches` that training and checkpoints need.
 
     Args:
         stream: Stream that yields the sequences.
@@ -238,7 +243,8 @@ class StreamBatches:
         """Return the `accumulation` microbatches, [microbatch, S] each, of one data-parallel rank in a step.
 
         Raises:
-            BatchMismatch: HP308 when `dp_size * microbatch * accumulation` is not `sequences_per_step`.
+            BatchMismatch: HP308 for sizes whose product is not `sequences_per_step`, or a `dp_rank` out of range.
+            HyperParallelError: Errors of `Stream.rows`.
         """
         check_cut(self.sequences_per_step, dp_rank, dp_size, microbatch, accumulation)
         rows = self._step(step)
@@ -273,7 +279,7 @@ class StreamBatches:
         """Continue after the sequences read before the checkpoint; `sequences_per_step` may have changed since.
 
         Raises:
-            CheckpointMismatch: HP702 when the data or its order differ.
+            CheckpointMismatch: HP702 when settings or order of the data differ. `Stream.rows` checks the data itself.
         """
         check_position(state, self.state_dict(0), ("fingerprint", "seed", "shuffle"))
         self._place, self._next = Place(*state["place"]), state["step"]

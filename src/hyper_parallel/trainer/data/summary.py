@@ -42,11 +42,7 @@ def summary_rows(
 ) -> dict[str, str]:
     """Return the rows of the summary table as a dict from row name to text.
 
-    Args:
-        stage: Stage of the recipe.
-        counts: Counts of each source.
-        weights: Weight of each source in a mixture.
-        sampled: Whether only the beginning of the data was counted.
+    `weights` has the weight of each source in a mixture. `sampled`: only the beginning of the data was counted.
     """
     source = counts[0].source
     if len(counts) > 1:

@@ -106,7 +106,7 @@ class TemplateProperties:
         values: Mapping[str, Any] | None = None,
         marks: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render turns from `form`; return the text, and the spans of `{% generation %}` blocks ([] unless `marks`)."""
+        """Render turns converted by `form`; return text and spans of `{% generation %}` blocks ([] unless `marks`)."""
         variables = {**self._special, **(values or {}), "add_generation_prompt": prompt}
         return rendered(self.source, messages, variables, tools=tools, marks=marks)
 
@@ -420,6 +420,7 @@ def properties_of(tokenizer: Any, *, tools: bool = False) -> TemplateProperties:
 
     Raises:
         ValueError: The tokenizer has no chat template, or several without a default.
+        BadValue, ModelUnreadable: HP102, HP305 for an unusable tokenizer or generation config.
     """
     template = tokenizer.chat_template
     source = template if isinstance(template, str) else tokenizer.get_chat_template(tools=[{}] if tools else None)

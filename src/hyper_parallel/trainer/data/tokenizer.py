@@ -239,7 +239,7 @@ def _samples(sources: Sequence[Source]) -> list[str]:
 
 
 def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
-    """Return the chat template that replaces the tokenizer's own; None if the tokenizer keeps its own."""
+    """Return the chat template to set in the tokenizer; None if the tokenizer stays as it is."""
     if data.chat_template == "none":
         return RAW
     if data.chat_template != "auto":

@@ -90,11 +90,7 @@ def check_files(directory: Path, names: Sequence[str]) -> None:
 
 
 def check_parts(backend: Any, where: str) -> None:
-    """Raise if a loaded tokenizer may take unbounded time or memory for a text.
-
-    Args:
-        backend: `tokenizers.Tokenizer`.
-        where: Directory of the tokenizer, for error messages.
+    """Raise if a loaded tokenizer, a `tokenizers.Tokenizer`, may take unbounded time or memory for a text.
 
     Raises:
         BadValue: HP102 naming the component, or a `max_input_chars_per_word` that is too large.
@@ -176,8 +172,8 @@ def check_pattern(pattern: str) -> None:
     """Raise if matching a regular expression may take too long.
 
     This is assumed if a group with a repetition or an alternative is repeated more than three times: `(a|aa)+`,
-    `(a+)*`. Four unbounded repetitions in one alternative, references to groups, comments and very long expressions are
-    refused too.
+    `(a+)*`. Four or more unbounded repetitions in one alternative, repeat counts above 1,000, more than 256 groups and
+    classes, references to groups, comments and expressions of more than 20,000 characters are refused too.
 
     Raises:
         Unbounded: The expression is refused; the message has the reason.

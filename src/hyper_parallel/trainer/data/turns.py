@@ -125,7 +125,7 @@ def read_template_values(value: Any, rules: RecordRules, where: str) -> dict[str
     """Return the template variables that a record sets under `chat_template_kwargs`.
 
     Raises:
-        NoData: HP602 for a value that is not an object, or variables such as `messages`.
+        NoData: HP602 for a value that is not an object, or that sets a reserved variable such as `messages`.
     """
     if is_empty(value):
         return {}
@@ -198,7 +198,7 @@ def _references(parts: Sequence[Any], rules: RecordRules) -> list[tuple[str, Any
 
 
 def _role_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> str:
-    """Return the canonical role of a turn; raise NoData (HP602), with a probable role as hint, if it is unknown."""
+    """Return the canonical role of a turn; raise NoData (HP602) for an empty or unknown role, or two different ones."""
     named = {k: values[k] for k in _ROLE if not is_empty(values.get(k))}
     roles = {key: _role(word, rules) for key, word in named.items()}
     unknown = [named[key] for key, role in roles.items() if role is None]

@@ -106,7 +106,7 @@ def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
 
 
 def _auto_class(file: ConfigFile, *, trusted: bool, scores: bool) -> Any:
-    """Return the class that builds the model: an auto class for classifiers and custom code, else the model class."""
+    """Return the class that builds the model: an auto class, or a model class if no auto class lists the type."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if scores:
@@ -127,7 +127,7 @@ def _transformers_config(file: ConfigFile, *, trusted: bool) -> Any:
 
 
 def class_of_config(file: ConfigFile) -> Any:
-    """Return the transformers class of a causal language model, which may also read images or audio.
+    """Return the auto or model class of transformers for a causal language model, which may also read media.
 
     If transformers has several classes for the model type, for example with and without images, the config's
     `architectures` selects a class. If the auto classes of transformers do not list the type, `architectures` must

@@ -73,7 +73,7 @@ DRIFT: Final = 0.02
 EXCESS: Final = 0.02
 """Relative excess of measured device memory over the prediction above which a line is logged."""
 REPLANS: Final = 3
-"""Maximum number of new plans in a run: measured bandwidths vary in every step, and planning takes seconds."""
+"""Maximum attempts to plan again in a run: measured bandwidths vary in every step, and planning takes seconds."""
 _PHASES: Final = {
     "forward": "forward",
     "backward": "backward",
@@ -169,7 +169,7 @@ class PlannedSteps:
             return StepOutcome.of(outputs, state), self._spill.emptied_storages
 
     def _record_outside_peak(self, activity: str) -> None:
-        """Update the peak device bytes outside planned steps; collective. Raise HP402 if they exceed the budget."""
+        """Update the peak device bytes outside planned steps; collective. Raise HP402 if `spill` exceeds the budget."""
         most = self._spill.peak_bytes
         if not self._on_cpu:
             most = torch.accelerator.max_memory_allocated(self._torch_device)
@@ -371,7 +371,7 @@ class PlannedSteps:
         """Replace the memory plan if a step waited longer for copies than planned; return whether it was replaced.
 
         The new plan uses the measured bandwidths. The plan is kept if the bandwidths are as assumed, if no new plan
-        fits, or after `REPLANS` replacements.
+        fits, or after `REPLANS` attempts.
         """
         if self._replans == REPLANS or measured.wait_s - planned_s <= DRIFT * measured.seconds:
             return False

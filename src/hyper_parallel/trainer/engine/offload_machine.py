@@ -96,8 +96,8 @@ def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
     """Return the device budget of `budget: auto` in bytes, and a line that explains it.
 
     On a CPU the budget is `budget_bytes`, the memory of a rank's device according to the topology. On an accelerator
-    the budget is the smaller of `budget_bytes` and the device's memory, minus the memory used outside of torch's
-    allocator, minus the share `MARGIN` of the rest. Device contexts and other processes use memory outside of it.
+    the budget is the smaller of `budget_bytes` and the device's memory, minus the memory that device contexts and other
+    processes use outside of torch's allocator, minus the share `MARGIN` of the rest.
     """
     if device.type == "cpu":
         text = f"offload: budget auto = {format_bytes(budget_bytes)}, the memory of a rank"
@@ -128,7 +128,7 @@ def check_offload(recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[
             "its own random stream",
             where=where("parallel.tp_x"),
             got=f"tp={strategy.tp}, a model with dropout",
-            allowed="training.disable_dropout=true, or parallel.tp=1",
+            allowed="training.disable_dropout=true, or no tensor parallelism",
             hint="training.disable_dropout=true",
         )
     if recipe.moe.capacity_factor is not None:

@@ -87,8 +87,8 @@ _NEED_FULL_MATRICES: Final = (torch.optim.Adafactor, torch.optim.Muon, Muon)
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the trained parameters as optimizer groups: a group with weight decay and a group without.
 
-    Norms, biases, vectors and state-space parameters have no weight decay. The split depends on module types and
-    logical shapes, so it is the same on every layout. Empty groups are omitted, except if both groups are empty.
+    Norms, biases, vectors and state-space parameters have no weight decay. The split depends on module types, names and
+    unsharded shapes, so it is the same on every layout. Empty groups are omitted, except if both groups are empty.
     """
     decayed, undecayed = [], []
     for name, role in trained_roles(model).items():

@@ -42,7 +42,7 @@ class FrameworkState:
 
     Attributes:
         step: Number of finished optimizer steps; for SGD only those of this process.
-        values: Arrays by name: `param.NAME`, and `STATE.NAME` for each state tensor of the optimizer.
+        values: Arrays by name: `param.NAME` of parameters and persistent buffers, `STATE.NAME` of optimizer state.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FrameworkState:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Arrays of the parameters, by name `param.NAME`."""
+        """Arrays of parameters and persistent buffers, by name `param.NAME`."""
         return {k: v for k, v in self.values.items() if k.startswith("param.")}
 
     def adopt(self, values: dict[str, Any]) -> None:

@@ -140,7 +140,8 @@ def read_spec(
     """Return the `ModelSpec` of a model.
 
     The spec comes from the config if this package knows the model family, else from the transformers model. The sizes
-    of activations saved for backward are measured on the transformers model, or estimated if this fails.
+    of activations saved for backward are measured on the transformers model, or estimated if this fails. A config
+    without `model_type` is read by `load_model` only.
 
     Args:
         path: Model directory, config file, preset or hub id; see `load_model`.
@@ -345,7 +346,7 @@ def model_files(model: nn.Module, tokenizer_dir: str | Path, weights: Path | Non
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile every decoder layer in place with `nn.Module.compile`; names, classes and hooks do not change."""
+    """Compile each module whose class is in `_no_split_modules`, such as a decoder layer, in place."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
         if type(module).__name__ in names:

@@ -41,11 +41,11 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     """Check that the model has the recipe's sub-models, and that their layouts are supported.
 
     Raises:
-        BadValue: HP102 for invalid values of `parallel.submodels`.
+        BadValue, DegreesMismatch: HP102 or HP301 for invalid values of `parallel.submodels`.
         UnsupportedSharding: HP205 for a model that cannot be divided into sub-models, or an unsupported layout.
         BatchMismatch: HP308 when the number of microbatches is not a multiple of a sharded tower's microbatches per
             round.
-        Contradiction: HP104 for an optimizer that does not support the layout of a sub-model.
+        HyperParallelError: Errors of `check_optimizer` for the layout of a sub-model.
     """
     layouts = submodel_layouts(loaded.recipe, plan)
     assert loaded.recipe.parallel.submodels is not None

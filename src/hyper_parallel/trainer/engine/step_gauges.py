@@ -193,10 +193,8 @@ class PhaseSpans:
 _STATUS: Final = Path("/proc/self/status")
 _CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 _COUNTED_STEPS: Final = 2
-"""Number of steps at the start of a run in which the bytes of all tensors are counted.
-
-Counting slows a step. The first step also creates the optimizer state, so the second step represents all later steps.
-"""
+"""Number of steps at the start of a run in which the bytes of all tensors are counted. Counting slows a step. The
+first step also creates the optimizer state, so the second step represents all later steps."""
 _SAMPLE_INTERVAL_S: Final = 1e-3
 """Minimum seconds between two samples in a counted step; new peaks are always sampled."""
 

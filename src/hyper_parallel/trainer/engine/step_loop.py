@@ -278,10 +278,7 @@ class Loop:
         return EvalResult(mean, count, record.get("preference"), record.get("rollout"), **accuracies)
 
     def held_out_loss(self, parts: list[dict[str, Tensor]], count: int) -> Tensor:
-        """Return this rank's part of the held-out loss; the parts of all ranks add up to it.
-
-        `count` is the number of valid tokens of all ranks.
-        """
+        """Return this rank's part of the held-out loss over `count` valid tokens; the loss is the sum over ranks."""
         return forward_loss(self.model, parts, count)
 
     def inputs(self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None) -> StepInputs:

@@ -74,8 +74,8 @@ class StepPrograms:
     """Captured programs of a training step on one rank.
 
     Attributes:
-        loss: Program for the loss of one held-out microbatch. On all pipeline stages but the last it returns the
-            activations `sent` to the next stage instead.
+        loss: Program for the forward of one microbatch. It returns the loss or, on all pipeline stages but the last,
+            the activations `sent` to the next stage.
         gradients: Program for loss and gradients of one microbatch; see `capture_gradients`.
         update: Program for clipping and optimizer step. Inputs: `param.NAME`, `grad.NAME`, `STATE.NAME`, and the
             scalars of `update_scalars`. Outputs: `grad_norm`, `param.NAME` and `STATE.NAME`.
@@ -157,10 +157,7 @@ def _capture(
     layouts: Mapping[str, Layout],
     where: Callable[[str], str],
 ) -> StepPrograms:
-    """Capture the programs of one rank from a model that holds this rank's shards.
-
-    `layouts` are the plan's layouts by parameter name.
-    """
+    """Capture the programs of one rank from a model of this rank's shards; `layouts` are by parameter name."""
     if has_dropout(model):
         own = has_dropout(model, adapters=False)
         key = "training.disable_dropout" if own else "lora.lora_dropout"
@@ -261,7 +258,7 @@ def _block_plan(plan: Plan, block: Strategy) -> Plan:
 
 
 def _traced_world(recipe: Recipe, block: Strategy, position: int) -> AbstractContextManager[World | None]:
-    """Return a context with a fake world for a rank of a block; None for one rank without `moe.capacity_factor`."""
+    """Return a context of a fake world for a rank of a block, or of None for one rank without `moe.capacity_factor`."""
     if block.world_size == 1 and recipe.moe.capacity_factor is None:
         return nullcontext()
     return World.fake(position, block.world_size, TRACED)

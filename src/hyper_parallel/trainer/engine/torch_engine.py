@@ -269,7 +269,7 @@ class TorchEngine:
         return tensor.detach() if owner is None else owner.on_current_tier(tensor)
 
     def timeline(self) -> Timeline | None:
-        """Gather the measured timelines of all ranks on rank 0; return None on other ranks."""
+        """Gather the measured timelines of the first 64 ranks on rank 0; return None on other ranks."""
         return self._recorder.gather(self.world_size)
 
     def export(self) -> None:

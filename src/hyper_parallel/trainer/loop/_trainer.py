@@ -1,6 +1,6 @@
 """Training loop of one rank: drives an `Engine`, writes records and prints progress. Imports no framework.
 
-  load -> begin -> evaluate -> [step, evaluate or save when due] * steps -> finish -> export
+  load -> begin -> evaluate -> [step, evaluate and save when due] * steps -> finish -> export
 
 A back end implements `Engine`. Recipe, data order, learning rate, records and files do not depend on it.
 """
@@ -168,7 +168,14 @@ class Trainer:
             self._callbacks[-1].rank = engine.rank
 
     def train(self) -> Summary | None:
-        """Run the remaining steps, evaluations and the export; return the summary on rank 0, None on other ranks."""
+        """Run the remaining steps, evaluations and the export; return the summary on rank 0, None on other ranks.
+
+        Raises:
+            RunDirectoryLost: HP721 when the run directory is removed, moved or replaced.
+            LossNotFinite: HP604 from the engine, or for a non-finite held-out loss.
+            CheckpointMismatch: HP702 when facts or data of the run do not fit the checkpoint.
+            HyperParallelError: Other errors of the engine, and of writing files.
+        """
         try:
             # Open the watch before loading: records and checkpoints must belong to the same directory.
             with closing(DirectoryWatch(self._job.output_dir)) as self._watch:

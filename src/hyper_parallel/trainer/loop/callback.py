@@ -12,8 +12,8 @@ class Callback:
     """Base class of user callbacks; override the methods you need. Every rank creates an object and calls its methods.
 
     `metrics` has the keys of a line of metrics.jsonl or eval.jsonl. Return True from `on_step_end` or `on_evaluate` on
-    any rank to stop training after the current step, at the earliest step 1. All ranks then evaluate, save and export,
-    as after the last step.
+    any rank to stop training after the current step; the evaluation before step 1 stops it after step 1. All ranks then
+    evaluate, save and export, as after the last step.
 
     Attributes:
         rank: Rank of this process.

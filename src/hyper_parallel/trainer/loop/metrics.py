@@ -80,8 +80,8 @@ class EvalResult:
 
     loss: float  # mean over the held-out tokens or, by stage, pairs or answers
     tokens: int  # held-out tokens counted by the loss
-    preference: dict[str, Any] | None = None  # scores of pairs of answers
-    rollout: dict[str, Any] | None = None  # rewards and lengths of completions
+    preference: dict[str, Any] | None = None  # scores of pairs of answers; None without pairs
+    rollout: dict[str, Any] | None = None  # rewards and lengths of completions; None outside of stage grpo
     token_accuracy: float | None = None  # share of held-out targets that the model ranks first; None if not counted
     answer_accuracy: float | None = None  # share of answers with all targets ranked first; None if not counted
 

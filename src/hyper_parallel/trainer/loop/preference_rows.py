@@ -15,7 +15,8 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
     """Check that every data-parallel rank gets whole pairs or groups in a step, and that rewards can be imported.
 
     Raises:
-        Contradiction: HP104 for a number of sequences or sampling ranks that is not divisible as required.
+        Contradiction: HP104 for a number of sequences, of sequences in a microbatch, or of sampling ranks that is not
+            divisible as required.
         NotImportable: HP109 for a reward or environment that cannot be imported.
     """
     from hyper_parallel.trainer.stages.rewards import reward_functions

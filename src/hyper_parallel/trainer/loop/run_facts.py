@@ -150,13 +150,13 @@ _FIXED: Final = (
 )  # fmt: skip
 """Keys and sections that must not change on resume; the data has a separate fingerprint."""
 _FIXED_IN_STAGES: Final = {f"{CONTENT}.validation": ("dpo", "kto")}
-"""Keys that must not change in the listed stages, because their checkpoints contain scores of held-out answers."""
+"""Keys that must not change in the listed stages, whose runs store reference log-probabilities of held-out answers."""
 _IGNORED_IN_CONFIG: Final = (
     "architectures", "dtype", "torch_dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 """Keys of a model's config that training ignores, or that recipe and tokenizer override."""
 _PATHS: Final = ("output_dir", "data.cache_dir", "checkpoint.resume", "checkpoint.from_dir")
-"""Keys of file locations, whose changes are not logged."""
+"""Keys of file locations and of resuming, whose changes are not logged."""
 _STATED_BY_ALL: Final = (CODE, CONTENT, ENVIRONMENT, PLAN)
 """Groups of facts whose keys may be absent from checkpoints of other versions of this package."""
 _CONTENT_WORDS: Final = {
@@ -182,7 +182,7 @@ Changes = dict[str, tuple[Any, Any]]
 def check_resume(saved: object, facts: Mapping[str, Any], run: Path) -> Changes:
     """Return the changes between the facts `saved` in a checkpoint and those of the resumed run; {} if none are saved.
 
-    Changes of file locations are left out. `run` is the directory of the run that wrote the checkpoint.
+    Changes of keys in `_PATHS` are left out. `run` is the directory of the run that wrote the checkpoint.
 
     Raises:
         CheckpointMismatch: HP702 naming the changed keys that must not change.

@@ -65,7 +65,7 @@ def make_trackers(
     Raises:
         RunDirectoryLost: HP721 from `check_directory`.
         TrackerFailed: HP632 when a tracker cannot start a run.
-        OSError: The disk is full or broken.
+        OSError: The disk is full, broken or read-only.
     """
     ids_path, trackers = directory / "trackers.json", list[Tracker]()
     ids = _known_ids(ids_path) if resumed_step else {}
@@ -93,7 +93,7 @@ def make_trackers(
 
 
 def _known_ids(path: Path) -> dict[str, str]:
-    """Read the run ids by tracker that an earlier process of the run has stored; return {} if the file is absent."""
+    """Return the stored run ids by tracker, {} if the file is absent; raise HP632 if it cannot be read."""
     if not path.exists():
         return {}
     try:

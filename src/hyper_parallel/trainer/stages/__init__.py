@@ -45,8 +45,7 @@ class LearningStage:
             microbatches: Microbatches of this rank.
             rows: Rows of the microbatches.
             batches: Data of the rows.
-            step: Optimizer step, counted from 1. None: an evaluation of held-out data, whose first step contains the
-                rows of all ranks.
+            step: Optimizer step, counted from 1. None: an evaluation; `batches` then has all held-out rows in one step.
         """
         raise NotImplementedError
 

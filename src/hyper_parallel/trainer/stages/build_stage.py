@@ -29,13 +29,8 @@ def build_stage(
 ) -> LearningStage | None:
     """Build the learning stage of a recipe; return None if the recipe trains with next-token cross entropy.
 
-    Args:
-        job: Prepared run.
-        world: Ranks of the process group, and this rank's device.
-        model: Parallelized model.
-        done: Number of optimizer steps finished before this process started.
-        recorder: Timeline recorder; the timelines of sampling ranks begin at its start time.
-        inputs: Checksums of the run's input models.
+    `done` is the number of optimizer steps finished before this process started. The timelines of sampling ranks begin
+    at the start time of `recorder`.
     """
     recipe = job.recipe
     resumed_directory = job.resume_dir.parent if done else None

@@ -36,6 +36,9 @@ class Environments:
         prompts: Text of each prompt.
         answers: Text of each reference answer.
         seeds: Seed of each environment.
+
+    Attributes:
+        rewards: For each environment, the sum of the rewards that it has returned.
     """
 
     def __init__(

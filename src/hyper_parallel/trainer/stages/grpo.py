@@ -4,6 +4,7 @@ A rollout samples and rewards completions of the prompts of one batch. `num_iter
 
   sample    G completions of every prompt, from the trained model in place or on dedicated sampling ranks
   reward    weighted sum of reward functions; advantage = (reward - mean of its group) / standard deviation of its group
+            (with `scale_rewards: false`, without the division)
   train     loss = mean over the completion tokens (with `loss_type: grpo`, mean of the means of completions) of
               -w x min(r x advantage, clip(r, 1 - eps, 1 + eps_high) x advantage)
               + beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the reference model

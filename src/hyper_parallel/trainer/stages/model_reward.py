@@ -41,6 +41,7 @@ class ModelReward:
         Raises:
             ModelUnreadable: HP305 for a directory that is not a sequence classifier.
             Contradiction: HP104 for a different vocabulary or chat template.
+            HyperParallelError: Errors of `load_tokenizer`.
         """
         try:
             config = read_config(self.directory).values

@@ -2,7 +2,7 @@
 
 DPO and KTO need only log-probabilities of this model. They are computed once before the first step and saved as
 `reference.npy`, or `reference_holdout.npy` for held-out answers; resumed runs load these files. GRPO needs the weights
-of this model. They are swapped into the trained model for a forward pass, so there is no second model.
+of this model. A copy of them is swapped into the trained model for a forward pass, so there is no second model.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Reference:
 
         Raises:
             CheckpointMismatch: HP702 when the resumed run's file is missing, was altered, or is for other data.
+            OutputNotWritable: HP105 when the file of this run cannot be written.
         """
         rows = len(sequences)
         if self.source is not None:
@@ -147,7 +148,7 @@ REFERENCE_MODEL: Final = "weights of the reference model"
 class ReferenceWeights:
     """Copy of the trained parameters as they were before the first step.
 
-    The copy takes the memory of this rank's shards of the trained parameters; in a LoRA run, these are the adapters.
+    The copy takes the memory of this rank's shards of the trained parameters.
 
     Args:
         model: Model passed through `parallelize`; in a new run it has the reference weights.
@@ -158,6 +159,7 @@ class ReferenceWeights:
     Raises:
         CheckpointMismatch: HP702 when the saved reference weights are not those that the checkpoint was trained with.
         CheckpointCorrupt: HP701 when the resumed run's reference weights are missing or damaged.
+        OutputNotWritable: HP105 when the weights cannot be saved.
     """
 
     @torch.no_grad()

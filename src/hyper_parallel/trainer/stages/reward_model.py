@@ -25,7 +25,7 @@ from hyper_parallel.trainer.stages.pair_stage import PairStage
 class RewardModelStage(PairStage):
     """Learning stage of a reward model: compares the scores of the two answers of every pair.
 
-    The score of an answer is the model's output at the single target of its row, the last token.
+    The score of an answer is the model's output at the single target of its row, the last token before the padding.
 
     Attributes:
         settings: Section `rm` of the recipe.

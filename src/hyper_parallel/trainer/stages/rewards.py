@@ -86,12 +86,6 @@ def short_name(name: str) -> str:
 def check_columns(name: str, function: Reward, columns: Sequence[str], where: str) -> None:
     """Raise if a required parameter of a reward function is neither a rollout keyword nor a column of the data.
 
-    Args:
-        name: Name of the function.
-        function: Function as returned by `reward_functions`.
-        columns: Names of the columns of the data.
-        where: Recipe key of the name, for error messages.
-
     Raises:
         Contradiction: HP104 naming the parameters.
     """
@@ -114,11 +108,7 @@ def check_columns(name: str, function: Reward, columns: Sequence[str], where: st
 def score(name: str, function: Reward, public: dict[str, Any], internal: dict[str, Any]) -> list[float]:
     """Call a reward function; return one finite reward per completion, [] without completions.
 
-    Args:
-        name: Name of the function.
-        function: Function as returned by `reward_functions`.
-        public: Keywords for all functions: rollout keywords and columns of the data.
-        internal: Additional keywords for built-in functions.
+    `public` are the rollout keywords and columns of the data; `internal` are further keywords for built-in functions.
 
     Raises:
         BadValue: HP102 when the function raises, or does not return one finite number per completion.

@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class RolloutFolder:
-    """Folder of files that training ranks and sampling ranks exchange.
+    """Folder of files that training ranks and sampling ranks exchange; its subfolder `policy` has the weights.
 
     Args:
         path: Path of the folder.
@@ -126,15 +126,9 @@ class RolloutFolder:
         version: int,
         seconds: float,
     ) -> None:
-        """Publish one part of a step's completions atomically.
+        """Publish one of `parts` parts of a step's completions atomically.
 
-        Args:
-            step: Step of the completions.
-            part: Index of the part.
-            parts: Number of parts of the step.
-            completions: Completions of the part.
-            version: Newest version of the weights that sampled a token of the part.
-            seconds: Sampling time in seconds.
+        `version` is the newest version of the weights that sampled a token; `seconds` is the sampling time.
         """
         path = self.file(step, part)
         partial = path.with_suffix(".part")

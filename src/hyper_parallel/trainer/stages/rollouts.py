@@ -168,7 +168,7 @@ class Publisher:
         self.waited_s = self.sampled_s = 0.0
 
     def publish(self, version: int, data: dict[str, Any]) -> None:
-        """Publish the current weights as `version`.
+        """Publish the current weights as `version`; collective over the training ranks.
 
         The first call also writes `begin.json` with the data position `data`, and removes outdated files of an earlier
         start of the run. Every call removes completions that a resumed run does not need. In deterministic mode, a
@@ -217,11 +217,9 @@ class Publisher:
 
 
 def sample_rank(job: Job, replica: int) -> None:
-    """Run a sampling rank: sample one part of every step with the published weights until training ends.
+    """Run a rank of sampling replica `replica`: sample one part of every step with the published weights.
 
-    Args:
-        job: Prepared run.
-        replica: Index of the model replica to which this rank belongs.
+    The function returns when training ends.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the training ranks end the run

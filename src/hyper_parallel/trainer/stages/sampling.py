@@ -117,7 +117,7 @@ def sample(
             newer weights are loaded, unfinished completions are prefilled again and continue.
         environments: Environments that reply to finished turns; None: a completion is one turn.
         exact: Decode without a key-value cache, by forward passes over full rows as in training, and compute the
-            log-probabilities in one more forward pass.
+            log-probabilities in one more forward pass. `environments`, and newer weights, are then ignored.
     """
     weights = weights or Weights()
     tokens, ends = tokens.clone(), starts.clone()

@@ -41,7 +41,7 @@ def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -
 
 
 class AttentionTrial:
-    """Trial forward with one attention function, which finds this object in place of a `ContextState`."""
+    """Trial forward of a model; `context_attention` calls this object in place of a `ContextState`."""
 
     def __init__(self, model: nn.Module, view: ModelView, interface: str) -> None:
         self.model, self.base, self.interface = model, view.base, interface
@@ -77,7 +77,7 @@ class AttentionTrial:
         if not self.losses:
             raise self._refusal("it computes its loss without `loss_function`")
         if tracer.mixes:
-            raise self._refusal(f"tokens see each other in {', '.join(tracer.mixes)}")
+            raise self._refusal(f"tokens interact outside of the attention interface, in {', '.join(tracer.mixes)}")
         if not any(self.calls):
             raise self._refusal("its attention does not go through the attention interface")
         if any(m & TOKEN_DEPENDENT for m in self.losses):
@@ -104,7 +104,7 @@ class AttentionTrial:
             raise self._refusal("attention is called outside of the layers")
         self.calls[self._layer[id(module)]] += 1
         if not self._is_known(mask, window, causal):
-            raise self._refusal("attention has a mask that is not causal order with a window")
+            raise self._refusal("its attention mask is neither full nor causal with an optional sliding window")
         shape = (1, TOKENS, query.shape[1], value.shape[3])
         return self.tracer.meta_tensor(shape, query.dtype, self.tracer.marks_of(inputs))
 

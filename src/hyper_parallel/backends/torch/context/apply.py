@@ -55,10 +55,10 @@ def apply_context_parallel(
     calls: Sequence[int],
     running: RunningPass,
 ) -> ContextState | None:
-    """Shard a model's sequences and make attention cover all tokens; return the state, None if cp is 1 or no mesh.
+    """Shard a model's sequences and make attention cover all tokens; return the state of context parallelism.
 
     `stage_layers` returns the layers of the running stage; None without pipeline parallelism. `calls` is the result of
-    `count_attention_calls`.
+    `count_attention_calls`. Without a mesh, or with cp = 1, nothing changes and the result is None.
     """
     if mesh is None or strategy.cp == 1:
         return None
@@ -111,9 +111,10 @@ def _wrap_root(
     gathers_outputs: bool,
     tables: Sequence[Any],
 ) -> None:
-    """Add hooks to a model that shard its inputs before each forward and, with `gathers_outputs`, gather its outputs.
+    """Add hooks to a model that shard its inputs before each forward and check the number of attention calls after it.
 
-    `num_calls` returns the expected number of attention calls. `tables` are modules that derive positions from ids.
+    With `gathers_outputs`, logits and hidden states are gathered, or dropped if the call has labels. `num_calls`
+    returns the expected number of attention calls. `tables` are modules that derive positions from ids.
     """
     names = list(inspect.signature(model.forward).parameters)
 

@@ -1,7 +1,7 @@
 """Attention over context-parallel ranks: ring exchange of keys and values, Ulysses, or one all-gather.
 
 Ring. A ring position is a group of `ulysses` ranks. In round d, every position sends its keys and values to the
-position d steps ahead and receives those of the position d steps behind, while it computes on the blocks of the
+position d steps ahead and receives those of the position d steps behind. Meanwhile it computes on the blocks of the
 previous round. Unlike in a ring of neighbours, rounds outside of a sliding window can be skipped; the bytes per round
 are the same. Backward exchanges keys and values again. The gradients of a block are sent directly to its owner, which
 accumulates them in float32 or wider.
@@ -147,7 +147,7 @@ def _refuse_attention(module: nn.Module, context: Any, options: dict[str, Any]) 
         type(module).__name__,
         ("attention with `attention_mask`", options["attention_mask"] is not None and running),
         ("attention with `dropout`", options["dropout"] != 0.0),
-        ("attention with `is_causal=False`", packed and not options["is_causal"]),
+        ("attention with `is_causal=False` over packed documents", packed and not options["is_causal"]),
         ("attention with `position_bias`", options.get("position_bias") is not None),
     )
 

@@ -48,7 +48,7 @@ class AttentionRules:
     """False: every key of the sequence is visible to every query."""
 
     def hidden(self, queries: Interval, keys: Interval, device: torch.device) -> Tensor:
-        """Return a mask [B or 1, Q, N] over the keys of a block, True where a key is not visible to a query."""
+        """Return the causal mask [B or 1, Q, N] of a block, True where a key is not visible to a query."""
         q = torch.arange(*queries, device=device).unsqueeze(1)
         k = torch.arange(*keys, device=device)
         mask = k > q
@@ -118,7 +118,7 @@ class AttentionBlock:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of the block's q, k and v in `score_dtype`.
+        """Return the gradients of the block's q, k and v, in `score_dtype`.
 
         `out` and `lse` are those of all key blocks, and `delta` [B, H, Q] is the sum of grad * out over V.
         """
@@ -145,7 +145,7 @@ class AttentionBlock:
         (first_query, last_query), (first_key, last_key) = self.queries, self.keys
         count = last_query - first_query
         per_row = q.shape[0] * q.shape[1] * (last_key - first_key)
-        # Tiling pays for small masked blocks too: half of a causal block is never computed.
+        # Tiling pays for small masked blocks too: nearly half of a causal block is never computed.
         rows = max(1, min(count, _SCORES // per_row))
         if not self.all_seen:
             rows = min(rows, max(128, -(-count // 8)))

@@ -35,7 +35,7 @@ def shard_data_parallel(
 ) -> tuple[nn.Module, ...]:
     """Wrap experts, layers and the root module with FSDP; return the wrapped modules, the root after the others.
 
-    Modules stay unwrapped if FSDP would shard them over one rank and parameters are not cast for computation. A layer
+    Layers and root are wrapped if dp * cp > 1 or parameters are cast for computation, experts also if edp > 1. A layer
     that shares parameters with other modules is not wrapped: the root's group contains its parameters.
 
     `experts` are the names of the modules with routed experts on this rank. With `average`, gradients are averaged over
@@ -77,7 +77,10 @@ def _sharded_dims(model: nn.Module, layouts: dict[str, Layout], strategy: Strate
 
 
 class _Wrapper:
-    """Caller of `fully_shard`, with the sharded dim by parameter id, and a divisor of summed gradients or None."""
+    """Function `fully_shard` with the options of one model; `modules` collects the sharded modules.
+
+    `dims` has the sharded dim of each parameter by id. Summed gradients are divided by `divisor`, unless it is None.
+    """
 
     def __init__(self, dims: dict[int, int], divisor: int | None) -> None:
         self.modules: list[nn.Module] = []

@@ -10,7 +10,7 @@ would be matched. Therefore every gather and every reduction is an event, and al
   need no negotiation: a rank takes part in learned events of units that it skips. An event that is not in the sequence
   raises HP622 before its collective.
 
-Until a sequence is learned, every pass is negotiated. It is not learned if no rank runs some unit in forward.
+Until a sequence is learned, every pass is negotiated. Forward sequences without some unit are never learned.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _lowest(group: dist.ProcessGroup, values: Sequence[int]) -> list[int]:
 class EventSequence:
     """Sequence of gathers and reductions in one kind of pass, negotiated between ranks until it is learned.
 
-    `number` is the index of the sequence, equal on all ranks. `covers` is a function of the events of a pass. True:
-    learn them at once. False: learn them after `_UNANIMOUS_PASSES` passes. None: do not learn them.
+    `number` is the index of the sequence, equal on all ranks. `covers` decides on the events of a pass that all ranks
+    announced. True: learn them at once. False: learn them after `_UNANIMOUS_PASSES` passes. None: do not learn them.
     """
 
     DONE: Final = 1 << 40

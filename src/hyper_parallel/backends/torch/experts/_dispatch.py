@@ -138,7 +138,7 @@ class Capacity:
 
     @classmethod
     def from_factor(cls, factor: float, index: Tensor, num_experts: int, real: Tensor | None) -> Capacity:
-        """Return the capacity for the experts `index` [N, k] of tokens; `real` [N] masks padding (None: no padding)."""
+        """Return the capacity for the experts `index` [N, k]; `real` [N] is False for padding tokens (None: none)."""
         slots = math.ceil(factor * index.numel() / num_experts)
         if real is None:
             return cls(slots, slots)
@@ -199,8 +199,8 @@ class _SortedRows:
 def _assign_uneven(chunks: Sequence[_SortedRows], group: dist.ProcessGroup, load: Tensor | None) -> list[_Assignment]:
     """Assign a slot in the send buffer to every row of each chunk of tokens, after one exchange of row counts.
 
-    Rows of padding are not sent. `load` has the rows per expert that count as kept, over all chunks; None: all that are
-    sent.
+    Rows that are not computed are not sent. `load` has the rows per expert that count as kept, over all chunks; None:
+    all rows that are sent.
     """
     degree = group.size()
     counts = torch.stack([c.counts.view(degree, -1) for c in chunks], dim=1)

@@ -55,13 +55,13 @@ def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
 def apply_to_experts(model: nn.Module, state: ExpertState, tokens: Tokens, in_decoder: bool) -> None:
     """Wrap the modules of experts on this rank: dispatch tokens and combine results if needed, and count rows.
 
-    `state` gets the names of the modules and their routing counters. `in_decoder` tells whether the experts belong to a
-    Hugging Face model with a list of decoder layers.
+    `tokens` selects this rank's tokens among the rows of a layer. It is stored in `state`, with the modules' names and
+    their routing counters. `in_decoder` tells whether the experts belong to a Hugging Face model with decoder layers.
 
     Raises:
         UnsupportedSharding: HP205 for experts on several ranks, or with a capacity, that are not called with tokens,
-            indices and weights, for a capacity of experts in a list, and for tensor parallelism of experts outside of
-            a decoder, unless they are in a list and ep is 1.
+            indices and weights. HP205 for experts in a list with a capacity. HP205 for experts outside of a decoder
+            under tensor parallelism; a list of experts with ep = 1 is accepted there.
     """
     group, tp = state.group, tokens.tp
     modules = dict(model.named_modules())
@@ -96,7 +96,7 @@ def _is_supported(module: nn.Module, name: str, state: ExpertState, tokens: Toke
         if alone and capacity is None:
             return False
         changes: dict[str, object] = {} if group is None else {"parallel.ep": 1}
-        changes |= {} if tp is None else {"parallel.tp_x": 1}
+        changes |= {} if tp is None else {"parallel.tp_x": 1, "parallel.tp_y": 1}
         changes |= {} if capacity is None else {"moe.capacity_factor": "null"}
         raise UnsupportedSharding(
             "experts on several ranks, or with a capacity, must be called as experts(hidden_states, index, weights)",
@@ -116,7 +116,7 @@ def _is_supported(module: nn.Module, name: str, state: ExpertState, tokens: Toke
         raise UnsupportedSharding(
             "experts under tensor parallelism need a Hugging Face model with a list of decoder layers",
             where=name,
-            changes={"parallel.tp_x": 1},
+            changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
         )
     return True
 
@@ -139,7 +139,7 @@ class _Forward:
         self.has_child_parameters = any(True for child in module.children() for _ in child.parameters())
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sums of the expert results, in the shape of `hidden`.
+        """Return the weighted sums of the expert results, in the shape of `hidden`; zero for padding of the layout.
 
         `hidden` has shape [N, D], or [B, S, D] in some models; `index` and `weights` have shape [N, k].
         """

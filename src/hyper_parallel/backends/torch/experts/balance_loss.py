@@ -15,9 +15,9 @@ The weight of a microbatch is its weight in the cross entropy: valid targets ove
 ranks. The weights of the microbatches of a step add up to 1.
 
 A pipeline stage has some of the layers, so the routing counts are sent along with the activations: 2 E + 1 numbers per
-microbatch, to which every stage adds. The last stage sums the counts over its ranks and computes the loss and its E
-derivatives by the probabilities of the experts, which are sent back along with the gradients. Backward of a stage has
-two roots: its output, and the sums of its probabilities.
+microbatch, to which every stage adds. The last stage sums the counts over its ranks. It computes the loss and its E
+derivatives by the probabilities of the experts, and sends these derivatives back along with the gradients. Backward of
+a stage has two roots: its output, and the sums of its probabilities.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class BalanceLoss:
         return cls(facts, coefficient, strategy, groups, world_group, device)
 
     def watch(self, model: nn.Module, tokens: Tokens) -> None:
-        """Make each forward pass of a model with gradients record the router logits of this rank's layers."""
+        """Record this rank's router logits in every forward pass with gradients; `tokens` selects the counted rows."""
         self._tokens = tokens
         modules = dict(model.named_modules())
         for name, output in self._facts.routers:
@@ -115,7 +115,7 @@ class BalanceLoss:
         wrap(router, forward)
 
     def messages(self) -> tuple[Tensor, Tensor]:
-        """Return two empty buffers to receive from other stages: routing counts [2 E + 1], and derivatives [E].
+        """Return two uninitialised buffers to receive from other stages: routing counts [2 E + 1], and derivatives [E].
 
         Counts are sent along with activations, derivatives along with gradients.
         """
@@ -139,9 +139,9 @@ class BalanceLoss:
         return local, total if previous is None else previous + total
 
     def close(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's share of the weighted loss, and the derivatives [E] to send to the previous stages.
+        """Return this rank's share of the weighted loss, and the loss's derivatives [E] by the summed probabilities.
 
-        Only the last stage calls this, with the counts `total` [2 E + 1] of all stages.
+        `total` are the counts [2 E + 1] of all stages. In a pipeline, only the last stage calls this.
         """
         share = total.new_zeros(1) + self._share / self._tp_degree
         sums = torch.cat((total, share))
@@ -232,8 +232,8 @@ class BalanceLoss:
 def disable_model_router_loss(model: nn.Module, routing: Routing, alone: bool, replaced: bool) -> None:
     """Disable the model's own router loss, which covers the tokens of one rank only.
 
-    Router logits are not returned either. If there is one rank only (`alone`) and `routing` sets no coefficient, an
-    unknown loss of the model stays enabled. `replaced` tells whether a `BalanceLoss` is added in place of the loss.
+    A call that requests router logits then raises HP205. If there is one rank only (`alone`) and `routing` sets no
+    coefficient, an unknown loss of the model stays enabled. `replaced`: a `BalanceLoss` replaces the loss.
     """
     facts = router_loss_facts(model)
     is_unknown = facts is not None and not facts.known and routing.aux_loss_coef is None

@@ -4,11 +4,10 @@ With the tokens in chunks, the last rows that backward sends belong to the chunk
 
     backward    gradients of rows of that chunk | start their exchange | its weight gradients | wait for all exchanges
 
-The code of the experts is the model's own. A mode replaces its products with an expert weight, or with a view of one,
-by products that leave the gradient of the weight to a separate autograd node. Autograd runs nodes in the reverse order
-of creation, so this node must be created between the start of the exchange in forward and the wait for it. The inputs
-and output gradients of the products of this chunk are kept until the node runs. Products that the mode does not know
-keep the order of autograd.
+The code of the experts is the model's own. A mode replaces its products with an expert weight, or with a view of one.
+The replacement leaves the gradient of the weight to a separate autograd node. Autograd runs nodes in the reverse order
+of creation. This node must therefore be created between the start of the exchange in forward and the wait for it.
+Inputs and output gradients of the products of this chunk are kept until the node runs.
 """
 
 from __future__ import annotations

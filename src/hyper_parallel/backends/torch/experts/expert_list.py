@@ -153,7 +153,7 @@ class ListBlock:
         self._unwrapped = [m for m in block.children() if m is not experts]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block twice, with the exchange in between; raise HP205 if the first run has side effects."""
+        """Run the block twice, with the exchange in between; raise HP205 if it draws random numbers or writes input."""
         # Children are wrapped at the first call, outside of all other wrappers: collectives in those then run once too.
         while self._unwrapped:
             child = self._unwrapped.pop()

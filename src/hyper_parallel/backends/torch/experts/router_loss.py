@@ -34,7 +34,7 @@ FLAG: Final = "output_router_logits"
 """Argument and config key of transformers that adds the loss of the routers."""
 
 _ROUTERS: Final = ("gate", "router")
-_TOKENS, _LAYERS, _DRAWS, _MOST_CHOICES = 32, 2, 3, 128  # powers of two: means of counts are exact
+_TOKENS, _LAYERS, _DRAWS, _MOST_CHOICES = 32, 2, 3, 128  # means over tokens and layers, powers of two, are exact
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class ExpertState:
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatistics:
-    """Routing of one optimizer step over all ranks and microbatches; every layer counts as having the largest E.
+    """Routing of one optimizer step over all ranks, microbatches, and layers with routed rows.
 
     Attributes:
         max_load: Rows of the busiest expert divided by the mean over experts, in the worst layer; 1 is perfect balance.
@@ -174,7 +174,8 @@ def _added_loss(model: nn.Module, routing: Routing, alone: bool) -> RouterLoss |
     """Return the router loss that training adds; None without one, or if one rank keeps the model's own loss.
 
     If `aux_loss_coef` is set, a model without a language head, such as a reward model, uses the loss of its causal
-    language model. `alone` tells that there is one rank only, where an unknown loss of the model can be kept.
+    language model. On one rank (`alone`), an unknown loss of the model is kept if `aux_loss_coef` is None. Any other
+    unknown loss that would be added raises HP205.
     """
     facts, coefficient = router_loss_facts(model), routing.aux_loss_coef
     if facts is None and coefficient and (causal := causal_form(model)) is not None:
@@ -195,7 +196,7 @@ def _added_loss(model: nn.Module, routing: Routing, alone: bool) -> RouterLoss |
 
 
 def count_rows(index: Tensor, num_experts: int, real: Tensor | None) -> Tensor:
-    """Return the number of rows of each expert [E] in `index` [N, k]; `real` [N] masks the tokens (None: all)."""
+    """Return the number of rows of each expert [E] in `index` [N, k] for tokens with `real` [N] True (None: all)."""
     rows = index.reshape(-1)
     if real is None:
         counted = torch.ones_like(rows, dtype=torch.long)
@@ -208,9 +209,9 @@ def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
     """Sum the routing of a step over all ranks, update the router biases, and reset the counters.
 
     Returns:
-        For each layer, the rows of each expert and the number of kept rows, [layers, E + 1] float64, with the largest E
-        of all layers. Columns of experts that a layer lacks are NaN. None if no row was routed and the model is not
-        split into pipeline stages.
+        For each layer, the rows of each expert and the number of kept rows: [layers, E + 1] in float64. E is that of
+        the layer with the most experts; columns of experts that a layer lacks are NaN. None if no row was routed and
+        the model is not split into pipeline stages.
     """
     # Pipeline ranks without routed rows take part too: other stages wait for the all-reduce.
     if not state.staged and all(routed.load is None for routed in state.layers.values()):

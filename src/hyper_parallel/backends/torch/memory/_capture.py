@@ -91,8 +91,8 @@ class StepCapture:
     Args:
         named: Tensors that exist before the step, with the kind of their content.
         training: True: the phases are forward, backward (inside autograd) and optimizer (after it). False: inference.
-        alignment_bytes: Rounding of every allocation.
-        empty: Storages that are empty now and that the step refills; see `LruSpillMode.emptied_storages`.
+        alignment_bytes: Every allocation is rounded up to a multiple of it.
+        empty: Weak references to empty storages that the step refills; see `LruSpillMode.emptied_storages`.
         make_resident: Function that copies an evicted tensor to the device before its bytes are read.
 
     Attributes:
@@ -132,7 +132,7 @@ class StepCapture:
             self._owners[id(tensor)] = self._views[name].storage, tensor
 
     def view(self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input") -> View:
-        """Return a tensor as a `View` of its numbered storage; an unknown storage is recorded as state of the step."""
+        """Return a tensor as a `View` of its numbered storage; an unknown or resized storage is recorded first."""
         self._make_resident(tensor)
         storage = self._find(tensor)
         base = tensor.untyped_storage()
@@ -421,7 +421,7 @@ def read_error(func: Any) -> CaptureUnsupported:
 
 
 def model_state(model: torch.nn.Module) -> Named:
-    """Return the local parameters and the buffers of a model by name, with kinds; a tied parameter appears once."""
+    """Return a model's parameters (local shards) and buffers by name, with kinds; a tied parameter appears once."""
     state: Named = {}
     for name, parameter in model.named_parameters():
         state[name] = (local(parameter), "expert" if ".experts." in name else "weight")
@@ -435,7 +435,7 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     other_params: Sequence[torch.Tensor] = (),
 ) -> Named:
-    """Return the state tensors of an optimizer; `other_params` are its parameters outside of the model."""
+    """Return an optimizer's state tensors (local shards) by name; `other_params`: parameters outside of the model."""
     names: dict[Any, str] = {p: n for n, p in model.named_parameters()}
     names |= {p: f"parameter {i}" for i, p in enumerate(other_params)}
     return {
@@ -457,15 +457,15 @@ def record(
     empty: Sequence[weakref.ref[Any]] = (),
     spill: LruSpillMode | None = None,
 ) -> Captured:
-    """Run `step(**inputs)` once and record it.
+    """Run `step(**inputs)` once, and return the recorded step.
 
     The run is real: it updates parameters and state by one step. With fake tensors, nothing is computed. On an
     accelerator the allocator's peak is reset at every operator, to measure the workspace of its kernel.
 
     Args:
-        step: The step; all state that it changes must be in `named`.
-        inputs: Tensors that differ from call to call.
-        named: Parameters, buffers, optimizer state, KV cache.
+        step: Function that runs the step; its keyword arguments are `inputs`.
+        inputs: Tensors that differ from call to call, by name.
+        named: Tensors that exist before the step, by name: parameters, buffers, optimizer state, KV cache.
         name: Name of the program.
         training: See `StepCapture`.
         alignment_bytes: See `MemoryProgram`.
@@ -493,7 +493,7 @@ def record(
         _marked_gradients(recorder, named),
         recorder,
         spill or nullcontext(),
-    ):  # recorded storages are resident
+    ):  # `spill` is entered last, so it makes operands resident before the recorder runs their operator
         result = step(**inputs)
     captured = recorder.captured(result, inputs, name)
     if not any(is_fake(t) for t, _ in tensors.values()) and fake_mode() is None:
@@ -546,7 +546,7 @@ def _with_current_autocast(step: Callable[..., Any], device: torch.device) -> Ca
 
 
 def _unaliased(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:
-    """Return the inputs, cloned where they share a storage (labels and token ids) or have a stride of 0."""
+    """Return the inputs, cloned if they share a storage with state or an earlier input, or have a stride of 0."""
     seen = {tensor.untyped_storage()._cdata for tensor, _ in named.values()}
     unaliased = {}
     for name, tensor in inputs.items():

@@ -26,13 +26,14 @@ class Captured:
     Attributes:
         program: Program of the step for the planner, without tensors.
         calls: Torch call of each operator of the program.
-        state: Tensor that owns each storage that exists before the step, by storage index.
+        state: A tensor on each storage that exists before the step, by storage index.
         inputs: Views of the named inputs.
         outputs: Result of the step, with views in place of tensors.
         eager_peak_bytes: Device peak of the recorded run, with storages freed when Python frees them.
-        on_host: Storages in host memory although `device` is an accelerator: scalar arguments of kernels. They never
-            move; they count as device bytes.
-        owners: (storage, tensor) of every tensor of the step's code that existed before the step.
+        on_host: Storages in host memory although `device` is an accelerator, such as scalar arguments of kernels. They
+            never move; they count as device bytes.
+        owners: (storage, tensor) of every named tensor, and of one tensor per other storage that existed before the
+            step.
         source: Model and optimizer, to raise StepChanged if they have changed since the capture; None: unknown.
         named: Views of the named state, and of other state that the step changes, by name.
         run_eager: Function that runs the same step without a plan, on inputs by name; None: impossible.
@@ -136,9 +137,9 @@ def refuse_leaks(
 
 
 def device_and_host_storages(entries: list[Entry]) -> tuple[torch.device, frozenset[int]]:
-    """Return the device of a recorded step, and its storages in host memory.
+    """Return the device of a recorded step and, if it is an accelerator, the step's storages in host memory.
 
-    The storages in host memory are marked as inputs or outputs, because a plan does not move them.
+    These storages are marked as inputs or outputs, because a plan does not move them.
 
     Raises:
         CaptureUnsupported: HP511 for a step on several accelerators.

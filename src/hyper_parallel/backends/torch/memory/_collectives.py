@@ -1,8 +1,8 @@
 """Collectives and messages: kinds, groups, sent bytes, results at planned addresses, and batches of messages.
 
 A functional collective returns a fresh tensor that the collective library also references, until one of its threads
-releases it. Here, the corresponding in-place collective runs instead. Its result is at the planned address, and the
-caller owns the only handle to wait for. Sent bytes are the bytes that one rank sends in ring algorithms.
+releases it. Here, a process-group collective with an output argument runs instead. Its result is at the planned
+address, and the caller owns the only handle to wait for. Sent bytes are those that one rank sends in ring algorithms.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KINDS = {
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind of a collective or of a send, from the name of its operator; None for all other operators."""
+    """Return the kind of a collective or of a send, from the name of its operator; None if `_KINDS` lacks it."""
     plain = name.replace("_", "")
     return next((kind for part, kind in _KINDS.items() if part in plain), None)
 
@@ -146,7 +146,7 @@ def coalesce(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]
 
 
 def bind_collective(call: Call) -> Callable[[Any, Any, list[torch.Tensor]], _Begin] | None:
-    """Return the `OutVariant` of a functional collective, which only begins it; None for other operators."""
+    """Return the `OutVariant` that begins a functional collective without a wait; None for other operators."""
     func = call.func
     if not _is_functional(func):
         return None

@@ -67,13 +67,19 @@ class PlannedDevice:
         copies: See `CopyMode`. An accelerator always uses streams.
         flash: Folder of the file tier; required when the plan uses it.
         check: True: run the eager step before the first planned step, roll it back, and compare the results. On an
-            accelerator, the eager step runs twice. A step that was recorded without values is not checked. A
-            `ReferenceStep`: compare the first planned step with the results in this reference.
+            accelerator, the eager step runs twice. A step that was recorded on fake tensors is not checked. A
+            `ReferenceStep`: compare the first planned step with the results in this reference. False: no check.
         source: Mode that has evicted bytes of model and optimizer tensors; None: these tensors have all their bytes.
 
     Attributes:
         state: State tensors in the tiers.
         hardware: Byte counters, buffers and copies in flight of the device.
+
+    Raises:
+        MemoryPlanInvalid: HP404 for a plan of another program or an illegal plan.
+        StepChanged: HP512 when model or optimizer have changed, or another planned device owns their bytes.
+        TierFull: HP403 when the state or the buffers of the plan do not fit the tiers.
+        TransferFailed: HP513 when the state cannot be moved to the tiers.
     """
 
     def __init__(
@@ -123,10 +129,9 @@ class PlannedDevice:
             The result of the step, and its measurements.
 
         Raises:
-            StepChanged: HP512 before the planned step if the device is closed or has failed, an input does not match
-                the recording, or model or optimizer have changed since; the change may be undone. HP512 during or after
-                the planned step if a guarded value or a size differs from the recording, an operator did not run, or
-                the results of the first step differ from the eager ones; the device can then only be closed.
+            StepChanged: HP512 before the planned step if the device is closed or failed, or if inputs, model or
+                optimizer differ from the recording. HP512 during or after it if a guarded value, a size or an operator
+                differs from the recording, or the first results differ from the eager ones; then only close the device.
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """
@@ -230,7 +235,7 @@ class PlannedDevice:
         return self.state.storages["device"][storage]
 
     def _apply_all(self, clock: ProgramClock, trace: bool) -> list[_Sample]:
-        """Apply the actions of the plan; with `trace`, return (time or event, bytes per tier) around each of them."""
+        """Apply the plan's actions; return (time or event, bytes per tier) around each, or [] without `trace`."""
         ready = self.state.actions
         if not trace:
             for act in ready:

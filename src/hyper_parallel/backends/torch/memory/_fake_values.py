@@ -9,9 +9,8 @@ receives. These values decide which operators run, so they must be right. Three 
 
 Workspace is the bytes that a kernel allocates and frees before it returns. These allocations never reach the
 dispatcher, so a counter of storages cannot see them. The rules here cover workspace that grows with the tensors, as
-measured by the allocator's own events (a test does so for every operator of a step). Workspace that a library chooses
-is not covered: the blocks of flash attention on a CPU, and the operands that mkldnn packs for bfloat16 products (1.5
-MiB for layers of 256). `benchmarks/offload_meter.py` measures this workspace.
+measured by the allocator's own events. Workspace that a library chooses is not covered: the blocks of flash attention
+on a CPU, and the operands that mkldnn packs for bfloat16 products. `benchmarks/offload_meter.py` measures it.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def fake_mode() -> Any:
 
 
 def run_with_known_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-    """Run an operator on `tensors`, the tensors among its arguments; propagate known values through fake tensors.
+    """Run an operator and return its result; in a fake mode, small results of known tensors are known too.
 
-    Operators on real tensors outside of a fake mode run as usual.
+    `tensors` are the tensors among the arguments. Without a fake mode, the operator runs as usual.
     """
     if fake_mode() is None:
         return func(*args, **kwargs)
@@ -120,7 +119,7 @@ _ARITHMETIC = tuple(
 
 
 def device_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the workspace that ATen's definition of an operator implies on every device."""
+    """Return the workspace bytes that ATen's definition of an operator implies on every device."""
     if func is torch.ops.aten.logsumexp.default:
         # exp(x - max) and the maxima, both in the dtype of the result.
         x, dims = args[0], args[1]
@@ -130,7 +129,7 @@ def device_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def cpu_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return `device_workspace` plus the copies that CPU kernels and gloo make, unlike accelerators and NCCL."""
+    """Return the workspace bytes of an operator on a CPU, where its kernel and gloo may make copies."""
     name = func.__name__
     if func.namespace == "c10d" and name.startswith(("_allgather_base_", "_reduce_scatter_base_")):
         # gloo gathers into a buffer of its own, and reduces in a copy; both have the size of the full tensor.

@@ -3,9 +3,9 @@
 A step must run once before it can be planned, and an evaluation has no plan. Inside this context every operand of an
 operator is made resident before the operator runs. To make room, the least-recently-used storages are copied to host
 memory and emptied in place. Tensors keep their storages, so autograd, the optimizer and a recorder below see the same
-step with the same bits. This is slow: every copy synchronises the device.
+step with the same bits. This is slow, because the host waits for every copy.
 
-FSDP also empties and refills the storages of gathered parameters in place; it is called their owner here. These
+FSDP also empties and refills the storages of gathered parameters in place, so FSDP is called their owner. These
 storages are never evicted.
 """
 
@@ -43,8 +43,7 @@ from hyper_parallel.backends.torch.tensor_trees import tensors_in
 class StorageResizes:
     """Context that calls `announce` with the storage and its next size before every `UntypedStorage.resize_`.
 
-    FSDP resizes gathered parameters. No dispatch mode sees a resize, and comparing the sizes of all storages at every
-    operator would be slow.
+    No dispatch mode intercepts a resize, such as those of FSDP's gathered parameters.
     """
 
     def __init__(self, announce: Callable[[torch.UntypedStorage, int], None]) -> None:
@@ -87,12 +86,12 @@ class _Record:
     Attributes:
         num_bytes: Bytes of the storage while it is resident.
         last_use: Clock of the last operator that used it.
-        copy: Content in host memory; None: never evicted.
+        copy: Copy of the content in host memory or in a file; None: there is none.
         current: True if the copy equals the content of the storage.
         fixed: True if the storage must not move: it cannot be resized, its owner resizes it, its address is known
             elsewhere, or a message uses it.
         resized: True if its owner has resized it.
-        owner_may_resize: True if it was allocated by `empty` or outside of the context: its owner may resize it.
+        owner_may_resize: True for a storage from `empty` or from outside, until eviction looks it up in `owned`.
         on_other_stream: True if another stream has used it.
     """
 
@@ -109,10 +108,10 @@ class _Record:
 
 
 class LruSpillMode:
-    """Context that evicts storages to keep resident bytes within a limit, if every single operator fits.
+    """Context that evicts storages to keep resident bytes within a limit; an operator that alone exceeds it still runs.
 
     Operators over lists with independent entries (`_fused_adamw_`, `_foreach_*`) are split when the lists do not fit.
-    Collectives are waited for immediately. The cost per operator depends only on its own operands.
+    Collectives are waited for immediately.
 
     A CPU only simulates a device. There, eviction stops as soon as an operator does not fit the limit.
 
@@ -149,10 +148,7 @@ class LruSpillMode:
     # -- state in other tiers ------------------------------------------------------------------
 
     def track_offloaded(self, base: torch.UntypedStorage, num_bytes: int, content: Content) -> None:
-        """Track an empty storage whose content is in host memory or in a file.
-
-        Writes to a tensor of `on_current_tier` change its content in host memory.
-        """
+        """Track an empty storage of `num_bytes` when resident, whose content is in host memory or in a file."""
         record = self._add(base)
         record.num_bytes = num_bytes
         record.resident = False
@@ -161,7 +157,7 @@ class LruSpillMode:
         self._lru.pop(base._cdata, None)
 
     def pop_content(self, base: torch.UntypedStorage) -> Content:
-        """Stop tracking a storage; return the host copy of its bytes if this copy is current, else the storage."""
+        """Stop tracking a storage; return its copy in host memory or in a file if current, else the storage itself."""
         record = self._records.get(base._cdata)
         if record is None:
             return base
@@ -505,10 +501,10 @@ def spill_mode(
     keep_offloaded: bool = False,
     owned: Callable[[], Iterable[torch.Tensor]] = tuple,
 ) -> LruSpillMode:
-    """Return an LRU spill mode whose limit is the budget; see `LruSpillMode` for the other arguments.
+    """Return an LRU spill mode for a device; see `LruSpillMode` for `keep_offloaded` and `owned`.
 
-    On an accelerator the limit is the fraction `FILLED` of the smaller of budget and allocatable memory. With a budget
-    of None, there is no limit on a CPU, and only allocatable memory counts on an accelerator.
+    On a CPU the limit is `budget_bytes`; None: no limit. On an accelerator the limit is the fraction `FILLED` of the
+    allocatable memory, or of `budget_bytes` if smaller.
     """
     if device.type != "cpu":
         free_bytes = allocatable_bytes(device)

@@ -52,7 +52,7 @@ from hyper_parallel.units import round_up
 
 
 def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of a collective, which other ranks read or write; of an FSDP operator, the first one."""
+    """Return the operands of a collective, or the first operand of an FSDP operator; [] for other operators."""
     if func.namespace == "fsdp":
         return tensors[:1]
     return tensors if func.namespace in COMMUNICATION else []
@@ -113,7 +113,7 @@ class Recording:
     """Recorded program of a rank.
 
     Attributes:
-        actions: Runs of operators and frees of storages, in recorded order.
+        actions: Runs of operators, joins of collectives and frees of storages, in recorded order.
         entries: Properties of each storage, including properties that `program` lacks.
         segments: (first action, name) of every segment of the program (forward, backward, ...).
         groups: Dict from the name of every process group to its ranks.
@@ -293,7 +293,7 @@ CATEGORIES = (
     "kernel workspace",
     "inputs",
 )
-"""Categories of a storage's content, in the order of printing."""
+"""Categories of live bytes, in the order of printing."""
 _OF_KIND: dict[StorageKind, str] = {
     "weight": "parameters",
     "gradient": "gradients",
@@ -320,10 +320,10 @@ class Peak:
 
     Attributes:
         num_bytes: Live bytes.
-        during: Name of the storage allocated at the peak, else of the operator; `inside` precedes it for workspace.
+        during: Name of the storage allocated at the peak, else of the operator; `inside OPERATOR` for workspace.
         segment: Segment of the program with the peak.
         breakdown: Dict from category to live bytes; they add up to `num_bytes`.
-        top: Largest live tensors, grouped by equal properties, largest total first.
+        top: Largest groups of equal live tensors, at most `_LISTED`, largest total first.
     """
 
     num_bytes: int
@@ -334,7 +334,7 @@ class Peak:
 
 
 _LISTED = 12
-"""Number of the largest tensors that are listed for a peak: half the lines of a terminal."""
+"""Number of groups of equal tensors that are listed for a peak: half the lines of a terminal."""
 
 
 def peak_of(recording: Recording) -> Peak:
@@ -381,7 +381,7 @@ def _segment(recording: Recording, action: int) -> tuple[int, str]:
 
 
 def _category(entry: Entry, live_range: Extent, recording: Recording) -> str:
-    """Return the report category of a storage: from its kind if the storage is named, else from its live range."""
+    """Return the report category of a storage: from its kind if the storage is named, else from its use."""
     if entry.kind in _OF_KIND:
         return _OF_KIND[entry.kind]
     if entry.resized:
@@ -404,7 +404,7 @@ def collectives_of(recording: Recording, rank: int, *meshes: Mesh) -> tuple[Coll
     """Return the collectives of a recorded program, grouped by kind, axes and purpose, in order of first occurrence.
 
     Groups of one rank send nothing and are excluded. A group that is in no mesh is listed with the axes `("other",)`.
-    The first mesh that has a group names it.
+    The first mesh that has a group determines its axes.
     """
     records = (
         (operator.name, recording.groups.get(operator.group, ()), operator.purpose, operator.access_bytes)

@@ -1,7 +1,7 @@
-"""Counted memory tiers of the simulated device, and temporary folders of a run outside of the run directory.
+"""Byte counters of memory tiers, storages in files, and temporary folders of a run outside of the run directory.
 
-Every buffer is real, and every allocation and release is counted. A meter is independent of the plan. It counts a
-buffer from its allocation until the framework destroys it, so a leaked reference shows as a higher measured peak.
+A meter is independent of the plan. It counts a buffer from its allocation until the framework destroys it, so a leaked
+reference shows as a higher measured peak.
 """
 
 from __future__ import annotations

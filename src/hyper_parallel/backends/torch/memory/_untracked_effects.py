@@ -40,15 +40,15 @@ TORCH_ATTRIBUTES: Final = frozenset(vars(nn.Module())) | {
 """Attributes of every module of torch, of an optimizer with a scheduler, and of a fused optimizer before its first
 step."""
 _CHUNK: Final = 1 << 20
-"""Words of a large tensor per chunk of its checksum; a chunk needs 24 MiB of workspace on the tensor's device."""
+"""Words of a large tensor per chunk of its checksum."""
 _CACHED: Final = 1 << 16  # words per chunk on the host, small enough for its cache
 _CODE: Final = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.optim.Optimizer)
 
 
 def checksum(words: Tensor) -> int:
-    """Return the sum of word times an odd number for its position, modulo 2**64, of a flat tensor of integers.
+    """Return the sum of `words[i] * (2 * i + 1)` modulo 2**64, for a flat tensor of integers.
 
-    That of a large tensor is computed on its device, because copying gigabytes to the host would take too long.
+    A large tensor is summed on its device, because copying gigabytes to the host would take too long.
     """
     if words.numel() <= _CHUNK:
         words = words.cpu()
@@ -184,11 +184,10 @@ class UntrackedEffects:
         state: Mapping[int, Tensor],
         make_resident: Callable[[Tensor], None],
     ) -> None:
-        """Raise CaptureUnsupported (HP511), after the step, for a change that no recorded operator makes.
+        """Raise HP511, after the step, for tensors, Python values or random states that changed without an operator.
 
-        This is a change of a Python attribute, a replaced tensor that was read, random numbers of Python or NumPy, or
-        changed bytes. `state` maps a storage to a tensor that existed before the step; `make_resident` makes a tensor
-        resident.
+        Replaced tensors are included. `state` maps a storage to a tensor that existed before the step; `make_resident`
+        makes a tensor resident.
         """
         read = {s for operator in operators for s in operator.reads}
         written = {s for operator in operators for s in operator.writes}
@@ -214,7 +213,7 @@ def generator_states(bases: Sequence[torch.UntypedStorage]) -> list[Tensor]:
 class PythonValues:
     """Context that compares Python values of modules and optimizers before and after a step.
 
-    Every module and optimizer is inspected before it first runs inside the context.
+    Every module and optimizer, except those of this package, is inspected before it first runs inside the context.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hyper_parallel.backends.torch.memory.arena_state import ArenaState
 
 _RESULTS_WITH_GRADIENTS: Final = {"mkldnn_rnn_layer": 4}
-"""Dict from operators that return tensors for backward if gradients are enabled, to the number of results then."""
+"""Number of results with enabled gradients, by operator that then also returns tensors for backward."""
 Act = Callable[[], Any]
 """Call that executes one action of a plan."""
 
@@ -41,7 +41,7 @@ class Prepared:
         run: Function that runs the operator and writes results at their addresses, or returns them if `staged`.
         results: (storage, its address range) of every new result.
         staged: (flat output index, view, range) of every result that must be copied to its address.
-        communicates: True for a collective, which `run` only begins; `run` then returns the work handle.
+        communicates: True for a collective or a message, which `run` only begins; `run` then returns its work handles.
         guards: (flat output index, value) of outputs that were read as plain numbers.
         ignores_output: True if the return value is not used.
         dispatched: True if the operator reaches torch's dispatcher; an allocation does not.
@@ -63,7 +63,7 @@ class ActionBinder:
     Actions must be bound in the order of the plan, because an action may move a storage to another address.
 
     Attributes:
-        at_start: Address ranges of the storages that are resident between steps.
+        at_start: Address ranges of the storages that are on the device when a step begins.
     """
 
     def __init__(self, state: ArenaState, arena: torch.UntypedStorage) -> None:

@@ -119,7 +119,7 @@ class ArenaState:
         self.actions, self.arena = [], None
 
     def _take_arena(self) -> StorageBytes:
-        """Allocate the arena, bind the actions to it, and return the ranges of storages resident between steps."""
+        """Allocate the arena, bind the actions to it, and return the ranges of storages there when a step begins."""
         self.arena = self.hardware.arena(self.plan.arena_bytes)
         binder = ActionBinder(self, self.arena)
         self.actions = [binder.bind(position) for position in range(len(self.plan.actions))]
@@ -152,7 +152,7 @@ class ArenaState:
             for s, tensor in self.captured.state.items():
                 base = tensor.untyped_storage()
                 content = base if spill is None else spill.pop_content(base)
-                if not (callable(content) and s in self.files):  # the file may be current
+                if not (callable(content) and s in self.files):  # else the content is in its own file already
                     self._move_to_home(s, read_content(content), base, staged, staging)
                 if not self._is_input(s):
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
@@ -320,8 +320,7 @@ class ArenaState:
     def close(self) -> None:
         """Return the state's bytes to the owner tensors.
 
-        After a failure all bits are set to one (NaN as floating point), so that a partially updated state cannot be
-        mistaken for a valid one.
+        After a failure all bits are set to one (NaN as floating point), because the state may be partially updated.
         """
         if self.closed:
             return

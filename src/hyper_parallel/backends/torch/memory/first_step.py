@@ -206,8 +206,7 @@ def _rolled_back(
 ) -> Iterator[None]:
     """Restore the bytes of storages, and the states of random generators, at the end of the context.
 
-    Copies are kept on the device if a step's `allocated_bytes` still fit there. Otherwise they are in host memory, from
-    which restoring gigabytes takes seconds.
+    Copies are kept on the device if a step's `allocated_bytes` still fit there, otherwise in host memory.
     """
     storages = list(storages)
     num_bytes = sum(base.nbytes() for base in storages)

@@ -1,7 +1,6 @@
 """Generation under a device budget: prompt (prefill) and decode steps are captured on fake tensors, planned and run.
 
-Weights and KV cache are streamed from the tiers in which the plans keep them. The operators, and therefore all tokens,
-are those of generation without a budget.
+Weights and KV cache are streamed from the tiers in which the plans keep them.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class MemoryUse:
     """Predicted and measured memory use of a generation.
 
     Attributes:
-        predicted_bytes: Predicted peak over all plans: arena and staging on the device, DRAM buffers, and files.
+        predicted_bytes: Predicted peak per tier, the largest of all plans; the device has arena and staging buffers.
         measured_bytes: Measured peak per tier over all steps.
         state_bytes: Bytes of weights, buffers and KV cache.
         seconds: Seconds of all steps.
@@ -250,7 +249,7 @@ def _record(model: Any, cache: Any, fixed: SlotSteps, named: Named, *, prompt: b
 
 
 def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Captured:
-    """Return the recorded step with real tensors as its named state."""
+    """Return the recorded step with real tensors as its state and inputs."""
     owners = {**real, **inputs}
     state = {}
     for s in captured.state:

@@ -114,13 +114,13 @@ class Hardware:
     Args:
         device: Device of the operators.
         machine: Capacities.
-        alignment_bytes: Rounding of every allocation.
+        alignment_bytes: Every allocation counts as a multiple of it, rounded up.
         copies: See `CopyMode`; an accelerator uses its own streams unless this is a `DeviceApi`.
 
     Attributes:
         gauge: Counter of allocated device bytes: the arena and all results of operators, or an accelerator's allocator.
         num_operators: Number of operators that the dispatcher has seen inside `watched`.
-        counts: True if the dispatcher observes the operators.
+        counts: True if the latest `watched` context counts the operators.
         inside: Counter of the bytes of storages in the arena.
         lanes: Copies in flight.
         pool: DRAM buffers.
@@ -153,7 +153,7 @@ class Hardware:
         return self.lanes if isinstance(self.lanes, StreamLanes) else None
 
     def arena(self, num_bytes: int) -> torch.UntypedStorage:
-        """Allocate the arena, the device buffer with the addresses of a plan's storages."""
+        """Allocate and return the arena, the device buffer with the addresses of a plan's storages."""
         if isinstance(self.gauge, AllocatorGauge):
             return self.gauge.arena(num_bytes)
         base = torch.UntypedStorage(num_bytes, device=self.device)
@@ -165,8 +165,7 @@ class Hardware:
     def watched(self, every: bool) -> Iterator[None]:
         """Count the operators of a step and the storages that they allocate.
 
-        If an accelerator's allocator counts the bytes, operators are counted only if `every`, because that costs host
-        time.
+        If an accelerator's allocator counts the bytes, operators are counted only if `every`, to save host time.
         """
         self.counts = every or isinstance(self.gauge, Meter)
         with self._mode if self.counts else nullcontext():
@@ -196,6 +195,7 @@ class Hardware:
 
         Raises:
             TierFull: HP403 when the capacity is exceeded.
+            TransferFailed: HP513 instead, if a copy on the simulated device has failed.
         """
         try:
             base = self.pool.allocate(num_bytes)

@@ -5,7 +5,7 @@ the allocator measures the workspace while the step is recorded, and events meas
 
 The gradient of an embedding is as large as the table, and no kernel writes it at a given address. So it is computed in
 pieces, a few columns at a time, in a staging buffer. A column depends only on the same column of the incoming gradient
-and is summed in the order of the rows, so columns that are computed separately have the same bits.
+and is summed in the order of the rows. Separately computed columns therefore have the same bits.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def piece_workspace(
 ) -> tuple[int, ...]:
     """Return the workspace bytes of a call when a plan executes it.
 
-    If plans compute the call in pieces, the widest piece is run and measured. Otherwise, and if `workspace`, the
-    measured bytes of the whole call, is empty, the result is `workspace`.
+    `workspace` is the measured workspace of the whole call. It is the result if it is empty, or if plans do not compute
+    the call in pieces. Else, the widest piece is run and measured.
     """
     pieces = columns(call)
     if not workspace or not pieces:

@@ -391,7 +391,7 @@ def is_repeatable(func: Any, writes: bool, draws: bool) -> bool:
 def numbers_read(func: Any, flat: Sequence[Any]) -> list[tuple[int, Any]]:
     """Return (position, value) of an operator's plain-number outputs that depend on values of tensors.
 
-    Numbers returned together with tensors are omitted: they are sizes, such as those that flash attention returns.
+    Numbers returned together with tensors are sizes and omitted, unless torch tags the operator as data-dependent.
     """
     sizes = any(isinstance(value, torch.Tensor) for value in flat)
     if sizes and torch.Tag.data_dependent_output not in func.tags:

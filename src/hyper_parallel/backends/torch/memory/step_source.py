@@ -1,7 +1,7 @@
 """Model and optimizer of a recorded step, and detection of changes since the recording.
 
-A program repeats the recorded step. Changes of Python state (a new learning rate, `eval()`, a hook, a frozen parameter,
-another parameter group) are in no tensor, so the program itself cannot notice them.
+A program repeats the recorded step. It cannot notice changes of Python state, which is in no tensor: a new learning
+rate, `eval()`, a hook, a frozen parameter, another parameter group.
 """
 
 from __future__ import annotations
@@ -148,8 +148,7 @@ class _IdentityStamp:
     """Identities of all objects on which the properties in `CaptureSource` depend.
 
     `seen` has, by id, the Python objects that were inspected to read the properties. Equal identities imply equal
-    properties. Identities are compared in every step, because computing all properties would take longer than a small
-    step.
+    properties, and comparing them in every step takes less time.
     """
 
     def __init__(

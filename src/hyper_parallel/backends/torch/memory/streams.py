@@ -319,7 +319,7 @@ class StreamLanes:
 
 
 def _end(copy: Future[Any] | tuple[_Copies, int] | None) -> Any:
-    """Return the event at the end of a copy; None if the copy has ended or `copy` is None."""
+    """Wait for the thread of a copy, if any, and return the copy's end event; None for a file copy or without copy."""
     if isinstance(copy, Future):
         return finish(copy)
     return None if copy is None else copy[0].ends[copy[1]]

@@ -15,9 +15,9 @@ A weight used by several stages is on all of them.
 
 With images and recordings (media), the first stage runs the encoders and merges features into the embeddings. Some
 models also add features at later decoder layers (`layers_with_media`). The stages of these layers run the encoders
-again, on a copy of their weights. Other stages run the forward without the media. Integer inputs such as grids and
-token types stay, because positions and masks follow from them. A trace of the first pass with media refuses models in
-which features enter other layers.
+again, on a copy of their weights. Other stages run the forward without the media. Integer inputs with at most two dims,
+such as grids and token types, stay, because positions and masks follow from them. A trace of the first pass with media
+refuses models in which features enter other layers.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class StageModules:
     def install(self, model: nn.Module) -> None:
         """Restrict modules outside of the layers to their stages, after tensor parallelism has wrapped them.
 
-        Afterwards, calls of the model outside of a stage raise HP205.
+        Afterwards, calls of the model outside of a stage raise HP205, and stages without encoders ignore media.
         """
         for name, stages, replacement in self._outer_modules:
             _run_on_stages(model.get_submodule(name), stages, self.running, replacement)
@@ -287,8 +287,8 @@ def trace_stages(model: nn.Module, plan: Plan) -> LayerFlow:
     """Return the data flow between the layers of a model for a plan with a pipeline; process groups are not needed.
 
     Raises:
-        UnsupportedSharding: HP205 for a model without a list of layers, or with layers that pass more than one tensor.
-            `mpmd.check_pipeline` and `check_stage_layers` raise further errors.
+        UnsupportedSharding: HP205 for a model without a list of layers, with layers that pass more than one tensor, or
+            with activations that tp cannot shard. `mpmd.check_pipeline` and `check_stage_layers` raise further errors.
     """
     strategy, flow = plan.strategy, trace_layer_flow(model)
     check_pipeline(strategy, flow.layers, plan.workload.accumulation_steps or 1)

@@ -81,7 +81,7 @@ class JointSteps:
     _actions: dict[tuple[int, bool], tuple[Action, ...]] = field(default_factory=dict)
 
     def schedule(self, count: int) -> Schedule:
-        """Return the schedule of a training step of `count` microbatches per share; raise HP320 if it does not fit."""
+        """Return the schedule of a step of `count` microbatches per share; raise HP320 for an invalid planned one."""
         lanes = self.layout.lanes
         count = lanes.padded(count)
         if count not in self._schedules:
@@ -102,7 +102,7 @@ class JointSteps:
         return self.layout.sources(self.schedule(count), tower_rank)[:count]
 
     def actions(self, count: int, train: bool) -> tuple[Action, ...]:
-        """Return the actions of this rank; the tower is stage -1, and the stages of the language part begin at 0."""
+        """Return this rank's actions, forward only unless `train`. The tower is stage -1; language stages are >= 0."""
         if (count, train) not in self._actions:
             schedule, (share, lane) = self.schedule(count), self.place
             owners = self.layout.owners(schedule, share)
@@ -349,7 +349,7 @@ class Reader:
     def receive(self, label: str, number: int) -> Any:
         """Return the features that tower `number` of `borders` has sent for the model's call named `label`.
 
-        Raise HP622 if the next features are those of another call.
+        Raise HP622 outside of a step, and if the next features are those of another call.
         """
         received = self._message(number)
         found, output = received.popleft() if received else ("no further features", None)
@@ -493,7 +493,7 @@ class Submodels:
         return border.owners(count, sources)
 
     def divided(self, microbatches: Sequence[_T]) -> tuple[Sequence[_T], list[Sequence[_T]]]:
-        """Divide `microbatches`, in the order of `sources`, into those of the language part and those of each tower."""
+        """Divide the microbatches of `sources` into those of the language part and of each tower, or raise HP622."""
         given = len(microbatches)
         if self.joint is not None:
             count, rest = divmod(given, len(self.roles))

@@ -72,7 +72,7 @@ class Division:
 
     Attributes:
         towers: The towers, sorted by kind.
-        layers_with_features: Indices of the decoder layers, except the first, to which features are added.
+        layers_with_features: Indices of the decoder layers that read features in addition to activations.
     """
 
     towers: tuple[TowerPart, ...]
@@ -258,9 +258,9 @@ def twin_of(model: nn.Module) -> nn.Module:
 
 
 def join_parts(whole: nn.Module, tower: TowerModel) -> nn.Module:
-    """Return one module with the parameters of `whole`, one or several parts, and of a tower; for optimizers and files.
+    """Return one module, for optimizers and files, with the parameters of `whole` and of a tower.
 
-    The modules around several parts are copies, so that FSDP of one part does not find another part.
+    `whole` has one or several parts. Modules around several parts are copies, so that FSDP of one finds no other part.
     """
     joined = _join_modules(whole, tower, "", tower.part.modules)
 

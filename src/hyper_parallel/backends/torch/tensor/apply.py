@@ -321,7 +321,7 @@ class TensorParallel:
             raise UnsupportedSharding(
                 f"tensor parallelism cannot shard an embedding with {unsupported[0]}",
                 where=type(module).__name__,
-                changes={"parallel.tp_x": 1},
+                changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
             )
         pad = module.padding_idx
         pad = pad - first if pad is not None and first <= pad < first + rows else None

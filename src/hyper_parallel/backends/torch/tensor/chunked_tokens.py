@@ -153,7 +153,7 @@ class ChunkExecutor:
         return product if adapter is None else lambda chunk: product(chunk) + adapter(chunk)
 
     def gather(self, part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> ChunkedTokens:
-        """Start the gathers of all chunks."""
+        """Start the gathers of all chunks, and return a placeholder for the gathered tokens."""
         tokens = ChunkedTokens.of(part, batch)
         pair = gather_pair(1, group, Purpose.SEQUENCE_GATHER)
         tokens.pending = [PendingCollective(*pair, x) for x in part.chunk(self.num_chunks, 1)]

@@ -1,7 +1,7 @@
 """Norms over features or heads that are sharded over ranks: an unmodified module with global statistics.
 
 During the norm's forward, a mean over the last dim is averaged over the ranks by one all-reduce of one number per
-token, in float32 or wider. The fused norms of torch are computed from such means. Other common reductions, matrix
+row, in float32 or wider. The fused norms of torch are computed from such means. Other common reductions, matrix
 products, and norms without a mean are refused: they would cover one rank's slice only. Key heads held by several ranks
 do not change the average, because all heads are held by equally many ranks.
 """
@@ -54,7 +54,7 @@ class ShardedNorm(TorchFunctionMode):
     def _mean_of(self, x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
         dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
         if len(dims) != 1 or dims[0] not in (-1, x.dim() - 1) or kwargs.get("dtype") is not None:
-            raise self._refusal(f"mean over dims {dims or 'all'}")
+            raise self._refusal(f"mean(dim={dim}, dtype={kwargs.get('dtype')})")
         return self._mean(x) if keepdim else self._mean(x).squeeze(-1)
 
     def _mean(self, x: Tensor) -> Tensor:

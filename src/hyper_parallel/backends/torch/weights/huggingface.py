@@ -70,8 +70,8 @@ def hf_reference_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn
     """Return an unsharded meta copy of a Hugging Face model, of its original class; None for other models.
 
     transformers identifies a model by its class, which `fully_shard` replaces. The copy has the dtype `dtype`, with the
-    exceptions that transformers makes. None: all parameters have the widest dtype of the model's parameters, to which
-    some weight conversions cast. Parameters that transformers has untied are untied in the copy.
+    exceptions that transformers makes. If `dtype` is None, all parameters have the widest dtype of the model's
+    parameters, to which some weight conversions cast. Parameters that transformers has untied are untied in the copy.
     """
     model = model_of_part(model)
     cls = original_class(model)

@@ -1,7 +1,8 @@
 """Storage and random initial values of a model, equal for every layout and world size.
 
 `materialize` initialises one module at a time, without communication: the model's own rule fills full-size float32
-tensors on the CPU, and each rank copies its shard. The random state is derived only from `(seed, module name)`.
+tensors on the CPU, and each rank copies its shard. The random state of a rule is derived only from `(seed, module
+name)`. Tensors that no rule sets get the values that the constructor of a Hugging Face model assigns.
 
 The rule is `_init_weights` of the nearest Hugging Face model around the module, or `reset_parameters` of a plain
 module. Values are generated in float32 and then cast, so a float64 run starts from exactly the float32 weights.
@@ -201,7 +202,7 @@ class _Rules:
         return values
 
     def _unset(self, name: str) -> Tensor:
-        """Return the input of a rule for one tensor: NaN (zeros for integers), or the value of a real buffer.
+        """Return the input of a rule for one tensor: NaN (zeros for integers), or the value of a plain buffer.
 
         The result is a full-size tensor on the CPU.
         """

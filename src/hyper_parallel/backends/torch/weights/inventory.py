@@ -290,10 +290,7 @@ class _InventoryBuilder:
         )
 
     def _equal(self, first: str, second: str) -> bool:
-        """Return whether the files have equal values for two tied names, compared in the dtype of the parameter.
-
-        Converted tensors count as different.
-        """
+        """Return whether the files have equal values for tied names, in the parameter's dtype; False if converted."""
         keys = [_keys(self._stored[name]) for name in (first, second)]
         whole = {} if self._reference is None else self._reference.state_dict()
         tensors = {**whole, **self._targets}

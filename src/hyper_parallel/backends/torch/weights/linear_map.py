@@ -50,9 +50,10 @@ def weight_order(module: nn.Module) -> str | None:
 
 
 def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model whose forward is a linear map with a weight and an optional bias, by name.
+    """Return the `nn.Linear` and `Conv1D` modules of a model whose forward is a linear map, by name.
 
-    Only the smallest module of every class is measured. Modules whose forward does not run are excluded.
+    Only the smallest module of every class is measured. Modules whose forward does not run, and those inside of
+    `nn.MultiheadAttention`, are excluded.
     """
     attention = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     # `nn.MultiheadAttention` reads the weights of its submodules without calling them: adapters have no effect there.

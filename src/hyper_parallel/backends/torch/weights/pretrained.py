@@ -72,7 +72,7 @@ class LoadReport:
 
 
 def check_pretrained(model: nn.Module, directory: str | Path) -> Inventory:
-    """Return the inventory of a model and a directory without loading values; errors are those of `load_pretrained`.
+    """Return the inventory of a model and a directory without loading values; raise HP703 as in `load_pretrained`.
 
     The unused tensors of the directory are remembered for exports, see `carried_weights`.
     """
@@ -107,6 +107,7 @@ def load_pretrained(
     Raises:
         WeightsUnreadable: HP703 naming the file and the parameter: missing, truncated, unexpected, of another shape,
             or to be untied after `parallelize`.
+        WeightsUninitialised: HP704 for a parameter that is in no file and has no rule for initial values.
     """
     begin = time.perf_counter()
     files = WeightFiles(directory)

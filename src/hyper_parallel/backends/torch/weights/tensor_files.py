@@ -53,7 +53,7 @@ class Stored:
 
 
 def open_tensors(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a file by name; their bytes are read on use.
+    """Return the tensors of a file by name; bytes are read on use, unless a PyTorch file is not in zip format.
 
     PyTorch files are unpickled with `weights_only`, which executes no code of the file.
 
@@ -86,8 +86,9 @@ def open_tensors(path: Path) -> dict[str, Stored]:
         SafetensorError,
         UnpicklingError,
     ) as error:
+        cause = str(error).partition("\n")[0] or type(error).__name__
         raise WeightsUnreadable(
-            f"a weight file is truncated or damaged ({(str(error) or type(error).__name__).splitlines()[0]})",
+            f"a weight file is truncated or damaged ({cause})",
             where=str(path),
             got=f"{path.stat().st_size} bytes",
             hint=f"replace `{path.name}` by an intact copy",
