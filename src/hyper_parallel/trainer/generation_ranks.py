@@ -7,6 +7,7 @@ pp   the key-value cache is sharded by layers; the last stage chooses the token 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch import check_flow, check_pretrained, data_share, load_pretrained
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
-from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import read_config, read_generation_config
 from hyper_parallel.planner import parse_strategy
@@ -82,7 +83,11 @@ def generate_on_ranks(
         check_rank_count(strategy.world_size, local_capacity(kind), _WHERE, hint)
     export = find_export(directory)
     check_dtype(dtype, DTYPES)
-    model, plan = _model_and_plan(export, strategy, dtype, trusted=trusted)
+    try:
+        model, plan = _model_and_plan(export, strategy, dtype, trusted=trusted)
+    except HyperParallelError as error:
+        _name_option(error, parallel)
+        raise
     tokenizer = load_tokenizer(export, trusted=trusted)
     texts = TextCodec(tokenizer, model.config, model.generation_config.eos_token_id)
     batch = PromptBatch(texts, prompts, sampling, chat=chat)
@@ -111,6 +116,22 @@ def _decode_share(model: nn.Module, batch: PromptBatch, slots: int, stop: StopRe
         None if stop is None else lambda: stop.is_requested,
     )
     return own
+
+
+def _name_option(error: HyperParallelError, parallel: str) -> None:
+    """Replace recipe keys in an error, in place, by the option `--parallel`, whose value is `parallel`."""
+    if (error.where or "").startswith("parallel."):
+        error.where = _WHERE
+    changes = {key.removeprefix("parallel."): value for key, value in error.changes.items()}
+    if not changes or not all(key.startswith("parallel.") for key in error.changes):
+        return
+    values: dict[str, object] = {}
+    for word in shlex.split(parallel):
+        name, _, value = word.removeprefix("parallel.").partition("=")
+        values[name] = value
+    named = {"tp_x" if name == "tp" else name: value for name, value in (*values.items(), *changes.items())}
+    text = " ".join(f"{name}={value}" for name, value in named.items() if value not in (1, "1", "", ()))
+    error.hint = f"--parallel {shlex.quote(text)}" if text else "leave out --parallel"
 
 
 def _check_axes(strategy: Strategy) -> None:
