@@ -44,8 +44,9 @@ def _complete(error: UnsupportedSharding, strategy: Strategy) -> None:
     axes = dict.fromkeys(axis for key, axis in _AXES.items() if error.changes.get(key) == 1)
     used = [axis for axis in axes if getattr(strategy, axis) > 1]
     if used:
-        rest = {key: value for key, value in error.changes.items() if key not in _AXES and key != "parallel.tp_y"}
-        error.changes = without_axes(strategy, *used) | rest
+        removed = without_axes(strategy, *used)
+        rest = {key: value for key, value in error.changes.items() if key not in (*_AXES, *removed)}
+        error.changes = removed | rest
         error.hint = overrides(error.changes)
 
 
