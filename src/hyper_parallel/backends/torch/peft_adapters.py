@@ -43,6 +43,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_LIMITS = Limits(16 * MiB, num_elements=200_000, depth=10, finite=True)
 """Limits for reading an adapter configuration."""
 _KEYS = "lora.target_modules"
+_SAVED_KEYS: Final = {_KEYS: "lora.modules_to_save", "lora_target": "additional_target"}
+"""Key of the modules trained in full, by the key of the adapted modules: in recipes, and in files of LlamaFactory."""
 
 
 def import_peft() -> Any:
@@ -185,7 +187,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default", where:
             if any(uses[id(p)] > 1 for p in whole.parameters()):
                 raise UnsupportedSharding(
                     "a weight shared by two modules cannot be trained in full with adapters",
-                    where=f"{where.replace('target_modules', 'modules_to_save')}: {path}",
+                    where=f"{_SAVED_KEYS.get(where, where)}: {path}",
                     got=type(whole).__name__,
                     allowed="modules that own their weights, such as norms",
                     hint=_hint_without(path, config, where),
@@ -210,7 +212,7 @@ def _hint_without(path: str, config: Any, where: str) -> str:
     names = [name for name in config.modules_to_save or () if not f".{path}".endswith(f".{name}")]
     if where == _KEYS:
         return f"'lora.modules_to_save=[{', '.join(names)}]'" if names else "lora.modules_to_save=[]"
-    return f"leave `{path}` out of modules_to_save in {where}"
+    return f"leave `{path}` out of {_SAVED_KEYS.get(where, f'modules_to_save in {where}')}"
 
 
 def _why_refused(model: nn.Module, layer: Any, name: str) -> str | None:
