@@ -34,7 +34,7 @@ _OF_GROUP = {
 _LISTS = (list, tuple, set, frozenset, deque)
 _CONTAINERS = (dict, *_LISTS)
 _Fact = tuple[tuple[str, ...], str, Any]
-"""(parts of the owner's name, property, value)."""
+"""(parts of the owner's name, property, value); an empty property is the identity of the owner."""
 
 
 class _Identity(int):
@@ -78,8 +78,9 @@ class CaptureSource:
         if (owner, prop) != tuple(place):
             self._refuse_added(now)
         shown = not isinstance(value, (_Identity, list))
+        change = f"{prop} of {_path(owner)} has changed" if prop else f"{_path(owner)} has been replaced"
         raise StepChanged(
-            f"{prop} of {_path(owner)} has changed since the step was recorded",
+            f"{change} since the step was recorded",
             got=value if shown else None,
             allowed=recorded if shown else None,
             hint=_OF_GROUP.get(prop, _RECAPTURE) if owner[0].startswith("parameter group") else _RECAPTURE,
@@ -102,18 +103,18 @@ class CaptureSource:
             yield (name,), "`training`", module.training
             for key, value in python_attributes(module, seen):
                 yield (name, key), "the value", value
-            yield (name,), "the module object", _Identity(id(module))
+            yield (name,), "", _Identity(id(module))
             hooks = [getattr(module, kind).items() for kind in _HOOKS]
-            yield (name,), "a hook", [k for kind in hooks for k, hook in kind if hook is not _refuse]
+            yield (name,), "the list of hooks", [k for kind in hooks for k, hook in kind if hook is not _refuse]
             for key, p in module._parameters.items():
                 if p is not None:
-                    yield (name, key), "the parameter object", _Identity(id(p))
+                    yield (name, key), "", _Identity(id(p))
                     yield (name, key), "the gradient tensor", _Identity(id(p.grad))
                     yield (name, key), "`requires_grad`", p.requires_grad
                     hooks = p._backward_hooks, p._post_accumulate_grad_hooks
-                    yield (name, key), "a hook", [k for kind in hooks for k in kind or ()]
+                    yield (name, key), "the list of hooks", [k for kind in hooks for k in kind or ()]
             for key, buffer in module._buffers.items():
-                yield (name, key), "the buffer object", _Identity(id(buffer))
+                yield (name, key), "", _Identity(id(buffer))
         for item, keys in zip(self._optimizers, self._keys, strict=True):
             for number, group in enumerate(item.param_groups):
                 for key in keys[number] if number < len(keys) else group:
