@@ -231,7 +231,7 @@ def test_parts_that_cannot_be_told_apart_or_do_not_fit_are_refused() -> None:
         unnamed.model.mixer = nn.Linear(4, 4)
         mixed.lm_head = nn.Sequential(OrderedDict(vision_head=mixed.lm_head))
     parts = {"vision": "", "audio": "", "language": ""}
-    with pytest.raises(UnsupportedSharding, match=r"names none of its encoders[\s\S]*model\.mixer"):
+    with pytest.raises(UnsupportedSharding, match=r"belongs to none of its encoders by name[\s\S]*model\.mixer"):
         submodel_strategies(unnamed, parts, 3)
     with pytest.raises(UnsupportedSharding, match=r"text also uses[\s\S]*lm_head\.vision_head"):
         submodel_strategies(mixed, parts, 3)

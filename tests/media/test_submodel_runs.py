@@ -269,7 +269,7 @@ def test_a_model_with_several_encoders_costs_numbers_of_tokens(
     job = prepare_job(loaded, progress=False)
     assert job.media_costs == (0, 1)
     (note,) = (n for n in job.plan.notes if "estimated by numbers of tokens" in n)
-    assert "names none of its encoders" in note
+    assert "belongs to none of its encoders by name" in note
     assert note in caplog.messages
 
 

@@ -134,8 +134,15 @@ def test_illegal_microbatches_name_the_nearest_legal_ones(name, p, m, near):
 def test_other_refusals():
     with pytest.raises(ScheduleError, match="unknown schedule `2f2b`"):
         make_schedule("2f2b", 2, 4)
-    with pytest.raises(ScheduleError, match="does not support 3 stages per rank"):
+    with pytest.raises(ScheduleError, match="does not support 3 stages per rank") as caught:
         make_schedule("zbv", 2, 4, 3)
+    assert caught.value.hint == 'name="interleaved_1f1b"'
+    with pytest.raises(ScheduleError, match="does not support 1 stage per rank") as caught:
+        make_schedule("zbv", 2, 4, 1)
+    assert caught.value.hint == "stages_per_rank=2"
+    with pytest.raises(ScheduleError) as caught:
+        make_schedule("1f1b", 4, 9, 2)
+    assert caught.value.hint == 'name="interleaved_1f1b", microbatches=10'
     with pytest.raises(ScheduleError, match="at least one rank"):
         make_schedule("1f1b", 0, 4)
     lowered = lower(make_schedule("1f1b", 2, 2))

@@ -143,6 +143,11 @@ def test_hints_name_the_key_of_the_file_that_is_read(adapter, targets):
     assert hint.endswith(f"] in {directory / 'adapter_config.json'}")
 
 
+def test_without_a_suitable_name_the_hint_is_all_linear(adapter):
+    directory = adapter(target_modules=["self_attn"])
+    assert refused(directory).hint == f'set target_modules to "all-linear" in {directory / "adapter_config.json"}'
+
+
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"r": 1' + "0" * 9999 + "}", "\ud800"])
 def test_a_configuration_that_is_no_object_is_refused(adapter, text):
     directory = adapter()

@@ -27,4 +27,4 @@ def test_padding_among_a_part_of_the_tokens_is_refused() -> None:
     assert torch.equal(tokens.own_tokens(19, torch.device("cpu"))[1], real)
     with pytest.raises(UnsupportedSharding, match="HP205") as caught:
         tokens.own_tokens(15, torch.device("cpu"))
-    assert caught.value.hint == "training.microbatch=1"
+    assert "`training.microbatch=1`" in caught.value.hint

@@ -146,6 +146,14 @@ def test_the_error_says_what_has_changed_and_how_to_change_it():
     assert "torch.tensor" in caught.value.hint
 
 
+def test_the_error_names_an_attribute_that_was_added():
+    model, _, step = captured()
+    with opened(step) as device:
+        model.model.norm.kept = 1
+        with pytest.raises(StepChanged, match=r"model\.norm\.kept of the model or the optimizer was added"):
+            device.step(batch(2))
+
+
 def test_a_learning_rate_in_a_tensor_counts_in_every_step():
     """Set as schedulers do, once more after the last planned step."""
     rates = [torch.tensor(1e-2), torch.tensor(1e-2)]

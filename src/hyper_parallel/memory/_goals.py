@@ -144,7 +144,8 @@ def least_peak(search: Search, limit_s: float, finish: _Finish) -> _PlannedProgr
     """Return the program of least peak found that takes at most `limit_s` seconds, with its plan.
 
     A program with a slightly higher peak is returned if its arena is smaller. The result is `search.identity`, without
-    offload and recomputation, if no program is better. `finish` assigns addresses and returns the plan of a program.
+    offload and recomputation, if no program is better, even if it takes more than `limit_s`. `finish` assigns addresses
+    and returns the plan of a program.
     """
     identity = search.identity
     programs = {identity.actions: identity}

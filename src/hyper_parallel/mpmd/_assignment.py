@@ -24,6 +24,7 @@ from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph, Timeline
 from hyper_parallel.mpmd._list_schedule import ListScheduler
 from hyper_parallel.mpmd._tasks import computations, cost_function, nanoseconds, schedule_tasks
 from hyper_parallel.sim import simulate
+from hyper_parallel.units import plural
 
 _Order: TypeAlias = Literal["given", "light", "heavy", "mixed"]
 _Variant: TypeAlias = tuple[bool, _Order, bool]
@@ -292,8 +293,8 @@ def assign_submodels(
     if best is None:
         raise ScheduleError(
             "no assignment fits the devices and the pins",
-            got=f"{devices.count} devices of {devices.memory_bytes} bytes, pins={dict(pins)}",
-            hint="raise memory_bytes, use more devices, or remove pins",
+            got=f"{plural(devices.count, 'device')} of {devices.memory_bytes} bytes, pins={dict(pins)}",
+            hint="raise memory_bytes, use more devices" + (", or remove pins" if pins else ""),
         )
     lower = min(plan.work_bound for plan in plans)
     _, number, position = queue[best.position]

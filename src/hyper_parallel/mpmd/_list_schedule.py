@@ -156,6 +156,7 @@ class ListScheduler:
                 raise ScheduleError(
                     "the activations of one microbatch exceed the memory of a rank",
                     allowed=f"max_bytes={list(self._limits or ())}",
+                    hint="raise max_bytes, or use smaller microbatches",
                 )
             r = starts.index(start)
             for touched in self._execute(r, start):

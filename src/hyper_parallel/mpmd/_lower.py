@@ -56,6 +56,7 @@ def lower(
             "a rank must be able to hold two gathered stages, for a forward and a backward",
             got=f"max_unsharded={max_unsharded}",
             allowed="2 and more",
+            hint="max_unsharded=2",
         )
     out = _with_messages(schedule, action_times(schedule, costs, transfer_s), reduce_grad)
     ranks = [_with_unshard(row, max_unsharded) if unshard else row for row in out]

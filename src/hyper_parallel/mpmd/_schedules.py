@@ -22,6 +22,7 @@ from typing import Final
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, ActionKind, Schedule
 from hyper_parallel.ir.strategy import rank_stages
+from hyper_parallel.units import plural
 
 
 class RankProgram:
@@ -230,15 +231,15 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int
     if v not in form.stages:
         only = len(form.stages) == 1
         raise ScheduleError(
-            f"schedule {name} does not support {v} stages per rank",
+            f"schedule {name} does not support {plural(v, 'stage')} per rank",
             got=f"stages_per_rank={v}",
             allowed=f"{form.stages[0]}{'' if only else ' and more'}",
-            hint="schedule=interleaved_1f1b" if v > 1 else f"stages_per_rank={form.stages[0]}",
+            hint=_interleaved(p, m) if v > 1 else f"stages_per_rank={form.stages[0]}",
         )
     if not is_legal(name, p, m):
         near = legal_microbatches(name, p, m)
         raise ScheduleError(
-            f"schedule {name} cannot run {m} microbatches on {p} ranks",
+            f"schedule {name} cannot run {m} microbatch{'' if m == 1 else 'es'} on {plural(p, 'rank')}",
             got=f"microbatches={m}",
             allowed=[*near, f"in general {microbatch_rule(name, p)}"],
             hint=f"microbatches={near[-1]}",
@@ -249,6 +250,14 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int
         form.write(program, rank, p, m, v)
         rows.append(tuple(a for a in program.actions if a.microbatch is None or a.microbatch < m))
     return Schedule(name, p * v, m, tuple(rows))
+
+
+def _interleaved(ranks: int, microbatches: int) -> str:
+    """Return the arguments with which `make_schedule` supports several stages per rank."""
+    name = "interleaved_1f1b"
+    if is_legal(name, ranks, microbatches):
+        return f'name="{name}"'
+    return f'name="{name}", microbatches={legal_microbatches(name, ranks, microbatches)[-1]}'
 
 
 def is_legal(name: str, ranks: int, microbatches: int) -> bool:

@@ -19,6 +19,7 @@ from hyper_parallel.mpmd._schedules import (
 from hyper_parallel.mpmd._tasks import replay
 from hyper_parallel.mpmd._verify import verify
 from hyper_parallel.received import Limits, read_text
+from hyper_parallel.units import plural
 
 _MOST_PASSES: Final = 2**18
 """Limit on (stage, microbatch) pairs per step: each becomes actions that are listed, checked and simulated."""
@@ -117,7 +118,7 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
     else:
         return
     raise UnsupportedSharding(
-        f"schedule {s.schedule} does not support {s.virtual_stages} stages per rank",
+        f"schedule {s.schedule} does not support {plural(s.virtual_stages, 'stage')} per rank",
         where=where,
         got=f"schedule={s.schedule}, virtual_stages={s.virtual_stages}",
         allowed=allowed,
@@ -151,12 +152,13 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
     try:
         text = read_text(Path(path), _LIMITS)
     except (OSError, ValueError) as error:
-        problem = error.strerror if isinstance(error, OSError) else str(error)
+        problem = str(error.strerror or error) if isinstance(error, OSError) else str(error)
         raise ScheduleError(
             "the schedule file cannot be read",
             where=path,
             got=problem,
-            hint="hyper-parallel plan MODEL --pin pp=2 --schedule-csv schedule.csv",
+            hint="write one with `hyper-parallel plan --recipe RECIPE.yaml --schedule-csv schedule.csv`"
+            " before `parallel.schedule_file` is set",
         ) from error
     schedule = Schedule.from_csv(text, name=path)
     if schedule.graph is not None:
@@ -175,6 +177,7 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
             where=path,
             got=shown.format(*got),
             allowed=shown.format(*wanted),
+            hint="write the file again for this pipeline, or set `parallel.schedule_file=`",
         )
     place = schedule.placement()
     for rank in range(strategy.pp):
@@ -184,6 +187,7 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
                 where=path,
                 got=f"rank {rank}: stages {sorted(s for s, r in place.items() if r == rank)}",
                 allowed=f"rank {rank}: stages {list(strategy.stages_of(rank))}",
+                hint="set `parallel.schedule` to the schedule from which the file was made",
             )
     if not schedule.has_communication:
         schedule = lower(schedule.compute_only())

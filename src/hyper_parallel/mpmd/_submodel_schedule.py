@@ -160,6 +160,7 @@ def submodel_schedule(
             "the number of microbatches is not a multiple of the lanes of a sharded encoder",
             got=f"{microbatches} microbatches",
             allowed=f"a multiple of {lanes.width}",
+            hint=f"microbatches={lanes.padded(microbatches)}",
         )
     costs = costs or [StageCost(1.0, 0.0, 2.0), *[StageCost(1.0, 1.0, 1.0)] * lanes.stages]
     check_num_costs(costs, lanes.stages + 1)

@@ -23,6 +23,7 @@ from hyper_parallel.ir import Action, Cores, Schedule, Span, StageCost, Task, Ta
 from hyper_parallel.ir.schedule import COMPUTE, PEERS, at, message
 from hyper_parallel.mpmd._schedules import make_schedule
 from hyper_parallel.sim import simulate
+from hyper_parallel.units import plural
 
 _Event: TypeAlias = Action | tuple[Action, int]
 """Completed action, or a pair (action, rank): the rank has reached a gradient reduction or a computation of a sharded
@@ -145,8 +146,8 @@ def check_num_costs(costs: StageCosts, stages: int) -> None:
     if len(costs) != stages:
         raise ScheduleError(
             "the number of costs differs from the number of stages",
-            got=f"{len(costs)} costs",
-            allowed=stages,
+            got=plural(len(costs), "cost"),
+            allowed=plural(stages, "cost"),
         )
 
 
@@ -219,10 +220,15 @@ def action_times(
 ) -> list[list[tuple[int, int]]]:
     """Return (start, end) of every action of a compute-only schedule, per rank, in nanoseconds.
 
+    Every action and transfer takes at least one nanosecond.
+
     Args:
         schedule: Compute-only schedule.
         costs: As for `schedule_tasks`; None: one nanosecond for F, I and W, two for B.
         transfer_s: As for `schedule_tasks`.
+
+    Raises:
+        ScheduleError: HP320, as for `schedule_tasks`.
     """
     costs = costs or [StageCost(1e-9, 1e-9, 1e-9)] * schedule.stages
     graph = schedule_tasks(schedule, costs, overlap=1.0, transfer_s=transfer_s)

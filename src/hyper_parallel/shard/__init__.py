@@ -1,5 +1,6 @@
 """HyperShard: sharding rules, the parameter layouts derived from them, and the table of a step's collectives."""
 
+from hyper_parallel.shard._axis_changes import completed_changes, without_axes
 from hyper_parallel.shard._boundary import (
     BlockWidths,
     Boundary,
@@ -54,6 +55,7 @@ __all__ = [
     "block_boundaries",
     "block_program",
     "check_overlap",
+    "completed_changes",
     "completed_rules",
     "context_boundaries",
     "covers",
@@ -76,4 +78,5 @@ __all__ = [
     "replicated_matrices",
     "ring_bytes",
     "sharing_boundaries",
+    "without_axes",
 ]

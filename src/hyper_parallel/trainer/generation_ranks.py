@@ -142,7 +142,8 @@ def _option_hints(parallel: str) -> Iterator[None]:
             words = dict(word.removeprefix("parallel.").split("=", 1) for word in shlex.split(parallel))
             words |= {"tp_x": words.pop("tp")} if "tp" in words else {}
             words |= {key.removeprefix("parallel."): f"{v}".replace(" ", "") for key, v in error.changes.items()}
-            error.hint = f'{_WHERE} "{" ".join(f"{key}={value}" for key, value in words.items())}"'
+            text = " ".join(f"{key}={value}" for key, value in words.items() if value not in ("1", "()", ""))
+            error.hint = f'{_WHERE} "{text}"' if text else f"leave out {_WHERE}"
         if error.where is not None and error.where.startswith(("strategy: ", "parallel.")):
             error.where = _WHERE
         raise

@@ -90,7 +90,7 @@ class MindSporeRunner:
         """Release the scheduler process and the files of this rank.
 
         After a failure, the scheduler is killed. Otherwise the scheduler continues to run, because other ranks need
-        it; it ends after the last rank. Files of generated kernels are deleted; loaded kernels keep working.
+        it; it ends after the last rank. Rank 0 deletes the folder of generated kernels; loaded kernels keep working.
         """
         if self._kernels is not None:
             self._kernels.remove()

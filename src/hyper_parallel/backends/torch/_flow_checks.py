@@ -16,7 +16,7 @@ from hyper_parallel.backends.torch.pipeline.stages import trace_stages
 from hyper_parallel.backends.torch.tensor.partial_gradients import TensorTrial, try_forward
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
-from hyper_parallel.shard import ShardPlan
+from hyper_parallel.shard import ShardPlan, completed_changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,14 @@ def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None
     called here if tensor parallelism needs the layouts.
     """
     strategy = plan.strategy
-    refuse_random_modules(model, strategy)
-    flow = trace_stages(model, plan) if strategy.pp > 1 else None
-    calls, tensor = count_attention_calls(model, strategy), None
-    if strategy.tp > 1:
-        layouts = resolve_layouts(model, plan) if shard_plan is None else shard_plan
-        if layouts.whole_stream or view_of(model).base is None:
-            tensor = try_forward(model, layouts.layouts, layouts.styles, strategy)
+    with completed_changes(strategy):
+        refuse_random_modules(model, strategy)
+        flow = trace_stages(model, plan) if strategy.pp > 1 else None
+        calls, tensor = count_attention_calls(model, strategy), None
+        if strategy.tp > 1:
+            layouts = resolve_layouts(model, plan) if shard_plan is None else shard_plan
+            if layouts.whole_stream or view_of(model).base is None:
+                tensor = try_forward(model, layouts.layouts, layouts.styles, strategy)
     return ForwardTrials(flow, calls, tensor)
 
 

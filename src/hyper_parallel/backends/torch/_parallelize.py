@@ -35,6 +35,7 @@ from hyper_parallel.backends.torch.tensor.symmetric_memory import check_symmetri
 from hyper_parallel.backends.torch.weights.shard_ranges import local_runs, select
 from hyper_parallel.errors import AuditError
 from hyper_parallel.ir import Layout, Mesh, Plan, merge, placements
+from hyper_parallel.shard import completed_changes
 
 
 def apply_plan(
@@ -69,9 +70,10 @@ def apply_plan(
         AuditError: HP206 when a parameter does not have its planned layout afterwards.
     """
     strategy = plan.strategy
-    sharded = _shard_parameters(model, plan, ranks, routing or Routing())
+    with completed_changes(strategy):
+        sharded = _shard_parameters(model, plan, ranks, routing or Routing())
+        tp, context, halves, layers = replace_forwards(model, plan, ranks.mesh, sharded)
     stages, experts, balance = sharded.stages, sharded.experts, sharded.balance
-    tp, context, halves, layers = replace_forwards(model, plan, ranks.mesh, sharded)
     hook = replace_loss(model, tp, context, balance)
     if stages is not None:
         stages.install(model)

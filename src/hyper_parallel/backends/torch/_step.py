@@ -41,6 +41,7 @@ from hyper_parallel.backends.torch.vocab_parallel_loss import IGNORED, cross_ent
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import BadObjective, BadValue, NoLoss, UnsupportedSharding
 from hyper_parallel.ir import Purpose
+from hyper_parallel.shard import completed_changes
 
 Objective = Callable[[Any, Mapping[str, Any]], Tensor]
 Over = Literal["logprobs", "logits", "output"]
@@ -171,11 +172,12 @@ def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> T
     out = None if _is_encoder_decoder(model) else model(**_forward_kwargs(model, batch))
     logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
     if logits is None or logits.shape[:-1] != targets.shape or scores_tokens(model):
+        kind = "an encoder-decoder model" if out is None else type(out).__name__
         raise _no_loss(
             model,
             attached,
             "the model does not return logits of the next token at every position",
-            got=type(out).__name__ if logits is None else f"logits {tuple(logits.shape)}",
+            got=kind if logits is None else f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",
             allowed="logits of shape [batch, sequence, vocabulary], from a model without an encoder",
         )
     flat = targets.to(logits.device).reshape(-1)
@@ -216,7 +218,7 @@ def _intercepted(
     with tap.intercept(transform):
         out = model(**kwargs, use_cache=False)
     if not tap.called:
-        why = "the model's forward does not call its `loss_function`, so its loss cannot be summed over ranks"
+        why = "the model's forward does not call its `loss_function`, from which its logits are taken"
         raise _no_loss(model, attached, why)
     loss: Tensor = out.loss
     return loss
@@ -420,8 +422,9 @@ def _run_losses(
     axes = [axis for axis in ("pp", "cp") if getattr(strategy, axis) > 1]
     # A microbatch may have items that only the objective reads: they are no arguments of the forward.
     parts = microbatches if objective is None else [_forward_kwargs(model, p) for p in microbatches]
-    for part in parts:
-        refuse_other_inputs(model, axes, part)
+    with completed_changes(strategy):
+        for part in parts:
+            refuse_other_inputs(model, axes, part)
     local_only = num_tokens is not None
     if attached.average:
         # FSDP divides gradients by dp, but the loss is already divided by the tokens of all data-parallel ranks.
@@ -446,7 +449,7 @@ def _run_losses(
             loss = _objective_loss(model, attached, part, objective, over, share)
         return loss if scale == 1.0 else loss * scale
 
-    with extend_backward(model, strategy) if train else nullcontext():
+    with completed_changes(strategy), extend_backward(model, strategy) if train else nullcontext():
         if attached.pipeline is not None:
             total = attached.pipeline.run(model, parts, loss_of, span, train, scale, step)
         else:
@@ -495,7 +498,7 @@ def _run_in_turn(
                     "a microbatch uses no trained parameter, so this rank has no backward to run with the others",
                     where=f"microbatch {i}",
                     allowed="images or audio in every microbatch, if only their encoder is trained",
-                    hint="train part of the language model too: training.freeze=[]",
+                    hint="give every microbatch media, or remove part of the language model from `training.freeze`",
                 )
             if train and not without_backward:
                 with span("backward", "compute"):

@@ -36,8 +36,6 @@ _MOST_NAMES: Final = 2000
 
 _PATTERN_HINTS: Final = {
     "lora.target_modules": "lora.target_modules=all-linear",
-    "lora.target_modules: rank_pattern": "lora.rank_pattern={}",
-    "lora.target_modules: alpha_pattern": "lora.alpha_pattern={}",
 }
 """Hint for an invalid or slow pattern, by its key in a recipe."""
 
@@ -89,7 +87,8 @@ def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
         config.target_modules = set(names)
         config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     for key in ("rank_pattern", "alpha_pattern"):
-        setattr(config, key, _plain_keys(getattr(config, key) or {}, names, f"{where}: {key}"))
+        place = f"lora.{key}" if where.startswith("lora.") else f"{where}: {key}"
+        setattr(config, key, _plain_keys(getattr(config, key) or {}, names, place))
     return config
 
 
@@ -137,6 +136,7 @@ def _in_layers(config: Any, names: Iterable[str], where: str) -> set[str]:
             where=f"{where}: layers_pattern",
             got=f"{odd[0]:.120}",
             allowed="the name of a list of layers, such as layers",
+            hint=f"set layers_pattern to names in {where}",
         )
     selected = set()
     for name in names:
@@ -195,15 +195,18 @@ def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def all_linear(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> str | list[str]:
-    """Return the `target_modules` with which peft selects all `adaptable` modules; raise HP205 if there are none."""
+def all_linear(model: nn.Module, adaptable: Mapping[str, nn.Module], where: str) -> str | list[str]:
+    """Return the `target_modules` with which peft selects all `adaptable` modules; raise HP205 if there are none.
+
+    `where` is the recipe key or file that selects the modules, for the error.
+    """
     if not adaptable:
         raise UnsupportedSharding(
             "no module of this model supports an adapter",
-            where="lora.target_modules",
+            where=where,
             got=type(model).__name__,
             allowed="models with linear modules other than the head",
-            hint="lora=null",
+            hint=target_hint([], where),
         )
     head = head_of(model)
     modules = dict(model.named_modules())
@@ -253,22 +256,29 @@ def check_names(model: nn.Module, config: Any, adaptable: Mapping[str, nn.Module
             where=where,
             got=_shown(missing),
             allowed=ends,
-            hint=target_hint(_nearest(listed, missing, ends) or ["all-linear"], where, adaptable),
+            hint=target_hint(_suitable(listed, _nearest([], missing, ends), modules, adaptable), where, adaptable),
         )
     # Modules trained in full need no adapters, and neither do the modules in them.
     inside_saved = {n for n in chosen if any(f".{s}." in f".{n}." for s in saved)}
     if config.exclude_modules or config.layers_to_transform is not None:
         return chosen - inside_saved  # `absorb_adapters` checks the modules that peft selects
     if refused := sorted(chosen - adaptable.keys() - inside_saved):
-        supported = [t for t in ends if t in listed]
         raise UnsupportedSharding(
             "a selected module does not support an adapter",
             where=f"{where}: {refused[0]}",
             got=type(modules[refused[0]]).__name__,
             allowed=ends,
-            hint=target_hint(supported or ["all-linear"], where, adaptable),
+            hint=target_hint(_suitable(listed, [], modules, adaptable), where, adaptable),
         )
     return chosen - inside_saved
+
+
+def _suitable(
+    listed: Iterable[str], nearest: Iterable[str], modules: Mapping[str, nn.Module], adaptable: Mapping[str, nn.Module]
+) -> list[str]:
+    """Return those of the names that select only `adaptable` modules; `all-linear` without such names."""
+    selected = {name: _with_ends([name], modules) for name in (*listed, *nearest)}
+    return [name for name, found in selected.items() if found and found <= adaptable.keys()] or ["all-linear"]
 
 
 def last_names(names: Iterable[str]) -> list[str]:
@@ -279,15 +289,17 @@ def last_names(names: Iterable[str]) -> list[str]:
 def target_hint(names: list[str], where: str, adaptable: Mapping[str, nn.Module] | None = None) -> str | None:
     """Return how to select modules by `names`: a recipe override, or the key to set in the adapter file `where`.
 
-    Without names or adaptable modules the hint is `lora=null`, or None for an adapter file.
+    `where` may also be LlamaFactory's key `lora_target`. Without names or adaptable modules the hint is `lora=null`,
+    or None if `where` is no recipe key.
     """
     is_recipe = where.startswith("lora.")
     if not names or (adaptable is not None and not adaptable):
         return "lora=null" if is_recipe else None
-    if not is_recipe and names == ["all-linear"]:
-        return f'set target_modules to "all-linear" in {where}'
+    if where == "lora_target":
+        return f"lora_target: {','.join(names)}"
     if not is_recipe:
-        return f"set target_modules to [{', '.join(names)}] in {where}"
+        shown = '"all-linear"' if names == ["all-linear"] else f"[{', '.join(names)}]"
+        return f"set target_modules to {shown} in {where}"
     if names == ["all-linear"]:
         return "lora.target_modules=all-linear"
     return f"'lora.target_modules=[{', '.join(names)}]'"

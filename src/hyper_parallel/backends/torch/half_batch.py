@@ -168,7 +168,7 @@ class HalfBatch:
                 raise UnsupportedSharding(
                     f"`{option}` would return two values per layer, one per half-batch",
                     where=type(module).__name__,
-                    hint=f"{option}=False",
+                    hint=f"{option}=False as an argument or in the config of the model",
                 )
             if any(layer._compiled_call_impl is not None for layer in self._layers):
                 raise UnsupportedSharding(

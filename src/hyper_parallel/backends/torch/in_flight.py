@@ -285,7 +285,9 @@ def _greenlet_module() -> Any:
         import greenlet
     except ImportError as error:
         raise MissingDependency(
-            "half-batches need the package `greenlet`", where="overlap", hint="pip install greenlet"
+            "half-batches need the package `greenlet`",
+            where="overlap",
+            hint="pip install greenlet, or run without it: overlap=none",
         ) from error
     return greenlet
 

@@ -87,7 +87,7 @@ def flow_error(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
         where=f"parallel.{axis}",
         got=getattr(getattr(model, "config", None), "model_type", type(model).__name__),
         allowed=f"{axis}=1",
-        hint="parallel.tp_x=1 parallel.tp_y=1" if axis == "tp" else f"parallel.{axis}=1",
+        changes={"parallel.tp_x": 1, "parallel.tp_y": 1} if axis == "tp" else {f"parallel.{axis}": 1},
     )
 
 

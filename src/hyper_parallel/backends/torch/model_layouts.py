@@ -27,6 +27,7 @@ from hyper_parallel.ir import Layout, Plan, Rule, Strategy
 from hyper_parallel.model import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
 from hyper_parallel.shard import (
     COLUMN_STYLES,
+    STYLES,
     ShardPlan,
     completed_rules,
     covers,
@@ -34,8 +35,11 @@ from hyper_parallel.shard import (
     module_of,
     normalise_plan,
     plan_layouts,
+    without_axes,
 )
 
+_STYLES_OF_HEADS: Final = ("kv_replicate", "qkv", "latent", "norm_heads")
+"""Sharding styles that need the number of attention heads."""
 _WIDTH_OF_INPUT: Final = ("TrOCRAttention",)
 """Attention classes that cannot be sharded, because they reshape attention's output to the width of their input."""
 
@@ -51,14 +55,8 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
     """
     params = [(name, tuple(p.shape), ()) for name, p in base_parameters(model)]
     strategy, text = plan.strategy, text_config(model)
-    for rule in strategy.rules if text is None else ():
-        if rule.style in ("kv_replicate", "qkv", "latent", "norm_heads"):
-            raise UnsupportedSharding(
-                f"style `{rule.style}` needs the heads of a Hugging Face decoder's config",
-                where=rule.pattern,
-                got=type(model).__name__,
-                allowed="colwise, rowwise, vocab, head, gate_up, replicate",
-            )
+    if text is None:
+        _refuse_styles_of_heads(model, strategy)
     _require_dims(params, strategy)
     # A module without a config has no heads to check; styles that need heads raise above.
     heads, kv_heads, head_dim = _heads(text, strategy.tp * strategy.cp)
@@ -77,9 +75,9 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
     if strategy.recompute != "none" and not view_of(model).layers:
         raise UnsupportedSharding(
             "recompute needs a model with a list of layers of one class",
-            where=type(model).__name__,
-            got=f"recompute={strategy.recompute}",
-            hint="training.recompute=none",
+            where="training.recompute",
+            got=f"recompute={strategy.recompute}, {type(model).__name__}",
+            hint="training.recompute=none training.recompute_layers=null",
         )
     if strategy.tp * strategy.cp * strategy.pp > 1 and is_reversible(model):
         raise UnsupportedSharding(
@@ -87,7 +85,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             where=type(model).__name__,
             got=f"tp={strategy.tp} cp={strategy.cp} pp={strategy.pp}",
             allowed="dp_replicate, dp_shard",
-            hint="parallel.tp_x=1 parallel.tp_y=1 parallel.cp=1 parallel.pp=1",
+            changes=without_axes(strategy, *(axis for axis in ("tp", "cp", "pp") if getattr(strategy, axis) > 1)),
         )
     if has_adapters(model) and is_reversible(model):
         raise UnsupportedSharding(
@@ -104,6 +102,20 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
 def is_reversible(model: nn.Module) -> bool:
     """Return whether layers recompute their inputs from their outputs in backward, like those of Reformer."""
     return any(hasattr(module, "backward_pass") for module in model.modules())
+
+
+def _refuse_styles_of_heads(model: nn.Module, strategy: Strategy) -> None:
+    """Raise HP205 for the first rule with a style that needs the number of attention heads."""
+    for rule in strategy.rules:
+        if rule.style in _STYLES_OF_HEADS:
+            raise UnsupportedSharding(
+                f"style `{rule.style}` splits at attention heads, but the number of heads is unknown: "
+                "the model has no Hugging Face config",
+                where=f"parallel.rules: {rule.pattern}",
+                got=type(model).__name__,
+                allowed=[style for style in STYLES if style not in _STYLES_OF_HEADS],
+                hint=f"give `{rule.pattern}` an allowed style, or remove the rule and use FSDP instead of tp",
+            )
 
 
 def _require_dims(params: Sequence[tuple[str, tuple[int, ...], Any]], strategy: Strategy) -> None:
@@ -280,7 +292,7 @@ def _compare(layouts: dict[str, Layout], plan: Plan, model: nn.Module) -> None:
                 f"the layout of `{name}` in the plan differs from its layout in this model",
                 got=f"model: {actual if actual is not None else 'no such parameter'}",
                 allowed=f"plan: {wanted if wanted is not None else 'no such parameter'}",
-                hint="hyper-parallel plan MODEL -o plan.json",
+                hint="create the plan from this model: hp.plan_of(model, strategy)",
             )
 
 

@@ -91,6 +91,7 @@ class ModelView:
             where=type(base).__name__,
             got=", ".join(name for name, _ in base.named_children()),
             allowed="norm, final_layernorm, final_layer_norm, ln_f, or a module of a class *Norm*",
+            hint="name the norm after the decoder layers `norm`",
         )
 
 

@@ -22,7 +22,7 @@ from hyper_parallel.backends.torch.token_scores import head_of
 from hyper_parallel.backends.torch.wrappers import replace_attributes
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
-from hyper_parallel.shard import module_of
+from hyper_parallel.shard import module_of, without_axes
 
 _TOKEN_INPUTS: Final = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
@@ -57,9 +57,8 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
         raise UnsupportedSharding(
             f"context parallelism does not support `{min(media)}`, an input of a module outside the decoder",
             where=type(model).__name__,
-            got="cp",
-            allowed="any layout with cp=1; pp only if forward can run without this input",
-            hint="parallel.cp=1",
+            allowed="cp=1",
+            changes={"parallel.cp": 1},
         )
     parameters = inspect.signature(model.forward).parameters if media else {}
     for name in sorted(media.keys() & parameters.keys()):
@@ -114,9 +113,8 @@ def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
             "modules are skipped at random in training, and ranks with the same data would skip different ones",
             where=", ".join(differing[:2]),
             got=", ".join(sorted(names)) or type(model).__name__,
-            allowed="dp_replicate, dp_shard",
-            hint="parallel.tp_x=1 parallel.tp_y=1 parallel.cp=1 parallel.pp=1"
-            + (", or `layerdrop` of 0 in the model's config" if names else ""),
+            allowed="dp_replicate, dp_shard" + (", or `layerdrop` of 0 in the model's config" if names else ""),
+            changes=without_axes(strategy, *dict.fromkeys(axis.partition("_")[0] for axis in axes)),
         )
 
 

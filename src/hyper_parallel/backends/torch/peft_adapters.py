@@ -7,9 +7,9 @@ peft. The reader limits sizes, checks types, and refuses all kinds of adapters e
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, NotRequired
 
@@ -43,6 +43,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_LIMITS = Limits(16 * MiB, num_elements=200_000, depth=10, finite=True)
 """Limits for reading an adapter configuration."""
 _KEYS = "lora.target_modules"
+_SAVED_KEYS: Final = {_KEYS: "lora.modules_to_save", "lora_target": "additional_target"}
+"""Key of the modules trained in full, by the key of the adapted modules: in recipes, and in files of LlamaFactory."""
 
 
 def import_peft() -> Any:
@@ -62,8 +64,12 @@ def import_peft() -> Any:
 def base_of(directory: Path) -> str:
     """Return the directory or hub id of the base model that an adapter names; raise HP703 if it names none."""
     file, base = directory / ADAPTER_CONFIG, None
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    try:
         base = read_json(file, ADAPTER_LIMITS)["base_model_name_or_path"]
+    except (OSError, ValueError) as error:
+        raise _unreadable(file, error) from error
+    except (KeyError, TypeError):
+        pass
     if not isinstance(base, str):
         raise WeightsUnreadable(
             "the adapter does not name its base model",
@@ -72,6 +78,18 @@ def base_of(directory: Path) -> str:
             hint="write the directory or hub id of the base model into the key `base_model_name_or_path` of the file",
         )
     return base
+
+
+def _unreadable(file: Path, error: Exception) -> WeightsUnreadable:
+    denied = isinstance(error, PermissionError)
+    return WeightsUnreadable(
+        "the configuration of the adapter cannot be read",
+        where=str(file),
+        got=f"{error!s:.200}",
+        hint=f"chmod u+r {shlex.quote(str(file))}"
+        if denied
+        else "fetch adapter_config.json again from where the adapter was published",
+    )
 
 
 def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
@@ -91,7 +109,7 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
     peft, adaptable = import_peft(), adaptable_modules(model)
     chosen = check_names(model, config, adaptable, where)
     if config.target_modules == "all-linear":
-        config.target_modules = all_linear(model, adaptable)
+        config.target_modules = all_linear(model, adaptable, where)
     if adaptable and all(weight_order(m) == IN_OUT for m in adaptable.values()):
         config.fan_in_fan_out = True
     bounded = with_plain_patterns(config, chosen, where)
@@ -109,7 +127,7 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
         ) from error
     if unmaterialized:
         _cast_factors(model)
-    absorb_adapters(model, config)
+    absorb_adapters(model, config, where=where)
 
 
 def _cast_factors(model: nn.Module) -> None:
@@ -133,14 +151,15 @@ def _check_ranks(config: Any, adaptable: dict[str, nn.Module], where: str) -> No
                 where=f"lora.{name:.120}" if recipe else f"{where}: {name:.120}",
                 got=rank,
                 allowed=f"1 to {widest}",
-                hint=f"lora.{key}={widest}" if recipe and key == "r" else None,
+                hint=shlex.quote(f"lora.{name}={widest}") if recipe else f"set {name:.120} to {widest} in {where}",
             )
 
 
-def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> None:
+def absorb_adapters(model: nn.Module, config: Any, name: str = "default", where: str = _KEYS) -> None:
     """Remove peft's wrapper modules and move their adapters to the wrapped modules; values do not change.
 
     `model` has peft's layers, without the `PeftModel` around it. `config` is kept for exports of the adapter `name`.
+    `where` is the key or file that selects the modules, for errors.
 
     Raises:
         UnsupportedSharding: HP205 for adapters of modules that are not linear, adapters other than plain LoRA, and
@@ -157,10 +176,10 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
         supported = {*last_names(layers.keys() - refused.keys())} - {*last_names(refused)}
         raise UnsupportedSharding(
             "training supports only one plain LoRA adapter of linear modules inside the model",
-            where=f"{_KEYS}: {path}",
+            where=f"{where}: {path}",
             got=why,
-            allowed="nn.Linear and Conv1D, but not the head",
-            hint=target_hint(sorted(supported), _KEYS) if supported else None,
+            allowed="one active and unmerged LoRA adapter, without bias, of nn.Linear or Conv1D other than the head",
+            hint=target_hint(sorted(supported), where),
         )
     for path, layer in [*model.named_modules()]:
         if isinstance(layer, ModulesToSaveWrapper):
@@ -168,10 +187,10 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
             if any(uses[id(p)] > 1 for p in whole.parameters()):
                 raise UnsupportedSharding(
                     "a weight shared by two modules cannot be trained in full with adapters",
-                    where=f"lora.modules_to_save: {path}",
+                    where=f"{_SAVED_KEYS.get(where, where)}: {path}",
                     got=type(whole).__name__,
                     allowed="modules that own their weights, such as norms",
-                    hint="lora.modules_to_save=[]",
+                    hint=_hint_without(path, config, where),
                 )
             for parameter, copy in zip(whole.parameters(), trained.parameters(), strict=True):
                 parameter.requires_grad_(True)
@@ -186,6 +205,14 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
             model.set_submodule(path, base)
     model.__dict__.pop("peft_config", None)
     model.__dict__[CONFIGURATION] = config
+
+
+def _hint_without(path: str, config: Any, where: str) -> str:
+    """Return how to leave out the module `path` of `modules_to_save`, given in the recipe or in the file `where`."""
+    names = [name for name in config.modules_to_save or () if not f".{path}".endswith(f".{name}")]
+    if where == _KEYS:
+        return f"'lora.modules_to_save=[{', '.join(names)}]'" if names else "lora.modules_to_save=[]"
+    return f"leave `{path}` out of {_SAVED_KEYS.get(where, f'modules_to_save in {where}')}"
 
 
 def _why_refused(model: nn.Module, layer: Any, name: str) -> str | None:
@@ -255,12 +282,7 @@ def read_adapter_config(directory: Path) -> Any:
     try:
         config: dict[str, Any] = read(_AdapterConfig, file, ADAPTER_LIMITS, extra="allow")  # type: ignore[assignment]
     except (OSError, DecodeError) as error:
-        raise WeightsUnreadable(
-            "the configuration of the adapter cannot be read",
-            where=str(file),
-            got=f"{error!s:.200}",
-            hint="fetch adapter_config.json again from where the adapter was published",
-        ) from error
+        raise _unreadable(file, error) from error
     plain = vars(peft.LoraConfig())
     read_keys = _AdapterConfig.__annotations__.keys() - {*_UNREAD}
     unsupported = [

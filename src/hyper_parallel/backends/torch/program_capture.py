@@ -348,7 +348,7 @@ def _refuse_writes(graph: GraphModule, example: Sequence[Tensor]) -> None:
                 "the model changes a parameter in forward, which only the back end torch supports",
                 where=_module(node),
                 got=str(node.target),
-                hint="backend=torch",
+                hint="backend=torch training.compile=false",
             )
 
 
@@ -357,7 +357,7 @@ def _dynamic(module: str, operator: str) -> Contradiction:
         "shapes or branches of the model depend on tensor values, which only the back end torch supports",
         where=module,
         got=operator,
-        hint="backend=torch",
+        hint="backend=torch training.compile=false",
     )
 
 

@@ -39,8 +39,8 @@ class _Input:
         if self._x._version != self._version:
             raise UnsupportedSharding(
                 "the input of a recomputed layer was changed in place before backward",
-                where="overlap",
-                hint="training.recompute=none",
+                where="training.recompute",
+                hint="training.recompute=none training.recompute_layers=null",
             )
         return self._x.detach().requires_grad_(self._is_trained)
 
@@ -121,7 +121,7 @@ class RecomputedHalves:
         if len(saved.values) < saved.count:
             raise UnsupportedSharding(
                 f"a layer saves {saved.count} tensors in forward, but only {len(saved.values)} when it is recomputed",
-                where="overlap",
+                where="training.recompute",
                 got=f"{len(saved.values)} of {saved.count}",
-                hint="training.recompute=none",
+                hint="training.recompute=none training.recompute_layers=null",
             )

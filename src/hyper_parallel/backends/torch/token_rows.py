@@ -98,7 +98,10 @@ def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
         "a router gets only some of the tokens and cannot tell which of them are padding",
         where="experts chosen by token type",
         got=got,
-        hint="parallel.tp_x=1 parallel.tp_y=1" if key == "tp" else "training.microbatch=1",
+        changes={"parallel.tp_x": 1, "parallel.tp_y": 1} if key == "tp" else None,
+        hint=None
+        if key == "tp"
+        else "set `training.microbatch=1`, and multiply `training.accumulation_steps` by the former microbatch",
     )
 
 

@@ -51,7 +51,7 @@ def score_every_token(model: nn.Module) -> None:
     linear = isinstance(head, nn.Linear) and head.out_features == 1 and head.bias is None
     if not (linear and base is not None and _reads_last_hidden_state(model, base, head)):
         raise ModelUnreadable(
-            f"{type(model).__name__} has no head `{SCORE}` that maps the last hidden state to one number",
+            f"{type(model).__name__} has no head `{SCORE}` that is a linear map of the last hidden state to one number",
             where="stage=rm",
             got=getattr(model.config, "model_type", None),
             hint="stage=dpo",

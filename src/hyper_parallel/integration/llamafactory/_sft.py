@@ -51,7 +51,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         adapted = getattr(kwargs["model"], "peft_config", None)
         if adapted and kwargs["finetuning_args"].finetuning_type == "lora":
             kwargs["model"] = kwargs["model"].get_base_model()
-            absorb_adapters(kwargs["model"], adapted["default"])
+            absorb_adapters(kwargs["model"], adapted["default"], where="lora_target")
         super().__init__(**kwargs)
         hp_args = adopt_checkpointing(self.model, hp_args, self.args.gradient_checkpointing)
         self.args.gradient_checkpointing = False  # otherwise transformers enables it again

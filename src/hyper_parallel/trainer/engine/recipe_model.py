@@ -56,6 +56,7 @@ from hyper_parallel.model import (
     read_config,
     read_generation_config,
 )
+from hyper_parallel.shard import completed_changes
 from hyper_parallel.topology import topology_hint
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, media_inputs, media_rows
 from hyper_parallel.trainer.engine.auto_model import model_from_config
@@ -442,7 +443,8 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
     arrays.pop("input_ids", None)
     tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
     axes = [axis for axis in ("pp", "cp") if getattr(plan.strategy, axis) > 1]
-    refuse_other_inputs(model, axes, tensors)
+    with completed_changes(plan.strategy):
+        refuse_other_inputs(model, axes, tensors)
     hints = {
         "offload": (recipe.offload.on, "offload=null"),
         "backend": (

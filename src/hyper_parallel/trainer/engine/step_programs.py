@@ -50,6 +50,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Layout, Plan, Strategy
 from hyper_parallel.runtime import World, parallelize
+from hyper_parallel.shard import completed_changes
 from hyper_parallel.trainer.engine.offload_machine import OffloadMachine, budget_too_small
 from hyper_parallel.trainer.engine.optimizer import build_optimizer
 from hyper_parallel.trainer.engine.recipe_model import build_model, routing_of
@@ -130,7 +131,7 @@ def capture_programs(
     captured = []
     block = program_block(plan.strategy)
     for position in range(block.world_size):
-        with _traced_world(recipe, block, position) as world:
+        with completed_changes(plan.strategy), _traced_world(recipe, block, position) as world:
             model = build_model(recipe)
             layouts = resolve_layouts(model, plan).layouts
             _use_static_forms(model)

@@ -37,6 +37,7 @@ from hyper_parallel.backends.torch.pass_context import RunningPass
 from hyper_parallel.backends.torch.tensor.collectives import join
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
+from hyper_parallel.shard import completed_changes, without_axes
 
 MASKS_IGNORE_POSITION_IDS = ("gpt_oss",)
 """Model types whose masks ignore `position_ids`."""
@@ -77,6 +78,7 @@ def apply_context_parallel(
     _wrap_root(
         context,
         model,
+        strategy,
         lambda: sum(calls[i] for i in layers_running()),
         gathers_outputs=stage_layers is None,  # pipeline stages return local outputs
         tables=[m for m in base.modules() if hasattr(m, _COUNTS)],
@@ -104,6 +106,7 @@ def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ..
 def _wrap_root(
     context: ContextState,
     model: nn.Module,
+    strategy: Strategy,
     num_calls: Callable[[], int],
     gathers_outputs: bool,
     tables: Sequence[Any],
@@ -120,7 +123,8 @@ def _wrap_root(
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
         _refuse_call(module, batch)
-        refuse_other_inputs(module, ("cp",), batch)
+        with completed_changes(strategy):
+            refuse_other_inputs(module, ("cp",), batch)
         shards = {**context.shard_inputs(batch), "use_cache": False}
         if tables and batch.get("position_ids") is None:
             # RoBERTa's positions start after the position of padding.
@@ -136,7 +140,7 @@ def _wrap_root(
                 "layers call attention a different number of times than in the trial forward pass",
                 where=type(module).__name__,
                 got=f"{context.calls} calls instead of {expected}",
-                hint="parallel.cp=1",
+                changes=without_axes(strategy, "cp"),
             )
         if not gathers_outputs:
             return output
@@ -190,13 +194,14 @@ def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
         ("output_attentions", "attention weights of whole sequences are never computed"),
     ):
         value = batch.get(name)
-        if name.startswith("output_") and value is None:
-            value = getattr(config, name, False)
+        of_config = name.startswith("output_") and value is None
+        value = getattr(config, name, False) if of_config else value
         if value is not None and value is not False:
+            hint = f"{name}={'False' if isinstance(value, bool) else 'None'}"
             raise UnsupportedSharding(
                 f"`{name}` does not work with context parallelism: {why}",
                 where=type(module).__name__,
-                hint=f"{name}={'False' if isinstance(value, bool) else 'None'}",
+                hint=f"set `{name}` to false in the config of the model" if of_config else hint,
             )
 
 

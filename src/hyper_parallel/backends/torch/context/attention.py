@@ -130,8 +130,9 @@ def _exchange_tokens_for_heads(context: ContextState, query: Tensor, key: Tensor
     if query.shape[1] % ulysses:
         raise UnsupportedSharding(
             "the number of query heads is not divisible by the Ulysses degree",
+            where="parallel.cp_kind",
             got=f"{query.shape[1]} heads on this rank, {ulysses} ranks",
-            hint="parallel.cp_kind=ring",
+            changes={"parallel.cp_kind": "ring", "parallel.cp_ulysses": 1},
         )
     repeats = math.lcm(key.shape[1], ulysses) // key.shape[1]
     if repeats > 1:
@@ -159,7 +160,7 @@ def refuse_first(where: str, *features: tuple[str, object]) -> None:
                 f"context parallelism does not support {name}",
                 where=where,
                 allowed="causal attention, full or with a sliding window, without dropout",
-                hint="parallel.cp=1",
+                changes={"parallel.cp": 1},
             )
 
 

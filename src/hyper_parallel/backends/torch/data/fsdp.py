@@ -144,8 +144,8 @@ def _refuse_hidden_outputs(model: nn.Module, _: Any, output: Any) -> None:
         raise UnsupportedSharding(
             f"the model returns its tensors inside a `{type(hidden[0]).__name__}`, which FSDP cannot traverse",
             where=type(model).__name__,
-            got=type(hidden[0]).__name__,
             allowed="tensors, and tuples, named tuples, lists, dicts and Hugging Face outputs of them",
+            hint="return a dict of the tensors from the forward of the model",
         )
 
 

@@ -122,6 +122,7 @@ class EventSequence:
         if first != -last:
             raise CollectiveMismatch(
                 "at the same time, ranks run passes of different models, or some run a forward and others a backward",
+                where=f"rank {dist.get_rank()}",
                 hint="call the same forward and backward passes on all ranks, in the same order",
             )
         self._unanimous &= lowest == -highest
@@ -397,7 +398,7 @@ class UnitOrder:
             raise CollectiveMismatch(
                 f"this rank skips `{unit.name}`, whose experts exchange tokens with other ranks",
                 where=f"rank {dist.get_rank()}",
-                hint="parallel.ep=1",
+                hint=f"call `{unit.name}` on every rank in every step, or train without ep",
             )
 
     def _refuse_new(self, unit: _Unit) -> NoReturn:

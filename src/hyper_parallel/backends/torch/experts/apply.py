@@ -95,13 +95,14 @@ def _is_supported(module: nn.Module, name: str, state: ExpertState, tokens: Toke
         alone = group is None and tp is None
         if alone and capacity is None:
             return False
-        hints = [] if alone else ["parallel.ep=1 parallel.tp_x=1 parallel.tp_y=1"]
-        hints += [] if capacity is None else ["moe.capacity_factor=null"]
+        changes: dict[str, object] = {} if group is None else {"parallel.ep": 1}
+        changes |= {} if tp is None else {"parallel.tp_x": 1, "parallel.tp_y": 1}
+        changes |= {} if capacity is None else {"moe.capacity_factor": "null"}
         raise UnsupportedSharding(
             "experts on several ranks, or with a capacity, must be called as experts(hidden_states, index, weights)",
             where=name,
             got=f"{type(module).__name__}{signature}",
-            hint=" ".join(hints),
+            changes=changes,
         )
     if in_list and capacity is not None:
         raise UnsupportedSharding(
@@ -115,7 +116,7 @@ def _is_supported(module: nn.Module, name: str, state: ExpertState, tokens: Toke
         raise UnsupportedSharding(
             "experts under tensor parallelism need a Hugging Face model with a list of decoder layers",
             where=name,
-            hint="parallel.tp_x=1 parallel.tp_y=1",
+            changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
         )
     return True
 

@@ -246,7 +246,7 @@ def disable_model_router_loss(model: nn.Module, routing: Routing, alone: bool, r
                 "router logits are not returned, because a rank has only those of its own tokens"
                 + ("; `loss` already includes the auxiliary loss of all ranks" if replaced else ""),
                 where=type(module).__name__,
-                hint=f"call the model without `{FLAG}=True`",
+                hint=f"call the model without `{FLAG}`",
             )
         return args, {**kwargs, FLAG: False}
 

@@ -70,7 +70,7 @@ class _Calls:
             f"an expert in a list of modules {reason}, so ep cannot send its tokens to another rank",
             where=self.name,
             allowed="calls experts[i](x), with x and result of shape [..., hidden], in the same order in every run",
-            hint="parallel.ep=1",
+            changes={"parallel.ep": 1},
         )
 
 

@@ -88,7 +88,7 @@ def router_loss_facts(model: nn.Module) -> RouterLoss | None:
     stubbed = _with_stubs(model)
     if stubbed is None or getattr(model.config, "is_encoder_decoder", False):
         return unknown  # an encoder has separate routers
-    routers, runs = tuple(_routers(model)), False
+    routers, runs, has_loss = tuple(_routers(model)), False, False
     for product_keys in (False, True):
         for size in _sizes(model, routers):
             try:
@@ -98,6 +98,7 @@ def router_loss_facts(model: nn.Module) -> RouterLoss | None:
             runs = True
             if measured is None:
                 continue
+            has_loss = True
             coefficient, requested, top_k, scale = measured
             experts = size * size if product_keys else size
             if top_k:
@@ -106,7 +107,7 @@ def router_loss_facts(model: nn.Module) -> RouterLoss | None:
             unknown = replace(unknown, coefficient=coefficient, requested=requested)
             if not product_keys:
                 return unknown
-    return None if runs and math.isnan(unknown.coefficient) else unknown
+    return None if runs and not has_loss else unknown
 
 
 def causal_form(model: nn.Module) -> nn.Module | None:
@@ -198,7 +199,11 @@ def _measure(stubbed: nn.Module, size: int, product_keys: bool) -> tuple[float, 
     An unknown definition of the loss has top_k 0.
 
     The auxiliary loss is divided by the load-balancing loss of every k, for several random logits. The k whose ratio is
-    the same for all of them is top_k, and this ratio is the scale.
+    the same for all of them is top_k, and this ratio is the scale. If the model does not output the auxiliary loss, its
+    weighted loss is used: the ratio is the coefficient, which is NaN without such a k, and the scale is 1.
+
+    Raises:
+        RuntimeError, IndexError: From the model's code, for a wrong `size`.
     """
     generator = torch.Generator().manual_seed(7)
     shape = (2, _TOKENS, size) if product_keys else (_TOKENS, size)
@@ -223,7 +228,7 @@ def _measure(stubbed: nn.Module, size: int, product_keys: bool) -> tuple[float, 
     by_draw = torch.stack(ratios)  # [draws, k]
     equal = ((by_draw - by_draw[0]).abs() <= 1e-9 * by_draw[0].abs()).all(0).nonzero().flatten()
     if len(equal) != 1:
-        return coefficient, requested, 0, 0.0
+        return coefficient if has_aux_output else math.nan, requested, 0, 0.0
     top_k = int(equal) + 1
     ratio = float(by_draw[0, int(equal)])
     if not has_aux_output:  # only the weighted loss is measurable

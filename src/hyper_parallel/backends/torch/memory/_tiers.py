@@ -30,7 +30,7 @@ def tier_full(what: str, tier: str, num_bytes: int, capacity_bytes: int) -> Tier
         what,
         got=f"{num_bytes} bytes",
         allowed=f"{capacity_bytes} bytes",
-        hint=f"allow {num_bytes} bytes of {tier} (in a recipe: `offload.{tier}={num_bytes}`)",
+        hint=f"allow at least {num_bytes} bytes of {tier} (in a recipe: `offload.{tier}={num_bytes}`)",
     )
 
 

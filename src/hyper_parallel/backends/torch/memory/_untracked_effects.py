@@ -186,7 +186,8 @@ class UntrackedEffects:
     ) -> None:
         """Raise HP511, after the step, for tensors, Python values or random states that changed without an operator.
 
-        `state` maps a storage to a tensor that existed before the step; `make_resident` makes a tensor resident.
+        Replaced tensors are included. `state` maps a storage to a tensor that existed before the step; `make_resident`
+        makes a tensor resident.
         """
         read = {s for operator in operators for s in operator.reads}
         written = {s for operator in operators for s in operator.writes}
@@ -248,7 +249,7 @@ class PythonValues:
             hook.remove()
 
     def refuse_changes(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Raise HP511 if the step has changed a Python attribute or drawn random numbers of Python or NumPy.
+        """Raise HP511 if the step has changed a Python attribute, replaced a tensor, or drawn Python or NumPy numbers.
 
         `was_read` tells whether an operator of the step has read a tensor; a replaced tensor is refused only then.
         """

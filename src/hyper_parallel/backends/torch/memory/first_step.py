@@ -118,7 +118,7 @@ class ReferenceStep:
                 got=actual.item() if is_scalar else "other bytes",
                 allowed=expected.item() if is_scalar else None,
                 hint="if a Python value changes between steps, keep it in a tensor; or train "
-                "without a memory plan (in a recipe: offload.budget=null offload.max_slowdown=null)",
+                "without a memory plan (in a recipe: offload=null)",
             )
 
 

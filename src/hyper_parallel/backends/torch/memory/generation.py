@@ -258,7 +258,7 @@ def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, T
             raise CaptureUnsupported(
                 "the model keeps a tensor that is neither parameter nor buffer",
                 got=name,
-                hint="register it with `register_buffer`",
+                hint="leave out --device-memory, or register the tensor with `register_buffer`",
             )
         state[s] = owners[name]
     return replace(captured, state=state, owners=())

@@ -370,7 +370,8 @@ def draws(
     if drawn and phase == "backward" and not func._opname.endswith("_backward"):
         raise CaptureUnsupported(
             f"`{func}` draws random numbers in the backward pass, as recomputation with dropout does",
-            hint="leave recomputation to the memory plan: `training.recompute=none`; or train without dropout",
+            hint="leave recomputation to the memory plan: "
+            "`training.recompute=none training.recompute_layers=null`; or train without dropout",
         )
     return drawn
 

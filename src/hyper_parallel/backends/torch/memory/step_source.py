@@ -34,7 +34,15 @@ _OF_GROUP = {
 _LISTS = (list, tuple, set, frozenset, deque)
 _CONTAINERS = (dict, *_LISTS)
 _Fact = tuple[tuple[str, ...], str, Any]
-"""(parts of the owner's name, property, value)."""
+"""(parts of the owner's name, property, value); an empty property is the identity of the owner."""
+
+
+class _Identity(int):
+    """Identity of an object, which messages do not show."""
+
+
+def _path(owner: Sequence[str]) -> str:
+    return ".".join(filter(None, owner)) or "the model"
 
 
 class CaptureSource:
@@ -65,17 +73,28 @@ class CaptureSource:
         pairs = zip(self._recorded, now, strict=False)
         changed = next(((a, b) for a, b in pairs if a != b), None)
         if changed is None:
-            raise StepChanged(
-                "a part of the model or the optimizer was added or removed after the step was recorded",
-                hint=_RECAPTURE,
-            )
-        (owner, prop, recorded), (other, other_prop, value) = changed
-        known = (owner, prop) == (other, other_prop)
+            self._refuse_added(now)
+        (owner, prop, recorded), (*place, value) = changed
+        if (owner, prop) != tuple(place):
+            self._refuse_added(now)
+        shown = not isinstance(value, (_Identity, list))
+        change = f"{prop} of {_path(owner)} has changed" if prop else f"{_path(owner)} has been replaced"
         raise StepChanged(
-            f"{prop} of {'.'.join(filter(None, owner)) or 'the model'} has changed since the step was recorded",
-            got=value if known else None,
-            allowed=recorded if known else None,
+            f"{change} since the step was recorded",
+            got=value if shown else None,
+            allowed=recorded if shown else None,
             hint=_OF_GROUP.get(prop, _RECAPTURE) if owner[0].startswith("parameter group") else _RECAPTURE,
+        )
+
+    def _refuse_added(self, now: Sequence[_Fact]) -> NoReturn:
+        """Raise StepChanged (HP512) for the first part of model or optimizers that is new or gone."""
+        before, after = (dict.fromkeys(owner for owner, *_ in facts) for facts in (self._recorded, now))
+        added = next((owner for owner in after if owner not in before), None)
+        gone = next((owner for owner in before if owner not in after), None)
+        what = "a part" if added is None and gone is None else _path(added or gone or ())
+        raise StepChanged(
+            f"{what} of the model or the optimizer was added, removed or moved after the step was recorded",
+            hint=_RECAPTURE,
         )
 
     def _facts(self, seen: dict[int, Any]) -> Iterator[_Fact]:
@@ -84,26 +103,27 @@ class CaptureSource:
             yield (name,), "`training`", module.training
             for key, value in python_attributes(module, seen):
                 yield (name, key), "the value", value
-            yield (name,), "identity", id(module)
+            yield (name,), "", _Identity(id(module))
             hooks = [getattr(module, kind).items() for kind in _HOOKS]
-            yield (name,), "hooks", [k for kind in hooks for k, hook in kind if hook is not _refuse]
+            yield (name,), "the list of hooks", [k for kind in hooks for k, hook in kind if hook is not _refuse]
             for key, p in module._parameters.items():
                 if p is not None:
-                    known = id(p), id(p.grad), p.requires_grad
-                    yield (name, key), "identity, gradient, `requires_grad`", known
+                    yield (name, key), "", _Identity(id(p))
+                    yield (name, key), "the gradient tensor", _Identity(id(p.grad))
+                    yield (name, key), "`requires_grad`", p.requires_grad
                     hooks = p._backward_hooks, p._post_accumulate_grad_hooks
-                    yield (name, key), "hooks", [k for kind in hooks for k in kind or ()]
+                    yield (name, key), "the list of hooks", [k for kind in hooks for k in kind or ()]
             for key, buffer in module._buffers.items():
-                yield (name, key), "identity", id(buffer)
+                yield (name, key), "", _Identity(id(buffer))
         for item, keys in zip(self._optimizers, self._keys, strict=True):
             for number, group in enumerate(item.param_groups):
                 for key in keys[number] if number < len(keys) else group:
                     value = list(map(id, group[key])) if key == "params" else group[key]
                     tensor = isinstance(value, torch.Tensor)
-                    yield (f"parameter group {number}",), key, id(value) if tensor else value
+                    yield (f"parameter group {number}",), key, _Identity(id(value)) if tensor else value
             for number, slots in enumerate(item.state.values()):
                 tensors = [id(v) for v in slots.values() if isinstance(v, torch.Tensor)]
-                yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
+                yield (f"optimizer parameter {number}",), "a state tensor", tensors
 
     def block_use(self) -> None:
         """Make model and optimizers raise when they are run, saved or loaded: a planned device owns their bytes."""

@@ -294,7 +294,8 @@ def trace_stages(model: nn.Module, plan: Plan) -> LayerFlow:
     check_pipeline(strategy, flow.layers, plan.workload.accumulation_steps or 1)
     check_stage_layers(strategy, flow.layers)
     if strategy.tp > 1 and len(flow.tail) != 1:
-        raise flow_error(model, f"activations are [B, S, {flow.tail}], which tp cannot shard", "pp")
+        shape = ", ".join(("B", "S", *map(str, flow.tail)))
+        raise flow_error(model, f"activations have the shape [{shape}], which tp cannot shard", "pp")
     return flow
 
 

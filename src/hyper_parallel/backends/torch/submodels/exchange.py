@@ -182,7 +182,8 @@ class Border:
     def passes(self, rounds: int) -> Iterator[tuple[Pass, int]]:
         """Yield (kind of pass, number) in the order of a step of `rounds` rounds.
 
-        The number is the round of a tower pass, or the index of a microbatch of the language part.
+        The number is the round of a tower pass, or the index of a microbatch of the language part. The last indices may
+        exceed the microbatches of the step, if the last round has fewer microbatches than tower ranks.
         """
         shares, towers = len(self.readers), len(self.tower)
         forward = backward = 0

@@ -147,9 +147,9 @@ def _check_kinds(model: nn.Module, kinds: Sequence[str], names: Mapping[str, boo
     for name, is_language in names.items():
         kind = tower_kind(name)
         if is_language and kind in kinds:
-            raise _refusal(model, f"text also uses parameters of its encoder `{kind}`", name)
+            raise _refusal(model, f"a pass with text only uses a parameter of its encoder `{kind}`", name)
         if not is_language and kind not in kinds:
-            raise _refusal(model, "the name of a parameter names none of its encoders", name)
+            raise _refusal(model, "a parameter that text does not use belongs to none of its encoders by name", name)
     if missing := {*kinds} - {tower_kind(name) for name in names}:
         raise _refusal(model, "an encoder has no parameters", ", ".join(sorted(missing)))
 
@@ -170,7 +170,7 @@ def _media_of(model: nn.Module, kind: str) -> frozenset[str]:
         if owner is not None:
             media.add(next(iter(inspect.signature(getattr(owner, method)).parameters)))
         elif modality in getattr(model, "input_modalities", ()):
-            raise _refusal(model, f"it has several encoders, and no `{method}`", modality)
+            raise _refusal(model, f"it has several encoders, but no method `{method}`", modality)
     if unknown := sorted(media - accepted.keys()):
         raise _refusal(model, "its forward does not take the argument of its feature method", unknown[0])
     return frozenset(media)
@@ -197,7 +197,7 @@ def _refusal(model: nn.Module, why: str, got: str) -> UnsupportedSharding:
         where="parallel.submodels",
         got=got,
         allowed="a text decoder with an encoder for images and videos, one for audio, or both",
-        hint="parallel.submodels=null",
+        hint="parallel.submodels=null, or without a recipe hp.parallelize(model, plan)",
     )
 
 

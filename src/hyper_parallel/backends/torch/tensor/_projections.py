@@ -144,7 +144,7 @@ class Region:
                 "the module gets its activations neither as first argument nor as `hidden_states`",
                 where=self.name,
                 got=f"arguments {', '.join(kwargs) or 'none'}",
-                hint="parallel.tp_x=1 parallel.tp_y=1",
+                changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
             )
 
         def run(tokens: Tensor) -> Any:

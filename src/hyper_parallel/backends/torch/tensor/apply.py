@@ -321,7 +321,7 @@ class TensorParallel:
             raise UnsupportedSharding(
                 f"tensor parallelism cannot shard an embedding with {unsupported[0]}",
                 where=type(module).__name__,
-                hint="parallel.tp_x=1 parallel.tp_y=1",
+                changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
             )
         pad = module.padding_idx
         pad = pad - first if pad is not None and first <= pad < first + rows else None
@@ -409,7 +409,7 @@ class TensorParallel:
                     raise UnsupportedSharding(
                         f"under tensor parallelism, `{option}` would return only one rank's shard",
                         where=type(module).__name__,
-                        hint=f"{option}=False",
+                        hint=f"{option}=False as an argument or in the config of the model",
                     )
             if state.streams is not None:
                 state.streams.forget()

@@ -172,7 +172,7 @@ class _SummandTrial:
                 f"tensor parallelism cannot sum the gradient of `{name}`",
                 where=type(model).__name__,
                 got="a parameter that acts on replicated and on sharded activations",
-                hint="parallel.tp_x=1 parallel.tp_y=1",
+                changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
             )
         summands = frozenset(n for i, n in enumerate(self.names) if tracer.summands >> i & 1)
         return TensorTrial(summands, self.loss_taken and not tracer.tells_columns)

@@ -207,7 +207,7 @@ _Sources = dict[str, list[tuple[int | None, str]]]
 
 
 def _number_of(pattern: str, name: str) -> int | None:
-    """Return the expert number in a stored name, at the star of its pattern; None for a pattern without a star."""
+    """Return the expert number in a stored name, at the star of its pattern; None without a star or a match."""
     if "*." not in pattern:
         return None
     with suppress(re.error):

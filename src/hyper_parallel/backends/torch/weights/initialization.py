@@ -127,6 +127,7 @@ def materialize(
             f"no rule initialises `{name}` of {holder}",
             got=f"{len(unset)} such tensors: {', '.join(sorted(unset)[:5])}",
             allowed="tensors set by `_init_weights` of the Hugging Face model, or by `reset_parameters` of the module",
+            hint=f"set `{name.rpartition('.')[2]}` in `reset_parameters` of {holder}",
         )
 
 

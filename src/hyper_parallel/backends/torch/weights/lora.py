@@ -36,6 +36,7 @@ from hyper_parallel.backends.torch.weights.linear_map import OUT_IN, weight_orde
 from hyper_parallel.backends.torch.weights.shard_ranges import copy_full
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
 from hyper_parallel.ir import Layout, Strategy
+from hyper_parallel.shard import without_axes
 from hyper_parallel.units import round_up
 
 CONFIGURATION: Final = "adapter_config"
@@ -106,7 +107,8 @@ def adapter_layouts(model: nn.Module, layouts: dict[str, Layout], strategy: Stra
         NotDivisible: HP203 when FSDP must shard the dim r of an adapter, and its degree does not divide r.
     """
     result: dict[str, Layout] = {}
-    shapes = (strategy.attention_shape, strategy.mlp_shape)
+    keys = ("attention_shape", "mlp_shape")
+    shapes = tuple(getattr(strategy, key) for key in keys)
     # In `layouts`, a shared weight has the name of the first module.
     names = {id(p): canonical_name(n) for n, p in base_parameters(model)}
     for name, module in adapted_modules(model):
@@ -116,7 +118,7 @@ def adapter_layouts(model: nn.Module, layouts: dict[str, Layout], strategy: Stra
                 where=name,
                 got=f"attention_shape={shapes[0]}, mlp_shape={shapes[1]}",
                 allowed="1d and 2d",
-                hint="parallel.attention_shape=2d parallel.mlp_shape=2d",
+                changes={f"parallel.{key}": "2d" for key in keys if getattr(strategy, key) == "weight"},
             )
         weight = layouts[names[id(module.weight)]]
         if weight.one_of or "ep" in weight.sharding_axes:
@@ -125,19 +127,21 @@ def adapter_layouts(model: nn.Module, layouts: dict[str, Layout], strategy: Stra
                 where=name,
                 got=f"layout {weight}",
                 allowed="parallel.ep=1, or lora.target_modules without the experts",
-                hint="parallel.ep=1",
+                changes=without_axes(strategy, "ep"),
             )
         # Tensor parallelism shards weights [out, in] of nn.Linear only, never [in, out] of other classes.
         rows, columns = ([a for a in axes if a in _TENSOR_AXES] for axes in weight.axes)
         parts, rank = weight.parts_of(0), module.lora_A.shape[0]
         shards = strategy.mesh().degree(strategy.fsdp_axes)
+        by_pattern = getattr(vars(model).get(CONFIGURATION), "r", rank) != rank
         if parts > 1 and rank % shards:
             raise NotDivisible(
                 f"FSDP shards this packed adapter over {shards} ranks, which do not divide its dim r",
                 where=name,
                 got=f"r={rank}",
                 allowed=f"lora.r, or its value in lora.rank_pattern: a multiple of {shards}",
-                changes={"lora.r": round_up(rank, shards)},
+                changes=None if by_pattern else {"lora.r": round_up(rank, shards)},
+                hint=f"set its value in `lora.rank_pattern` to {round_up(rank, shards)}" if by_pattern else None,
             )
         whole = Layout.replicated(2)
         result[f"{name}.{LORA_A}"] = whole.split(1, *columns).split(0, *strategy.fsdp_axes)
@@ -178,8 +182,8 @@ def merge_adapters(model: nn.Module) -> None:
             raise UnsupportedSharding(
                 "an adapter cannot be merged into a weight that several modules share",
                 where=name,
-                allowed="an export without --merge",
-                hint="hyper-parallel checkpoint export RUN_DIR",
+                allowed="weights of one module",
+                hint="export the adapter without merging it, and run it with peft",
             )
         product = module.lora_B @ module.lora_A * module.__dict__.pop("adapter").scaling
         product = product if weight_order(module) == OUT_IN else product.t()

@@ -39,6 +39,8 @@ def local_runs(tensor: Tensor, name: str = "tensor") -> tuple[Runs, ...]:
                 raise UnsupportedSharding(
                     f"`{name}` is partial over a mesh axis; weights must be sharded or replicated",
                     got=tensor.placements,
+                    allowed="Shard and Replicate",
+                    hint=f"call `redistribute` on `{name}`",
                 )
             dim = getattr(placement, "dim", None)
             if dim is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -70,6 +71,13 @@ def open_tensors(path: Path) -> dict[str, Stored]:
         check_regular(path)
         stored = _mapped(path) if path.suffix == ".safetensors" else _unpickled(path)
         return {name: Stored(path, _shape(slices), slices) for name, slices in stored.items()}
+    except PermissionError as error:
+        raise WeightsUnreadable(
+            "a weight file may not be read by this user",
+            where=str(path),
+            got=error.strerror,
+            hint=f"chmod u+r {shlex.quote(str(path))}",
+        ) from None
     except (
         OSError,
         MemoryError,
