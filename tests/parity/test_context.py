@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+import hyper_parallel as hp
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, launch, parallelize
@@ -24,6 +27,10 @@ class _Frozen(dict):
         return hash(repr(self))
 
 
+_SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
 LLAMA = Setup("llama", sequences=4)
 QWEN = Setup("qwen3", tied=True, sequences=4, seq_len=13)
 MISTRAL = Setup("mistral", sequences=4, config=(("sliding_window", 3),))
@@ -116,6 +123,28 @@ def test_documents_do_not_see_each_other_on_one_device() -> None:
         alone = [model(input_ids=ids[:, a:b]).logits for a, b in itertools.pairwise(starts)]
     assert len(alone) > 2
     torch.testing.assert_close(found, torch.cat(alone, dim=1), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", ["mistral3", "llava"])
+def test_the_decoder_of_a_model_with_a_larger_vision_tower_is_sharded_over_tp_and_cp(family: str) -> None:
+    """With cp the decoder has its own config; the layers found afterwards must still be those of the decoder."""
+    text = {"model_type": "mistral", **_SIZES, "num_hidden_layers": 2}
+    vision = {"model_type": "pixtral", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4,
+              "num_attention_heads": 4, "image_size": 32, "patch_size": 8, "head_dim": 16}  # fmt: skip
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, image_token_index=95)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
+    ids = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(1))
+
+    def step(words: str) -> tuple[float, float]:
+        parallel = copy.deepcopy(model)
+        hp.parallelize(parallel, hp.plan_of(model, words))
+        loss = hp.forward_backward(parallel, [{"input_ids": ids, "labels": ids}])
+        return loss.item(), hp.clip_grad_norm_(parallel, None).item()
+
+    expected = step("")
+    for found in launch(lambda _: step("tp=2 cp=2"), 4, timeout_s=120):
+        assert found == pytest.approx(expected, rel=1e-10)
 
 
 def test_outputs_refusals_and_two_models_in_one_process() -> None:

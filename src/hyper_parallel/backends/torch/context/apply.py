@@ -66,11 +66,7 @@ def apply_context_parallel(
     config, all_layers = base.config, range(len(layers))
     group, gather_keys = mesh["cp"].get_group(), strategy.cp_kind == "all_gather"
     context = ContextState(group, gather_keys, strategy.ulysses, running)
-    cp_config = copy.deepcopy(config)  # other models may share the config
-    cp_config._attn_implementation = INTERFACE
-    for module in model.modules():
-        if module.__dict__.get("config") is config:
-            module.config = cp_config
+    _use_interface(model, config)
     for module in layers.modules():
         object.__setattr__(module, ATTRIBUTE, context)
     override_position_ids(base, context.position_ids)
@@ -84,6 +80,28 @@ def apply_context_parallel(
         tables=[m for m in base.modules() if hasattr(m, _COUNTS)],
     )
     return context
+
+
+def _use_interface(model: nn.Module, config: Any) -> None:
+    """Give the decoder with this config a copy that names the attention interface; other models may share the config.
+
+    Configs that contain `config`, such as that of a model with images, are copied too, so that they contain the copy.
+    """
+    named = copy.deepcopy(config)
+    named._attn_implementation = INTERFACE
+    copies = {id(config): named}
+
+    def replaced(own: Any) -> Any:
+        if id(own) not in copies:
+            inner = {k: v for k, v in vars(own).items() if hasattr(v, "get_text_config")}
+            parts = {k: new for k, v in inner.items() if (new := replaced(v)) is not v}
+            copies[id(own)] = copy.copy(own) if parts else own
+            vars(copies[id(own)]).update(parts)
+        return copies[id(own)]
+
+    for module in model.modules():
+        if hasattr(own := module.__dict__.get("config"), "get_text_config"):
+            module.config = replaced(own)
 
 
 def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ...]:
