@@ -225,13 +225,13 @@ def check_widths(params: list[Param], sizes: Sizes) -> None:
             inside = re.match(r".*?\.(\d+|\*)\.", param.name)
             layers.setdefault(inside[0] if inside else "", []).append(param)
     for members in layers.values():
-        sizes: dict[bool, dict[int, Param]] = {True: {}, False: {}}
+        widths: dict[bool, dict[int, Param]] = {True: {}, False: {}}
         for p in members:
             if p.style in ("colwise", "gate_up", "rowwise"):
-                sizes[p.style == "rowwise"][p.cut_size // (2 if p.style == "gate_up" else 1)] = p
-        odd = set(sizes[True]) ^ set(sizes[False])
+                widths[p.style == "rowwise"][p.cut_size // (2 if p.style == "gate_up" else 1)] = p
+        odd = set(widths[True]) ^ set(widths[False])
         if odd and not any(p.style == "qkv" for p in members):
-            param = next(side[min(odd)] for side in sizes.values() if min(odd) in side)
+            param = next(side[min(odd)] for side in widths.values() if min(odd) in side)
             other = "colwise" if param.style == "rowwise" else "rowwise"
             raise UnsupportedSharding(
                 f"`{param.pattern}` is {param.style} but no {other} projection of its layer has the same width",
