@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from hyper_parallel.calibration.csv_rows import MEASURED, REQUIRED, SHAPE, SURPLUS, RowError, RunRow, stated
+from hyper_parallel.calibration.csv_rows import MEASURED, REQUIRED, SHAPE, RowError, RunRow, stated
 from hyper_parallel.model import (
     Block,
     ModelSpec,
@@ -121,8 +121,6 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
         RowError: When a required value is missing, a cell is invalid, the device is unknown, or the run is impossible.
         ModelUnreadable: HP305 when no model has this shape.
     """
-    if cells.get(SURPLUS) is not None:
-        raise RowError("the row has more cells than the header has columns")
     row = RunRow.of(cells)
     notes = [
         f"{name}: `{cells[name]}` is no positive number, not used"

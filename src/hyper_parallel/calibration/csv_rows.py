@@ -145,8 +145,10 @@ class RunRow(BaseModel):
         """Return the parsed row of a dict from column to text.
 
         Raises:
-            RowError: When a cell in a column of numbers is invalid; see the module docstring.
+            RowError: When a cell in a column of numbers is invalid (see the module docstring), or a cell is surplus.
         """
+        if cells.get(SURPLUS) is not None:
+            raise RowError("the row has more cells than the header has columns")
         try:
             return cls.model_validate(cells)
         except ValidationError as error:

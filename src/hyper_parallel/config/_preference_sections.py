@@ -69,7 +69,7 @@ class Grpo(Section):
     """Dotted path of an environment class that replies to the model, for completions with several turns."""
     importance_sampling_cap: float = Field(default=2.0, gt=0)
     """Upper bound of the importance ratio of a token: its probability under the training weights over that when
-    sampled. Used when `max_staleness` > 0."""
+    sampled. Used with `max_staleness` > 0 or `importance_sampling: mask`."""
     importance_sampling: Literal["truncate", "mask"] = "truncate"
     """Treatment of tokens whose ratio exceeds the cap. truncate: their importance weight is the cap. mask: they are
     excluded from loss and token count, as are tokens with a ratio below 1 / cap; costs one extra forward pass."""

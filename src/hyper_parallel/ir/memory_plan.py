@@ -193,9 +193,8 @@ def replay(program: MemoryProgram, homes: tuple[MemoryTier, ...], actions: Itera
     Checks:
         * operands are on the device with their latest content;
         * no storage is released or written while a copy or a collective uses it;
-        * the results of a collective are not read before its `join`;
-        * a recomputed operator reads the contents of its first run;
-        * every operator has one `run`, and every collective is joined;
+        * every collective is joined, and its results are not read before;
+        * every operator has one `run`; a recomputed one reads the contents of its first run;
         * at the end, every storage with `at_end` has its latest content in its home tier, and no other bytes exist.
 
     Raises:

@@ -50,7 +50,7 @@ def with_planned_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
     """Return the recipe with the plan's `grpo.rollout_ranks` and `grpo.rollout_tp` if either is `auto`.
 
     `parallel.world_size` becomes the number of training ranks. If the plan has no sampling ranks, the options that
-    require sampling ranks (staleness, partial rollouts, reference role) are reset.
+    require sampling ranks (staleness, partial rollouts, reference role, effective samples) are reset.
     """
     grpo, roles = loaded.recipe.grpo, plan.roles
     if "auto" not in (grpo.rollout_ranks, grpo.rollout_tp):
@@ -59,6 +59,7 @@ def with_planned_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
     update: dict[str, object] = dict(zip(("rollout_ranks", "rollout_tp"), chosen, strict=True))
     if not chosen[0]:
         update |= {"max_staleness": 0, "partial_rollout": False, "reference_role": "learner"}
+        update |= {"min_effective_samples": None}
     world = {"world_size": plan.strategy.world_size}
     sections = {
         "grpo": grpo.model_copy(update=update),

@@ -58,14 +58,12 @@ def run_job(job: Job) -> Summary | None:
         DegreesMismatch: HP301 when `launch.nnodes` x `launch.nproc_per_node` is not the number of ranks.
         ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
         SnapshotsTooLarge: HP626 when /dev/shm has no space for `checkpoint.snapshot_every`.
-        Contradiction: HP104 for `checkpoint.snapshot_every` under torchrun.
         OutputNotWritable: HP105 when the run directory cannot be written, or has other files but no marker.
         RunInUse: HP720 when another run writes to the run directory.
         Interrupted: A signal has ended the run; `step` is that of the saved checkpoint, None if it was stopped at once.
         RankFailed: HP601 when a rank died and `training.max_restarts` is 0.
         RankHung: HP620 when a rank hung and `training.max_restarts` is 0.
         RestartsUsedUp: HP621 when ranks failed after the last restart.
-        TransferFailed: HP513 when no folder can be created in `offload.flash_dir`.
         HyperParallelError: A coded error of a rank, unchanged.
     """
     check_local_start(job.recipe, job.ranks, ["train", "RECIPE.yaml"])  # `hp.train` only: the command checks earlier

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from hyper_parallel.errors import BadValue, HyperParallelError
+from hyper_parallel.errors import BadValue, HyperParallelError, MissingDependency
 from hyper_parallel.trainer.data.answer_spans import render
 from hyper_parallel.trainer.data.media_arrays import per_token_names
 from hyper_parallel.trainer.data.media_kinds import KINDS
@@ -67,7 +67,8 @@ def encode_parts(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> tuple[li
     try:
         return _encoded(tokenizer, turns, kinds)
     except HyperParallelError as error:
-        error.hint = None  # most hints are recipe overrides, for training
+        if not isinstance(error, MissingDependency):
+            error.hint = None  # most hints are recipe overrides, for training
         raise
 
 

@@ -78,14 +78,12 @@ def context_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention of this rank's tokens over all tokens; implements the attention interface of transformers.
 
-    The mask is computed from the positions of the tokens, not from `attention_mask`.
-
     Args:
         module: The attention module.
         query: Queries of this rank's tokens, [B, H, S / cp, K].
         key: Keys of this rank's tokens, [B, G, S / cp, K].
         value: Values of this rank's tokens, [B, G, S / cp, V].
-        attention_mask: Must be None, except in the trial forward on meta tensors.
+        attention_mask: Must be None, except in the trial forward; the mask follows from the positions of the tokens.
         dropout: Must be 0.
         scaling: Factor of the scores; None: 1 / sqrt(K).
         sliding_window: Number of visible tokens per query; None: no window.
