@@ -272,7 +272,8 @@ def test_resolved_recipe_round_trips(tmp_path_factory, lr, seed, prompt, degrees
             ["training.decay_steps=90"],
         ),
         ("parallel: {zero: 1, pp: 2}", [], Contradiction, ["parallel.reshard_after_forward=false"]),
-        ("training: {recompute_layers: 2}", [], Contradiction, ["training.recompute=full"]),
+        ("training: {recompute_layers: 2}", [], Contradiction, ["training.recompute_layers=null"]),
+        ("parallel: {dp_shard: 2}\ntraining: {recompute_layers: 2}", [], Contradiction, ["training.recompute=full"]),
         (
             "parallel: auto\ntraining: {recompute: full, recompute_layers: 2}", [], Contradiction,
             ["training.recompute_layers=null"],

@@ -25,6 +25,7 @@ from hyper_parallel.integration.llamafactory.context_parallel import shard_input
 from hyper_parallel.integration.llamafactory.data import check_template
 from hyper_parallel.integration.llamafactory.expert_parallel import ep_prepare_model
 from hyper_parallel.integration.llamafactory.keys import REFUSED, SAME, TOGETHER, WITHOUT_EFFECT
+from hyper_parallel.runtime import World, launch
 from hyper_parallel.trainer.data.chat import CHATML
 from tests.e2e.runs import CONFIG, assert_same_curve, command, curve
 
@@ -406,16 +407,22 @@ def test_what_the_trainer_of_the_main_branch_may_not_ask_is_refused():
             refused()
 
 
-def test_a_buffer_on_the_meta_device_is_refused_by_all_ranks(monkeypatch):
-    from hyper_parallel.integration.llamafactory import _fsdp2
+def test_a_buffer_on_the_meta_device_of_one_rank_is_refused_by_all_ranks():
+    def rank(number):
+        with World.join("cpu"):
+            model = torch.nn.BatchNorm1d(2)
+            if number:
+                model.running_mean = model.running_mean.to("meta")
+            plugin = SimpleNamespace(fsdp_version=2, cpu_offload=None, cpu_ram_efficient_loading=True)
+            plugin.set_auto_wrap_policy = lambda _: None
+            state = SimpleNamespace(fsdp_plugin=plugin)
+            accelerator = SimpleNamespace(
+                state=state, num_processes=2, device=torch.device("cpu"), mixed_precision="no"
+            )
+            with pytest.raises(HyperParallelError, match="meta device"):
+                fsdp2_prepare_model(accelerator, model, HyperParallelArguments())
 
-    reduced = []
-    monkeypatch.setattr(_fsdp2.dist, "all_reduce", reduced.append)
-    model = torch.nn.BatchNorm1d(2)
-    model.running_mean = model.running_mean.to("meta")
-    with pytest.raises(Contradiction, match="meta device"):
-        _fsdp2._broadcast_from_first(model, torch.device("cpu"))
-    assert [int(count) for count in reduced] == [1]
+    launch(rank, 2, timeout_s=60)
 
 
 def test_the_page_has_every_key():

@@ -219,7 +219,7 @@ def test_between_turns_of_a_template_that_reasons(place):
             "the function `own_environments.None_` cannot be imported",
         ),
         (["grpo.environment=own_environments.Silent"], BadValue, "a finite reward"),
-        (["grpo.partial_rollout=true"], Contradiction, "newer weights"),
+        (["grpo.partial_rollout=true"], Contradiction, "partial rollouts need"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

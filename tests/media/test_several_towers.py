@@ -233,7 +233,7 @@ def test_parts_that_cannot_be_told_apart_or_do_not_fit_are_refused() -> None:
     parts = {"vision": "", "audio": "", "language": ""}
     with pytest.raises(UnsupportedSharding, match=r"belongs to none of its encoders by name[\s\S]*model\.mixer"):
         submodel_strategies(unnamed, parts, 3)
-    with pytest.raises(UnsupportedSharding, match=r"text also uses[\s\S]*lm_head\.vision_head"):
+    with pytest.raises(UnsupportedSharding, match=r"with text only uses[\s\S]*lm_head\.vision_head"):
         submodel_strategies(mixed, parts, 3)
     with pytest.raises(BadValue, match=r"`audio` has no layout[\s\S]*audio\.dp_shard=1"):
         submodel_strategies(model, {"vision": "", "language": ""}, 2)

@@ -43,7 +43,7 @@ def test_wrong_shape_is_refused_by_name(tmp_path):
     check(
         error,
         "HP703",
-        "config.json: 1",
+        "config.json (1 in all)",
         "layers.1.mlp.up_proj.weight: config [24, 16], file [25, 16]",
     )
 
@@ -53,7 +53,7 @@ def test_missing_parameter_is_refused_by_name(tmp_path):
     write_config(directory, {**TINY, "num_hidden_layers": 3})
     with pytest.raises(WeightsUnreadable) as error:
         load_model(directory)
-    check(error, "HP703", "config.json: 9", "model.layers.2.self_attn.q_proj.weight: missing")
+    check(error, "HP703", "config.json (9 in all)", "model.layers.2.self_attn.q_proj.weight: missing")
 
 
 def test_mismatch_of_a_guessed_family_is_a_note(tmp_path):
@@ -88,7 +88,7 @@ def test_experts_stored_apart_are_recognised(tmp_path):
     write_weights(tmp_path / "model.safetensors", {**tensors, name: ("BF16", (24, 16))})
     with pytest.raises(WeightsUnreadable) as error:
         load_model(tmp_path)
-    check(error, "HP703", "config.json: 1", f"{name}: config [16, 24], file [24, 16]")
+    check(error, "HP703", "config.json (1 in all)", f"{name}: config [16, 24], file [24, 16]")
     del tensors[name]
     write_weights(tmp_path / "model.safetensors", tensors)
     with pytest.raises(WeightsUnreadable) as error:
@@ -173,7 +173,7 @@ def test_missing_shard_is_named_and_no_shard_is_a_note(tmp_path):
     (directory / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(WeightsUnreadable) as error:
         load_model(directory)
-    check(error, "HP703", "1 of 2 weight files", "fetch `model-00002-of-00002.safetensors` again")
+    check(error, "HP703", "weight files are missing (1 of 2)", "fetch `model-00002-of-00002.safetensors` again")
     (directory / "model-00001-of-00002.safetensors").unlink()
     assert "not checked" in load_model(directory).notes[0]
 

@@ -117,7 +117,7 @@ def test_styles_that_need_a_config_are_refused_for_a_plain_module() -> None:
     strategy = Strategy(tp_x=2, rules=(Rule("qkv", "qkv"), Rule("out", "rowwise")))
     plan = dataclasses.replace(Plain().plan(strategy), strategy=strategy)
 
-    with pytest.raises(UnsupportedSharding, match="style `qkv` needs the heads"):
+    with pytest.raises(UnsupportedSharding, match="style `qkv` splits at attention heads"):
         resolve_layouts(model, plan)
 
 

@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[Edit, str, str]] = {
     "decoder": (lambda v: v.update(decoder=replace("", "x" * 10**6)), "HP102", "decoder"),
     "words": (
         lambda v: v.update(model=PIECES | {"max_input_chars_per_word": 10**9}, pre_tokenizer=None),
-        "HP102", "of unbounded length",
+        "HP102", "too long",
     ),
     "numbers of tokens": (lambda v: v["added_tokens"].append(ADDED), "HP602", "u32"),
     "shape": (lambda v: v.update(model=5), "HP602", "cannot be loaded"),

@@ -256,9 +256,8 @@ def test_parts_that_do_not_fit_together_are_refused(rules, odd):
     assert error.code == "HP205"
     assert odd in error.what
     attention = "self_attn" in odd
-    assert error.hint == (
-        "parallel.tp=1 parallel.dp_shard=2" if attention else f"'parallel.rules={{{AT}.mlp: replicate}}'"
-    )
+    expected = "parallel.tp=1 parallel.dp_shard=2" if attention else f"'parallel.rules={{{AT}.mlp: replicate"
+    assert error.hint.startswith(expected)
 
 
 def test_a_norm_over_all_heads_is_refused():

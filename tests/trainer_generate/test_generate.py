@@ -211,7 +211,7 @@ def test_text_beyond_the_context_is_refused_with_the_room_left(generator):
 
 @pytest.mark.parametrize("values", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"max_new_tokens": 0}])
 def test_values_out_of_range_are_refused(values):
-    with pytest.raises(BadValue, match=f"{next(iter(values))} is out of range"):
+    with pytest.raises(BadValue, match=f"`{next(iter(values))}` is out of range"):
         Sampling(**values)
 
 

@@ -111,29 +111,21 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
         _refuse_no_config(path)
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         return ConfigFile(read_config_values(path), name, str(path))
-    preset, is_directory = find_preset(text), os.path.isdir(path)  # noqa: PTH112
-    if preset is not None and not is_directory:
+    if (preset := find_preset(text)) is not None:
         return ConfigFile(read_preset(preset), preset, f"preset {preset}")
     if (hub_name := parse_name(text)) is not None and not os.path.lexists(path):
         return read_config(fetch(hub_name, "config", where=where), where=where)
     problem = f"`{text}` is neither a path that exists nor a preset"
-    if is_directory:
+    if os.path.isdir(path):  # noqa: PTH112
         problem = f"the directory `{text}` has no config.json"
-        problem += "" if preset is None else f", and hides the preset {preset}"
     raise UnknownModel(
         problem,
         where=where,
         got=text,
         allowed=f"a Hugging Face directory, a config.json, a name on the hub as org/name, or a preset: "
         f"{', '.join(preset_names())}",
-        hint=_unknown_hint(text) if preset is None else _hidden_hint(preset),
+        hint=_unknown_hint(text),
     )
-
-
-def _hidden_hint(preset: str) -> str:
-    """Return the hint for a preset whose name is that of a directory: a Hub name of the preset, if it has one."""
-    aliases = [name for name in read_preset(preset).get("_aliases", []) if "/" in name]
-    return f"did you mean `{aliases[0]}`?" if aliases else "rename the directory, to use the preset"
 
 
 UNMEASURED_ACTIVATIONS: Final = (
@@ -167,7 +159,7 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
     Args:
         path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a name on the Hub
             (`org/name` or `org/name@revision`). The config of a Hub name is downloaded unless a preset matches. An
-            existing path takes precedence over a preset and a Hub name.
+            existing file, or a directory with a config.json, takes precedence over a preset.
         where: Origin of the value, for errors: `recipe.yaml: model.path`.
 
     Raises:

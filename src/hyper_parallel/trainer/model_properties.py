@@ -101,13 +101,12 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
     if recipe.data.masks(recipe.stage) and not properties.documents_independent.holds:
         measured = properties.documents_independent
         may = "" if measured.holds is False else "may "
-        masks = "" if recipe.data.mask_documents is None else " data.mask_documents=null"
         raise Contradiction(
             f"documents that are packed into the same sequence {may}attend to each other in this model",
             where=loaded.where("data.mask_documents"),
             got=f"{properties.model_class}, data.packing=true, independent: {measured}",
             allowed="data.packing=false, or data.mask_documents=false to accept attention across documents",
-            hint=f"data.packing=false{masks}",
+            hint="data.packing=false data.mask_documents=null",
         )
     if plan.strategy.overlap.half_batch and not properties.half_batches.holds:
         may = "" if properties.half_batches.holds is False else "may "

@@ -156,7 +156,7 @@ def _join(data: Data, parts: list[PackedData]) -> PackedData:
             where="data.source",
             got="data.packing=true",
             allowed="sources that all have them, or none; or conversations in rows of their own",
-            hint="data.packing=false" + (" data.mask_documents=null" if data.mask_documents is not None else ""),
+            hint="data.packing=false data.mask_documents=null",
         )
     holdouts = [part.holdout for part in parts if part.holdout]
     return replace(

@@ -341,7 +341,9 @@ def _is_array(file: IO[str], most: int, of_lines: bool) -> bool:
     line, end, rest = text.partition("\n")
     try:
         value = json.loads(line) if end or len(text) <= min(most, _UNCOUNTED) else None
-    except (ValueError, RecursionError):
+    except RecursionError:
+        return False  # a line with values that are nested too deeply
+    except ValueError:
         return True  # the object has several lines
     if value is None:
         return not of_lines

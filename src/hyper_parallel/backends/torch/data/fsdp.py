@@ -142,8 +142,9 @@ def _refuse_hidden_outputs(model: nn.Module, _: Any, output: Any) -> None:
     hidden = [x for x in leaves if not isinstance(x, (Tensor, int, float, str, type(None)))]
     if hidden and any(p.requires_grad for p in model.parameters()):
         raise UnsupportedSharding(
-            f"the model returns its tensors inside a `{type(hidden[0]).__name__}`, which FSDP cannot traverse",
+            "the model returns its tensors inside an object that FSDP cannot traverse",
             where=type(model).__name__,
+            got=type(hidden[0]).__name__,
             allowed="tensors, and tuples, named tuples, lists, dicts and Hugging Face outputs of them",
             hint="return a dict of the tensors from the forward of the model",
         )
