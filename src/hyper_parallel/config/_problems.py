@@ -220,7 +220,8 @@ def _near_value(
         return None
     if of_list and not isinstance(known, list):
         return ([known],)
-    return (known,)
+    is_item = isinstance(path[-1], int) and isinstance(known, list)
+    return (known[0] if is_item else known,)
 
 
 def _near_word(value: str, words: Sequence[str]) -> str | None:
