@@ -274,7 +274,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "size", None) in (1, None) and getattr(value, "ndim", 0) == 0:
+    if callable(item) and getattr(value, "ndim", None) == 0:
         return item()
     raise TypeError(f"a {type(value).__name__} is not a recipe value")
 

@@ -77,7 +77,7 @@ class LocalRates:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """Training step with its measured seconds; the workload is resolved."""
+    """Training step with its measured seconds; all batch numbers of `workload` are set."""
 
     model: ModelSpec
     strategy: Strategy

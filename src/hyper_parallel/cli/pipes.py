@@ -79,7 +79,7 @@ def broken_pipe_safe_output() -> Iterator[None]:
     """Ignore write errors of standard output and standard error inside the context, and in ranks forked inside it.
 
     Raises:
-        OutputNotWritable: HP105 at exit, if text was lost and nothing else failed.
+        OutputNotWritable: HP105 at exit, if text was lost other than to a closed pipe, and nothing else failed.
     """
     before = sys.stdout, sys.stderr
     # A stream that was closed by the caller (`>&-`) is None.

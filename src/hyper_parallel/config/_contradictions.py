@@ -18,7 +18,10 @@ from hyper_parallel.errors import HyperParallelError
 
 
 def check_recipe(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
-    """Return the contradictions in a recipe, in the order of the rules; `where` returns the origin of a dotted key."""
+    """Return the contradictions in a recipe, in the order of the rules; of a tuple of rules, only the first broken one.
+
+    `where` returns the origin of a dotted key.
+    """
     rules = (
         *_STAGE_RULES,
         *(PREFERENCE_RULES if recipe.stage in PREFERENCE_STAGES else ()),

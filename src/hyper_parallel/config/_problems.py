@@ -220,8 +220,9 @@ def _near_value(
         return None
     if of_list and not isinstance(known, list):
         return ([known],)
-    is_item = isinstance(path[-1], int) and isinstance(known, list)
-    return (known[0] if is_item else known,)
+    if isinstance(path[-1], int) and isinstance(known, list):
+        return (known[0],)
+    return (known,)
 
 
 def _near_word(value: str, words: Sequence[str]) -> str | None:

@@ -114,7 +114,10 @@ def block_communication(s: PricingCase, work: Compute) -> BlockCommunication:
 
 
 def layer_communication(s: PricingCase, work: Compute, blocks: BlockCommunication) -> Communication:
-    """Return all communication seconds of one average layer."""
+    """Return the communication seconds of one average layer per microbatch and, in `outside`, of embedding and head.
+
+    Pipeline sends (`hop_seconds`) and collectives once per step (`step_tail`) are not included.
+    """
     stack, rows, ends = s.machine.stack, [*_layer_boundaries(s, 1.0)], [*_end_boundaries(s, False)]
     gather = _pass_seconds(s, rows, "forward", _PARAMETERS)
     regather = _pass_seconds(s, rows, "backward", _PARAMETERS)
@@ -128,11 +131,11 @@ def layer_communication(s: PricingCase, work: Compute, blocks: BlockCommunicatio
 
 
 def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
-    """Return the communication seconds of one forward pass, without overlap.
+    """Return communication seconds of one forward pass, without overlap and without context and pipeline parallelism.
 
     Returns:
-        Four arrays of seconds. For an average layer: tensor-parallel collectives, expert all-to-alls, and parameter
-        gather. For embedding and head together: parameter gather.
+        Four arrays of seconds. For an average layer: tensor-parallel collectives, collectives of experts (also of etp),
+        and parameter gather. For embedding and head together: parameter gather.
     """
     layer, ends = (
         _pass_seconds(s, rows, "forward", _PARAMETERS) for rows in (_layer_boundaries(s, 1.0), _end_boundaries(s, True))

@@ -89,7 +89,7 @@ def is_name(text: str) -> bool:
 
 
 def name_of_snapshot(directory: str | os.PathLike[str]) -> HubName | None:
-    """Return repository and commit of a snapshot directory in the cache; None for any other directory."""
+    """Return repository and commit of the snapshot directory of a model `org/name` in the cache; None for others."""
     path = Path(directory)
     match = _SNAPSHOT.fullmatch(path.parent.parent.name)
     if match is None or path.parent.name != "snapshots" or not _COMMIT.fullmatch(path.name):

@@ -215,14 +215,14 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Decision to offload, recompute or stream a storage between two of its uses.
+    """Decision to offload, recompute or stream a storage in a gap between its uses, or between a use and a step end.
 
     Attributes:
         storage: Index of the storage.
         what: The decision. `stream`: the storage starts the step off the device.
         first: Position of the first of the two uses in the order of operators; -1 for `stream`.
         last: Position of the second use; the number of operators: the end of the step.
-        tier: Memory that holds the storage between the uses; `device` for `recompute`.
+        tier: Memory that holds the storage in the gap. With `recompute` none does, and the value is `device`.
         reason: Sentence for the report of the plan.
     """
 

@@ -274,7 +274,10 @@ def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFu
 
 
 def merge_errors(errors: Sequence[HyperParallelError]) -> HyperParallelError | None:
-    """Return one error for several plans, with capacities that suffice for all plans they can help; None for []."""
+    """Return one error for several failed plans; None for [].
+
+    The capacities in its hint suffice for every plan that more capacity can make possible.
+    """
     full = [error for error in errors if isinstance(error, TierFull)]
     other_errors = [error for error in errors if error not in full]
     if other_errors or not full:  # more DRAM does not resolve all errors

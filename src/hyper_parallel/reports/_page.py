@@ -319,7 +319,7 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
 
 
 def _lanes(timeline: Timeline) -> Chart:
-    """Return a chart of a timeline with a lane per executor, at most `_MAX_LANES` lanes."""
+    """Return a chart of the first `_MAX_LANES` lanes of a timeline that have spans of nonzero duration."""
     drawn = _working_lanes(timeline)[:_MAX_LANES]
     names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in drawn}
     return lanes(_with_labels(timeline, kind_of), names)

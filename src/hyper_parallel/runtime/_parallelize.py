@@ -213,12 +213,12 @@ def _save_pretrained(
     for name, value in kwargs.items():
         if name in _DEFAULTS and value == _DEFAULTS[name]:
             continue
-        kept = "" if max_shard_size is None else f", max_shard_size={max_shard_size!r}"
+        size_option = "" if max_shard_size is None else f", max_shard_size={max_shard_size!r}"
         raise BadValue(
             f"`save_pretrained` of a parallelized model does not support `{name}`",
             got=f"{name}={type(value).__name__}" if name == "state_dict" else f"{name}={value!r}",
             allowed=f"{name}={_DEFAULTS[name]!r}" if name in _DEFAULTS else sorted(_DEFAULTS),
-            hint=f"model.save_pretrained({os.fspath(save_directory)!r}{kept})",
+            hint=f"model.save_pretrained({os.fspath(save_directory)!r}{size_option})",
         )
     text = isinstance(max_shard_size, str)
     size = parse_size_to_int(max_shard_size) if text else max_shard_size

@@ -132,6 +132,22 @@ _Key = tuple[TreeSpec, tuple[Any, ...]]
 """Structure of the arguments, and for each leaf its shape, dtype and device, or the value of a non-tensor."""
 
 
+def _check_goal(budget: str | int | None, max_slowdown: float | None) -> None:
+    if (budget is None) == (max_slowdown is None):
+        raise BadValue(
+            "offload needs exactly one of `budget` and `max_slowdown`",
+            got=f"budget={budget!r}, max_slowdown={max_slowdown!r}",
+            hint='hp.offload(step, budget="24GiB")',
+        )  # fmt: skip
+    if max_slowdown is not None and not max_slowdown >= 0:
+        raise BadValue(
+            "`max_slowdown` is negative",
+            got=max_slowdown,
+            allowed="a number, 0 or more",
+            hint="hp.offload(step, max_slowdown=0.02)",
+        )
+
+
 def offload(
     step: Callable[..., Any],
     *,
@@ -160,23 +176,19 @@ def offload(
         A callable with the signature of `step`.
 
     Raises:
-        BadValue: HP102 unless exactly one of `budget` and `max_slowdown` is given, for a step without optimizer, and
-            for topology `local` with ranks on several machines.
+        BadValue: HP102 unless exactly one of `budget` and `max_slowdown` is given, for a negative `max_slowdown`, for a
+            step without optimizer, and for topology `local` with ranks on several machines.
         ValueError: `budget` is a text that is not a size.
         CaptureUnsupported: HP511 for compiled code. See `OffloadedStep.__call__` for errors of later calls.
     """
-    if (budget is None) == (max_slowdown is None):
-        raise BadValue(
-            "offload needs exactly one of `budget` and `max_slowdown`",
-            got=f"budget={budget!r}, max_slowdown={max_slowdown!r}",
-            hint='hp.offload(step, budget="24GiB")',
-        )  # fmt: skip
+    _check_goal(budget, max_slowdown)
     models = models_of(step) if model is None else _as_list(model)
     optimizers = referenced_objects(step, torch.optim.Optimizer) if optimizer is None else _as_list(optimizer)
     if not optimizers:
+        goal = f"max_slowdown={max_slowdown}" if budget is None else f"budget={budget!r}"
         raise BadValue(
-            "no optimizer was found in the step",
-            hint='hp.offload(step, budget="24GiB", optimizer=optimizer)',
+            "no optimizer was found in the step" if optimizer is None else "`optimizer` contains no optimizer",
+            hint=f"hp.offload(step, {goal}, optimizer=optimizer)",
         )
     joint_model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
     refuse_compiled(step, joint_model)

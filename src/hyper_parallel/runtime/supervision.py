@@ -297,9 +297,10 @@ class Deadlines:
     """Maximum time without progress of a rank.
 
     Attributes:
-        step_s: Seconds in a phase of a step after the first; also seconds in any phase for a process that a signal has
-            stopped or that has ended.
-        first_step_s: Seconds in a phase of the first step, and outside steps: start, evaluation, checkpoint, export.
+        step_s: Seconds in a phase of a step after the first one of the process; also seconds in any phase for a process
+            that a signal has stopped or that has ended.
+        first_step_s: Seconds in a phase of the first step of the process, and outside steps: start, evaluation,
+            checkpoint, export.
     """
 
     step_s: float

@@ -100,9 +100,9 @@ def starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def rule_hint(rules: Mapping[str, str], others: Iterable[Rule] = ()) -> str:
-    """Return the override that adds `rules`, a dict from pattern to style, in front of the `others` of the user."""
-    merged = {**rules, **{rule.pattern: rule.style for rule in others if rule.pattern not in rules}}
+def rule_hint(rules: Mapping[str, str], user_rules: Iterable[Rule] = ()) -> str:
+    """Return the override that adds `rules`, a dict from pattern to style, in front of `user_rules`."""
+    merged = {**rules, **{rule.pattern: rule.style for rule in user_rules if rule.pattern not in rules}}
     # YAML reads an initial `*` as an alias.
     words = (f"{p if re.match('[A-Za-z0-9_]', p) else json.dumps(p)}: {s}" for p, s in merged.items())
     return f"'parallel.rules={{{', '.join(words)}}}'"

@@ -201,14 +201,14 @@ def _check_tied(layouts: Mapping[str, Layout], tied: Mapping[str, str], rules: S
 
 def _check_rules(rules: Sequence[Rule], names: Sequence[str]) -> None:
     for rule in rules:
-        others = [other for other in rules if other is not rule]
+        remaining = [other for other in rules if other is not rule]
         if rule.style not in STYLES:
             near = difflib.get_close_matches(rule.style, STYLES, n=1)
             raise RuleError(
                 f"the rule for `{rule.pattern}` names a style that does not exist",
                 got=rule.style,
                 allowed=tuple(STYLES),
-                hint=rule_hint({rule.pattern: near[0] if near else "replicate"}, others),
+                hint=rule_hint({rule.pattern: near[0] if near else "replicate"}, remaining),
             )
         if not any(applies(rule, name) for name in names):
             modules = sorted({starred(module_of(name)) for name in names})
@@ -217,7 +217,7 @@ def _check_rules(rules: Sequence[Rule], names: Sequence[str]) -> None:
                 f"the rule for `{rule.pattern}` matches no module",
                 got=rule.pattern,
                 allowed=modules,
-                hint=rule_hint({near[0]: rule.style}, others) if near else None,
+                hint=rule_hint({near[0]: rule.style}, remaining) if near else None,
             )
 
 

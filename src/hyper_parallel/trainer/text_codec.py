@@ -212,7 +212,7 @@ class PromptBatch:
             raise BadValue(
                 "prompts with images or audio cannot be batched",
                 allowed="one prompt at a time",
-                hint="hyper-parallel generate MODEL --prompt TEXT --image FILE",
+                hint="call `Generator.generate(prompt)` for each prompt with images or audio",
             )
 
     def generations(self) -> list[Generation]:

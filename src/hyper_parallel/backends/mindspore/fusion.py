@@ -141,9 +141,9 @@ class KernelFolder:
     def building(self, log: Path) -> Iterator[None]:
         """Return a context in which AKG builds kernels into the folder.
 
-        The context changes the working directory, through which AKG's processes share work and locks. AKG writes a line
-        per kernel to standard output: these lines are appended to the file `log`. Workers of AKG write all their lines
-        to the file of the first call, so the programs of a run share one file.
+        The context changes the working directory, through which AKG's processes share work and locks. All standard
+        output of this process and its children is appended to `log`, because AKG writes a line per kernel there. AKG's
+        workers keep the standard output of the first call, so all calls of a run must pass the same `log`.
         """
         with log.open("ab") as file, chdir(self._folder), _standard_output_to(file.fileno()):
             yield

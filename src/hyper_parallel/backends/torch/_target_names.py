@@ -278,7 +278,7 @@ def _suitable(
 ) -> list[str]:
     """Return those of the names that select only `adaptable` modules; `all-linear` without such names."""
     selected = {name: _with_ends([name], modules) for name in (*listed, *nearest)}
-    return [name for name, found in selected.items() if found and found <= adaptable.keys()] or ["all-linear"]
+    return [name for name, modules in selected.items() if modules and modules <= adaptable.keys()] or ["all-linear"]
 
 
 def last_names(names: Iterable[str]) -> list[str]:

@@ -213,7 +213,7 @@ def read_tensors(targets: dict[str, Tensor], index: Index, path: Path) -> None:
 
 
 def stored_dtypes(index: Index) -> dict[str, torch.dtype]:
-    """Return the dtype of each stored parameter and buffer, by name without the prefix `model.`."""
+    """Return the dtype of each stored parameter and buffer, by its name in the model."""
     return {
         name.removeprefix(MODEL): getattr(torch, tensor.dtype)
         for name, tensor in index.tensors.items()

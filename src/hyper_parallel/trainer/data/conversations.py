@@ -420,8 +420,8 @@ _RECORD_KEYS: Final = frozenset((*TURNS, *PROMPTS, *ANSWERS, "chosen", "rejected
 
 def _is_records(value: Sequence[Any]) -> bool:
     """Return whether all items of a list are whole records, not turns, tools or parts of a content."""
-    others = {"role", "type"}
-    return all(isinstance(i, dict) and not _RECORD_KEYS.isdisjoint(i) and others.isdisjoint(i) for i in value)
+    turn_keys = {"role", "type"}
+    return all(isinstance(i, dict) and not _RECORD_KEYS.isdisjoint(i) and turn_keys.isdisjoint(i) for i in value)
 
 
 def _format_of(values: Record, stage: str) -> str | None:

@@ -274,7 +274,7 @@ def _refuse_columns(record: Record, path: Path, where: str) -> None:
         written = f"pandas.read_json({json.dumps(str(path))}).to_json({target}"
         code = f'import pandas; {written}, orient="records", lines=True)'
         raise NoData(
-            "a file contains columns instead of records",
+            "a file seems to contain columns instead of records",
             where=where,
             got=[str(key) for key in record],
             allowed="a record in each line, or a list of records",

@@ -56,8 +56,8 @@ def _overrides(hint: str) -> list[Override]:
         matches = [_OVERRIDE.fullmatch(word) for word in shlex.split(hint)]
     except ValueError:
         return []
-    found = [match for match in matches if match is not None]
-    return [(m[2] or "", m[3] or "", m[4]) for m in found] if len(found) == len(matches) else []
+    valid = [match for match in matches if match is not None]
+    return [(m[2] or "", m[3] or "", m[4]) for m in valid] if len(valid) == len(matches) else []
 
 
 def _validation_hint(hint: str, changes: Sequence[Override]) -> str:

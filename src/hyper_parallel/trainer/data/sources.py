@@ -256,9 +256,10 @@ class Source:
         ]
 
     def _without_empty(self, one: Conversation, record: Record, where: str) -> Conversation:
-        """Exclude empty answers from training, unless all answers are empty or the stage is `grpo`.
+        """Exclude empty answers from training, unless all trained answers are empty or the stage is `grpo`.
 
-        An empty answer would teach the model to stop immediately. Raise HP602 for a flag that trains on a prompt.
+        An empty answer would teach the model to stop immediately. Raise NoData (HP602) if a flag of the record, such as
+        `weight: 1`, marks a turn of the prompt as trained on.
         """
         count = num_context(one, self.stage)
         check_flags(one, count, record, where, self.rules)

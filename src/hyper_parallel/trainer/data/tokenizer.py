@@ -283,7 +283,7 @@ def _read_template(path: Path) -> str:
     except Exception as error:  # compiling a damaged template may raise any exception
         line = getattr(error, "lineno", None)
         raise BadValue(
-            "the chat template cannot be read",
+            "the chat template cannot be read or compiled",
             where=f"data.chat_template: {path}" + (f", line {line}" if line else ""),
             got=str(error)[:200] or type(error).__name__,
             allowed="auto, none, or a file with a Jinja template",

@@ -232,7 +232,7 @@ def tokenizing(where: str, hint: str | None = None) -> Iterator[None]:
             raise BadValue(
                 "the tokenizer fails on a text",
                 where=where,
-                got=(str(error).splitlines() or [type(error).__name__])[0][:200],
+                got=(str(error).strip().splitlines() or [type(error).__name__])[0][:200],
                 hint=hint,
             ) from error
         raise

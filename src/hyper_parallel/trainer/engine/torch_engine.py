@@ -127,7 +127,12 @@ class TorchEngine:
         self._stack.close()
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Load the newest intact checkpoint or snapshot; return its step and extra values, (0, {}) for a new run."""
+        """Load the newest intact checkpoint or snapshot; return its step and extra values, (0, {}) for a new run.
+
+        Raises:
+            CheckpointCorrupt: HP701 when checkpoints exist, but none is intact.
+            CheckpointMismatch: HP702 for a checkpoint of another model or optimizer.
+        """
         if self._job.ignore_checkpoints:
             return 0, {}
         source, memory = self._checkpointer(self._job.resume_dir), self._snapshots

@@ -64,7 +64,7 @@ def make_trackers(
 
     Raises:
         RunDirectoryLost: HP721 from `check_directory`.
-        TrackerFailed: HP632 when a tracker cannot start a run.
+        TrackerFailed: HP632 when a tracker cannot start, or `trackers.json` of a resumed run cannot be read.
         OSError: The disk is full, broken or read-only.
     """
     ids_path, trackers = directory / "trackers.json", list[Tracker]()

@@ -63,7 +63,10 @@ class UnitPass:
         return state._cast_output_dtype(state._register_pre_backward_hook(output))
 
     def gather_for_backward(self) -> None:
-        """Gather the parameters for backward; no effect if they are gathered already."""
+        """Begin FSDP's backward of the layer: gather its parameters, unless they still are, and prefetch others.
+
+        A second call in the same backward has no effect.
+        """
         self._state._pre_backward(None)
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -53,8 +53,9 @@ def _lowest(group: dist.ProcessGroup, values: Sequence[int]) -> list[int]:
 class EventSequence:
     """Sequence of gathers and reductions in one kind of pass, negotiated between ranks until it is learned.
 
-    `number` is the index of the sequence, equal on all ranks. `covers` decides on the events of a pass that all ranks
-    announced. True: learn them at once. False: learn them after `_UNANIMOUS_PASSES` passes. None: do not learn them.
+    `number` is the index of the sequence among those of the model, equal on all ranks. `covers` gets the events of a
+    pass in which all ranks announced the same events. It returns True to learn them at once, False to learn them after
+    `_UNANIMOUS_PASSES` such passes in a row, and None not to learn them.
     """
 
     DONE: Final = 1 << 40

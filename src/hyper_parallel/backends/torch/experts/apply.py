@@ -98,8 +98,11 @@ def _is_supported(module: nn.Module, name: str, state: ExpertState, tokens: Toke
         changes: dict[str, object] = {} if group is None else {"parallel.ep": 1}
         changes |= {} if tp is None else {"parallel.tp_x": 1, "parallel.tp_y": 1}
         changes |= {} if capacity is None else {"moe.capacity_factor": "null"}
+        needed = "must be called as experts(hidden_states, index, weights)"
+        if len(signature.parameters) == 4:
+            needed = "need an attribute `num_experts`"
         raise UnsupportedSharding(
-            "experts on several ranks, or with a capacity, must be called as experts(hidden_states, index, weights)",
+            f"experts on several ranks, or with a capacity, {needed}",
             where=name,
             got=f"{type(module).__name__}{signature}",
             changes=changes,

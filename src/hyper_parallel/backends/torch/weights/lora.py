@@ -136,7 +136,7 @@ def adapter_layouts(model: nn.Module, layouts: dict[str, Layout], strategy: Stra
         by_pattern = getattr(vars(model).get(CONFIGURATION), "r", rank) != rank
         if parts > 1 and rank % shards:
             raise NotDivisible(
-                f"FSDP shards this packed adapter over {shards} ranks, which do not divide its dim r",
+                f"FSDP shards dim r of this adapter over {shards} ranks, but r is not a multiple of {shards}",
                 where=name,
                 got=f"r={rank}",
                 allowed=f"lora.r, or its value in lora.rank_pattern: a multiple of {shards}",

@@ -105,8 +105,9 @@ def load_pretrained(
         checksums: Compute checksums of the parts that are read, for `joint_checksum`.
 
     Raises:
-        WeightsUnreadable: HP703 naming the file and the parameter: missing, truncated, unexpected, of another shape,
-            or to be untied after `parallelize`.
+        WeightsUnreadable: HP703 naming the file or the directory, and the parameter if one is concerned: missing,
+            truncated, unexpected, of another shape, stored twice with different values, not convertible, or untied
+            after `parallelize`.
         WeightsUninitialised: HP704 for a parameter that is in no file and has no rule for initial values.
     """
     begin = time.perf_counter()
