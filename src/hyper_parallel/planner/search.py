@@ -405,8 +405,8 @@ class BranchAndBound:
     def _pipelines_of(self, columns: Columns) -> list[Array]:
         """Return, per row of the columns `_MEMORY_COLUMNS`, a table of its legal pipelines.
 
-        The column `tp_x` of `columns` is tp_x * tp_y. The table has the columns `_PIPELINE_COLUMNS`, the factor on the
-        step time for pipeline fill, and whether the pipeline fits in memory.
+        The column `tp_x` of `columns` is tp_x * tp_y. The table has the columns `_PIPELINE_COLUMNS`, a lower bound of
+        the factor on the step time for pipeline fill, and whether the pipeline can fit in memory.
         """
         keys = tuples(columns, _MEMORY_COLUMNS)
         new = [row for row, key in enumerate(keys) if key not in self._cache]

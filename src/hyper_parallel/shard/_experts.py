@@ -72,7 +72,7 @@ def check_experts(params: list[Param], strategy: Strategy) -> None:
             raise UnsupportedSharding(
                 f"`{param.pattern}` stores experts in a form that ep cannot shard",
                 got=f"ep={strategy.ep}, {param.name} {param.shape}",
-                allowed="parameters [experts, ...], or modules experts.0, experts.1, ...",
+                allowed="parameters [experts, dim, ...] directly in `experts`, or modules experts.0, experts.1, ...",
                 changes={"parallel.ep": 1},
             )
     number = math.gcd(*(p.shape[0] for p in experts if not _index(p)), *_lengths(experts))

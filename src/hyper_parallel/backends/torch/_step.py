@@ -498,7 +498,7 @@ def _run_in_turn(
                     "a microbatch uses no trained parameter, so this rank has no backward to run with the others",
                     where=f"microbatch {i}",
                     allowed="images or audio in every microbatch, if only their encoder is trained",
-                    hint="give every microbatch media, or remove part of the language model from `training.freeze`",
+                    hint="give every microbatch media, or train part of the language model too, see `training.freeze`",
                 )
             if train and not without_backward:
                 with span("backward", "compute"):

@@ -58,7 +58,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParall
             "with use_hyper_parallel, LlamaFactory's trainer needs FSDP of version 2 in Accelerate",
             where="the FSDP settings of Accelerate",
             got="no FSDP" if plugin is None else f"fsdp_version: {plugin.fsdp_version}",
-            hint="accelerate launch --use_fsdp --fsdp_version 2, or fsdp_version: 2 in the file of these settings",
+            hint="accelerate launch --use_fsdp --fsdp_version 2",
         )
     if hp_args.tp_size > 1:
         raise Contradiction(

@@ -149,7 +149,8 @@ class Role:
         Raises:
             BadValue: HP102 for fewer than one rank.
             Contradiction: HP104 for several ranks with the engine `inline`.
-            HyperParallelError: The error with which the role has failed, or of the start of the new ranks.
+            HyperParallelError: The error with which the role has failed, or the ranks cannot be started. Errors of
+                constructors are raised by later calls.
         """
         while self._open:
             self.controller.wait()
@@ -256,7 +257,10 @@ class Role:
                 self._take(call)
 
     def _replace(self, error: RankFailed | RankHung) -> None:
-        """Restart the ranks after `error`, or fail the role after too many restarts; unanswered calls stay queued."""
+        """Restart the ranks after `error`; unanswered calls stay queued.
+
+        If the restart fails or `max_restarts` is reached, fail the role and all its calls.
+        """
         self.end()
         max_restarts = self.controller.max_restarts
         if self.restarts < max_restarts:

@@ -234,7 +234,8 @@ def _tokens_of_parts(tokenizer: Any, facts: _Facts, text: str, cuts: Sequence[in
 def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: str) -> Tokens:
     """Return tokens of `part` that fit after `before`, the previous (part, ids); if none do, raise BadValue (HP102).
 
-    Tokens fit if they add the same text as tokenizing both parts together, or `part` up to its first letter.
+    Tokens fit if they add the text that tokenizing both parts together adds. If no candidate does, tokens fit whose
+    text agrees with `part` up to and including its first character that is not white space.
     """
     context, ids = before
     decoded = _text(tokenizer, ids)
