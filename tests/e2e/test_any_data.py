@@ -178,7 +178,7 @@ def test_a_model_that_cannot_tell_documents_apart_is_refused(place, family):
     )
     with pytest.raises(Contradiction, match="same sequence attend to each other") as caught:
         dry(place, *words)
-    dry(place, *words, caught.value.hint)
+    dry(place, *words, *caught.value.hint.split())
     dry(place, *words, "data.mask_documents=false")
 
 
