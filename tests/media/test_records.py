@@ -245,7 +245,7 @@ def test_packing_is_not_applied_to_images_and_is_refused_beside_them(tmp_path: P
     section = {"source": sources, "holdout": 0.0, "cache_dir": str(tmp_path / "cache")}
     with pytest.raises(Contradiction, match="packed") as caught:
         prepare(Data(**section), stage="sft", model_path=str(model), seed=0, progress=False)
-    assert caught.value.hint == "data.packing=false"
+    assert caught.value.hint == "data.packing=false data.mask_documents=null"
     joined = prepare(Data(**section, packing=False), stage="sft", model_path=str(model), seed=0, progress=False)
     batches = Batches(joined.train, sequences_per_step=6, order=Order(shuffle=False))
     (batch,) = batches.microbatches(0, 0, 1, 6, 1)

@@ -121,15 +121,6 @@ def test_directory_without_config(tmp_path):
     check(error, "HP304", "has no config.json")
 
 
-def test_a_directory_hides_the_preset_of_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "llama-3-8b").mkdir()
-    with pytest.raises(UnknownModel) as error:
-        load_model("llama-3-8b")
-    check(error, "HP304", "has no config.json, and hides the preset llama-3-8b")
-    assert load_model(error.value.hint.split("`")[1]).num_layers == 32
-
-
 def test_missing_keys_are_all_named():
     values = {k: v for k, v in TINY.items() if k not in ("hidden_size", "vocab_size")}
     for model_type in ("llama", "novel"):
