@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import hyper_parallel as hp
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, launch
 from tests.parity.universal import Reference, Setup, check
@@ -125,3 +129,26 @@ def test_pipelines_repeat_one_device(group: str) -> None:
 
     found = launch(rank, ranks, timeout_s=200)
     assert set().union(*found) == set(reference.result.grads)
+
+
+def test_model_code_may_read_the_device_of_an_embedding_on_another_stage() -> None:
+    """Llama 4 moves ids to `embed_tokens.weight.device`, also on stages without the embedding."""
+    config = AutoConfig.for_model(
+        "llama4_text", vocab_size=96, hidden_size=32, intermediate_size=48, intermediate_size_mlp=48,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    model.set_experts_implementation("eager")
+    ids = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
+
+    def step(words: str) -> tuple[float, float]:
+        parallel = copy.deepcopy(model)
+        hp.parallelize(parallel, hp.plan_of(model, words))
+        loss = hp.forward_backward(parallel, [{"input_ids": row, "labels": row} for row in ids[:, None]])
+        return loss.item(), hp.clip_grad_norm_(parallel, None).item()
+
+    expected = step("")
+    for found in launch(lambda _: step("pp=2 tp=2"), 4, timeout_s=120):
+        assert found == pytest.approx(expected, rel=1e-10)

@@ -332,10 +332,10 @@ def _split(
     for name, ranks in ranks_of.items():
         if pp_rank not in ranks:
             placeholder = PlaceholderModule(module := model.get_submodule(name))
-            if strategy.tp == 1 and name in flow.owners:
-                # Model code outside of the layers may read the dtype of a weight.
+            if name in flow.owners:
+                # Model code outside of the layers may read device and dtype of a weight.
                 for key, p in module._parameters.items():
-                    empty = None if p is None else torch.empty(0, dtype=p.dtype)
+                    empty = None if p is None else torch.empty(0, dtype=p.dtype, device=device)
                     placeholder.__dict__[key] = empty
             model.set_submodule(name, placeholder)
     keep_properties(model)

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import sum_both, sum_forward
-from hyper_parallel.backends.torch.model_structure import ModelView
+from hyper_parallel.backends.torch.model_structure import ModelView, PlaceholderModule
 from hyper_parallel.backends.torch.pass_context import PassShape, RunningPass
 from hyper_parallel.backends.torch.tensor._projections import (
     Region,
@@ -234,7 +234,7 @@ class TensorParallel:
         self._link_regions(view.layers)
         if self.styles.get(names[embedding], "replicate") == "replicate":
             self._replicated(embedding, names[embedding])
-        if head is not None and hasattr(head, "weight"):  # otherwise on another pipeline rank
+        if head is not None and not isinstance(head, PlaceholderModule):
             self._head(head)
         wrap(view.layers[0], self._enter)
         wrap(view.final_norm(), self._leave)
