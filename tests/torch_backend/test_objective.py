@@ -63,7 +63,7 @@ def gather(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Oracle:
-    """One rank, whole logits and plain autograd."""
+    """Expected results: one rank, whole logits and plain autograd."""
 
     def __init__(self, vocab: int = VOCAB) -> None:
         self.model, self.batch = build(vocab=vocab), pairs(vocab)
