@@ -38,13 +38,13 @@ def test_collectives_of_fsdp_are_not_those_of_experts() -> None:
 
 
 @pytest.mark.torch
-def test_layers_with_different_numbers_of_experts_are_each_balanced() -> None:
+def test_statistics_divide_by_the_experts_of_each_layer() -> None:
     total = torch.full((2, 65), math.nan, dtype=torch.float64)
-    total[0, :8], total[0, -1] = 1.0, 8.0
+    total[0, :8], total[0, 0], total[0, -1] = 0.0, 16.0, 16.0
     total[1, :64], total[1, -1] = 2.0, 128.0
     statistics = routing_statistics(total, None)
     assert statistics is not None
-    assert astuple(statistics)[:4] == pytest.approx((1.0, 1.0, 1.0, 0.0))
+    assert astuple(statistics)[:4] == pytest.approx((8.0, 4.5, 0.5, 0.0))
 
 
 @pytest.mark.torch
