@@ -124,7 +124,11 @@ def on_bytes_that_a_kernel_takes_for_itself(knobs, folder):
 
 
 def on_operators_are_timed_while_they_are_recorded(knobs, folder):
-    """The delay of a device is in the recorded times; parts of an update share its time."""
+    """The delay of a device is in the recorded times; parts of an update share its time.
+
+    The seconds of issuing an operator are subtracted, of which a busy machine can take some after the kernel started:
+    half of the delay tells the kernels with it from those without.
+    """
     delay_s = 2e-2  # far above what an operator takes on a busy machine
     taken = []
     for us in (0, round(delay_s * 1e6)):
@@ -137,9 +141,9 @@ def on_operators_are_timed_while_they_are_recorded(knobs, folder):
     operators = taken[1].program.operators
     parts = [n for n, op in enumerate(operators) if op.name == "_fused_adamw_"]
     assert len(parts) == len([*model.parameters()])
-    assert sum(slow[n] for n in parts) >= delay_s > max(slow[n] for n in parts)
+    assert delay_s / 2 < sum(slow[n] for n in parts) < len(parts) * delay_s / 2
     alone = [n for n, op in enumerate(operators) if op.name == "mm"]
-    assert min(slow[n] for n in alone) >= delay_s > sorted(fast[n] for n in alone)[len(alone) // 2]
+    assert min(slow[n] for n in alone) > delay_s / 2 > sorted(fast[n] for n in alone)[len(alone) // 2]
 
 
 def on_prefill_and_decode_with_a_cache(knobs, folder):
