@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,7 @@ class Handle:
     halves: HalfBatch | None
     average: bool = False
     submodels: Submodels | None = None
+    _copies: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def device(self) -> torch.device:
@@ -96,12 +97,14 @@ class Handle:
 
     def copies(self, name: str) -> int:
         """Return the number of ranks, this one included, that hold the same elements of the parameter `name`."""
-        layout = self.layouts[name]
-        mesh = self.plan.strategy.mesh_of(layout)
-        ranks = mesh.size // mesh.degree(layout.sharding_axes)
-        if self.pipeline is None:
-            return ranks
-        return ranks // mesh.degree("pp") * len(self.pipeline.stages.holders[name])
+        if name not in self._copies:  # read for every parameter in every step
+            layout = self.layouts[name]
+            mesh = self.plan.strategy.mesh_of(layout)
+            ranks = mesh.size // mesh.degree(layout.sharding_axes)
+            if self.pipeline is not None:
+                ranks = ranks // mesh.degree("pp") * len(self.pipeline.stages.holders[name])
+            self._copies[name] = ranks
+        return self._copies[name]
 
 
 def attach(model: nn.Module, handle: Handle) -> None:

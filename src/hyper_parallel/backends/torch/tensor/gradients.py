@@ -53,9 +53,8 @@ def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -
         if _is_shared(grad):
             # Autograd takes the DTensor as the gradient without a copy, and later adds to it in place.
             grad = grad.clone()
-        return DTensor.from_local(
-            grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-        )
+        # `DTensor.from_local`, an autograd function that makes a new spec, takes 16 times as long.
+        return DTensor(grad, spec, requires_grad=False)
 
     return paired(lambda p: p._local_tensor.view_as(p._local_tensor), back, param)
 
