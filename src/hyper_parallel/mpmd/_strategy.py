@@ -82,22 +82,22 @@ def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> No
             allowed=f"microbatches per step up to {most}",
             changes={"training.accumulation_steps": legal_microbatches(name, s.pp, most)[0]},
         )
+    if not is_legal(name, s.pp, microbatches):
+        near = legal_microbatches(name, s.pp, microbatches)
+        raise BatchMismatch(
+            f"schedule {s.schedule} does not support this number of microbatches on {s.pp} pipeline ranks",
+            where=where,
+            got=f"microbatches per step={microbatches}",
+            allowed=[*near, microbatch_rule(name, s.pp)],
+            changes={"training.accumulation_steps": near[-1]},
+        )
     if microbatches < s.pp:
         raise BatchMismatch(
             "a pipeline needs at least one microbatch per pipeline rank",
             where=where,
             got=f"pp={s.pp}, microbatches per step={microbatches}",
             allowed=f"pp up to {microbatches}, or {s.pp} microbatches and more",
-            changes={"training.accumulation_steps": legal_microbatches(name, s.pp, s.pp)[-1]},
-        )
-    if not is_legal(name, s.pp, microbatches):
-        near = [m for m in legal_microbatches(name, s.pp, microbatches) if m >= s.pp]
-        raise BatchMismatch(
-            f"schedule {s.schedule} cannot run {microbatches} microbatches on {s.pp} pipeline ranks",
-            where=where,
-            got=f"microbatches per step={microbatches}",
-            allowed=[*near, microbatch_rule(name, s.pp)],
-            changes={"training.accumulation_steps": near[-1]},
+            changes={"training.accumulation_steps": s.pp},
         )
 
 
