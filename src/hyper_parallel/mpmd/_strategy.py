@@ -147,7 +147,7 @@ def step_schedule(strategy: Strategy, microbatches: int) -> Schedule:
 
 
 def _read(strategy: Strategy, microbatches: int) -> Schedule:
-    """Return the verified schedule of the strategy's schedule file; messages are added if it has none."""
+    """Return the verified schedule of the strategy's file; add messages and reductions if it lacks either of them."""
     path = strategy.schedule_file
     try:
         text = read_text(Path(path), _LIMITS)
@@ -189,7 +189,7 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
                 allowed=f"rank {rank}: stages {list(strategy.stages_of(rank))}",
                 hint="set `parallel.schedule` to the schedule from which the file was made",
             )
-    if not schedule.has_communication:
+    if not (schedule.has_communication and any(leaf.kind == "REDUCE_GRAD" for _, _, leaf in schedule.leaves())):
         schedule = lower(schedule.compute_only())
     verify(schedule)
     return schedule
