@@ -379,15 +379,19 @@ def _validated_strategies(
 def _check_stages(language: Strategy) -> None:
     """Raise UnsupportedSharding (HP205) if a rank of the language part has several pipeline stages."""
     if language.pp > 1 and language.virtual_stages > 1:
-        fixed: dict[str, object] = {"parallel.stage_layers": []} if language.stage_layers else {}
-        fixed |= {"parallel.schedule_file": ""} if language.schedule_file else {}
         raise UnsupportedSharding(
             "a rank must not have several pipeline stages of the language part",
             where="parallel.submodels.language.pp",
             got=f"pp={language.pp}, virtual_stages={language.virtual_stages}",
             allowed="pp=1, or one stage per rank",
-            hint=overrides({"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | fixed),
+            hint=overrides({"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | _unset_stages(language)),
         )
+
+
+def _unset_stages(language: Strategy) -> dict[str, object]:
+    """Return the changes that unset the keys which depend on the number of pipeline stages."""
+    idle: dict[str, object] = {"stage_layers": [], "schedule_file": ""}
+    return {f"parallel.{name}": value for name, value in idle.items() if getattr(language, name)}
 
 
 def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]], world_size: int) -> None:
@@ -410,12 +414,13 @@ def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequenc
     if language.pp > 1 and shared and joint_layout(strategies, ranks) is None:
         texts = (f"{name} {s} on ranks {[*ranks[name]]}" for name, s in strategies.items())
         part = "the encoder in this layout" if len(strategies) == 2 else "one of several encoders"
+        changes = {f"{_KEY}.language.pp": 1, f"{_KEY}.language.dp_shard": language.dp_shard * language.pp}
         raise UnsupportedSharding(
             f"a language part with pipeline stages cannot share ranks with {part}",
             where="parallel.submodels.language.pp",
             got="; ".join(texts),
             allowed=_JOINT,
-            hint=f"{_KEY}.language.pp=1 {_KEY}.language.dp_shard={language.dp_shard * language.pp}",
+            hint=overrides(changes | _unset_stages(language)),
         )
     if used != {*range(world_size)}:
         raise DegreesMismatch(
