@@ -105,7 +105,7 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
     """Raise an error if the schedule of a strategy does not support its number of virtual stages.
 
     Raises:
-        UnsupportedSharding: HP205; it names a supported number of virtual stages, or a schedule that supports this one.
+        UnsupportedSharding: HP205, with a supported number of virtual stages, or a schedule for the given number.
     """
     change: tuple[str, object]
     if s.schedule in V_SHAPED and s.virtual_stages != 2:

@@ -40,7 +40,7 @@ def verify(
     Args:
         schedule: Schedule with or without communication.
         max_in_flight: Limit of (stage, microbatch) activations in flight on a rank: one number, or one per rank.
-        costs: Costs as for `schedule_tasks`, for `max_bytes`.
+        costs: Costs as for `schedule_tasks`; required with `max_bytes`, otherwise unused.
         max_bytes: Limit of `held_bytes`: one number, or one per rank.
 
     Raises:
@@ -181,7 +181,7 @@ def _wrong_rounds(schedule: Schedule, spots: dict[Action, _Spot]) -> Iterator[_W
         others = [a for a, _ in rounds.get(leaf, ()) if a.kind != leaf.kind]
         if others:
             r = spots[others[0]][0]
-            yield (rank, position), f"{leaf} runs together with {others[0]} of rank {r}"
+            yield (rank, position), f"{leaf} runs together with {others[0]} of rank {r}, which is of another kind"
         elif leaf not in rounds:
             yield (rank, position), f"a copy of stage {leaf.stage} has no computation for {leaf}"
 
