@@ -113,7 +113,7 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
     elif s.schedule == "interleaved" and s.virtual_stages < 2:
         allowed, change = "virtual_stages of 2 and more", ("virtual_stages", 2)
     elif s.schedule in ("gpipe", "1f1b", "zb-h1") and s.virtual_stages != 1:
-        allowed = "virtual_stages=1, or schedule interleaved, zbv, dualpipev"
+        allowed = f"virtual_stages=1, or schedule interleaved{', zbv, dualpipev' if s.virtual_stages == 2 else ''}"
         change = ("schedule", "interleaved")
     else:
         return
