@@ -19,14 +19,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch import Routing, attach, handle
 from hyper_parallel.backends.torch.submodels.channel import Channel
-from hyper_parallel.backends.torch.submodels.exchange import (
-    Border,
-    JointSteps,
-    Reader,
-    Role,
-    Submodels,
-    Tower,
-)
+from hyper_parallel.backends.torch.submodels.exchange import Border, JointSteps, Reader, Role, Submodels, Tower
 from hyper_parallel.backends.torch.submodels.parts import (
     LANGUAGE,
     Division,
@@ -95,9 +88,9 @@ def parallelize_submodels(
 
     Raises:
         BadValue: HP102 for unknown or missing names of sub-models, and for ranks that contradict the degrees.
-        DegreesMismatch: HP301 when the degrees do not add up to the number of ranks.
-        UnsupportedSharding: HP205 for a model without a separable tower, and for axes that a sub-model does not
-            support.
+        DegreesMismatch: HP301 when the degrees do not add up to the number of ranks, or `ranks` are not all ranks.
+        UnsupportedSharding: HP205 for a model without a separable tower, for axes or virtual stages that a sub-model
+            does not support, and for pipeline stages that cannot share ranks with a tower.
         ScheduleError: HP320 for an invalid `schedule`, or one whose layouts do not permit a joint schedule.
         HyperParallelError: Errors of `plan_of` and `parallelize` for a sub-model.
     """
@@ -320,10 +313,10 @@ def submodel_strategies(
     Arguments as in `parallelize_submodels`; the model is not changed.
 
     Raises:
-        BadValue: HP102 for unknown or missing names of sub-models, and for ranks that contradict the degrees.
-        DegreesMismatch: HP301 when the degrees do not add up to `world_size`.
-        UnsupportedSharding: HP205 for a model without a separable tower, and for axes that a sub-model does not
-            support.
+        UnknownKey: HP101 for an unknown key of a layout.
+        BadValue: HP102 for an invalid value of a layout, unknown or missing names of sub-models, and ranks that
+            contradict the degrees.
+        DegreesMismatch, UnsupportedSharding: As for `parallelize_submodels`.
     """
     return _validated_strategies(divide(model), layouts, world_size, ranks)
 

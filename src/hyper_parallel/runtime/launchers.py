@@ -203,7 +203,7 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
         words: Arguments of `hyper-parallel` that start the run, for the hint.
 
     Raises:
-        DeviceUnavailable: HP502 with the number of ranks that this machine can run; an oversubscribed CPU, at least 256.
+        DeviceUnavailable: HP502 with the limit of ranks on this machine, at least 256 for an oversubscribed CPU.
         DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
     """
     if "RANK" in os.environ:  # this process is a rank already

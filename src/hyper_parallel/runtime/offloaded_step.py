@@ -180,6 +180,7 @@ def offload(
             step without optimizer, and for topology `local` with ranks on several machines.
         ValueError: `budget` is a text that is not a size.
         CaptureUnsupported: HP511 for compiled code. See `OffloadedStep.__call__` for errors of later calls.
+        HyperParallelError: For an unknown or unreadable `topology`.
     """
     _check_goal(budget, max_slowdown)
     models = models_of(step) if model is None else _as_list(model)
