@@ -233,9 +233,12 @@ def _wrong_sharding(schedule: Schedule) -> Iterator[_Wrong]:
     # Stage and rank: every copy of a stage gathers and reduces for itself.
     gathered: set[tuple[int, int]] = set()
     reduced: set[tuple[int, int]] = set()
+    computed = {(a.stage, r) for r, _, a in schedule.leaves() if a.kind in COMPUTE}
     left = Counter((a.stage, r) for r, _, a in schedule.leaves() if a.kind in ("B", "W"))
     for rank, position, a in schedule.leaves():
         spot, s, copy = (rank, position), a.stage, (a.stage, rank)
+        if copy not in computed:
+            yield spot, f"{a} is on a rank that does not compute stage {s}"
         if a.kind == "UNSHARD":
             if copy in gathered:
                 yield spot, f"stage {s} is gathered twice"
