@@ -24,6 +24,8 @@ from hyper_parallel.units import plural
 _MOST_PASSES: Final = 2**18
 """Limit on (stage, microbatch) pairs per step: each becomes actions that are listed, checked and simulated."""
 _LIMITS: Final = Limits(num_bytes=64 * 1024**2)
+_IDLE: Final[dict[str, object]] = {"virtual_stages": 1, "stage_layers": (), "schedule_file": ""}
+"""Values, without a pipeline, of the fields of a strategy that need one."""
 _NAMES: Final = {"interleaved": "interleaved_1f1b", "zb-h1": "zb_h1"}
 
 
@@ -54,13 +56,18 @@ def check_pipeline(strategy: Strategy, layers: int, microbatches: int, where: st
             where=where,
             got=f"pp={s.pp}, virtual_stages={s.virtual_stages}, layers={layers}",
             allowed=f"pp up to {most}",
-            changes={"parallel.pp": most} | ({"parallel.virtual_stages": 1} if most == 1 else {}),
+            changes={"parallel.pp": most} | _unset(s, *_IDLE if most == 1 else ("stage_layers", "schedule_file")),
         )
     _check_microbatches(s, microbatches, where)
 
 
+def _unset(s: Strategy, *names: str) -> dict[str, object]:
+    """Return the changes that unset those of the fields `names` that are set."""
+    return {f"parallel.{name}": _IDLE[name] for name in names if getattr(s, name) != _IDLE[name]}
+
+
 def _check_no_pipeline(s: Strategy, where: str | None) -> None:
-    for name, idle in (("virtual_stages", 1), ("stage_layers", ()), ("schedule_file", "")):
+    for name, idle in _IDLE.items():
         if (value := getattr(s, name)) != idle:
             raise UnsupportedSharding(
                 f"`{name}` requires a pipeline, and pp is 1",
