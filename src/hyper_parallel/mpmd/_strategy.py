@@ -62,7 +62,7 @@ def check_pipeline(strategy: Strategy, layers: int, microbatches: int, where: st
 
 
 def _unset(s: Strategy, *names: str) -> dict[str, object]:
-    """Return the changes that unset those of the fields `names` that are set."""
+    """Return the changes that unset the fields `names`; fields that are not set are omitted."""
     return {f"parallel.{name}": _IDLE[name] for name in names if getattr(s, name) != _IDLE[name]}
 
 
@@ -129,7 +129,8 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
         where=where,
         got=f"schedule={s.schedule}, virtual_stages={s.virtual_stages}",
         allowed=allowed,
-        changes={f"parallel.{change[0]}": change[1]},
+        changes={f"parallel.{change[0]}": change[1]}
+        | (_unset(s, "stage_layers", "schedule_file") if change[0] == "virtual_stages" else {}),
     )
 
 
