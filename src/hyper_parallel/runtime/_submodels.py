@@ -79,9 +79,9 @@ def parallelize_submodels(
         ranks: Ranks of each sub-model, used in ascending order; sub-models may share ranks. None: consecutive ranks in
             the order of `layouts`, without sharing.
         routing: Options of expert routing in the language part; None: as implemented by the model.
-        schedule: Joint schedule for a fixed number of microbatches; see `mpmd.submodel_schedule`. A joint schedule
-            requires one tower and a language part with 1F1B pipeline stages. Stage 0 is the tower, and rank k of the
-            schedule runs stage k + 1. None: a joint schedule that assumes equal costs, if the layouts permit one.
+        schedule: Joint schedule of steps with its number of microbatches; see `mpmd.submodel_schedule`. It requires one
+            tower and a language part with 1F1B pipeline stages. Stage 0 is the tower, and rank k of the schedule runs
+            stage k + 1. Other steps run a joint schedule that assumes equal costs, if the layouts permit one.
 
     Returns:
         The sub-model of this rank, or a module that joins several sub-models. Parameter names are those of `model`.

@@ -109,6 +109,9 @@ _MISMATCH: Final = "Detected mismatch between collectives"
 class World:
     """Ranks with a common process group, which train one or more models; also a context manager.
 
+    If the block of a `with` statement fails because of other ranks, HostLost (HP631) names a lost machine, and
+    CollectiveMismatch (HP622) the different collectives of two ranks, if `debug` is set.
+
     Attributes:
         rank: Rank of this process.
         world_size: Number of ranks.
