@@ -166,10 +166,10 @@ class _Form:
 
     Attributes:
         write: Function of (program, rank, p, m, v) that appends the actions of a rank.
-        in_flight: Function of (rank, p, m, v) to the maximum number of stage activations in flight.
+        in_flight: Function of (rank, p, m, v) that returns the maximum number of stage activations in flight.
         stages: Allowed numbers of stages per rank.
-        legal: Function of (p, m) to whether m microbatches are allowed.
-        rule: Function of p to the allowed numbers of microbatches in words.
+        legal: Function of (p, m) that returns whether m microbatches are allowed.
+        rule: Function of p that describes the allowed numbers of microbatches.
     """
 
     write: Callable[[RankProgram, int, int, int, int], None]

@@ -9,13 +9,7 @@ from hyper_parallel.errors import BatchMismatch, NotDivisible, ScheduleError, Un
 from hyper_parallel.ir import Action, Schedule, Strategy
 from hyper_parallel.ir.strategy import V_SHAPED
 from hyper_parallel.mpmd._lower import lower
-from hyper_parallel.mpmd._schedules import (
-    in_flight_limit,
-    is_legal,
-    legal_microbatches,
-    make_schedule,
-    microbatch_rule,
-)
+from hyper_parallel.mpmd._schedules import in_flight_limit, is_legal, legal_microbatches, make_schedule, microbatch_rule
 from hyper_parallel.mpmd._tasks import replay
 from hyper_parallel.mpmd._verify import verify
 from hyper_parallel.received import Limits, read_text

@@ -20,14 +20,7 @@ from hyper_parallel.ir import Action, ActionKind, Schedule, StageCost, StageGrap
 from hyper_parallel.mpmd._assignment import search_by_bound
 from hyper_parallel.mpmd._list_schedule import ListScheduler, list_schedule
 from hyper_parallel.mpmd._lower import lower
-from hyper_parallel.mpmd._tasks import (
-    StageCosts,
-    action_times,
-    check_num_costs,
-    cost_rows,
-    nanoseconds,
-    schedule_tasks,
-)
+from hyper_parallel.mpmd._tasks import StageCosts, action_times, check_num_costs, cost_rows, nanoseconds, schedule_tasks
 from hyper_parallel.mpmd._verify import held_bytes, verify
 from hyper_parallel.sim import simulate
 

@@ -18,13 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from hyper_parallel.backends.torch import FLAT
-from hyper_parallel.errors import (
-    CollectiveMismatch,
-    DegreesMismatch,
-    HostLost,
-    HyperParallelError,
-    LauncherIncomplete,
-)
+from hyper_parallel.errors import CollectiveMismatch, DegreesMismatch, HostLost, HyperParallelError, LauncherIncomplete
 from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.runtime.fork_server import device_of_rank
 from hyper_parallel.runtime.local_launch import INIT_METHOD, stamp, world_of_rank
