@@ -321,6 +321,7 @@ def launch_on_ray(
         DeviceUnavailable: HP502 when the cluster cannot reserve the machines.
         RankFailed: HP601 with the machine of the first actor that died or failed.
         HyperParallelError: Coded error of a rank.
+        ConnectionError, RuntimeError, ValueError: From `ray.init`, for an address that is unreachable or malformed.
     """
     ray = import_ray("launch.launcher")
     per_node, cluster_options = ranks // nnodes, {}

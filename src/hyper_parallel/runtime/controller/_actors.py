@@ -49,6 +49,7 @@ class RayEngine:
 
     Raises:
         MissingDependency: HP501 when the package `ray` is not installed.
+        ConnectionError, RuntimeError, ValueError: From `ray.init`, for a RAY_ADDRESS that is unreachable or malformed.
     """
 
     most_ranks = None
