@@ -233,8 +233,8 @@ def search_by_bound(
 
     Args:
         bounds: Lower bound of the value of each candidate.
-        price: Function of (index of a candidate, best value so far). It returns the candidate's value, or None if the
-            candidate cannot run or is not better.
+        price: Function of (index of a candidate, best value so far or None). It returns the candidate's value, or None
+            if the candidate cannot run or is not better.
     """
     best: Best[_Number] | None = None
     priced = 0

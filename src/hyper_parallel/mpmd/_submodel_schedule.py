@@ -37,7 +37,7 @@ class TowerLanes:
 
     Attributes:
         stages: Number p of language stages, which are on lanes 0 to p - 1.
-        towers: For each rank of the tower, its lane.
+        towers: Lane of each rank of the tower.
         sharded: Whether the parameters of the tower are sharded over several lanes.
         readers: Language stages that read features of the tower, counted from 0; stage 0 is one of them.
     """
@@ -101,7 +101,7 @@ class JointLayout:
 
     Attributes:
         lanes: Lanes of one share.
-        towers: Tower ranks of each share, in the order of `TowerLanes.towers`.
+        towers: Tower ranks of each share, in the order of `TowerLanes.towers`; counted from 0 within the tower.
     """
 
     lanes: TowerLanes

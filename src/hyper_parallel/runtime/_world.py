@@ -126,7 +126,7 @@ class World:
         self._watched = ExitStack()
         self._timeout: timedelta | None = None
         self._part: tuple[range, int] | None = None
-        """Ranks of this world among the ranks that torchrun has launched, and the number of the latter."""
+        """Ranks of this world among the launched ranks, and the number of launched ranks; None: a single world."""
         self._meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -190,7 +190,7 @@ class World:
         """Create a rank of a simulated world, in which collectives return at once without transfers.
 
         A single process can trace the operators of any rank in a world of any size. The default process group must not
-        be initialized, and `close` destroys it. `backend` is `fake` or `TRACED`.
+        be initialized, and `close` destroys it. `backend` is `fake`, or `TRACED` of `backends.torch.traced_groups`.
         """
         # Importing the module registers the backend.
         from torch.testing._internal.distributed.fake_pg import FakeStore
