@@ -390,14 +390,15 @@ def _unset_stages(language: Strategy) -> dict[str, object]:
 def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]], world_size: int) -> None:
     """Check explicit `ranks`: sub-models must match their degrees, use all ranks, and share ranks only if supported."""
     for name, strategy in strategies.items():
-        if len({*ranks.get(name, ())}) != strategy.world_size:
+        own = [*ranks.get(name, ())]
+        if not len(own) == len({*own}) == strategy.world_size:
             used = {rank for other in strategies if other != name for rank in ranks.get(other, ())}
             first = sorted(range(max(world_size, strategy.world_size)), key=lambda rank: rank in used)
             proposed = sorted(first[: strategy.world_size])
             raise BadValue(
                 f"the number of ranks of `{name}` differs from the product of its degrees",
                 where=f"parallel.submodels.{name}.ranks",
-                got=f"{[*ranks.get(name, ())]} for {strategy.world_size} ranks",
+                got=f"{own} for {strategy.world_size} ranks",
                 allowed=f"{strategy.world_size} different ranks",
                 hint=shlex.quote(f"parallel.submodels.{name}.ranks={proposed}"),
             )
