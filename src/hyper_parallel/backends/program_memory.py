@@ -11,15 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from hyper_parallel.backends.step_program import (
-    AFTER,
-    TO_DEVICE,
-    TO_HOST,
-    Node,
-    Ref,
-    StepProgram,
-    refs,
-)
+from hyper_parallel.backends.step_program import AFTER, TO_DEVICE, TO_HOST, Node, Ref, StepProgram, refs
 from hyper_parallel.ir import MemoryProgram, Operator, Storage, StorageKind, replay
 from hyper_parallel.memory import identity_actions
 

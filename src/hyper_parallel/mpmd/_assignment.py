@@ -1,8 +1,8 @@
 """Search for the assignment of a multimodal model's encoders and language part to devices.
 
-A rank is a group of devices that works in lockstep. Language ranks form a pipeline. Encoders run on ranks of their own,
-or copies of the encoders run on language ranks, where they fill bubbles. An encoder has one to six stages. Each
-microbatch passes through one copy of each stage, and the copies of a stage reduce their gradients once per step.
+A rank is a group of devices that works in lockstep. Language ranks form a pipeline. Copies of the encoders run on ranks
+of their own, on language ranks, where they fill bubbles, or on both. An encoder has one to six stages. Each microbatch
+passes through one copy of each stage, and the copies of a stage reduce their gradients once per step.
 
 The search enumerates widths of ranks, copies, stages, I/W split of the backward, and orders of microbatches (`Choice`).
 For each choice, layers and encoder microbatches are balanced over the ranks, and list scheduling orders the actions.
@@ -77,7 +77,7 @@ class SubModel:
         return 1.0 if self.frozen else 1.0 + self.input_grad + self.weight_grad
 
     def stage_costs(self, share: float, width: int, reduce_s: float = 0.0) -> list[StageCost]:
-        """Return the cost of each microbatch on a stage with the fraction `share` of the layers, on `width` devices."""
+        """Return the costs by microbatch of a stage with the fraction `share` of the layers, on `width` devices."""
         factor = share / self.speedup[width]
         return [
             StageCost(
@@ -233,8 +233,8 @@ def search_by_bound(
 
     Args:
         bounds: Lower bound of the value of each candidate.
-        price: Function of (index of a candidate, best value so far). It returns the candidate's value, or None if the
-            candidate cannot run or is not better.
+        price: Function of (index of a candidate, best value so far or None). It returns the candidate's value, or None
+            if the candidate cannot run or is not better.
     """
     best: Best[_Number] | None = None
     priced = 0
@@ -294,7 +294,7 @@ def assign_submodels(
         raise ScheduleError(
             "no assignment fits the devices and the pins",
             got=f"{plural(devices.count, 'device')} of {devices.memory_bytes} bytes, pins={dict(pins)}",
-            hint="raise memory_bytes, use more devices" + (", or remove pins" if pins else ""),
+            hint="raise memory_bytes, change the number of devices" + (", or remove pins" if pins else ""),
         )
     lower = min(plan.work_bound for plan in plans)
     _, number, position = queue[best.position]
@@ -311,8 +311,8 @@ def _check(parts: Sequence[SubModel]) -> None:
         if lengths != [count] * 3 or not count:
             raise ScheduleError(
                 f"the sub-model `{part.name}` needs one cost per microbatch",
-                got=f"{lengths} seconds, activation bytes and output bytes",
-                allowed=f"{count} each, as the language part has, and at least one",
+                got=f"lengths {lengths} of forward_s, activation_bytes and output_bytes",
+                allowed=f"{count} each, as the language part has" if count else "at least one microbatch",
             )
         if 1 not in part.speedup:
             raise ScheduleError(

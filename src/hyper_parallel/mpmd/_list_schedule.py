@@ -155,7 +155,7 @@ class ListScheduler:
             if start == _NEVER:
                 raise ScheduleError(
                     "the activations of one microbatch exceed the memory of a rank",
-                    allowed=f"max_bytes={list(self._limits or ())}",
+                    got=f"max_bytes={list(self._limits or ())}",
                     hint="raise max_bytes, or use smaller microbatches",
                 )
             r = starts.index(start)

@@ -41,8 +41,8 @@ def lower(
         transfer_s: Seconds per edge as for `schedule_tasks`.
 
     Raises:
-        ScheduleError: HP320 when the schedule contains communication or deadlocks, `max_unsharded` is below 2, or the
-            number of costs is not the number of stages.
+        ScheduleError: HP320 when the schedule contains actions other than computations, has a stage on two ranks or on
+            none, or deadlocks; also when `max_unsharded` is below 2, or the number of costs is not that of the stages.
     """
     for rank, position, leaf in schedule.leaves():
         if leaf.kind not in COMPUTE:
@@ -111,7 +111,8 @@ def one_by_one(schedule: Schedule) -> Schedule:
     """Return the schedule with every OVERLAP_F_B split into its parts, for an executor without overlap.
 
     `lower` places the sends of an OVERLAP_F_B after its second part, which would delay the receiver of the first
-    result. Here each part is a separate action, followed by its send. UNSHARD and RESHARD are dropped.
+    result. Here each part is a separate action, followed by its send. UNSHARD and RESHARD are dropped. REDUCE_GRAD
+    follows the last backward of each stage, even if the given schedule has no reductions.
 
     Args:
         schedule: Lowered schedule; returned unchanged when it contains no overlap.

@@ -166,10 +166,10 @@ class _Form:
 
     Attributes:
         write: Function of (program, rank, p, m, v) that appends the actions of a rank.
-        in_flight: Function of (rank, p, m, v) to the maximum number of stage activations in flight.
+        in_flight: Function of (rank, p, m, v) that returns the maximum number of stage activations in flight.
         stages: Allowed numbers of stages per rank.
-        legal: Function of (p, m) to whether m microbatches are allowed.
-        rule: Function of p to the allowed numbers of microbatches in words.
+        legal: Function of (p, m) that returns whether m microbatches are allowed.
+        rule: Function of p that describes the allowed numbers of microbatches.
     """
 
     write: Callable[[RankProgram, int, int, int, int], None]
@@ -272,8 +272,8 @@ def microbatch_rule(name: str, ranks: int) -> str:
 
 def legal_microbatches(name: str, ranks: int, near: int) -> tuple[int, ...]:
     """Return the largest legal number of microbatches up to `near`, if any, and the smallest that is not below it."""
-    below = next((m for m in range(near, 0, -1) if is_legal(name, ranks, m)), None)
-    above = next(m for m in range(max(1, near), near + 4 * ranks + 2) if is_legal(name, ranks, m))
+    first, below = max(1, near), next((m for m in range(near, 0, -1) if is_legal(name, ranks, m)), None)
+    above = next(m for m in range(first, first + 4 * ranks + 2) if is_legal(name, ranks, m))
     return tuple(sorted({m for m in (below, above) if m is not None}))
 
 

@@ -9,13 +9,7 @@ from hyper_parallel.errors import BatchMismatch, NotDivisible, ScheduleError, Un
 from hyper_parallel.ir import Action, Schedule, Strategy
 from hyper_parallel.ir.strategy import V_SHAPED
 from hyper_parallel.mpmd._lower import lower
-from hyper_parallel.mpmd._schedules import (
-    in_flight_limit,
-    is_legal,
-    legal_microbatches,
-    make_schedule,
-    microbatch_rule,
-)
+from hyper_parallel.mpmd._schedules import in_flight_limit, is_legal, legal_microbatches, make_schedule, microbatch_rule
 from hyper_parallel.mpmd._tasks import replay
 from hyper_parallel.mpmd._verify import verify
 from hyper_parallel.received import Limits, read_text
@@ -24,6 +18,8 @@ from hyper_parallel.units import plural
 _MOST_PASSES: Final = 2**18
 """Limit on (stage, microbatch) pairs per step: each becomes actions that are listed, checked and simulated."""
 _LIMITS: Final = Limits(num_bytes=64 * 1024**2)
+_IDLE: Final[dict[str, object]] = {"virtual_stages": 1, "stage_layers": (), "schedule_file": ""}
+"""Values, without a pipeline, of the fields of a strategy that need one."""
 _NAMES: Final = {"interleaved": "interleaved_1f1b", "zb-h1": "zb_h1"}
 
 
@@ -54,13 +50,18 @@ def check_pipeline(strategy: Strategy, layers: int, microbatches: int, where: st
             where=where,
             got=f"pp={s.pp}, virtual_stages={s.virtual_stages}, layers={layers}",
             allowed=f"pp up to {most}",
-            changes={"parallel.pp": most} | ({"parallel.virtual_stages": 1} if most == 1 else {}),
+            changes={"parallel.pp": most} | _unset(s, *_IDLE if most == 1 else ("stage_layers", "schedule_file")),
         )
     _check_microbatches(s, microbatches, where)
 
 
+def _unset(s: Strategy, *names: str) -> dict[str, object]:
+    """Return the changes that unset the fields `names`; fields that are not set are omitted."""
+    return {f"parallel.{name}": _IDLE[name] for name in names if getattr(s, name) != _IDLE[name]}
+
+
 def _check_no_pipeline(s: Strategy, where: str | None) -> None:
-    for name, idle in (("virtual_stages", 1), ("stage_layers", ()), ("schedule_file", "")):
+    for name, idle in _IDLE.items():
         if (value := getattr(s, name)) != idle:
             raise UnsupportedSharding(
                 f"`{name}` requires a pipeline, and pp is 1",
@@ -82,22 +83,22 @@ def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> No
             allowed=f"microbatches per step up to {most}",
             changes={"training.accumulation_steps": legal_microbatches(name, s.pp, most)[0]},
         )
+    if not is_legal(name, s.pp, microbatches):
+        near = legal_microbatches(name, s.pp, microbatches)
+        raise BatchMismatch(
+            f"schedule {s.schedule} does not support this number of microbatches on {s.pp} pipeline ranks",
+            where=where,
+            got=f"microbatches per step={microbatches}",
+            allowed=[*near, microbatch_rule(name, s.pp)],
+            changes={"training.accumulation_steps": near[-1]},
+        )
     if microbatches < s.pp:
         raise BatchMismatch(
             "a pipeline needs at least one microbatch per pipeline rank",
             where=where,
             got=f"pp={s.pp}, microbatches per step={microbatches}",
             allowed=f"pp up to {microbatches}, or {s.pp} microbatches and more",
-            changes={"training.accumulation_steps": legal_microbatches(name, s.pp, s.pp)[-1]},
-        )
-    if not is_legal(name, s.pp, microbatches):
-        near = [m for m in legal_microbatches(name, s.pp, microbatches) if m >= s.pp]
-        raise BatchMismatch(
-            f"schedule {s.schedule} cannot run {microbatches} microbatches on {s.pp} pipeline ranks",
-            where=where,
-            got=f"microbatches per step={microbatches}",
-            allowed=[*near, microbatch_rule(name, s.pp)],
-            changes={"training.accumulation_steps": near[-1]},
+            changes={"training.accumulation_steps": s.pp},
         )
 
 
@@ -105,7 +106,7 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
     """Raise an error if the schedule of a strategy does not support its number of virtual stages.
 
     Raises:
-        UnsupportedSharding: HP205; it names a supported number of virtual stages, or a schedule that supports this one.
+        UnsupportedSharding: HP205, with a supported number of virtual stages, or a schedule for the given number.
     """
     change: tuple[str, object]
     if s.schedule in V_SHAPED and s.virtual_stages != 2:
@@ -113,7 +114,7 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
     elif s.schedule == "interleaved" and s.virtual_stages < 2:
         allowed, change = "virtual_stages of 2 and more", ("virtual_stages", 2)
     elif s.schedule in ("gpipe", "1f1b", "zb-h1") and s.virtual_stages != 1:
-        allowed = "virtual_stages=1, or schedule interleaved, zbv, dualpipev"
+        allowed = f"virtual_stages=1, or schedule interleaved{', zbv, dualpipev' if s.virtual_stages == 2 else ''}"
         change = ("schedule", "interleaved")
     else:
         return
@@ -122,7 +123,8 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
         where=where,
         got=f"schedule={s.schedule}, virtual_stages={s.virtual_stages}",
         allowed=allowed,
-        changes={f"parallel.{change[0]}": change[1]},
+        changes={f"parallel.{change[0]}": change[1]}
+        | (_unset(s, "stage_layers", "schedule_file") if change[0] == "virtual_stages" else {}),
     )
 
 
@@ -147,7 +149,7 @@ def step_schedule(strategy: Strategy, microbatches: int) -> Schedule:
 
 
 def _read(strategy: Strategy, microbatches: int) -> Schedule:
-    """Return the verified schedule of the strategy's schedule file; messages are added if it has none."""
+    """Return the verified schedule of the strategy's file; add messages and reductions if it lacks either of them."""
     path = strategy.schedule_file
     try:
         text = read_text(Path(path), _LIMITS)
@@ -189,7 +191,7 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
                 allowed=f"rank {rank}: stages {list(strategy.stages_of(rank))}",
                 hint="set `parallel.schedule` to the schedule from which the file was made",
             )
-    if not schedule.has_communication:
+    if not (schedule.has_communication and any(leaf.kind == "REDUCE_GRAD" for _, _, leaf in schedule.leaves())):
         schedule = lower(schedule.compute_only())
     verify(schedule)
     return schedule

@@ -20,14 +20,7 @@ from hyper_parallel.ir import Action, ActionKind, Schedule, StageCost, StageGrap
 from hyper_parallel.mpmd._assignment import search_by_bound
 from hyper_parallel.mpmd._list_schedule import ListScheduler, list_schedule
 from hyper_parallel.mpmd._lower import lower
-from hyper_parallel.mpmd._tasks import (
-    StageCosts,
-    action_times,
-    check_num_costs,
-    cost_rows,
-    nanoseconds,
-    schedule_tasks,
-)
+from hyper_parallel.mpmd._tasks import StageCosts, action_times, check_num_costs, cost_rows, nanoseconds, schedule_tasks
 from hyper_parallel.mpmd._verify import held_bytes, verify
 from hyper_parallel.sim import simulate
 
@@ -44,7 +37,7 @@ class TowerLanes:
 
     Attributes:
         stages: Number p of language stages, which are on lanes 0 to p - 1.
-        towers: For each rank of the tower, its lane.
+        towers: Lane of each rank of the tower.
         sharded: Whether the parameters of the tower are sharded over several lanes.
         readers: Language stages that read features of the tower, counted from 0; stage 0 is one of them.
     """
@@ -67,10 +60,10 @@ class TowerLanes:
         return StageGraph(edges, frozenset({0} if frozen else ()), frozenset({0}), sharded)
 
     def limits(self, ahead: int = AHEAD) -> list[int]:
-        """Return the maximum number of microbatches in flight per lane.
+        """Return the maximum number of (stage, microbatch) activations in flight per lane.
 
-        Lanes have the maximum of 1F1B, and lanes with the tower `ahead` more. For a sharded tower, `ahead` is at least
-        ceil((p - 1) / width) + 2: the rounds with a microbatch in flight under 1F1B, and one more.
+        Lanes of the language part have the maximum of 1F1B, other lanes p. Lanes with the tower have `ahead` more, for
+        a sharded tower at least ceil((p - 1) / width) + 2: the rounds in flight under 1F1B, and one more.
         """
         p = self.stages
         if self.sharded:
@@ -108,7 +101,7 @@ class JointLayout:
 
     Attributes:
         lanes: Lanes of one share.
-        towers: Tower ranks of each share, in the order of `TowerLanes.towers`.
+        towers: Tower ranks of each share, in the order of `TowerLanes.towers`; counted from 0 within the tower.
     """
 
     lanes: TowerLanes
@@ -141,8 +134,8 @@ def submodel_schedule(
     """Return the fastest of several verified schedules of tower and language part, with sends and receives.
 
     They differ in the order of microbatches and in the placement of the tower's microbatches on lanes. List scheduling
-    orders the actions. It splits each backward into I (input gradient) and W (weight gradient), with at most
-    `TowerLanes.limits` microbatches in flight. For a sharded tower, 1F1B with whole backwards is tried too.
+    orders the actions. It splits each backward into I (input gradient) and W (weight gradient), within the activations
+    of `TowerLanes.limits`. For a sharded tower, 1F1B with whole backwards is tried too.
 
     Args:
         lanes: Lanes of tower and language part.
@@ -150,7 +143,7 @@ def submodel_schedule(
         costs: Cost of the tower and of each language stage as for `schedule_tasks`; (): equal costs. The tower has no
             input gradient: its whole backward is W.
         frozen: Whether the tower is frozen.
-        ahead: Extra microbatches in flight on lanes with the tower, beyond 1F1B.
+        ahead: Extra activations in flight on lanes with the tower, beyond 1F1B; at least 1.
 
     Raises:
         ScheduleError: HP320 for a wrong number of costs, or if `microbatches` is not a multiple of `lanes.width`.
@@ -388,7 +381,7 @@ def submodel_bound_s(lanes: TowerLanes, microbatches: int, costs: StageCosts) ->
     Args:
         lanes: Lanes of the parts.
         microbatches: Microbatches of the step.
-        costs: As for `submodel_schedule`; a frozen tower has no weight gradient.
+        costs: As for `submodel_schedule`; for a frozen tower, with 0 seconds of both gradients.
     """
     rows = cost_rows(costs, microbatches)
     loads = dict.fromkeys(range(lanes.count), 0.0)

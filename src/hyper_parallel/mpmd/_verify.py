@@ -40,7 +40,7 @@ def verify(
     Args:
         schedule: Schedule with or without communication.
         max_in_flight: Limit of (stage, microbatch) activations in flight on a rank: one number, or one per rank.
-        costs: Costs as for `schedule_tasks`, for `max_bytes`.
+        costs: Costs as for `schedule_tasks`; required with `max_bytes`, otherwise unused.
         max_bytes: Limit of `held_bytes`: one number, or one per rank.
 
     Raises:
@@ -181,7 +181,7 @@ def _wrong_rounds(schedule: Schedule, spots: dict[Action, _Spot]) -> Iterator[_W
         others = [a for a, _ in rounds.get(leaf, ()) if a.kind != leaf.kind]
         if others:
             r = spots[others[0]][0]
-            yield (rank, position), f"{leaf} runs together with {others[0]} of rank {r}"
+            yield (rank, position), f"{leaf} runs together with {others[0]} of rank {r}, which is of another kind"
         elif leaf not in rounds:
             yield (rank, position), f"a copy of stage {leaf.stage} has no computation for {leaf}"
 
@@ -233,9 +233,12 @@ def _wrong_sharding(schedule: Schedule) -> Iterator[_Wrong]:
     # Stage and rank: every copy of a stage gathers and reduces for itself.
     gathered: set[tuple[int, int]] = set()
     reduced: set[tuple[int, int]] = set()
+    computed = {(a.stage, r) for r, _, a in schedule.leaves() if a.kind in COMPUTE}
     left = Counter((a.stage, r) for r, _, a in schedule.leaves() if a.kind in ("B", "W"))
     for rank, position, a in schedule.leaves():
         spot, s, copy = (rank, position), a.stage, (a.stage, rank)
+        if copy not in computed:
+            yield spot, f"{a} is on a rank that does not compute stage {s}"
         if a.kind == "UNSHARD":
             if copy in gathered:
                 yield spot, f"stage {s} is gathered twice"

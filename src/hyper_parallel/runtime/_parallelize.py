@@ -44,7 +44,8 @@ def parallelize(
             or are on the meta device.
         plan: Plan of the model.
         world: World whose ranks run the model; None: join the world of the launcher until the process ends.
-        ranks: Ranks of the world that run this model; None: all ranks.
+        ranks: Ranks of the world that run this model and call this function; None: all ranks. Meanwhile, other ranks
+            call `world.mesh(plan.strategy, ranks)` and `world.expert_mesh(plan.strategy, ranks)`.
         routing: Options of expert routing; None: as implemented by the model.
         average: Whether `loss.backward()` averages gradients over data-parallel ranks, as `DistributedDataParallel`
             does. This suits loops whose loss is the mean over a rank's own data. If False, gradients are summed. No
@@ -116,6 +117,7 @@ def plan_of(
         RuleError: HP204 for a sharding rule that matches no parameter.
         UnsupportedSharding: HP205 for an unsupported layout.
         BatchMismatch: HP308 when the number of data-parallel ranks does not divide the batch.
+        HyperParallelError: Other errors of `hp.plan`, such as those of `topology`.
     """
     words = strategy if isinstance(strategy, str) else None
     if isinstance(strategy, str):

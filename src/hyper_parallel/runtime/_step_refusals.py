@@ -72,18 +72,7 @@ def refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
 
 def refuse_odd_arguments(leaves: list[Any]) -> None:
     """Raise HP511 for arguments that are neither tensors nor plain values, because their changes are undetectable."""
-    kinds = (
-        torch.Tensor,
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        type(None),
-        torch.dtype,
-        torch.device,
-    )
+    kinds = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
     if odd := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, kinds)]:
         raise CaptureUnsupported(
             "an argument of the step is neither a tensor nor a plain value",

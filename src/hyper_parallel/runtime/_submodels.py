@@ -19,14 +19,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch import Routing, attach, handle
 from hyper_parallel.backends.torch.submodels.channel import Channel
-from hyper_parallel.backends.torch.submodels.exchange import (
-    Border,
-    JointSteps,
-    Reader,
-    Role,
-    Submodels,
-    Tower,
-)
+from hyper_parallel.backends.torch.submodels.exchange import Border, JointSteps, Reader, Role, Submodels, Tower
 from hyper_parallel.backends.torch.submodels.parts import (
     LANGUAGE,
     Division,
@@ -86,18 +79,18 @@ def parallelize_submodels(
         ranks: Ranks of each sub-model, used in ascending order; sub-models may share ranks. None: consecutive ranks in
             the order of `layouts`, without sharing.
         routing: Options of expert routing in the language part; None: as implemented by the model.
-        schedule: Joint schedule for a fixed number of microbatches; see `mpmd.submodel_schedule`. A joint schedule
-            requires one tower and a language part with 1F1B pipeline stages. Stage 0 is the tower, and rank k of the
-            schedule runs stage k + 1. None: a joint schedule that assumes equal costs, if the layouts permit one.
+        schedule: Joint schedule of steps with its number of microbatches; see `mpmd.submodel_schedule`. It requires one
+            tower and a language part with 1F1B pipeline stages. Stage 0 is the tower, and rank k of the schedule runs
+            stage k + 1. Other steps run a joint schedule that assumes equal costs, if the layouts permit one.
 
     Returns:
         The sub-model of this rank, or a module that joins several sub-models. Parameter names are those of `model`.
 
     Raises:
         BadValue: HP102 for unknown or missing names of sub-models, and for ranks that contradict the degrees.
-        DegreesMismatch: HP301 when the degrees do not add up to the number of ranks.
-        UnsupportedSharding: HP205 for a model without a separable tower, and for axes that a sub-model does not
-            support.
+        DegreesMismatch: HP301 when the degrees do not add up to the number of ranks, or `ranks` are not all ranks.
+        UnsupportedSharding: HP205 for a model without a separable tower, for axes or virtual stages that a sub-model
+            does not support, and for pipeline stages that cannot share ranks with a tower.
         ScheduleError: HP320 for an invalid `schedule`, or one whose layouts do not permit a joint schedule.
         HyperParallelError: Errors of `plan_of` and `parallelize` for a sub-model.
     """
@@ -320,10 +313,10 @@ def submodel_strategies(
     Arguments as in `parallelize_submodels`; the model is not changed.
 
     Raises:
-        BadValue: HP102 for unknown or missing names of sub-models, and for ranks that contradict the degrees.
-        DegreesMismatch: HP301 when the degrees do not add up to `world_size`.
-        UnsupportedSharding: HP205 for a model without a separable tower, and for axes that a sub-model does not
-            support.
+        UnknownKey: HP101 for an unknown key of a layout.
+        BadValue: HP102 for an invalid value of a layout, unknown or missing names of sub-models, and ranks that
+            contradict the degrees.
+        DegreesMismatch, UnsupportedSharding: As for `parallelize_submodels`.
     """
     return _validated_strategies(divide(model), layouts, world_size, ranks)
 
@@ -379,28 +372,33 @@ def _validated_strategies(
 def _check_stages(language: Strategy) -> None:
     """Raise UnsupportedSharding (HP205) if a rank of the language part has several pipeline stages."""
     if language.pp > 1 and language.virtual_stages > 1:
-        fixed: dict[str, object] = {"parallel.stage_layers": []} if language.stage_layers else {}
-        fixed |= {"parallel.schedule_file": ""} if language.schedule_file else {}
         raise UnsupportedSharding(
             "a rank must not have several pipeline stages of the language part",
             where="parallel.submodels.language.pp",
             got=f"pp={language.pp}, virtual_stages={language.virtual_stages}",
             allowed="pp=1, or one stage per rank",
-            hint=overrides({"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | fixed),
+            hint=overrides({"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | _unset_stages(language)),
         )
+
+
+def _unset_stages(language: Strategy) -> dict[str, object]:
+    """Return the changes that unset the keys which depend on the number of pipeline stages."""
+    idle: dict[str, object] = {"stage_layers": [], "schedule_file": ""}
+    return {f"parallel.{name}": value for name, value in idle.items() if getattr(language, name)}
 
 
 def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]], world_size: int) -> None:
     """Check explicit `ranks`: sub-models must match their degrees, use all ranks, and share ranks only if supported."""
     for name, strategy in strategies.items():
-        if len({*ranks.get(name, ())}) != strategy.world_size:
+        own = [*ranks.get(name, ())]
+        if not len(own) == len({*own}) == strategy.world_size:
             used = {rank for other in strategies if other != name for rank in ranks.get(other, ())}
             first = sorted(range(max(world_size, strategy.world_size)), key=lambda rank: rank in used)
             proposed = sorted(first[: strategy.world_size])
             raise BadValue(
                 f"the number of ranks of `{name}` differs from the product of its degrees",
                 where=f"parallel.submodels.{name}.ranks",
-                got=f"{[*ranks.get(name, ())]} for {strategy.world_size} ranks",
+                got=f"{own} for {strategy.world_size} ranks",
                 allowed=f"{strategy.world_size} different ranks",
                 hint=shlex.quote(f"parallel.submodels.{name}.ranks={proposed}"),
             )
@@ -410,12 +408,13 @@ def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequenc
     if language.pp > 1 and shared and joint_layout(strategies, ranks) is None:
         texts = (f"{name} {s} on ranks {[*ranks[name]]}" for name, s in strategies.items())
         part = "the encoder in this layout" if len(strategies) == 2 else "one of several encoders"
+        changes = {f"{_KEY}.language.pp": 1, f"{_KEY}.language.dp_shard": language.dp_shard * language.pp}
         raise UnsupportedSharding(
             f"a language part with pipeline stages cannot share ranks with {part}",
             where="parallel.submodels.language.pp",
             got="; ".join(texts),
             allowed=_JOINT,
-            hint=f"{_KEY}.language.pp=1 {_KEY}.language.dp_shard={language.dp_shard * language.pp}",
+            hint=overrides(changes | _unset_stages(language)),
         )
     if used != {*range(world_size)}:
         raise DegreesMismatch(

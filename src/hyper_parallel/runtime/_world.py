@@ -18,13 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from hyper_parallel.backends.torch import FLAT
-from hyper_parallel.errors import (
-    CollectiveMismatch,
-    DegreesMismatch,
-    HostLost,
-    HyperParallelError,
-    LauncherIncomplete,
-)
+from hyper_parallel.errors import CollectiveMismatch, DegreesMismatch, HostLost, HyperParallelError, LauncherIncomplete
 from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.runtime.fork_server import device_of_rank
 from hyper_parallel.runtime.local_launch import INIT_METHOD, stamp, world_of_rank
@@ -48,16 +42,16 @@ class Hosts:
 
     Args:
         store: Store of the process group.
-        rank: Rank of this process.
-        local_rank: Local rank of this process.
-        world_size: Number of ranks on all machines.
-        ranks_each: Number of ranks on each machine.
+        rank: Rank of this process in its world.
+        world_size: Number of ranks of the world.
+        ranks_each: Number of launched ranks on each machine.
+        start: Launched rank that is rank 0 of the world.
     """
 
-    def __init__(self, store: Any, rank: int, local_rank: int, world_size: int, ranks_each: int) -> None:
-        self._store, self._rank, self._ranks_each = store, rank, ranks_each
-        self._first_ranks = range(0, world_size, ranks_each)
-        if local_rank == 0:
+    def __init__(self, store: Any, rank: int, world_size: int, ranks_each: int, start: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._first_ranks = [0, *range(ranks_each - start % ranks_each, world_size, ranks_each)]
+        if rank in self._first_ranks:
             store.set(f"hyper_parallel/name/{rank}", socket.gethostname())
 
     def _alive(self, first_rank: int) -> str:
@@ -65,7 +59,7 @@ class Hosts:
 
     def report_alive(self) -> None:
         """Set the flag of this machine; called after a failure of this rank."""
-        self._store.set(self._alive(self._rank - self._rank % self._ranks_each), "")
+        self._store.set(self._alive(max(r for r in self._first_ranks if r <= self._rank)), "")
 
     def find_lost(self) -> HostLost | None:
         """Wait for the flags of all machines; return an error that names the missing machines, or None.
@@ -90,10 +84,8 @@ class Hosts:
         thread.join(2 * _ANSWER_S)
         if answered.is_set() and not names:
             return None
-        lost = [
-            f"{name} (ranks {first} to {first + self._ranks_each - 1})"
-            for name, first in zip(names, missing, strict=False)
-        ]
+        ends = dict(zip(self._first_ranks, [*self._first_ranks[1:], self._world_size], strict=True))
+        lost = [f"{name} (ranks {r} to {ends[r] - 1})" for name, r in zip(names, missing, strict=False)]
         where = f"the rendezvous host {os.environ.get('MASTER_ADDR')}"
         return HostLost(
             f"the connection to {', '.join(lost) or where} is lost",
@@ -108,6 +100,9 @@ _MISMATCH: Final = "Detected mismatch between collectives"
 
 class World:
     """Ranks with a common process group, which train one or more models; also a context manager.
+
+    If the block of a `with` statement fails because of other ranks, HostLost (HP631) names a lost machine, and
+    CollectiveMismatch (HP622) the different collectives of two ranks, if `debug` is set.
 
     Attributes:
         rank: Rank of this process.
@@ -131,7 +126,7 @@ class World:
         self._watched = ExitStack()
         self._timeout: timedelta | None = None
         self._part: tuple[range, int] | None = None
-        """Ranks of this world among the ranks that torchrun has launched, and the number of the latter."""
+        """Ranks of this world among the launched ranks, and the number of launched ranks; None: a single world."""
         self._meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -195,7 +190,7 @@ class World:
         """Create a rank of a simulated world, in which collectives return at once without transfers.
 
         A single process can trace the operators of any rank in a world of any size. The default process group must not
-        be initialized, and `close` destroys it. `backend` is `fake` or `TRACED`.
+        be initialized, and `close` destroys it. `backend` is `fake`, or `TRACED` of `backends.torch.traced_groups`.
         """
         # Importing the module registers the backend.
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -229,7 +224,8 @@ class World:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         if init_method == "env://" and local_size < self.world_size:
             store = dist.distributed_c10d._get_default_store()
-            self._hosts = Hosts(store, self.rank, self.local_rank, self.world_size, local_size)
+            start = 0 if self._part is None else self._part[0].start
+            self._hosts = Hosts(store, self.rank, self.world_size, local_size, start)
 
     def _watch(self, deadlines: Deadlines | None, ending: Callable[[], bool]) -> None:
         """Publish the heartbeats of this rank and, unless the launcher does so, monitor the ranks of this machine."""

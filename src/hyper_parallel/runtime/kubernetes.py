@@ -52,8 +52,8 @@ def manifest(recipe: Recipe, ranks: int, output_dir: Path) -> str:
 
 def _name(text: str) -> str:
     """Convert a text to a DNS label: lower-case letters, digits and hyphens, beginning with a letter."""
-    label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_MOST_NAME].strip("-")
-    return label if re.match(r"[a-z]", label) else f"run-{label}".rstrip("-")
+    label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return (label if re.match(r"[a-z]", label) else f"run-{label}")[:_MOST_NAME].rstrip("-")
 
 
 def _job_set(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
         words: Arguments of `hyper-parallel` that start the run, for the hint.
 
     Raises:
-        DeviceUnavailable: HP502 with the number of ranks that this machine can run (256 on an oversubscribed CPU).
+        DeviceUnavailable: HP502 with the limit of ranks on this machine, at least 256 for an oversubscribed CPU.
         DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
     """
     if "RANK" in os.environ:  # this process is a rank already
@@ -218,9 +218,10 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
     cluster = f"{command} --launcher slurm {launch_words(ranks, launch.nproc_per_node)}"
     hint = f"{command} --dry-run, or {cluster} (or --launcher ray)"
     capacity = local_capacity()
-    if capacity.is_cpu and launch.oversubscribe and local_ranks <= _MOST_OVERSUBSCRIBED:
-        return
-    if capacity.is_cpu and local_ranks <= _MOST_OVERSUBSCRIBED:
+    if capacity.is_cpu and launch.oversubscribe:
+        most = max(_MOST_OVERSUBSCRIBED, capacity.num_ranks)
+        capacity = RankCapacity(most, "launch.oversubscribe=true", is_cpu=True)
+    elif capacity.is_cpu and local_ranks <= _MOST_OVERSUBSCRIBED:
         hint += ", or launch.oversubscribe=true"
     where = "parallel" if launch.launcher == "local" else "launch.nproc_per_node"
     check_rank_count(local_ranks, capacity, where, hint)
@@ -320,6 +321,7 @@ def launch_on_ray(
         DeviceUnavailable: HP502 when the cluster cannot reserve the machines.
         RankFailed: HP601 with the machine of the first actor that died or failed.
         HyperParallelError: Coded error of a rank.
+        ConnectionError, RuntimeError, ValueError: From `ray.init`, for an address that is unreachable or malformed.
     """
     ray = import_ray("launch.launcher")
     per_node, cluster_options = ranks // nnodes, {}

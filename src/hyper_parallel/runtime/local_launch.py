@@ -34,12 +34,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import HyperParallelError, RankFailed, written
-from hyper_parallel.runtime.fork_server import (
-    begin_forked,
-    fork_rank,
-    prepare_fork,
-    serial_tokenizers,
-)
+from hyper_parallel.runtime.fork_server import begin_forked, fork_rank, prepare_fork, serial_tokenizers
 from hyper_parallel.runtime.scratch_folders import scratch_folder
 from hyper_parallel.runtime.supervision import (
     BOARD_VARIABLE,

@@ -166,10 +166,9 @@ def offload(
             `loss.item()`).
         budget: Device memory, for example `"24GiB"`, within which the plan minimizes the time of the step.
         max_slowdown: Relative slowdown, for example 0.02, within which the plan minimizes device memory.
-        model: Modules of the step; None: the modules to which `step` and the functions that it calls refer.
-        optimizer: Optimizers of the modules; None: the optimizers to which `step` refers. The state of an optimizer
-            must be in tensors (`AdamW(..., fused=True)`). Learning rates become tensors, which torch's schedulers
-            change in place.
+        model: Modules of the step; None: the modules to which `step`, or a function of its file that it uses, refers.
+        optimizer: Optimizers of the modules; None: found like modules. The state of an optimizer must be in tensors
+            (`AdamW(..., fused=True)`). Learning rates become tensors, which torch's schedulers change in place.
         topology: Preset name or YAML file; `local`: this machine. On a CPU, a device is simulated.
 
     Returns:
@@ -180,6 +179,7 @@ def offload(
             step without optimizer, and for topology `local` with ranks on several machines.
         ValueError: `budget` is a text that is not a size.
         CaptureUnsupported: HP511 for compiled code. See `OffloadedStep.__call__` for errors of later calls.
+        HyperParallelError: For an unknown or unreadable `topology`.
     """
     _check_goal(budget, max_slowdown)
     models = models_of(step) if model is None else _as_list(model)

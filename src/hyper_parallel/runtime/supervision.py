@@ -448,7 +448,7 @@ def hang(beats: Sequence[Heartbeat], idle_s: Sequence[float], states: dict[int, 
 
     Args:
         beats: Last published state by slot.
-        idle_s: Seconds by slot since the last progress, or since a signal stopped the process.
+        idle_s: Seconds by slot since the last progress, or since the process was stopped by a signal or ended.
         states: Process states of proc(5) by slot, for running ranks; "": unknown.
         first: Rank of slot 0.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import ops
 from mindspore.ops.auto_generate import SolveTriangular
 
 # --- elementwise ----------------------------------------------------------------------------------------------------
@@ -669,8 +669,3 @@ def to_device(x, previous):
 def dtype(name: str) -> Any:
     """Return the data type of MindSpore for torch's name of the type."""
     return ms.bool_ if name == "bool" else getattr(ms, name)
-
-
-def tensor(array: Any) -> Tensor:
-    """Return a tensor of MindSpore that shares the memory of a numpy array."""
-    return Tensor.from_numpy(array)

@@ -94,7 +94,7 @@ def _sorts_integers(node: Node) -> bool:
 
 
 _CONVOLUTION: Final = "one dimension, a stride of 1", _has_one_dim
-_FLOATS: Final = "numbers of floating point", _of_floats
+_FLOATS: Final = "floating-point numbers except bfloat16", _of_floats
 LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
     "_c10d_functional.all_to_all_single.default": (
         "equal parts",

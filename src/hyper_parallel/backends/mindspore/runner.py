@@ -19,13 +19,7 @@ import mindspore as ms
 from mindspore import Tensor
 from numpy.typing import NDArray
 
-from hyper_parallel.backends.mindspore.fusion import (
-    CONTEXT,
-    FORMS,
-    JIT_LEVEL,
-    KernelFolder,
-    without_broadcasts,
-)
+from hyper_parallel.backends.mindspore.fusion import CONTEXT, FORMS, JIT_LEVEL, KernelFolder, without_broadcasts
 from hyper_parallel.backends.mindspore.operators import OPERATORS
 from hyper_parallel.backends.mindspore.translate import to_source
 from hyper_parallel.backends.program_runner import CompiledProgram

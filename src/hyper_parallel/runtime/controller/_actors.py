@@ -13,13 +13,7 @@ from typing import Any, Final
 
 from hyper_parallel.errors import DeviceUnavailable, RankFailed
 from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
-from hyper_parallel.runtime.launchers import (
-    LOCAL_CLUSTER,
-    PLACED_S,
-    Rank,
-    import_ray,
-    rank_environment,
-)
+from hyper_parallel.runtime.launchers import LOCAL_CLUSTER, PLACED_S, Rank, import_ray, rank_environment
 from hyper_parallel.runtime.supervision import GONE, STOPPED, process_state
 
 _ENDED_S: Final = 5.0
@@ -55,6 +49,7 @@ class RayEngine:
 
     Raises:
         MissingDependency: HP501 when the package `ray` is not installed.
+        ConnectionError, RuntimeError, ValueError: From `ray.init`, for a RAY_ADDRESS that is unreachable or malformed.
     """
 
     most_ranks = None

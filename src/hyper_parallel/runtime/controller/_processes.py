@@ -25,12 +25,7 @@ from typing import Any
 
 from hyper_parallel.errors import written
 from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
-from hyper_parallel.runtime.fork_server import (
-    begin_forked,
-    fork_rank,
-    prepare_fork,
-    serial_tokenizers,
-)
+from hyper_parallel.runtime.fork_server import begin_forked, fork_rank, prepare_fork, serial_tokenizers
 from hyper_parallel.runtime.local_launch import publish_rank
 from hyper_parallel.runtime.scratch_folders import scratch_folder
 from hyper_parallel.runtime.supervision import HeartbeatBoard, hang, process_state

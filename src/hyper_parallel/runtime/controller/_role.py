@@ -66,6 +66,7 @@ class RoleCall:
             RestartsUsedUp: HP621 when the role has failed more than `max_restarts` times.
             RankFailed: HP601 when a rank was lost and `max_restarts` is 0.
             RankHung: HP620 when a rank did not answer and `max_restarts` is 0.
+            OutputNotWritable: HP105 when the journal cannot be written.
         """
         while not self.answered:
             self.role.controller.wait()
@@ -116,8 +117,9 @@ class Role:
                 controller.
 
         Raises:
-            BadValue: HP102 for a method that the class does not have, or an argument that is not a JSON value.
+            BadValue: HP102 for a name that is no public method of the class, or an argument that is not a JSON value.
             JournalMismatch: HP641 when the journal records another call at this position.
+            HyperParallelError: Errors of `Controller.start`, when the first unrecorded call starts the ranks.
         """
         cls, controller = self._spec.cls, self.controller
         if method.startswith("_") or not callable(getattr(cls, method, None)):

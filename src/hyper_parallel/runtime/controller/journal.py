@@ -103,7 +103,10 @@ class Journal:
         return record
 
     def write(self, role: str | None, number: int, method: str, arguments: str, answer: dict[str, Any]) -> None:
-        """Append the record of a call, and flush it to disk; `answer` is a dict with the key `value` or `error`."""
+        """Append the record of a call to the file; `answer` is a dict with the key `value` or `error`.
+
+        The record is on disk when this method returns. OutputNotWritable (HP105) is raised if this fails.
+        """
         if self._file is None:
             return
         key = {"role": role, "number": number, "method": method, "arguments": json.loads(arguments)}
@@ -115,7 +118,7 @@ class Journal:
             raise self._not_writable(error) from error
 
     def close(self) -> None:
-        """Close the file and release its lock."""
+        """Close the file and release its lock; raise OutputNotWritable (HP105) if buffered bytes cannot be written."""
         if self._file is not None:
             try:
                 self._file.close()
