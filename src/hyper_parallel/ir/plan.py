@@ -51,8 +51,8 @@ class RolesPlan:
             forward passes, such as those of the reference model.
         step_s: Steady-state seconds per optimizer step, sampling included.
         sampler_bytes: Peak bytes of a rank while it samples.
-        rejected: Splits that were not chosen. Each has a staleness and a placement: separate ranks or colocated. Listed
-            are the next best for the chosen combination of both, and the best one for every other combination.
+        rejected: Splits that were not chosen. The mode of a split is its staleness, and whether it is colocated. Listed
+            are the next best splits of the chosen mode, and the best split of every other mode.
     """
 
     rollout_ranks: Annotated[int, Field(ge=0, le=MOST_RANKS)]
@@ -137,7 +137,7 @@ class SubmodelsPlan:
             stage if `inline`, else in rounds, and every tower rank encodes one microbatch per round.
         wait_s: Seconds by which the step is longer than that of the language part alone.
         lanes: Chart of the simulated step, as lines of text.
-        certificate: `Plan.whole_step_s`, and a lower bound over all assignments of ranks; None without a search.
+        certificate: `Plan.whole_step_s`, and its lower bound over all assignments of ranks; None without a search.
         inline: Whether the ranks of the first pipeline stage also run the towers.
     """
 
@@ -358,7 +358,7 @@ class Plan:
         pace: Speed of a pipeline rank while 1, 2, ... pipeline ranks are busy, relative to its speed while all are
             busy. Empty if every rank has its own cores.
         certificate: Proof of optimality; None for a strategy that the user fixed.
-        pareto: Pareto front of step time and memory, fastest first.
+        pareto: Pareto front of time and memory among strategies with less memory than the chosen one, fastest first.
         sensitivity: Hardware constants whose change would change the chosen strategy, smallest change first.
         roles: Sampling and learning ranks of an RL step. The costs above are those of learning only.
         submodels: Ranks and costs of the parts of a multimodal model, for the images or recordings of the first step.
@@ -484,7 +484,7 @@ class Plan:
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON file."""
+        """Write the plan to a JSON file, which is replaced atomically; raise OSError if that fails."""
         write_text(Path(path), self.to_json() + "\n")
 
     @classmethod

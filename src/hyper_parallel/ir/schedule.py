@@ -68,7 +68,7 @@ class Action:
 
     @property
     def peer(self) -> Action:
-        """Matching receive of a send, or matching send of a receive."""
+        """Matching receive of a send, or matching send of a receive; KeyError for other kinds."""
         step, kind = PEERS[self.kind]
         other = self.stage + step if self.other is None else self.other
         return message(other, kind, self.microbatch, self.stage)
@@ -110,7 +110,7 @@ def _parse(text: str) -> Action:
     raise ScheduleError(
         f"`{text}` is not a schedule action",
         got=text,
-        allowed="stage, kind, microbatch: 2F0, 1RECV_B3, 0UNSHARD, (0F4;3B1)OVERLAP_F_B",
+        allowed="stage, kind, microbatch: 2F0, 1RECV_B3, 0SEND_F3:2, 0UNSHARD, (0F4;3B1)OVERLAP_F_B",
     )
 
 
@@ -194,7 +194,7 @@ class Schedule:
         graph: Edges between stages; None for the chain 0, 1, 2, ...
 
     Raises:
-        ScheduleError: HP320 when an edge of the graph leads to a stage that the schedule lacks.
+        ScheduleError: HP320 when the graph has an edge to, or a mark of, a stage that the schedule lacks.
     """
 
     name: str
@@ -252,8 +252,8 @@ class Schedule:
         """Return the groups of computations that run at the same time, because a sharded stage has collectives.
 
         Returns:
-            Dict from each computation of a sharded stage to its group, itself included, as (action, rank) pairs. Group
-            n has the n-th computation of every replica; there is no group if a replica has none.
+            Dict from a computation of a sharded stage to its group, itself included, as (action, rank) pairs. Group n
+            has the n-th computation of every replica. If a replica lacks it, those of other replicas are omitted.
         """
         rounds: dict[Action, tuple[tuple[Action, int], ...]] = {}
         for stage in self.graph.sharded if self.graph else ():

@@ -102,6 +102,8 @@ class Overlap:
 class Strategy:
     """Parallel degrees of the mesh axes, and other choices of how a model is parallelized.
 
+    Some choices can be priced, but not run: `etp`, `recompute="selective"`, another `order`, and some values of `zero`.
+
     Attributes:
         pp: Pipeline stages.
         dp_replicate: Data-parallel replicas, the outer axis of HSDP.
@@ -121,7 +123,7 @@ class Strategy:
         virtual_stages: Pipeline stages per rank.
         stage_layers: Decoder layers of each (virtual) stage, in model order; (): balanced by cost.
         rules: Overrides of the model's own sharding plan; the first match wins.
-        recompute: Activations that backward recomputes.
+        recompute: Activations that backward recomputes; `full`: all of a decoder layer except its input.
         reshard_after_forward: Whether gathered parameters are freed between forward and backward (ZeRO-3) or kept
             (ZeRO-2).
         etp: Tensor-parallel ranks of one expert; None: tp without expert parallelism, else 1.
@@ -366,7 +368,7 @@ class SequenceCut:
         )
 
     def positions(self, rank: int) -> list[int]:
-        """Return the sequence positions of the tokens on a rank, in storage order."""
+        """Return the sequence positions of the tokens on a rank, in storage order; `seq_len` and above are padding."""
         place, slice_ = divmod(rank, self.ulysses)
         positions = [p for start, stop in self.spans[place] for p in range(start, stop)]
         return positions[slice_ * self.local : (slice_ + 1) * self.local]
@@ -410,7 +412,7 @@ class Workload:
     """Batch sizes and number formats of one optimizer step.
 
     The batch numbers are tokens per step, microbatch and accumulation steps. `resolve` derives those that are None from
-    the others and the data-parallel degree.
+    the others and the data-parallel degree. If that is not sufficient, microbatch and then accumulation steps are 1.
 
     Attributes:
         seq_len: Tokens per sequence.
@@ -510,10 +512,7 @@ class GenerateWorkload:
 
     @property
     def columns(self) -> int:
-        """Positions per sequence in the KV cache.
-
-        The last generated token is never an input; its position is padding.
-        """
+        """Positions per sequence in the KV cache; the last one is padding, because the last token is never an input."""
         return self.prompt_len + self.new_tokens
 
     @property

@@ -29,7 +29,7 @@ class Emitter:
     Args:
         candidates: Program, machine, order and recomputation.
         gaps: Gaps of the evicted storages.
-        budget_bytes: Device bytes that operators and early reloads wait for memory not to exceed. None: no limit.
+        budget_bytes: Device bytes above which operators and early reloads wait for releases, if any; None: no limit.
         planned: Expected device bytes at every position; emission adds the bytes of early reloads in place.
         pauses_s: Expected seconds of waiting at every position; None: no waits.
     """

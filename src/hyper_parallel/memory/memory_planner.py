@@ -98,7 +98,7 @@ def plan_memory(
 
     Raises:
         BadValue: HP102 unless exactly one goal is set, or if the margin is negative.
-        BudgetImpossible: HP402 with the least bytes that a plan reached, and a lower bound for every plan.
+        BudgetImpossible: HP402 for a budget below the least bytes that a plan reached, which the error states.
         TierFull: HP403 when only the capacity of DRAM or flash is too small.
     """
     if (budget_bytes is None) == (max_slowdown is None):
