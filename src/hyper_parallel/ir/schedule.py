@@ -86,11 +86,7 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Return the action written in the text form, such as `2F0`.
-
-        Raises:
-            ScheduleError: HP320 when the text is not an action.
-        """
+        """Return the action written in the text form, such as `2F0`; raise ScheduleError (HP320) for another text."""
         return _parse(text.strip())
 
 
@@ -306,11 +302,7 @@ class Schedule:
         return homes
 
     def placement(self) -> dict[int, int]:
-        """Return a dict from stage to the rank that computes it, for all stages outside `StageGraph.copied`.
-
-        Raises:
-            ScheduleError: HP320 as for `homes`.
-        """
+        """Return a dict from stage to its rank, for all stages outside `StageGraph.copied`; errors as for `homes`."""
         copied = self.graph.copied if self.graph else frozenset()
         return {s: rank for (s, _), rank in self.homes().items() if s not in copied}
 
