@@ -204,12 +204,14 @@ class Schedule:
             if edge[1] >= self.stages:
                 raise ScheduleError(
                     f"the edge {edge[0]}>{edge[1]} names a stage that does not exist",
+                    where=self.name,
                     allowed=f"0 to {self.stages - 1}",
                 )
         for mark in ("frozen", "copied", "sharded") if self.graph else ():
             if missing := [stage for stage in getattr(self.graph, mark) if stage >= self.stages]:
                 raise ScheduleError(
                     f"`{missing[0]} {mark}` marks a stage that does not exist",
+                    where=self.name,
                     allowed=f"0 to {self.stages - 1}",
                 )
 
@@ -336,13 +338,17 @@ class Schedule:
         """Return the schedule in a CSV text as written by `to_csv`, extended or not; empty cells are idle time.
 
         Raises:
-            ScheduleError: HP320 for a cell that is not an action, with its row and column, a bad graph, or no actions.
+            ScheduleError: HP320 for a cell that is not an action, a bad graph, or no actions; `where` has the row and column.
         """
         ranks: list[list[Action]] = []
         graph = None
         for row, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
             if cells and cells[0].strip() == "graph":
-                graph = StageGraph.parse(cells[1:])
+                try:
+                    graph = StageGraph.parse(cells[1:])
+                except ScheduleError as error:
+                    error.where = f"{name}: row {row}"
+                    raise
                 continue
             ranks.append([])
             for column, cell in enumerate(cells, start=1):
