@@ -338,7 +338,7 @@ class Schedule:
         """Return the schedule in a CSV text as written by `to_csv`, extended or not; empty cells are idle time.
 
         Raises:
-            ScheduleError: HP320 for a cell that is not an action, a bad graph, or no actions; `where` has the row and column.
+            ScheduleError: HP320 for a cell that is not an action, with its row and column, a bad graph, or no actions.
         """
         ranks: list[list[Action]] = []
         graph = None

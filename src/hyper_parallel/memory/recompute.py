@@ -108,7 +108,7 @@ class ChainFinder:
         return self.find(storage, gap[1])
 
     def find(self, storage: int, until: int, depth: int = MAX_CHAIN) -> Chain | None:
-        """Return the chain that recomputes `storage`, and up to `depth` levels of dead inputs, before `until`, if any."""
+        """Return the chain that recomputes `storage` and up to `depth` levels of dead inputs before `until`, if any."""
         program, chains = self.program, self.chains
         producer = chains.producer[storage]
         if producer < 0:
