@@ -450,10 +450,15 @@ class Workload:
         unit = self.seq_len * dp
         if tokens < 1 or tokens % unit:
             near = max(1, round(tokens / unit)) * unit
+            changes: dict[str, object] = {"training.tokens_per_step": near}
+            try:
+                replace(self, tokens_per_step=near).resolve(dp)
+            except BatchMismatch as error:
+                changes |= error.changes
             raise BatchMismatch(
                 "tokens_per_step is not a multiple of seq_len x data-parallel ranks",
                 got=f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}",
-                changes={"training.tokens_per_step": near},
+                changes=changes,
             )
         per_rank = tokens // unit
         if micro is None:
