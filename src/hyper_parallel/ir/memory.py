@@ -223,7 +223,7 @@ class Choice:
         first: Position of the first of the two uses in the order of operators; -1 for `stream`.
         last: Position of the second use; the number of operators: the end of the step.
         tier: Memory that holds the storage in the gap. With `recompute` none does, and the value is `device`.
-        reason: Sentence for the report of the plan.
+        reason: Phrase for the report of the plan.
     """
 
     storage: int

@@ -175,8 +175,8 @@ class _Walk(Residency):
             if self.valid[s] != want or self.in_flight[s]:
                 raise MemoryPlanInvalid(
                     f"at the end of the step, {self.name(s)} is in a wrong memory tier, outdated or still being copied",
-                    got=f"{self.valid[s]}, copies running: {sorted(self.in_flight[s])}",
-                    allowed=str(want),
+                    got=f"tiers (True: up to date) {self.valid[s]}, copies in flight to {sorted(self.in_flight[s])}",
+                    allowed=f"tiers (True: up to date) {want}",
                 )
 
 

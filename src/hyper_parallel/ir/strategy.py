@@ -46,7 +46,7 @@ class Rule:
 
     Attributes:
         pattern: Glob over module names, one `*` per name part: `model.layers.*.mlp.up_proj`.
-        style: colwise, rowwise, vocab, head, kv_replicate, replicate (see `hyper_parallel.shard.STYLES`).
+        style: Key of `hyper_parallel.shard.STYLES`, such as `colwise` or `replicate`.
     """
 
     pattern: str

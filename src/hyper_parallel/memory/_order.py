@@ -36,7 +36,7 @@ def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ..
     passes: tuple[tuple[str, Callable[..., tuple[int, ...]]], ...] = (
         ("optimizer updates inside the backward pass", _updates_early),
         ("weight gradients next to their consumer", _gradients_late),
-        ("results made right before their first use", _results_late),
+        ("results computed right before their first use", _results_late),
     )
     for label, propose in passes:
         proposal = propose(program, before, order)

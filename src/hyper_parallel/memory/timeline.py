@@ -136,7 +136,7 @@ class Copied:
         return Copied(self.count + 1, self.num_bytes + num_bytes, self.seconds + seconds)
 
     def bytes_s(self, latency_s: float) -> float | None:
-        """Return bytes per second without the latency of each copy; None if no bytes or no other seconds remain."""
+        """Return the bandwidth in bytes/s without latencies; None without bytes, or if latencies take all seconds."""
         moving = self.seconds - self.count * latency_s
         return self.num_bytes / moving if self.num_bytes and moving > 0 else None
 
