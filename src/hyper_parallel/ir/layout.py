@@ -355,8 +355,7 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
 class Purpose(StrEnum):
     """Purpose of a collective, as named in run-time counters, traces and plans.
 
-    Property `backward` is the purpose of the transposed collective in backward. For example, a gather of tokens in
-    forward becomes a scatter of their gradients.
+    For example, a gather of tokens in forward becomes a scatter of their gradients in backward, see `backward`.
     """
 
     # FSDP, and its replicas
