@@ -74,7 +74,7 @@ class Operator:
         allocs: Storages that the operator allocates and writes: its results.
         seconds: Seconds on the compute lane.
         flops: Floating-point operations.
-        access_bytes: Bytes moved between device memory and arithmetic units.
+        access_bytes: Bytes moved between device memory and arithmetic units; for a collective, bytes sent.
         phase: Phase of the step.
         repeatable: Whether a second run on equal inputs gives bitwise equal results without side effects.
         ordered: Whether the operator must keep its order relative to other ordered operators: it draws random numbers,
