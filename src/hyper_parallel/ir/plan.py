@@ -117,7 +117,7 @@ class PartPlan:
     """
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: Annotated[tuple[int, ...], Field(min_length=1)]
     degrees: str
     forward_s: float
     backward_s: float
@@ -141,7 +141,7 @@ class SubmodelsPlan:
         inline: Whether the ranks of the first pipeline stage also run the towers.
     """
 
-    parts: tuple[PartPlan, ...]
+    parts: Annotated[tuple[PartPlan, ...], Field(min_length=1)]
     step_s: float
     bubble: float
     lower_s: float
@@ -374,7 +374,7 @@ class Plan:
     workload: Workload
     strategy: Strategy
     layouts: dict[str, Layout]
-    step_s: float
+    step_s: Annotated[float, Field(gt=0)]
     cost: tuple[CostTerm, ...]
     memory: tuple[MemoryTerm, ...]
     memory_capacity_bytes: int
