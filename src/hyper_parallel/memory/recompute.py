@@ -26,7 +26,7 @@ class Recomputes:
     Attributes:
         uses: Positions that access each storage, including reads by recomputed operators.
         gaps: Dict from recomputed storage to (last use before it is dropped, first use after).
-        rerun: Dict from position to the operators to run again before it, in recorded order.
+        rerun: Dict from position to the operators to run again before it, in ascending position.
         helpers: Dict from position to recomputed results that exist only there.
     """
 

@@ -88,7 +88,7 @@ def peak_by_kind(plan: MemoryPlan) -> dict[StorageKind, int]:
 
 
 def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
-    """Return the timeline of a plan for a chart: merged spans per phase, copies by storage kind, changed counters."""
+    """Return a plan's timeline for a chart: phases merged, copies named by storage kind, only changes of counters."""
     operators = plan.program.operators
     runs = iter(
         operators[a.target] for a in plan.actions if a.kind in ("run", "recompute") and not operators[a.target].group
