@@ -29,10 +29,11 @@ ActionKind: TypeAlias = Literal[
 
 COMPUTE: Final = frozenset({"F", "I", "W", "B", "OVERLAP_F_B"})
 _PER_STAGE: Final = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD"})
-_TEXT: Final = re.compile(rf"(\d+)({'|'.join(k for k in get_args(ActionKind) if k != 'OVERLAP_F_B')})(\d*)(?::(\d+))?")
+_KINDS: Final = "|".join(k for k in get_args(ActionKind) if k != "OVERLAP_F_B")
+_TEXT: Final = re.compile(rf"(\d{{1,6}})({_KINDS})(\d{{0,6}})(?::(\d{{1,6}}))?")
 _SLOTS: Final = {"F": 1, "I": 1, "W": 1, "B": 2}
 _SENDS: Final[dict[str, ActionKind]] = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}
-_GRAPH: Final = re.compile(r"(\d+)>(\d+)|(\d+) (frozen|copied|sharded)")
+_GRAPH: Final = re.compile(r"(\d{1,6})>(\d{1,6})|(\d{1,6}) (frozen|copied|sharded)")
 PEERS: Final[dict[str, tuple[int, ActionKind]]] = {
     "SEND_F": (1, "RECV_F"),
     "RECV_F": (-1, "SEND_F"),
@@ -106,7 +107,7 @@ def _parse(text: str) -> Action:
     raise ScheduleError(
         f"`{text}` is not a schedule action",
         got=text,
-        allowed="stage, kind, microbatch: 2F0, 1RECV_B3, 0SEND_F3:2, 0UNSHARD, (0F4;3B1)OVERLAP_F_B",
+        allowed="stage, kind, microbatch (up to 6 digits): 2F0, 1RECV_B3, 0SEND_F3:2, 0UNSHARD, (0F4;3B1)OVERLAP_F_B",
     )
 
 
@@ -168,7 +169,7 @@ class StageGraph:
             if match is None:
                 raise ScheduleError(
                     f"`{cell}` is not an entry of a stage graph",
-                    allowed="entries such as 0>2, 0 frozen, 1 copied, 1 sharded",
+                    allowed="entries such as 0>2, 0 frozen, 1 copied, 1 sharded, with stages of up to 6 digits",
                 )
             source, target, stage, word = match.groups()
             if word:
@@ -298,8 +299,7 @@ class Schedule:
                     where=at(self, rank, position),
                 )
         used = sorted({s for s, _ in homes})
-        lost = sorted(set(range(self.stages)).difference(used))
-        if lost:
+        if lost := sorted(set(range(self.stages)).difference(used)):
             raise ScheduleError(f"stage {lost[0]} has no computation", got=f"stages {used}")
         return homes
 
