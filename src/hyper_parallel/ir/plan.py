@@ -112,6 +112,7 @@ class PartPlan:
         ranks: Ranks of the part.
         degrees: Strategy of the part as text.
         forward_s: Seconds of all forwards of a step on one rank of the part; in a pipeline, on its busiest rank.
+            Exposed collectives of the language part are not included.
         backward_s: Seconds of all backwards on that rank; 0 for a frozen part.
         memory: Terms of the predicted peak of one rank, for this part only; empty: not predicted.
     """

@@ -72,10 +72,7 @@ class CommsInFlight:
         return bool(self._running) and bool(self._conflicts({storage}, set()))
 
     def defer_release(self, storage: int, position: int) -> bool:
-        """Defer the release of a storage until the last operator in flight that uses it is joined.
-
-        Return False if no operator in flight uses the storage.
-        """
+        """Defer the release of a storage until its last user in flight is joined; return False if there is none."""
         users = [i for i in self._running if storage in self._program.touched[i]]
         if not users:
             return False
