@@ -257,6 +257,8 @@ def test_a_link_that_is_slower_than_said_keeps_the_time_limit(bytes_s):
     assert bare.peak_bytes["device"] <= plan.peak_bytes["device"]
     with pytest.raises(BadValue, match="bandwidth_margin"):
         plan_memory(program, machine(), max_slowdown=0.02, bandwidth_margin=-0.1)
+    with pytest.raises(BadValue, match="max_slowdown"):
+        plan_memory(program, machine(), max_slowdown=-0.1)
 
 
 def decode(layers=40, weight=1000):

@@ -45,7 +45,9 @@ def test_known_texts(text, action):
     assert Action.parse(text) == action
 
 
-@pytest.mark.parametrize("text", ["F0", "2F", "2X1", "0UNSHARD3", "2F0x", "(0SEND_F1;1B0)OVERLAP_F_B"])
+@pytest.mark.parametrize(
+    "text", ["F0", "2F", "2X1", "0UNSHARD3", "2F0x", "0F1000000", "1000000F0", "(0SEND_F1;1B0)OVERLAP_F_B"]
+)
 def test_bad_text_is_refused(text):
     with pytest.raises(ScheduleError, match="is not a schedule action"):
         Action.parse(text)

@@ -172,6 +172,19 @@ def test_a_plan_whose_order_is_not_one_of_the_axes_is_refused():
             Plan.from_json(text.replace('"cp"', wrong))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step_s", 0.0),
+        ("submodels", {"parts": [], "step_s": 1.0, "bubble": 0.0, "lower_s": 1.0}),
+    ],
+)
+def test_a_plan_without_time_or_parts_is_refused(key, value):
+    data = json.loads(plan(small_model(), machine(), num_devices=4).to_json())
+    with pytest.raises(PlanUnreadable, match=key):
+        Plan.from_json(json.dumps(data | {key: value}))
+
+
 def test_a_plan_with_memory_of_an_unknown_tier_is_refused():
     text = plan(small_model(), machine(), num_devices=4).to_json()
     assert '"tier": "hbm"' in text

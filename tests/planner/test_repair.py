@@ -107,6 +107,8 @@ def test_the_number_of_devices_is_kept():
         ({"tokens_per_step": 8 * 512, "microbatch": 2, "accumulation_steps": 3},
          "training.tokens_per_step=6144"),
         ({"tokens_per_step": 3 * 512, "microbatch": 1}, "training.tokens_per_step=2048"),
+        ({"tokens_per_step": 3 * 512, "microbatch": 3}, "training.tokens_per_step=2048 training.microbatch=2"),
+        ({"tokens_per_step": 3 * 512, "microbatch": 3, "accumulation_steps": 2}, "training.tokens_per_step=6144"),
     ],
 )  # fmt: skip
 def test_batch_numbers_that_do_not_agree_are_mended(given, hint):

@@ -31,7 +31,7 @@ def panel(plan: Plan, half_width: float | None = None, width: int = 80) -> str:
     Args:
         plan: The plan.
         half_width: h of the 80 % prediction interval, see `planner.half_width`; None: no interval.
-        width: Characters per line.
+        width: Characters at which rows are wrapped; the title and long words are not divided.
     """
     lines = [_title(plan)]
     for label, items in summary(plan, half_width).items():
@@ -154,7 +154,7 @@ _SYMBOLS: Final = (
 
 
 def explain(plan: Plan, width: int | None = None) -> str:
-    """Return decisions and predictions of a plan as text without `Plan.certificate`; lines are wrapped at `width`."""
+    """Return decisions and predictions of a plan, without `certificate`, as text; wrapped at `width` unless None."""
     constants = [f"{s.constant} x {s.factor:.3f}: {s.strategy}" for s in plan.sensitivity]
     sections = (
         _section(_title(plan), _head(plan)),
@@ -244,10 +244,7 @@ def _roles(plan: Plan) -> Iterator[str]:
 
 
 def _submodel_lines(s: SubmodelsPlan, *, lanes: bool = True) -> Iterator[str]:
-    """Yield lines about each part of a multimodal model, the simulated step, and the search over assignments of ranks.
-
-    With `lanes`, the chart of the simulated step follows.
-    """
+    """Yield lines about parts, simulated step and search over assignments; with `lanes`, also a chart of the step."""
     for part in s.parts:
         first, *others = part.ranks
         adjacent = len(others) > 2 and part.ranks == (*range(first, first + len(part.ranks)),)
@@ -347,7 +344,10 @@ def _front(plan: Plan) -> Iterator[str]:
 
 
 def diff(a: Plan, b: Plan) -> str:
-    """Return a line `path: left -> right` per different value, without rejected strategies, stages and notes."""
+    """Return a line `path: left -> right` per value whose printed text differs (`-`: absent); "" without differences.
+
+    Compared are model, topology, workload, strategy, predicted times and bytes, collectives and layouts.
+    """
     left, right = dict(_flat(a)), dict(_flat(b))
     return "\n".join(
         f"{path}: {left.get(path, '-')} -> {right.get(path, '-')}"

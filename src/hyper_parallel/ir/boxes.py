@@ -71,7 +71,7 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     def contains(self, other: Box) -> bool:
-        """Return whether this box includes all elements of `other`; False for different numbers of dims."""
+        """Return whether the ranges include those of `other`, for any names; False for different numbers of dims."""
         return len(self.ranges) == len(other.ranges) and all(
             first <= start and stop <= last
             for (first, last), (start, stop) in zip(self.ranges, other.ranges, strict=True)
@@ -283,7 +283,10 @@ def equal_parts(parts: tuple[Part, ...], degree: int) -> bool:
 
 
 def working_rows(parts: tuple[Part, ...], degree: int, rank: int) -> tuple[tuple[int, int], ...]:
-    """Return, per part, the half-open range of rows whose outputs tensor-parallel rank `rank` of `degree` uses."""
+    """Return, per part, the half-open range of rows whose outputs tensor-parallel rank `rank` of `degree` uses.
+
+    For every part, `degree` must divide the number of heads or be a multiple of it.
+    """
     result, first = [], 0
     for part in parts:
         shared = max(1, degree // part.heads)  # ranks that compute with the same rows
@@ -297,7 +300,7 @@ def working_rows(parts: tuple[Part, ...], degree: int, rank: int) -> tuple[tuple
 def exchanged(parts: tuple[Part, ...], degree: int, source: int, target: int) -> tuple[tuple[int, int], ...]:
     """Return the nonempty row ranges, ascending, that rank `source` computes and rank `target` uses.
 
-    Rank `source` computes slice `source` of `degree` equal slices of all rows; for the other rank see `working_rows`.
+    Rank `source` computes slice `source` of `degree` equal slices of all rows; `working_rows` has the rows of `target`.
     """
     size = sum(p.rows for p in parts) // degree
     owned = source * size, (source + 1) * size

@@ -142,7 +142,7 @@ class Mesh:
         return self.device(position)
 
     def group(self, device: int, axes: str | Sequence[str]) -> tuple[int, ...]:
-        """Return the devices of `device`'s group over `axes`, ordered by coordinate; the first axis varies slowest."""
+        """Return the group of `device` over `axes` by coordinate, the first axis slowest; errors as for `position`."""
         group = [self.coordinate(device)]
         for axis in (axes,) if isinstance(axes, str) else axes:
             group = [{**c, axis: i} for c in group for i in range(self.degree(axis))]
@@ -183,7 +183,7 @@ class Layout:
             is a module of its own, `[mlp, embed] @ hbm, one of ep`.
 
     Raises:
-        LayoutError: HP202 for an axis used twice, or a number of names or parts other than the number of dims.
+        LayoutError: HP202 for an axis used twice, a number of names or parts other than that of dims, or parts below 1.
     """
 
     axes: tuple[tuple[str, ...], ...]
@@ -226,7 +226,7 @@ class Layout:
         return self.parts[dim] if self.parts and self.axes[dim] else 1
 
     def stack(self, dim: int, parts: int) -> Layout:
-        """Return the layout with `parts` equal parts stacked in a dim."""
+        """Return the layout with `parts` equal parts stacked in a dim; raise LayoutError (HP202) for less than 1."""
         old = self.parts or (1,) * len(self.axes)
         return replace(self, parts=tuple(parts if i == dim else n for i, n in enumerate(old)))
 
@@ -255,7 +255,7 @@ class Layout:
         Args:
             shape: Logical shape of the tensor.
             mesh: Mesh with the degrees.
-            coordinate: Coordinate of the rank, as returned by `Mesh.coordinate`.
+            coordinate: Coordinate of the rank, as returned by `Mesh.coordinate`; omitted axes have coordinate 0.
 
         Raises:
             LayoutError: HP202 when a dim does not divide into its parts.
@@ -282,12 +282,12 @@ class Layout:
         return tuple(result)
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the shard of the rank at `coordinate`."""
+        """Return the shape of the shard of the rank at `coordinate`; arguments and errors as for `ranges`."""
         result = self.ranges(shape, mesh, coordinate)
         return tuple(sum(stop - start for start, stop in runs) for runs in result)
 
     def max_local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of the largest shard, which is at coordinate 0 of every axis."""
+        """Return the shape of the largest shard, which is at coordinate 0 of every axis; errors as for `ranges`."""
         return self.local_shape(shape, mesh, {})
 
     def __str__(self) -> str:
@@ -355,8 +355,7 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
 class Purpose(StrEnum):
     """Purpose of a collective, as named in run-time counters, traces and plans.
 
-    Property `backward` is the purpose of the transposed collective in backward. For example, a gather of tokens in
-    forward becomes a scatter of their gradients.
+    For example, a gather of tokens in forward becomes a scatter of their gradients in backward, see `backward`.
     """
 
     # FSDP, and its replicas
@@ -487,7 +486,7 @@ def redistribute(
 
     Args:
         src: Layout of the tensor before the steps.
-        dst: Layout after the steps. Axes of degree 1 are ignored.
+        dst: Layout after the steps; its `dims` are ignored. Axes of degree 1 are ignored in both layouts.
         mesh: Mesh with the degrees.
         shape: Logical shape of the tensor.
         dtype_bytes: Width of one element.

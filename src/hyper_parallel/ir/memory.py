@@ -27,7 +27,7 @@ MemoryActionKind = Literal[
 
 MEMORY_TIERS: tuple[MemoryTier, ...] = get_args(MemoryTier)
 GRADIENT_PIECES = 16
-"""Number of column blocks of an embedding's gradient; they are computed one at a time, outside the arena."""
+"""Maximum number of column blocks of an embedding's gradient; they are computed one at a time, outside the arena."""
 COPIES: dict[str, tuple[MemoryTier, MemoryTier]] = {
     "prefetch": ("dram", "device"),
     "store": ("device", "dram"),
@@ -74,7 +74,7 @@ class Operator:
         allocs: Storages that the operator allocates and writes: its results.
         seconds: Seconds on the compute lane.
         flops: Floating-point operations.
-        access_bytes: Bytes moved between device memory and arithmetic units.
+        access_bytes: Bytes moved between device memory and arithmetic units; for a collective, bytes sent.
         phase: Phase of the step.
         repeatable: Whether a second run on equal inputs gives bitwise equal results without side effects.
         ordered: Whether the operator must keep its order relative to other ordered operators: it draws random numbers,
@@ -85,7 +85,7 @@ class Operator:
             parallel to the compute lane, and ends at its `join`.
         comm_s: Seconds on the communication lane.
         message: Whether the operator is a point-to-point message. Its `join` is as late as its operands permit, because
-            the peer may be late. Without a group, the operator waits for earlier messages.
+            the peer may be late. A message without a group is the wait for earlier messages.
         purpose: `Purpose` of the communication; empty: FSDP, or no communication.
     """
 
@@ -141,7 +141,7 @@ class MemoryProgram:
 
     @cached_property
     def staging_bytes(self) -> int:
-        """Bytes of the staging allocations outside the arena: the largest sum of `scratch_bytes` of one operator."""
+        """Bytes of staging allocations outside the arena: the largest sum of one operator's rounded `scratch_bytes`."""
         sizes = (sum(round_up(n, self.alignment_bytes) for n in op.scratch_bytes) for op in self.operators)
         return max(sizes, default=0)
 
@@ -223,7 +223,7 @@ class Choice:
         first: Position of the first of the two uses in the order of operators; -1 for `stream`.
         last: Position of the second use; the number of operators: the end of the step.
         tier: Memory that holds the storage in the gap. With `recompute` none does, and the value is `device`.
-        reason: Sentence for the report of the plan.
+        reason: Phrase for the report of the plan.
     """
 
     storage: int
@@ -262,7 +262,7 @@ class HostBuffers:
         self._now[size] -= 1
 
     def fits(self, size: int, capacity_bytes: int) -> bool:
-        """Return whether a buffer of `size` bytes is free, or all slabs stay within `capacity_bytes` with one more."""
+        """Return whether an allocated or reserved buffer of `size` bytes is free, or one more fits `capacity_bytes`."""
         if self._now[size] < max(self.most[size], self._reserved[size]):
             return True
         asked = size, capacity_bytes

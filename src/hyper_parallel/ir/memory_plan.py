@@ -36,7 +36,7 @@ class Replay:
         peak_action: Index of the action at which device memory has its peak.
         profile: Device bytes during every action.
         copied_bytes: Dict from kind of copy to copied bytes (requested, not rounded).
-        residency: Every live range on the device, without addresses.
+        residency: Every live range on the device, in the order of their ends, without addresses.
         recompute_seconds: Compute seconds of recomputed operators.
         host_buffers: Dict from rounded size to the maximum number of host buffers in use.
     """
@@ -175,8 +175,8 @@ class _Walk(Residency):
             if self.valid[s] != want or self.in_flight[s]:
                 raise MemoryPlanInvalid(
                     f"at the end of the step, {self.name(s)} is in a wrong memory tier, outdated or still being copied",
-                    got=f"{self.valid[s]}, copies running: {sorted(self.in_flight[s])}",
-                    allowed=str(want),
+                    got=f"tiers (True: up to date) {self.valid[s]}, copies in flight to {sorted(self.in_flight[s])}",
+                    allowed=f"tiers (True: up to date) {want}",
                 )
 
 
@@ -273,7 +273,7 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Dict from tier to its peak bytes in the replay; fragmentation of the arena is not included."""
+        """Dict from tier to its peak bytes, without arena fragmentation and staging; errors as for `replayed`."""
         return self.replayed.peak_bytes
 
     @property
@@ -283,5 +283,5 @@ class MemoryPlan:
 
     @cached_property
     def dram_bytes(self) -> int:
-        """Pinned host bytes of the plan: slabs for the maximum number of buffers in use of every size."""
+        """Pinned host bytes: slabs for the maximum number of buffers of each size in use; errors as for `replayed`."""
         return slab_bytes(self.replayed.host_buffers)

@@ -51,8 +51,8 @@ class RolesPlan:
             forward passes, such as those of the reference model.
         step_s: Steady-state seconds per optimizer step, sampling included.
         sampler_bytes: Peak bytes of a rank while it samples.
-        rejected: Splits that were not chosen. Each has a staleness and a placement: separate ranks or colocated. Listed
-            are the next best for the chosen combination of both, and the best one for every other combination.
+        rejected: Splits that were not chosen. The mode of a split is its staleness, and whether it is colocated. Listed
+            are the next best splits of the chosen mode, and the best split of every other mode.
     """
 
     rollout_ranks: Annotated[int, Field(ge=0, le=MOST_RANKS)]
@@ -112,12 +112,13 @@ class PartPlan:
         ranks: Ranks of the part.
         degrees: Strategy of the part as text.
         forward_s: Seconds of all forwards of a step on one rank of the part; in a pipeline, on its busiest rank.
+            Exposed collectives of the language part are not included.
         backward_s: Seconds of all backwards on that rank; 0 for a frozen part.
         memory: Terms of the predicted peak of one rank, for this part only; empty: not predicted.
     """
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: Annotated[tuple[int, ...], Field(min_length=1)]
     degrees: str
     forward_s: float
     backward_s: float
@@ -137,11 +138,11 @@ class SubmodelsPlan:
             stage if `inline`, else in rounds, and every tower rank encodes one microbatch per round.
         wait_s: Seconds by which the step is longer than that of the language part alone.
         lanes: Chart of the simulated step, as lines of text.
-        certificate: `Plan.whole_step_s`, and a lower bound over all assignments of ranks; None without a search.
+        certificate: `Plan.whole_step_s`, and its lower bound over all assignments of ranks; None without a search.
         inline: Whether the ranks of the first pipeline stage also run the towers.
     """
 
-    parts: tuple[PartPlan, ...]
+    parts: Annotated[tuple[PartPlan, ...], Field(min_length=1)]
     step_s: float
     bubble: float
     lower_s: float
@@ -358,7 +359,7 @@ class Plan:
         pace: Speed of a pipeline rank while 1, 2, ... pipeline ranks are busy, relative to its speed while all are
             busy. Empty if every rank has its own cores.
         certificate: Proof of optimality; None for a strategy that the user fixed.
-        pareto: Pareto front of step time and memory, fastest first.
+        pareto: Pareto front of time and memory among strategies with less memory than the chosen one, fastest first.
         sensitivity: Hardware constants whose change would change the chosen strategy, smallest change first.
         roles: Sampling and learning ranks of an RL step. The costs above are those of learning only.
         submodels: Ranks and costs of the parts of a multimodal model, for the images or recordings of the first step.
@@ -374,7 +375,7 @@ class Plan:
     workload: Workload
     strategy: Strategy
     layouts: dict[str, Layout]
-    step_s: float
+    step_s: Annotated[float, Field(gt=0)]
     cost: tuple[CostTerm, ...]
     memory: tuple[MemoryTerm, ...]
     memory_capacity_bytes: int
@@ -484,7 +485,7 @@ class Plan:
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON file."""
+        """Write the plan to a JSON file, which is replaced atomically; raise OSError if that fails."""
         write_text(Path(path), self.to_json() + "\n")
 
     @classmethod

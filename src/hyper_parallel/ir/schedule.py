@@ -29,10 +29,11 @@ ActionKind: TypeAlias = Literal[
 
 COMPUTE: Final = frozenset({"F", "I", "W", "B", "OVERLAP_F_B"})
 _PER_STAGE: Final = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD"})
-_TEXT: Final = re.compile(rf"(\d+)({'|'.join(k for k in get_args(ActionKind) if k != 'OVERLAP_F_B')})(\d*)(?::(\d+))?")
+_KINDS: Final = "|".join(k for k in get_args(ActionKind) if k != "OVERLAP_F_B")
+_TEXT: Final = re.compile(rf"(\d{{1,6}})({_KINDS})(\d{{0,6}})(?::(\d{{1,6}}))?")
 _SLOTS: Final = {"F": 1, "I": 1, "W": 1, "B": 2}
 _SENDS: Final[dict[str, ActionKind]] = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}
-_GRAPH: Final = re.compile(r"(\d+)>(\d+)|(\d+) (frozen|copied|sharded)")
+_GRAPH: Final = re.compile(r"(\d{1,6})>(\d{1,6})|(\d{1,6}) (frozen|copied|sharded)")
 PEERS: Final[dict[str, tuple[int, ActionKind]]] = {
     "SEND_F": (1, "RECV_F"),
     "RECV_F": (-1, "SEND_F"),
@@ -68,7 +69,7 @@ class Action:
 
     @property
     def peer(self) -> Action:
-        """Matching receive of a send, or matching send of a receive."""
+        """Matching receive of a send, or matching send of a receive; KeyError for other kinds."""
         step, kind = PEERS[self.kind]
         other = self.stage + step if self.other is None else self.other
         return message(other, kind, self.microbatch, self.stage)
@@ -86,11 +87,7 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Return the action written in the text form, such as `2F0`.
-
-        Raises:
-            ScheduleError: HP320 when the text is not an action.
-        """
+        """Return the action written in the text form, such as `2F0`; raise ScheduleError (HP320) for another text."""
         return _parse(text.strip())
 
 
@@ -110,7 +107,7 @@ def _parse(text: str) -> Action:
     raise ScheduleError(
         f"`{text}` is not a schedule action",
         got=text,
-        allowed="stage, kind, microbatch: 2F0, 1RECV_B3, 0UNSHARD, (0F4;3B1)OVERLAP_F_B",
+        allowed="stage, kind, microbatch (up to 6 digits): 2F0, 1RECV_B3, 0SEND_F3:2, 0UNSHARD, (0F4;3B1)OVERLAP_F_B",
     )
 
 
@@ -172,7 +169,7 @@ class StageGraph:
             if match is None:
                 raise ScheduleError(
                     f"`{cell}` is not an entry of a stage graph",
-                    allowed="entries such as 0>2, 0 frozen, 1 copied, 1 sharded",
+                    allowed="entries such as 0>2, 0 frozen, 1 copied, 1 sharded, with stages of up to 6 digits",
                 )
             source, target, stage, word = match.groups()
             if word:
@@ -194,7 +191,7 @@ class Schedule:
         graph: Edges between stages; None for the chain 0, 1, 2, ...
 
     Raises:
-        ScheduleError: HP320 when an edge of the graph leads to a stage that the schedule lacks.
+        ScheduleError: HP320 when the graph has an edge to, or a mark of, a stage that the schedule lacks.
     """
 
     name: str
@@ -208,12 +205,14 @@ class Schedule:
             if edge[1] >= self.stages:
                 raise ScheduleError(
                     f"the edge {edge[0]}>{edge[1]} names a stage that does not exist",
+                    where=self.name,
                     allowed=f"0 to {self.stages - 1}",
                 )
         for mark in ("frozen", "copied", "sharded") if self.graph else ():
             if missing := [stage for stage in getattr(self.graph, mark) if stage >= self.stages]:
                 raise ScheduleError(
                     f"`{missing[0]} {mark}` marks a stage that does not exist",
+                    where=self.name,
                     allowed=f"0 to {self.stages - 1}",
                 )
 
@@ -252,8 +251,8 @@ class Schedule:
         """Return the groups of computations that run at the same time, because a sharded stage has collectives.
 
         Returns:
-            Dict from each computation of a sharded stage to its group, itself included, as (action, rank) pairs. Group
-            n has the n-th computation of every replica; there is no group if a replica has none.
+            Dict from a computation of a sharded stage to its group, itself included, as (action, rank) pairs. Group n
+            has the n-th computation of every replica. If a replica lacks it, those of other replicas are omitted.
         """
         rounds: dict[Action, tuple[tuple[Action, int], ...]] = {}
         for stage in self.graph.sharded if self.graph else ():
@@ -300,17 +299,12 @@ class Schedule:
                     where=at(self, rank, position),
                 )
         used = sorted({s for s, _ in homes})
-        lost = sorted(set(range(self.stages)).difference(used))
-        if lost:
+        if lost := sorted(set(range(self.stages)).difference(used)):
             raise ScheduleError(f"stage {lost[0]} has no computation", got=f"stages {used}")
         return homes
 
     def placement(self) -> dict[int, int]:
-        """Return a dict from stage to the rank that computes it, for all stages outside `StageGraph.copied`.
-
-        Raises:
-            ScheduleError: HP320 as for `homes`.
-        """
+        """Return a dict from stage to its rank, for all stages outside `StageGraph.copied`; errors as for `homes`."""
         copied = self.graph.copied if self.graph else frozenset()
         return {s: rank for (s, _), rank in self.homes().items() if s not in copied}
 
@@ -350,7 +344,11 @@ class Schedule:
         graph = None
         for row, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
             if cells and cells[0].strip() == "graph":
-                graph = StageGraph.parse(cells[1:])
+                try:
+                    graph = StageGraph.parse(cells[1:])
+                except ScheduleError as error:
+                    error.where = f"{name}: row {row}"
+                    raise
                 continue
             ranks.append([])
             for column, cell in enumerate(cells, start=1):

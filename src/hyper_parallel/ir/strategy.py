@@ -46,7 +46,7 @@ class Rule:
 
     Attributes:
         pattern: Glob over module names, one `*` per name part: `model.layers.*.mlp.up_proj`.
-        style: colwise, rowwise, vocab, head, kv_replicate, replicate (see `hyper_parallel.shard.STYLES`).
+        style: Key of `hyper_parallel.shard.STYLES`, such as `colwise` or `replicate`.
     """
 
     pattern: str
@@ -102,6 +102,8 @@ class Overlap:
 class Strategy:
     """Parallel degrees of the mesh axes, and other choices of how a model is parallelized.
 
+    Some choices can be priced, but not run: `etp`, `recompute="selective"`, another `order`, and some values of `zero`.
+
     Attributes:
         pp: Pipeline stages.
         dp_replicate: Data-parallel replicas, the outer axis of HSDP.
@@ -121,7 +123,7 @@ class Strategy:
         virtual_stages: Pipeline stages per rank.
         stage_layers: Decoder layers of each (virtual) stage, in model order; (): balanced by cost.
         rules: Overrides of the model's own sharding plan; the first match wins.
-        recompute: Activations that backward recomputes.
+        recompute: Activations that backward recomputes; `full`: all of a decoder layer except its input.
         reshard_after_forward: Whether gathered parameters are freed between forward and backward (ZeRO-3) or kept
             (ZeRO-2).
         etp: Tensor-parallel ranks of one expert; None: tp without expert parallelism, else 1.
@@ -366,7 +368,7 @@ class SequenceCut:
         )
 
     def positions(self, rank: int) -> list[int]:
-        """Return the sequence positions of the tokens on a rank, in storage order."""
+        """Return the sequence positions of the tokens on a rank, in storage order; `seq_len` and above are padding."""
         place, slice_ = divmod(rank, self.ulysses)
         positions = [p for start, stop in self.spans[place] for p in range(start, stop)]
         return positions[slice_ * self.local : (slice_ + 1) * self.local]
@@ -410,7 +412,7 @@ class Workload:
     """Batch sizes and number formats of one optimizer step.
 
     The batch numbers are tokens per step, microbatch and accumulation steps. `resolve` derives those that are None from
-    the others and the data-parallel degree.
+    the others and the data-parallel degree. If that is not sufficient, microbatch and then accumulation steps are 1.
 
     Attributes:
         seq_len: Tokens per sequence.
@@ -448,10 +450,15 @@ class Workload:
         unit = self.seq_len * dp
         if tokens < 1 or tokens % unit:
             near = max(1, round(tokens / unit)) * unit
+            changes: dict[str, object] = {"training.tokens_per_step": near}
+            try:
+                replace(self, tokens_per_step=near).resolve(dp)
+            except BatchMismatch as error:
+                changes |= error.changes
             raise BatchMismatch(
                 "tokens_per_step is not a multiple of seq_len x data-parallel ranks",
                 got=f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}",
-                changes={"training.tokens_per_step": near},
+                changes=changes,
             )
         per_rank = tokens // unit
         if micro is None:
@@ -510,10 +517,7 @@ class GenerateWorkload:
 
     @property
     def columns(self) -> int:
-        """Positions per sequence in the KV cache.
-
-        The last generated token is never an input; its position is padding.
-        """
+        """Positions per sequence in the KV cache; the last one is padding, because the last token is never an input."""
         return self.prompt_len + self.new_tokens
 
     @property

@@ -191,14 +191,14 @@ def masking(flights: Sequence[Flight], alone_s: Mapping[tuple[str, int], float])
 
     Args:
         flights: Collectives of one step on one rank; the rank computes whenever it does not wait.
-        alone_s: Dict from `Flight.work` to the seconds of that collective without concurrent work.
+        alone_s: Dict from `Flight.work` to the seconds of that collective without concurrent work, for all `flights`.
 
     Returns:
         Dict with three entries:
 
         * `exposed_s`: dict from `Purpose.parallelism` to seconds of waiting;
         * `masking_timeline`: of the time with a collective in flight, the fraction in which the rank computes;
-        * `masking_wait`: 1 - seconds of waiting / seconds of all collectives without contention.
+        * `masking_wait`: 1 - seconds of waiting / seconds of all collectives without contention; may be negative.
 
         The two fractions are None without communication. They exclude collectives between the sub-models of a
         multimodal model, because their waits are waits for another sub-model.

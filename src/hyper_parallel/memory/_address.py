@@ -54,7 +54,7 @@ def assign_addresses(ranges: Sequence[Extent], sizes: Sequence[int]) -> tuple[tu
 
 
 def wrong_address(plan: MemoryPlan) -> str | None:
-    """Return an error message about the first missing or invalid address of a plan; None if all are valid."""
+    """Return a message about an invalid address of a plan, or None; errors as for `MemoryPlan.replayed`."""
     placed = [(e.storage, e.start, e.stop) for e in plan.addresses]
     if placed != [(e.storage, e.start, e.stop) for e in plan.replayed.residency]:
         return "the addresses do not match the live ranges of the actions"

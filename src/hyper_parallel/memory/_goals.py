@@ -262,7 +262,7 @@ def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, in
 
 
 def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFull:
-    """Return the error with a hint that lists recipe keys; setting any one of them is sufficient.
+    """Set the hint of `error`, in place, to recipe keys of which any one is sufficient, and return `error`.
 
     `sufficient` maps tiers (`dram`, `flash`, `device`) to sufficient bytes.
     """
@@ -274,7 +274,7 @@ def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFu
 
 
 def merge_errors(errors: Sequence[HyperParallelError]) -> HyperParallelError | None:
-    """Return one error for several failed plans; None for [].
+    """Return one error for several failed plans; None for []. Hints of TierFull are changed in place.
 
     The capacities in its hint suffice for every plan that more capacity can make possible.
     """

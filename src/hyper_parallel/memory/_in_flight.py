@@ -66,8 +66,8 @@ class EmissionLedger(Residency):
 class InFlightCopies:
     """Copies that were issued and not yet waited for.
 
-    `gaps` at the start of the step determine `homes`. `writes` has the positions that write each storage. The queue
-    `reloads` is notified when an outgoing copy has ended.
+    The home tier of a storage is that of its gap in `gaps` at the start of the step, else `device`. `writes` has the
+    positions that write each storage. The queue `reloads` is notified when an outgoing copy has ended.
 
     Attributes:
         position: Position whose actions are being emitted.

@@ -36,7 +36,7 @@ def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ..
     passes: tuple[tuple[str, Callable[..., tuple[int, ...]]], ...] = (
         ("optimizer updates inside the backward pass", _updates_early),
         ("weight gradients next to their consumer", _gradients_late),
-        ("results made right before their first use", _results_late),
+        ("results computed right before their first use", _results_late),
     )
     for label, propose in passes:
         proposal = propose(program, before, order)
@@ -66,7 +66,7 @@ def _measure(program: MemoryProgram, order: Sequence[int]) -> tuple[int, float]:
 
 
 def order_peak(program: MemoryProgram, order: Sequence[int]) -> int:
-    """Return the peak of device bytes of an order, without offload and recomputation."""
+    """Return the peak of device bytes without offload and recompute; raise MemoryPlanInvalid for an illegal order."""
     return _measure(program, order)[0]
 
 
@@ -136,7 +136,7 @@ def _sink(
 
 
 def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | None:
-    """Return a sentence if an optimizer operator, such as a gradient norm, needs all (several) gradients; else None."""
+    """Return a sentence if an optimizer operator, such as a gradient norm, needs all of at least two gradients."""
     gradients = [s for s, storage in enumerate(program.storages) if storage.kind == "gradient"]
     bits = {s: 1 << k for k, s in enumerate(gradients)}
     if len(gradients) < 2:

@@ -25,10 +25,7 @@ from hyper_parallel.memory.timeline import ProgramClock
 
 
 class CommsInFlight:
-    """Collectives and messages in flight while a program is emitted, and deferred releases of their storages.
-
-    A storage is released only after the operators in flight that use it are joined.
-    """
+    """Collectives and messages in flight during emission, and releases of storages, deferred until these are joined."""
 
     def __init__(self, program: MemoryProgram) -> None:
         self._program = program
@@ -75,10 +72,7 @@ class CommsInFlight:
         return bool(self._running) and bool(self._conflicts({storage}, set()))
 
     def defer_release(self, storage: int, position: int) -> bool:
-        """Defer the release of a storage until the last operator in flight that uses it is joined.
-
-        Return False if no operator in flight uses the storage.
-        """
+        """Defer the release of a storage until its last user in flight is joined; return False if there is none."""
         users = [i for i in self._running if storage in self._program.touched[i]]
         if not users:
             return False
@@ -136,10 +130,7 @@ def use_definitions(program: MemoryProgram, order: Sequence[int]) -> UseDef:
 
 
 def live_bytes(program: MemoryProgram, uses: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the device bytes at every position, without offload and recomputation.
-
-    `uses` has the positions that access each storage.
-    """
+    """Return the device bytes at every position, without offload; `uses` has the positions that access each storage."""
     change = np.zeros(len(program.operators) + 1, np.int64)
     for storage, size, accesses in zip(program.storages, program.sizes, uses, strict=True):
         if accesses or storage.persistent:

@@ -29,7 +29,8 @@ class Emitter:
     Args:
         candidates: Program, machine, order and recomputation.
         gaps: Gaps of the evicted storages.
-        budget_bytes: Device bytes that operators and early reloads wait for memory not to exceed. None: no limit.
+        budget_bytes: Target in device bytes. An operator that would exceed it first waits for stores and collectives in
+            flight that free memory; an early reload is delayed. None: no limit.
         planned: Expected device bytes at every position; emission adds the bytes of early reloads in place.
         pauses_s: Expected seconds of waiting at every position; None: no waits.
     """

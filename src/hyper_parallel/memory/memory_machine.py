@@ -57,7 +57,7 @@ class Roofline:
 def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> MemoryProgram:
     """Return the program with measured seconds of its operators; None: with its present seconds.
 
-    Collectives, and operators with 0 measured seconds, keep their present seconds.
+    `measured` has one number per operator. Collectives, and operators with 0 measured seconds, keep present seconds.
     """
     if measured is None:
         return program

@@ -97,8 +97,8 @@ def plan_memory(
         `statement`.
 
     Raises:
-        BadValue: HP102 unless exactly one goal is set, or if the margin is negative.
-        BudgetImpossible: HP402 with the least bytes that a plan reached, and a lower bound for every plan.
+        BadValue: HP102 unless exactly one goal is set, or if the slowdown or the margin is negative.
+        BudgetImpossible: HP402 for a budget below the least bytes that a plan reached, which the error states.
         TierFull: HP403 when only the capacity of DRAM or flash is too small.
     """
     if (budget_bytes is None) == (max_slowdown is None):
@@ -107,8 +107,9 @@ def plan_memory(
             got=f"budget_bytes={budget_bytes}, max_slowdown={max_slowdown}",
             hint="give budget_bytes=... for the least time, or max_slowdown=0.02 for the least peak",
         )
-    if bandwidth_margin is not None and bandwidth_margin < 0:
-        raise BadValue("`bandwidth_margin` must not be negative", got=bandwidth_margin, allowed="0 or more")
+    for name, value in (("max_slowdown", max_slowdown), ("bandwidth_margin", bandwidth_margin)):
+        if value is not None and value < 0:
+            raise BadValue(f"`{name}` must not be negative", got=value, allowed="0 or more")
     goal = _Goal(budget_bytes, max_slowdown, recompute, reorder, move, bandwidth_margin)
     with paused_garbage_collection():
         orders, statement = _orders(program, reorder)

@@ -26,7 +26,7 @@ class Recomputes:
     Attributes:
         uses: Positions that access each storage, including reads by recomputed operators.
         gaps: Dict from recomputed storage to (last use before it is dropped, first use after).
-        rerun: Dict from position to the operators to run again before it, in recorded order.
+        rerun: Dict from position to the operators to run again before it, in ascending position.
         helpers: Dict from position to recomputed results that exist only there.
     """
 
@@ -108,7 +108,7 @@ class ChainFinder:
         return self.find(storage, gap[1])
 
     def find(self, storage: int, until: int, depth: int = MAX_CHAIN) -> Chain | None:
-        """Return the chain that recomputes `storage` before `until`, dead inputs up to `depth`; None if impossible."""
+        """Return the chain that recomputes `storage` and up to `depth` levels of dead inputs before `until`, if any."""
         program, chains = self.program, self.chains
         producer = chains.producer[storage]
         if producer < 0:

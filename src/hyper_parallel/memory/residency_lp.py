@@ -351,7 +351,7 @@ class ResidencyLP:
         return np.diff(sums[np.concatenate(([0], self.positions + 1, [len(seconds)]))])
 
     def max_by_sample(self, num_bytes: np.ndarray) -> np.ndarray:
-        """Return, per sample, the maximum of `num_bytes` from after the previous sample up to this sample."""
+        """Return, per sample, the maximum of `num_bytes` since the previous sample; for the last one, up to the end."""
         return np.maximum.reduceat(num_bytes, np.concatenate(([0], self.positions[:-1] + 1)))
 
     def _add_sample_rows(self) -> None:

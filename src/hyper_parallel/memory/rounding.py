@@ -187,7 +187,7 @@ class Rounding:
         ]
 
     def flip(self, choice: ResidencyChoice, decision: int | OffloadCandidate, target_bytes: int) -> ResidencyChoice:
-        """Return the choice with one decision of `most_fractional` reversed, and more offloads if needed."""
+        """Return the choice with a decision reversed, and more offloads if needed; unchanged for an obsolete one."""
         if isinstance(decision, int):
             flipped = set(choice.recomputed) ^ {decision}
             recomputed = tuple(s for s in choice.builder.recomputed if s in flipped)

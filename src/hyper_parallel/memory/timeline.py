@@ -88,7 +88,7 @@ def peak_by_kind(plan: MemoryPlan) -> dict[StorageKind, int]:
 
 
 def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
-    """Return the timeline of a plan for a chart: merged spans per phase, copies by storage kind, changed counters."""
+    """Return a plan's timeline for a chart: phases merged, copies named by storage kind, only changes of counters."""
     operators = plan.program.operators
     runs = iter(
         operators[a.target] for a in plan.actions if a.kind in ("run", "recompute") and not operators[a.target].group
@@ -136,7 +136,7 @@ class Copied:
         return Copied(self.count + 1, self.num_bytes + num_bytes, self.seconds + seconds)
 
     def bytes_s(self, latency_s: float) -> float | None:
-        """Return the bandwidth in bytes/s without the latency of each copy; None without copied bytes."""
+        """Return the bandwidth in bytes/s without latencies; None without bytes, or if latencies take all seconds."""
         moving = self.seconds - self.count * latency_s
         return self.num_bytes / moving if self.num_bytes and moving > 0 else None
 
