@@ -90,7 +90,7 @@ class DeviceCard:
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
-        """Return the source of the number with path `name`, such as `matmul.bfloat16`, or that the card lacks it."""
+        """Return the source of the number with path `name`; without such a number, a note that bfloat16's is used."""
         return f"device card {self.name}: {self.sources.get(name, _INTERPOLATED)}"
 
     def share(self, table: str, dtype: str) -> float:
@@ -318,7 +318,8 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
     """Return the device card and the stack card in a file; None in place of a card that the file lacks.
 
     Raises:
-        CardUnreadable: HP313 when the file is no YAML mapping, a number is missing or unknown, or `extends` is unknown.
+        CardUnreadable: HP313 when the file is missing or no mapping, `extends` is unknown, or a number is missing or
+            unknown.
         UnknownKey: HP101 for an unknown key.
         BadValue: HP102 for a value that is not allowed.
     """
@@ -422,7 +423,8 @@ def own_cards_by_ranks(device_name: str) -> dict[int, CardPair]:
     """Return a dict from measured number of ranks, ascending, to this device's cards; {} for an uncalibrated device.
 
     Raises:
-        CardUnreadable: HP313 when the file is damaged, or lacks the device, the stack or the number of ranks.
+        CardUnreadable: HP313 when the file lacks the device, the stack or the number of ranks.
+        HyperParallelError: Errors of `read_card`.
     """
     path = own_path()
     if not path.is_file():

@@ -2,7 +2,8 @@
 
 ZeRO 2 and 3 follow FSDP2: parameters, gradients and optimizer states are shards in the parameter format. ZeRO 0
 and 1 follow Megatron: parameters are in the compute format, gradients and two moments in the parameter format, and the
-optimizer has a copy of the parameters if the formats differ. The peak of ZeRO 2 and 3 is in one of these phases:
+optimizer has a copy of the parameters if the formats differ. The peak of ZeRO 2 and 3 is in one of these phases, or
+in one of two between the last two (see `phases`):
 
     loss        all activations, logits and their gradient; embedding and head gathered, and the prefetched last layer
     last layer  all activations, activation gradients of the last layer; two layers gathered
@@ -220,7 +221,7 @@ def phases(
 
 
 def _gathered_parameters(stage: _Stage) -> _Columns:
-    """Return the bytes of gathered parameters: embedding and head, and one to three layers (all layers if not freed).
+    """Return the bytes of copied parameters: embedding and head, and one to three layers (all layers if not freed).
 
     With half-batches, the two halves may be in adjacent layers, so three layers are gathered at once.
     """
