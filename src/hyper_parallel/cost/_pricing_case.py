@@ -37,8 +37,6 @@ class Ring:
     size: Array  # number of ranks of the group
     rate: Array  # bytes/s that a rank sends
     delay: Array  # seconds of a collective with a tiny message
-    domain: float = np.inf  # ranks that share links to the outside, such as the devices of a node
-    outside_bytes_s: float = np.inf  # total bytes/s from a domain to other domains
 
     def seconds(self, gathered_bytes: Array) -> Array:
         """Return the seconds of one all-gather or reduce-scatter; `gathered_bytes` is the size of the full tensor.
@@ -51,12 +49,8 @@ class Ring:
         if self.rate.size == 1 and np.isinf(self.rate[0]):  # a group of one rank sends nothing
             return np.zeros(np.broadcast_shapes(self.size.shape, np.shape(gathered_bytes)))
         sent = gathered_bytes * (self.size - 1.0) / self.size
-        seconds = sent / self.rate + self.delay
-        if not np.isfinite(self.outside_bytes_s):
-            return seconds
-        # A group larger than a domain is limited by the total bandwidth out of the domain.
-        outside = np.maximum(seconds, sent / (self.domain * self.outside_bytes_s))
-        return np.where(self.size > self.domain, outside, seconds)
+        seconds: Array = sent / self.rate + self.delay
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
