@@ -222,7 +222,7 @@ def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
     named = (
         "pp", "vpp", "schedule", "dp_shard", "cp", "microbatch", "accumulation", "zero", "offload",
     )  # fmt: skip
-    several = (c["ep"], c.get("dp_replicate", np.ones_like(c["pp"])))
+    several = (c["ep"], *(c.get(name, np.ones_like(c["pp"])) for name in ("dp_replicate", "halves")))
     counts = [c["tp_x"] * c["tp_y"], c["ep"] * c["etp"], *(np.minimum(x, 2.0) for x in several)]
     padded = positions(c["cp"], c.get("cp_ulysses", 1.0), seq_len)
     return [*(c[name] for name in named if name in c), *counts, padded]
