@@ -239,7 +239,7 @@ def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
         ),
         TimeTerm(
             "attention", layer_passes * (work.attention + work.attention_backward),
-            f"Dao 2023 (FlashAttention-2), section 3; {card.source('attention.bfloat16')}",
+            f"Dao 2023 (FlashAttention-2), section 3; {card.source(f'attention.{machine.compute_dtype}')}",
             {**common, "A": n.attention_flops(s.workload.seq_len), "reached_flops": machine.attention_flops,
              "flash": stack.flash},
         ),
@@ -254,8 +254,8 @@ def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
             {**common, "bytes": stack.quantize_bytes.get(dtype, 0.0)},
         ),
         TimeTerm(
-            "head and loss", m * step.prices.head * stages.head, card.source("matmul.bfloat16"),
-            {**common, "V": float(n.vocab)},
+            "head and loss", m * step.prices.head * stages.head,
+            card.source(f"matmul.{machine.compute_dtype}"), {**common, "V": float(n.vocab)},
         ),
         TimeTerm(
             "recompute", layer_passes * work.recompute,
