@@ -398,11 +398,10 @@ def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -
     values = by_field({key: number.value for key, number in numbers.items()})
     needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
     if missing := sorted(needed - set(values)):
-        kind, base = ("device", "accelerator") if card is DeviceCard else ("stack", "hyper-parallel")
         raise CardUnreadable(
-            f"the {kind} card lacks the keys {', '.join(missing)}",
+            f"the device card lacks the keys {', '.join(missing)}",
             where=str(path),
-            hint=f"extends: {base} (for a CPU: extends: cpu)",
+            hint="set `extends: accelerator` (for a CPU: `extends: cpu`) to take them from a shipped card",
         )
     return {
         **values, "sources": {key: number.source for key, number in numbers.items()},
