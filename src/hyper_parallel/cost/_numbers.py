@@ -549,8 +549,8 @@ def _matmuls(decoders: _Decoders) -> tuple[Matmul, ...]:
             # Linear layers store (out, in), Conv1D and some experts (in, out): the dim named embed decides.
             embed = param.dims[-2:].index("embed") if "embed" in param.dims[-2:] else 1
             inputs, outputs = (second, first) if (embed == 1) != row else (first, second)
-            source = f"{part} row {outputs}" if row else f"..{param.name}".rsplit(".", 3)[-3] + part
-            key = (part, "row" if row else source, inputs)
+            source = "row" if row else f"..{param.name}".rsplit(".", 3)[-3] + part
+            key = (part, source, inputs)
             fused[key] = fused.get(key, 0) + outputs
         for (part, source, inputs), outputs in fused.items():
             times = block.count / decoders.layers
