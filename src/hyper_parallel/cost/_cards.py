@@ -294,10 +294,12 @@ class _CardFile(_Part):
     fewer: dict[Annotated[int, Field(ge=1)], _Part] = Field(default_factory=dict)
     """Numbers that differ with fewer concurrent ranks, by the number of ranks."""
 
-    def numbers(self) -> tuple[_Numbers, _Numbers]:
-        """Return (device numbers, stack numbers) by path, with those of the card in `extends` as defaults."""
-        base = _parsed(_shipped_path(self.extends)).numbers() if self.extends else ({}, {})
-        return self.over(base)
+    def numbers(self, path: Path) -> tuple[_Numbers, _Numbers]:
+        """Return (device numbers, stack numbers) of this file by path, with those of `extends` as defaults."""
+        if not self.extends:
+            return self.over(({}, {}))
+        base = _shipped_path(self.extends, f"{path}: extends")
+        return self.over(_parsed(base).numbers(base))
 
     def cards(self, numbers: tuple[_Numbers, _Numbers], path: Path) -> tuple[DeviceCard | None, StackCard | None]:
         """Return the device card and the stack card of the given numbers; None in place of a card without numbers."""
@@ -325,12 +327,7 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
     """
     path = Path(path)
     file = _parsed(path)
-    try:
-        numbers = file.numbers()
-    except CardUnreadable as error:
-        error.where = error.where or f"{path}: extends"
-        raise
-    return file.cards(numbers, path)
+    return file.cards(file.numbers(path), path)
 
 
 @cache
@@ -339,10 +336,10 @@ def load_card(name: str) -> tuple[DeviceCard | None, StackCard | None]:
     return read_card(_shipped_path(name))
 
 
-def _shipped_path(name: str) -> Path:
-    """Return the path of a shipped card; raise CardUnreadable (HP313) if no card has this name."""
+def _shipped_path(name: str, where: str | None = None) -> Path:
+    """Return the path of a shipped card; raise CardUnreadable (HP313) if no card has this name, set at `where`."""
     if name not in card_names():
-        raise CardUnreadable(f"no card is named `{name}`", got=name, allowed=card_names())
+        raise CardUnreadable(f"no shipped card is named `{name}`", where=where, got=name, allowed=card_names())
     return _FOLDER / f"{name}.yaml"
 
 
@@ -429,7 +426,7 @@ def own_cards_by_ranks(device_name: str) -> dict[int, CardPair]:
     if not path.is_file():
         return {}
     file = _parsed(path)
-    numbers = file.numbers()
+    numbers = file.numbers(path)
     parts = (("device", numbers[0]), ("stack", numbers[1]), ("ranks", file.ranks))
     if missing := [key for key, value in parts if not value]:
         raise CardUnreadable(
