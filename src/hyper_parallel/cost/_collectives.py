@@ -133,7 +133,7 @@ def check_stage_layers(strategy: Strategy, layers: int) -> None:
         ends = [layers * stage // stages for stage in range(stages + 1)]
         near = [end - start for start, end in itertools.pairwise(ends)]
         changes: dict[str, Any] | None = {"parallel.stage_layers": near} if stages <= layers else None
-        if strategy.pp == 1 and len(explicit) > 1 and sum(explicit) == layers and min(explicit) > 0:
+        if stages == 1 and sum(explicit) == layers and min(explicit) > 0:
             changes = {"parallel.pp": len(explicit)}
         raise NotDivisible(
             "`stage_layers` must have one positive number per stage, and the numbers must add up to the layers",
