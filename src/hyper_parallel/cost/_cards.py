@@ -154,8 +154,8 @@ class StackCard:
     moe: float = 1.0
     # host seconds per expert layer, forward and backward together, that no kernel hides
     moe_host_s: float = 0.0
-    # extra seconds to route, sort and permute one routed token; for a published run, times `moe_month` and the square
-    # root of its release's age
+    # extra seconds to route, sort and permute a token for one of its experts; for a published run, times `moe_month`,
+    # the device's `maturing` and the square root of its release's age
     moe_copy_s: float = 0.0
     # relative growth of `moe_host_s` per square root of a release's age in months before `moe_release`
     moe_month: float = 0.0

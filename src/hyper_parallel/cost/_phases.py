@@ -32,7 +32,8 @@ FORMULAS: Final = {
     "ZeRO > 0: / d",
     "gathered parameters": "layers (all, when not resharded) and the embedding or head, / P, in the compute format",
     "gradient buffers": "unsharded gradients before and in reduction; of a pipeline those of the whole stage",
-    "activations": "layers * microbatches in flight * T b ((4h + 2q + 2k + 3f) / P + gathered inputs), T b h / P",
+    "activations": "layers * microbatches in flight * T b ((4h + 2q + 2k + 3f) / P + gathered inputs); "
+    "recomputed layers: T b h / P",
     "work space": "gradients of activations of the current layer or the loss",
     "exchange buffers": "dispatched tokens of one expert layer, sent and received",
     "logits": "T V / P: the logits, float32 probabilities and their gradient",

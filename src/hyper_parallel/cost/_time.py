@@ -353,7 +353,7 @@ def step_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
 
 
 def _host_work(s: PricingCase, layers: Array) -> Array:
-    """Return the CPU seconds per step that parallel axes add on a rank, such as for launching collectives."""
+    """Return the CPU seconds per step of parallel axes on a rank; full recomputation adds half of those in layers."""
     c, seconds = s.c, s.machine.stack.host_s
     total: Array = np.zeros(1)
     if not seconds:
