@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
@@ -432,7 +433,7 @@ def own_cards_by_ranks(device_name: str) -> dict[int, CardPair]:
         raise CardUnreadable(
             f"the calibration file of this machine lacks the keys {', '.join(missing)}",
             where=str(path),
-            hint="hyper-parallel calibrate",
+            hint=f"rm {shlex.quote(str(path))} && hyper-parallel calibrate",
         )
     assert file.ranks is not None, "the file has a number of ranks"
     cards: dict[int, CardPair] = {}
