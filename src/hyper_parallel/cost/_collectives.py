@@ -294,7 +294,7 @@ class _Step:
         return tuple(Collective(*key, count, sent) for key, (count, sent) in total.items())
 
     def axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return main axes of degree > 1 that span the ranks of the axes `names`; expert axes unchanged if none do."""
+        """Return the axes of the main mesh of degree > 1 that span the ranks of `names`; else expert axes unchanged."""
         if {"ep", "edp"} & {*names}:
             return self.strategy.spanning_axes(names)
         return tuple(a for a in names if getattr(self.strategy, a) > 1)
@@ -336,7 +336,7 @@ class _Step:
         yield 1, False, self.fsdp_group(rest, False)  # empty on middle stages
 
     def fsdp_group(self, params: Iterable[ParamSpec], freed: bool) -> Iterator[Boundary]:
-        """Return the collectives of an FSDP group, without `ep` parameters; `freed`: forward frees gathered ones."""
+        """Return the collectives of an FSDP group; skip `params` sharded over `ep`. `freed`: forward frees the rest."""
         s, total = self.strategy, 0
         shards = s.dp_shard * s.cp
         for param in params:

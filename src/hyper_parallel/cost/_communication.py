@@ -193,7 +193,7 @@ def _attention_widths(n: ModelNumbers) -> BlockWidths:
 
 
 def _mlp_widths(n: ModelNumbers) -> BlockWidths:
-    """Return feed-forward widths of an average layer (dense MLP, shared and chosen experts), and weights of all."""
+    """Return the feed-forward widths of an average layer: dense MLP, shared and chosen experts; weights: of all."""
     wide = [m for m in n.matmuls if m.part != "attention"]
     columns = sum(m.outputs * m.count for m in wide if not m.row)
     inputs = sum(m.inputs * m.count for m in wide if m.row)

@@ -220,7 +220,7 @@ def matmuls(
 def _attention(s: PricingCase) -> tuple[Array, Array]:
     """Return (forward, backward) seconds of attention scores and their product with the values in one layer.
 
-    With fused attention, backward takes 2.5 times as long: it has 5 matmuls, forward 2. Masked scores do not count.
+    With fused attention, masked scores do not count, and backward takes 2.5 times as long: 5 matmuls, forward 2.
     """
     n, machine, seq_len = s.n, s.machine, s.workload.seq_len
     card, tokens, per_token = machine.card, s.tokens * s.over_tp(s.uncut.attention), 0.0

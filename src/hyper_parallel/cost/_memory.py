@@ -68,11 +68,11 @@ def activation_bytes(s: PricingCase) -> Array:
     """Return the bytes that one average layer and microbatch saves for backward, without full recomputation.
 
     A dense layer saves b T ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)) bytes, with letters as in `_layer` and query width
-    q. The second summand, gathered inputs, is 0 if inputs are re-gathered without full recomputation. Experts, log-sums
-    of fused attention and tensors of unfused operators are added. Dropout saves two masks of h bytes per token. Without
-    sequence parallelism, every rank saves both masks and 4h elements per token unsharded. Without fused attention, the
-    scores take (2b + 1) A S / P bytes per token, for A heads and S tokens per sequence; 0 with selective recomputation.
-    With `eager` on the stack's card, the bytes are scaled to a measurement of the model, if there is one.
+    q. The second summand, gathered inputs, is 0 if inputs are re-gathered without full recomputation. Experts,
+    statistics of fused attention and tensors of unfused operators are added. Dropout saves two masks of h bytes per
+    token. Without sequence parallelism, every rank saves both masks and 4h elements per token unsharded. Without fused
+    attention, scores take (2b + 1) A S / P bytes per token, for A heads and S tokens per sequence; 0 with selective
+    recomputation. With `eager` on the stack's card, the bytes are scaled to a measurement of the model, if any.
 
     Source: Korthikanti et al. 2022, section 4 and equation 2, generalised to narrow keys and gated widths.
     """
@@ -217,7 +217,7 @@ def with_choices(s: PricingCase, choices: Sequence[tuple[int, int]]) -> PricingC
 
 
 def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
-    """Return columns such that legal rows that are equal in them, `regather` and `recompute` have equal peak bytes."""
+    """Return the columns, besides `regather` and `recompute`, on which the peak bytes of a legal candidate depend."""
     c = columns
     named = (
         "pp", "vpp", "schedule", "dp_shard", "cp", "microbatch", "accumulation", "zero", "offload",

@@ -188,7 +188,7 @@ class ModelNumbers:
     # number of further tensors of expert width that an activation with clamps saves
     clamped_widths: float
     wide_combine: bool  # whether outputs of routed experts are summed in float32
-    # elements per token that the dense feed-forward part saves for backward: 3 `mlp_width` with a gate, else 2
+    # elements per token that the dense feed-forward part saves for backward: `mlp_width` times 3 with a gate, else 2
     mlp_saved_width: float
     expert_width: int  # width of one routed expert; 0 for a dense model
     experts: int  # routed experts of a layer; 0 for a dense model
@@ -430,7 +430,7 @@ def _norm_bytes(block: Block, hidden: int, norm_kept_bytes: float) -> float:
     """Return the bytes per token that the norms of a layer save beyond `saved_elements`, divided by h.
 
     An unfused norm saves its float32 input and the normalized input: `norm_kept_bytes` per element. These bytes replace
-    the 4h bytes (bfloat16) of two inputs of norms in `saved_elements`. Torch's fused LayerNorm saves only its input. If
+    the 4h bytes (bfloat16) of both norms' inputs in `saved_elements`. Torch's fused LayerNorm saves only its input. If
     a layer has a single LayerNorm, attention and MLP share its output, and the layer saves 4h bytes less.
     """
     unfused, fused = _norms(block, hidden)
