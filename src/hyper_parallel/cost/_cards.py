@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
@@ -90,7 +91,7 @@ class DeviceCard:
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
-        """Return the source of the number with path `name`, such as `matmul.bfloat16`, or that the card lacks it."""
+        """Return the source of the number with path `name`; without such a number, a note that bfloat16's is used."""
         return f"device card {self.name}: {self.sources.get(name, _INTERPOLATED)}"
 
     def share(self, table: str, dtype: str) -> float:
@@ -154,8 +155,8 @@ class StackCard:
     moe: float = 1.0
     # host seconds per expert layer, forward and backward together, that no kernel hides
     moe_host_s: float = 0.0
-    # extra seconds to route, sort and permute one routed token; for a published run, times `moe_month` and the square
-    # root of its release's age
+    # extra seconds to route, sort and permute a token for one of its experts; for a published run, times `moe_month`,
+    # the device's `maturing` and the square root of its release's age
     moe_copy_s: float = 0.0
     # relative growth of `moe_host_s` per square root of a release's age in months before `moe_release`
     moe_month: float = 0.0
@@ -294,10 +295,12 @@ class _CardFile(_Part):
     fewer: dict[Annotated[int, Field(ge=1)], _Part] = Field(default_factory=dict)
     """Numbers that differ with fewer concurrent ranks, by the number of ranks."""
 
-    def numbers(self) -> tuple[_Numbers, _Numbers]:
-        """Return (device numbers, stack numbers) by path, with those of the card in `extends` as defaults."""
-        base = _parsed(_shipped_path(self.extends)).numbers() if self.extends else ({}, {})
-        return self.over(base)
+    def numbers(self, path: Path) -> tuple[_Numbers, _Numbers]:
+        """Return (device numbers, stack numbers) of this file by path, with those of `extends` as defaults."""
+        if not self.extends:
+            return self.over(({}, {}))
+        base = _shipped_path(self.extends, f"{path}: extends")
+        return self.over(_parsed(base).numbers(base))
 
     def cards(self, numbers: tuple[_Numbers, _Numbers], path: Path) -> tuple[DeviceCard | None, StackCard | None]:
         """Return the device card and the stack card of the given numbers; None in place of a card without numbers."""
@@ -318,18 +321,14 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
     """Return the device card and the stack card in a file; None in place of a card that the file lacks.
 
     Raises:
-        CardUnreadable: HP313 when the file is no YAML mapping, a number is missing or unknown, or `extends` is unknown.
+        CardUnreadable: HP313 when the file is missing or no mapping, `extends` is unknown, or a number is missing or
+            unknown.
         UnknownKey: HP101 for an unknown key.
         BadValue: HP102 for a value that is not allowed.
     """
     path = Path(path)
     file = _parsed(path)
-    try:
-        numbers = file.numbers()
-    except CardUnreadable as error:
-        error.where = error.where or f"{path}: extends"
-        raise
-    return file.cards(numbers, path)
+    return file.cards(file.numbers(path), path)
 
 
 @cache
@@ -338,10 +337,10 @@ def load_card(name: str) -> tuple[DeviceCard | None, StackCard | None]:
     return read_card(_shipped_path(name))
 
 
-def _shipped_path(name: str) -> Path:
-    """Return the path of a shipped card; raise CardUnreadable (HP313) if no card has this name."""
+def _shipped_path(name: str, where: str | None = None) -> Path:
+    """Return the path of a shipped card; raise CardUnreadable (HP313) if no card has this name, set at `where`."""
     if name not in card_names():
-        raise CardUnreadable(f"no card is named `{name}`", got=name, allowed=card_names())
+        raise CardUnreadable(f"no shipped card is named `{name}`", where=where, got=name, allowed=card_names())
     return _FOLDER / f"{name}.yaml"
 
 
@@ -397,11 +396,10 @@ def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -
     values = by_field({key: number.value for key, number in numbers.items()})
     needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
     if missing := sorted(needed - set(values)):
-        kind, base = ("device", "accelerator") if card is DeviceCard else ("stack", "hyper-parallel")
         raise CardUnreadable(
-            f"the {kind} card lacks the keys {', '.join(missing)}",
+            f"the device card lacks the keys {', '.join(missing)}",
             where=str(path),
-            hint=f"extends: {base} (for a CPU: extends: cpu)",
+            hint="set `extends: accelerator` (for a CPU: `extends: cpu`) to take them from a shipped card",
         )
     return {
         **values, "sources": {key: number.source for key, number in numbers.items()},
@@ -422,19 +420,20 @@ def own_cards_by_ranks(device_name: str) -> dict[int, CardPair]:
     """Return a dict from measured number of ranks, ascending, to this device's cards; {} for an uncalibrated device.
 
     Raises:
-        CardUnreadable: HP313 when the file is damaged, or lacks the device, the stack or the number of ranks.
+        CardUnreadable: HP313 when the file lacks the device, the stack or the number of ranks.
+        HyperParallelError: Errors of `read_card`.
     """
     path = own_path()
     if not path.is_file():
         return {}
     file = _parsed(path)
-    numbers = file.numbers()
+    numbers = file.numbers(path)
     parts = (("device", numbers[0]), ("stack", numbers[1]), ("ranks", file.ranks))
     if missing := [key for key, value in parts if not value]:
         raise CardUnreadable(
             f"the calibration file of this machine lacks the keys {', '.join(missing)}",
             where=str(path),
-            hint="hyper-parallel calibrate",
+            hint=f"rm {shlex.quote(str(path))} && hyper-parallel calibrate",
         )
     assert file.ranks is not None, "the file has a number of ranks"
     cards: dict[int, CardPair] = {}

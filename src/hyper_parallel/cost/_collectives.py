@@ -126,14 +126,14 @@ def check_stage_layers(strategy: Strategy, layers: int) -> None:
     """Raise an error if `strategy.stage_layers` is set and does not fit the stages and a model of `layers` layers.
 
     Raises:
-        NotDivisible: HP203; the suggested change is a matching `pp`, or an even split unless a stage would be empty.
+        NotDivisible: HP203; the suggested change is a matching `pp`, else an even split unless a stage would be empty.
     """
     stages, explicit = strategy.stages, strategy.stage_layers
     if explicit and (len(explicit) != stages or sum(explicit) != layers or min(explicit) < 1):
         ends = [layers * stage // stages for stage in range(stages + 1)]
         near = [end - start for start, end in itertools.pairwise(ends)]
         changes: dict[str, Any] | None = {"parallel.stage_layers": near} if stages <= layers else None
-        if strategy.pp == 1 and len(explicit) > 1 and sum(explicit) == layers and min(explicit) > 0:
+        if stages == 1 and sum(explicit) == layers and min(explicit) > 0:
             changes = {"parallel.pp": len(explicit)}
         raise NotDivisible(
             "`stage_layers` must have one positive number per stage, and the numbers must add up to the layers",
@@ -153,11 +153,11 @@ def _layer_flops(block: Block, seq_len: int) -> int:
 
 
 def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> ModelSpec:
-    """Return a model spec with only the blocks and layers on one pipeline rank.
+    """Return a model spec with only the blocks and layers on one pipeline rank; `num_layers` is unchanged.
 
     The embedding is on the first stage; all other blocks outside the layers, such as final norm and head, are on the
     last. On a rank without the embedding, a head that shares its weight owns a copy under the embedding's parameter
-    name.
+    name. Raises the errors of `stage_layers`.
     """
     if strategy.pp == 1:
         return model
@@ -178,7 +178,7 @@ def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int)
 
 
 def recomputed_layers(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> frozenset[int]:
-    """Return the decoder layers that a pipeline rank recomputes in backward; same arguments as `rank_model`."""
+    """Return the layers that a pipeline rank recomputes in full; arguments and errors as for `rank_model`."""
     if strategy.pp == 1:
         return strategy.recomputed([range(model.num_layers)])
     return strategy.recomputed(_stages(model, strategy, seq_len, pp_rank))
@@ -225,7 +225,7 @@ _TP = ("tp_x", "tp_y")
 _KEYS = ("k_proj", "v_proj")
 
 Entries = tuple[int, bool, Iterable[Boundary]]
-"""(number of layers, whether backward recomputes these layers, collectives of one such layer)."""
+"""(layers times parts of a microbatch, whether backward recomputes the layers, collectives of one layer and part)."""
 
 
 def step_collectives(
@@ -240,15 +240,15 @@ def step_collectives(
 
     The rank has coordinate 0 on every axis but `pp`; there, shards are largest. A step is `accumulation_steps`
     microbatches (forward and backward), gradient clipping and the update. Other messages of a trainer (token counts,
-    losses to print) are not included.
+    losses to print) are not included. Raises the errors of `stage_layers`.
 
     Args:
         model: The model; its parameter names hold `*` for the layer index.
         layouts: Layout of every parameter, as returned by `shard.plan_layouts`.
         strategy: Degrees and choices.
         workload: Resolved batch numbers, and number formats.
-        rows: Dict from expert layer to the measured numbers of tokens (sent to experts on other ranks, received from
-            other ranks) in all forwards of a step; None: uniform routing.
+        rows: Dict from expert layer to the measured numbers of rows (sent to experts on other ranks, received from
+            other ranks) in all forwards of a step; a token has one row per chosen expert. None: uniform routing.
         pp_rank: Coordinate of the rank on the axis `pp`.
     """
     rank_part = rank_model(model, strategy, workload.seq_len, pp_rank)
@@ -294,7 +294,7 @@ class _Step:
         return tuple(Collective(*key, count, sent) for key, (count, sent) in total.items())
 
     def axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes of the main mesh, without those of degree 1, that span the same ranks as the axes `names`."""
+        """Return the axes of the main mesh of degree > 1 that span the ranks of `names`; else expert axes unchanged."""
         if {"ep", "edp"} & {*names}:
             return self.strategy.spanning_axes(names)
         return tuple(a for a in names if getattr(self.strategy, a) > 1)
@@ -336,7 +336,7 @@ class _Step:
         yield 1, False, self.fsdp_group(rest, False)  # empty on middle stages
 
     def fsdp_group(self, params: Iterable[ParamSpec], freed: bool) -> Iterator[Boundary]:
-        """Return the collectives of one FSDP parameter group; `freed`: forward frees the gathered parameters."""
+        """Return the collectives of an FSDP group; skip `params` sharded over `ep`. `freed`: forward frees the rest."""
         s, total = self.strategy, 0
         shards = s.dp_shard * s.cp
         for param in params:
@@ -444,7 +444,7 @@ class _Step:
 
     @property
     def token_chunks(self) -> int:
-        """Number of chunks in which attention and MLP gather and scatter tokens; 1 if it does not divide the tokens."""
+        """Chunks in which blocks gather and scatter tokens; 1 if `tp_chunks` does not divide the tokens of a rank."""
         chunks = self.strategy.overlap.tp_chunks
         return 1 if self.part_cut.piece % chunks else chunks
 
@@ -473,7 +473,7 @@ class _Step:
                 yield layers, recomputed, context_boundaries(block.attention, self.part_cut, gather)
 
     def experts(self, rows: Mapping[int, tuple[int, int]] | None) -> Iterator[Entries]:
-        """Yield FSDP collectives of expert parameters over `edp`, and all-to-alls of routed tokens."""
+        """Yield FSDP collectives of expert parameters, all-to-alls of rows, and the agreement on half-batches."""
         s, mesh = self.strategy, self.strategy.expert_mesh()
         if s.ep == 1:
             return

@@ -53,7 +53,7 @@ class Communication(BlockCommunication):
     `fsdp_scatter` and `outside` are 0, and so is `fsdp_gather` unless parameters are freed after forward.
     """
 
-    ep: Array  # all dispatches and combines of experts
+    ep: Array  # all dispatches and combines of experts; in the result of `with_overlap`, their exposed part
     # exposed parameter gathers and gradient scatters per microbatch
     fsdp: Array
     fsdp_gather: Array  # one all-gather of the layer's parameters
@@ -71,7 +71,7 @@ def exposed(traffic: Array, work: Array, overlap: float) -> Array:
 
 
 def call_seconds(s: PricingCase, b: Boundary) -> Array:
-    """Return the seconds of one call of a collective.
+    """Return the seconds of one call of a collective; results are cached in `s`.
 
     A send to the next of g ranks takes the time of one of the g - 1 rounds of an all-gather.
     """
@@ -84,7 +84,7 @@ def call_seconds(s: PricingCase, b: Boundary) -> Array:
 
 
 def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
-    """Return the seconds of one call; `size`: bytes of one rank for all_to_all and send_recv, else of all ranks."""
+    """Return the seconds of one call; `size`: bytes of the full tensor, for all_to_all and send_recv of one rank."""
     machine, places = s.machine, s.places
     if kind == "all_to_all" and b.axes == ("ep",):
         copies = s.n.routed_experts_per_token if machine.stack.ep_dedup else 1.0
@@ -131,11 +131,11 @@ def layer_communication(s: PricingCase, work: Compute, blocks: BlockCommunicatio
 
 
 def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
-    """Return communication seconds of one forward pass, without overlap and without context and pipeline parallelism.
+    """Return the seconds of the collectives of a forward without overlap, except context and pipeline parallelism.
 
     Returns:
         Four arrays of seconds. For an average layer: tensor-parallel collectives, collectives of experts (also of etp),
-        and parameter gather. For embedding and head together: parameter gather.
+        and parameter gather. For embedding and head together: parameter gather. A gather once per step does not count.
     """
     layer, ends = (
         _pass_seconds(s, rows, "forward", _PARAMETERS) for rows in (_layer_boundaries(s, 1.0), _end_boundaries(s, True))
@@ -193,7 +193,7 @@ def _attention_widths(n: ModelNumbers) -> BlockWidths:
 
 
 def _mlp_widths(n: ModelNumbers) -> BlockWidths:
-    """Return the widths of the feed-forward block of an average layer: dense MLP, shared and chosen experts."""
+    """Return the feed-forward widths of an average layer: dense MLP, shared and chosen experts; weights: of all."""
     wide = [m for m in n.matmuls if m.part != "attention"]
     columns = sum(m.outputs * m.count for m in wide if not m.row)
     inputs = sum(m.inputs * m.count for m in wide if m.row)
@@ -235,7 +235,8 @@ def _context(s: PricingCase, work: Compute) -> tuple[Array, Array]:
 def expert_seconds(s: PricingCase, backward: float = 1.0) -> Array:
     """Return the seconds of all dispatches and combines of experts in an average layer; `backward` = 0: forward only.
 
-    Ranks that shard one expert (etp) also all-gather the routed rows; with ep = 1, this is part of `tensor_seconds`.
+    Ranks that shard one expert (etp) also all-gather its rows and reduce-scatter the results; with ep = 1, this is part
+    of `tensor_seconds`.
     """
     n, c = s.n, s.c
     total: Array = np.zeros(1)
@@ -295,9 +296,9 @@ def step_tail(s: PricingCase) -> dict[str, Array]:
         Dict with four entries:
 
         * `scatter_s`: ZeRO 0 and 1, and dp_replicate: reduction of gradients, may overlap the last backward;
-        * `gather_s`: ZeRO 1: all-gather of updated parameters;
+        * `gather_s`: ZeRO 1: all-gather of updated parameters, may overlap the next forward;
         * `first_s`: pipeline with ZeRO 2: all-gather of layers that stay gathered, may overlap the first forward;
-        * `late_s`: pipeline with ZeRO 2 and 3: reduction of gradients, and all-gather of embedding and head.
+        * `late_s`: pipeline with ZeRO 2 and 3: reduction of gradients, and all-gather of embedding and head; exposed.
     """
     layers = [*_layer_boundaries(s, s.layers)]
     ends = [*_sharing_boundaries(s, s.ends(s.outside), freed=False)]
@@ -316,7 +317,7 @@ def step_tail(s: PricingCase) -> dict[str, Array]:
 def per_tensor_latency_s(s: PricingCase) -> Array:
     """Return the seconds of latency per step of ZeRO-1 collectives if the framework calls one per tensor.
 
-    A ring of g ranks has g - 1 steps, each at least the latency of the outermost tier.
+    A ring of g ranks has g - 1 steps, each with the latency of the outermost tier.
     """
     steps = (s.shards - 1.0) * s.machine.tiers[-1].latency_s.value
     seconds = s.layers * s.machine.stack.tail_tensors * steps

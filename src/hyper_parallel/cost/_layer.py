@@ -39,7 +39,7 @@ class Compute:
     recompute: Array  # recomputed forward work in backward
     # kernel launches and host work that kernels do not hide, in forward, backward and recomputation
     launch: Array
-    saved_bytes: Array  # bytes saved for backward without recomputation, if all are sharded over P
+    saved_bytes: Array  # bytes saved for backward and outputs of experts, without recomputation, all sharded over P
 
     @property
     def forward(self) -> Array:
@@ -118,11 +118,11 @@ def layer_compute(s: PricingCase) -> Compute:
 
 
 def moved_elements(s: PricingCase) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Return the elements per token that element-wise kernels of an average layer read and write on one rank.
+    """Return the elements per token that element-wise kernels of an average layer move on one rank, without biases.
 
     Returns:
-        Elements in forward and in backward, each of the attention block, of the feed-forward part without routed
-        experts, of routed experts, and of rows that are copied to send buffers of experts and from their results.
+        Elements read and written in forward and in backward, each of the attention block, of the feed-forward part
+        without routed experts, of routed experts, and of rows copied to send buffers of experts and from their results.
     """
     n, c, stack = s.n, s.c, s.machine.stack
     dense, uncut = n.saved_elements, n.whole_bytes(s.uncut, 1.0, 0.0)
@@ -170,7 +170,7 @@ def matmuls(
     part: str | None = None,
     row: bool | None = None,
 ) -> Array:
-    """Return the seconds of all matmuls with weights in the forward of one average layer.
+    """Return the seconds of the matmuls with weights in the forward of one average layer.
 
     Args:
         s: Pricing case.
@@ -218,9 +218,9 @@ def matmuls(
 
 
 def _attention(s: PricingCase) -> tuple[Array, Array]:
-    """Return (forward, backward) seconds of attention scores and their product with the values.
+    """Return (forward, backward) seconds of attention scores and their product with the values in one layer.
 
-    With fused attention, backward takes 2.5 times as long: it has 5 matmuls, forward 2.
+    With fused attention, masked scores do not count, and backward takes 2.5 times as long: 5 matmuls, forward 2.
     """
     n, machine, seq_len = s.n, s.machine, s.workload.seq_len
     card, tokens, per_token = machine.card, s.tokens * s.over_tp(s.uncut.attention), 0.0

@@ -68,11 +68,11 @@ def activation_bytes(s: PricingCase) -> Array:
     """Return the bytes that one average layer and microbatch saves for backward, without full recomputation.
 
     A dense layer saves b T ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)) bytes, with letters as in `_layer` and query width
-    q. The second summand, gathered inputs, is 0 if inputs are re-gathered. Experts, the statistics of fused attention
-    and the tensors that unfused operators save are added. Dropout saves two masks of h bytes per token. Without
-    sequence parallelism, every rank saves both masks and 4h elements per token unsharded. Without fused attention, the
-    scores take (2b + 1) A S / P bytes per token, for A heads and S tokens per sequence; 0 with selective recomputation.
-    With `eager` on the stack's card, the bytes are scaled to a measurement of the model, if there is one.
+    q. The second summand, gathered inputs, is 0 if inputs are re-gathered without full recomputation. Experts,
+    statistics of fused attention and tensors of unfused operators are added. Dropout saves two masks of h bytes per
+    token. Without sequence parallelism, every rank saves both masks and 4h elements per token unsharded. Without fused
+    attention, scores take (2b + 1) A S / P bytes per token, for A heads and S tokens per sequence; 0 with selective
+    recomputation. With `eager` on the stack's card, the bytes are scaled to a measurement of the model, if any.
 
     Source: Korthikanti et al. 2022, section 4 and equation 2, generalised to narrow keys and gated widths.
     """
@@ -172,7 +172,7 @@ def memory_terms(
 
 
 def min_recompute_layers(s: PricingCase, kind: int, capacity_bytes: float) -> tuple[Array, Array]:
-    """Return the smallest number of recomputed layers per rank with which the step fits, and the step's peak bytes.
+    """Return the least number (1 or more) of recomputed layers per rank with which the step fits, and its peak bytes.
 
     The bytes of every phase are linear in the number of recomputed layers, and all phases must fit. If the step does
     not fit with any number, the result is the number of all layers.
@@ -217,12 +217,12 @@ def with_choices(s: PricingCase, choices: Sequence[tuple[int, int]]) -> PricingC
 
 
 def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
-    """Return columns on which memory depends: rows that are equal in all of them have equal peak bytes."""
+    """Return the columns, besides `regather` and `recompute`, on which the peak bytes of a legal candidate depend."""
     c = columns
     named = (
         "pp", "vpp", "schedule", "dp_shard", "cp", "microbatch", "accumulation", "zero", "offload",
     )  # fmt: skip
-    several = (c["ep"], c.get("dp_replicate", np.ones_like(c["pp"])))
+    several = (c["ep"], *(c.get(name, np.ones_like(c["pp"])) for name in ("dp_replicate", "halves")))
     counts = [c["tp_x"] * c["tp_y"], c["ep"] * c["etp"], *(np.minimum(x, 2.0) for x in several)]
     padded = positions(c["cp"], c.get("cp_ulysses", 1.0), seq_len)
     return [*(c[name] for name in named if name in c), *counts, padded]
@@ -469,7 +469,8 @@ def _excess(
 ) -> tuple[Array, NDArray[np.intp]]:
     """Return, per candidate, the bytes over the capacity in its fullest phase, and the index of that phase.
 
-    Only phases with activations count; with `ending`, only phases without.
+    The bytes are negative if that phase fits. Only phases with activations count; with `ending`, only phases without.
+    The result is 0 bytes if there are no such phases.
     """
     excess = [
         np.where((phase_parts["activations"] > 0.0) != ending, total - s.machine.memory_bytes, -np.inf)

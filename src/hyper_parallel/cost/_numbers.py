@@ -30,7 +30,7 @@ _NORM_BYTES = 8.0
 _CLAMPED = {"gpt_oss": 3.0}
 """Extra values that an expert's activation saves, in expert widths, by model family: clamped, shifted, sigmoid."""
 _MEASURED = 1024
-"""Sequence length at which saved activations were measured, with attention masks."""
+"""Tokens of the longer sequence in a measurement of saved activations, which uses attention masks."""
 _WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families with float32 router weights, so that outputs of experts are weighted and summed in float32."""
 
@@ -139,7 +139,7 @@ class _Decoders:
         return block.mlp.num_experts if self.visits_all else block.mlp.experts_per_token
 
     def expert_saved_width(self, block: Block, hidden: int) -> int:
-        """Return the elements per token that the routed experts of a layer save for backward."""
+        """Return the elements per token of the inputs, activations and outputs of the routed experts of a layer."""
         mlp = block.mlp
         if mlp is None:
             return 0
@@ -164,7 +164,7 @@ class ModelNumbers:
     hidden: int  # h
     layers: int  # L
     vocab: int  # V
-    num_heads: int  # query heads of the first layer with attention, as for the next fields; 1 without attention
+    num_heads: int  # query heads; here and down to `v_width`: of the first layer with attention, 1 without attention
     num_kv_heads: int  # key and value heads
     q_width: int  # width of all query heads
     k_width: int  # width of all key heads
@@ -172,7 +172,7 @@ class ModelNumbers:
     # number of layers and attention of each kind of layer
     attentions: tuple[tuple[int, AttentionSpec], ...]
     matmuls: tuple[Matmul, ...]  # the matmuls of an average layer
-    normed_width: float  # width of the normalized query and key heads of a layer; 0 for most models
+    normed_width: float  # width of the normalized query and key heads of an average layer; 0 for most models
     head_norms: float  # number of norms of query and key heads in an average layer
     unfused_norms: float  # norms of hidden states in an average layer, without torch's fused LayerNorm
     # bytes per token that norms of hidden states save beyond `saved_elements`, divided by h
@@ -183,18 +183,18 @@ class ModelNumbers:
     # output width of MLA's `kv_b_proj` minus the width of the keys of all heads; 0 without MLA
     latent_rest: float
     sinks: float  # share of the layers whose attention has sinks
-    # width of the dense feed-forward part a token visits: dense MLPs and shared experts
+    # mean width of the dense feed-forward part (dense MLPs and shared experts) over all layers
     mlp_width: float
     # number of further tensors of expert width that an activation with clamps saves
     clamped_widths: float
     wide_combine: bool  # whether outputs of routed experts are summed in float32
-    # elements per token that the feed-forward part saves for backward: 3f with a gate, else 2f
+    # elements per token that the dense feed-forward part saves for backward: `mlp_width` times 3 with a gate, else 2
     mlp_saved_width: float
-    expert_width: int  # width of one routed expert
+    expert_width: int  # width of one routed expert; 0 for a dense model
     experts: int  # routed experts of a layer; 0 for a dense model
     experts_per_token: float  # routed experts a token visits, mean over all layers
     moe_share: float  # share of the layers that have routed experts
-    expert_saved_width: float  # elements per token that routed experts save for backward
+    expert_saved_width: float  # elements per token of the inputs, activations and outputs of routed experts
     measured: KeptActivations | None  # measured activations kept by forward; None: not measured
     # measured bytes per token that the experts of an average layer keep in bfloat16 if a token visits all; else 0
     every_expert_bytes: float
@@ -295,10 +295,10 @@ class ModelNumbers:
 
     @property
     def expert_copies(self) -> float:
-        """Elements per token that unfused routed experts save beyond `expert_saved_width`.
+        """Elements per token that unfused routed experts save beyond their inputs and activations.
 
-        If forward sends every token to every expert, the result is from a measurement, which is then independent of the
-        routing.
+        These are outputs, activated gates and clamped values. If forward sends every token to every expert, the number
+        is from a measurement, which is then independent of the routing.
         """
         if self.every_expert_bytes:
             return self.every_expert_bytes / 2.0 + self.experts_per_token * self.hidden - self.expert_saved_width
@@ -318,15 +318,15 @@ class ModelNumbers:
 
     @property
     def attention_width(self) -> float:
-        """Elements per token of queries, keys, values and the output of attention."""
+        """Elements per token of queries, keys, values and the output of attention; values count as wide as keys."""
         return self.q_width + self.v_width + 2.0 * self.k_width
 
     def eager_bytes(self, width: float) -> float:
         """Return the bytes per token and layer that unfused operators save beyond `saved_elements`.
 
-        Norms save `_norm_bytes`, attention a copy of its output in token order, and a gated MLP its activated gate.
-        Experts save their dispatched inputs and their outputs. In MLA, values are a view of a larger storage, whose
-        other elements are saved too.
+        Norms save `norm_bytes` and `head_norm_bytes`, attention a copy of its output in token order, a gated MLP its
+        activated gate, and experts `expert_copies`. In MLA, values are a view of a larger storage, whose other elements
+        are saved too. `width` is the number of bytes of an activation element.
         """
         norms = self.norm_bytes * self.hidden + self.head_norm_bytes * self.normed_width
         return norms + width * (self.v_width + self._gate_width + self.expert_copies + self.latent_rest)
@@ -385,7 +385,7 @@ class ModelNumbers:
 
     @property
     def unpredicted_logit_bytes(self) -> float:
-        """Measured bytes per token saved outside the layers beyond the final norm, such as capped logits; else 0."""
+        """Measured bytes per token saved outside layers beyond the final norm, as by capped logits; 0 if unmeasured."""
         # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
         formula_bytes = (_NORM_BYTES + 2.0) * self.hidden
         return 0.0 if self.measured is None else max(0.0, self.measured.outside - formula_bytes)
@@ -400,8 +400,8 @@ class ModelNumbers:
     def repeated_elements(self, seq_len: int) -> float:
         """Return the elements per token and layer that repeating keys and values for every query head adds.
 
-        Eager attention repeats them in layers with attention sinks, and in layers with a sliding window of at most
-        `seq_len` tokens. In other layers, the kernel broadcasts keys and values.
+        Eager attention repeats them in all layers of a model with attention sinks, and in layers with a sliding window
+        of at most `seq_len` tokens. In other layers, the kernel broadcasts keys and values.
         """
         masked = (
             (count, a) for count, a in self.attentions if self.sinks or (a.window is not None and seq_len >= a.window)
@@ -429,9 +429,9 @@ def _head_norms(block: Block) -> list[int]:
 def _norm_bytes(block: Block, hidden: int, norm_kept_bytes: float) -> float:
     """Return the bytes per token that the norms of a layer save beyond `saved_elements`, divided by h.
 
-    An unfused norm saves its float32 input and the normalized input: `norm_kept_bytes` per element. They replace the
-    4h bytes of the inputs in `saved_elements`. A norm with a bias is torch's fused LayerNorm, which saves only its
-    input. If a layer has a single LayerNorm, attention and MLP share its output, and the layer saves 4h bytes less.
+    An unfused norm saves its float32 input and the normalized input: `norm_kept_bytes` per element. These bytes replace
+    the 4h bytes (bfloat16) of both norms' inputs in `saved_elements`. Torch's fused LayerNorm saves only its input. If
+    a layer has a single LayerNorm, attention and MLP share its output, and the layer saves 4h bytes less.
     """
     unfused, fused = _norms(block, hidden)
     return 4.0 * fused - 8.0 if fused else norm_kept_bytes * unfused - 4.0
@@ -440,7 +440,7 @@ def _norm_bytes(block: Block, hidden: int, norm_kept_bytes: float) -> float:
 def _norms(block: Block, hidden: int) -> tuple[int, int]:
     """Return the numbers of norms of hidden states in a layer, as (unfused, torch's fused LayerNorm); one is 0.
 
-    A norm with a bias is a fused LayerNorm. A layer without weights of such norms is assumed to have two unfused ones.
+    If all norms have a bias, they are fused. Otherwise all count as unfused, and at least two are assumed.
     """
     # The only modules whose weight is a vector as wide as the hidden states are norms.
     vectors = {p.name for p in block.params if p.shape == (hidden,)}
@@ -473,7 +473,7 @@ def _replicated_matrices(model: ModelSpec) -> tuple[frozenset[str], bool]:
 
 
 def _measured_experts(model: ModelSpec) -> float:
-    """Return the measured bytes per token that the routed experts of an average layer save."""
+    """Return the measured bytes per token that the routed experts of an average layer save; 0 if unmeasured."""
     modules = () if model.kept is None else model.kept.modules
     return math.fsum(kept for name, kept in modules if name.endswith(".experts"))
 
@@ -549,8 +549,8 @@ def _matmuls(decoders: _Decoders) -> tuple[Matmul, ...]:
             # Linear layers store (out, in), Conv1D and some experts (in, out): the dim named embed decides.
             embed = param.dims[-2:].index("embed") if "embed" in param.dims[-2:] else 1
             inputs, outputs = (second, first) if (embed == 1) != row else (first, second)
-            source = f"{part} row {outputs}" if row else f"..{param.name}".rsplit(".", 3)[-3] + part
-            key = (part, "row" if row else source, inputs)
+            source = "row" if row else f"..{param.name}".rsplit(".", 3)[-3] + part
+            key = (part, source, inputs)
             fused[key] = fused.get(key, 0) + outputs
         for (part, source, inputs), outputs in fused.items():
             times = block.count / decoders.layers

@@ -2,7 +2,8 @@
 
 ZeRO 2 and 3 follow FSDP2: parameters, gradients and optimizer states are shards in the parameter format. ZeRO 0
 and 1 follow Megatron: parameters are in the compute format, gradients and two moments in the parameter format, and the
-optimizer has a copy of the parameters if the formats differ. The peak of ZeRO 2 and 3 is in one of these phases:
+optimizer has a copy of the parameters if the formats differ. The peak of ZeRO 2 and 3 is in one of these phases, or
+in one of two between the last two (see `phases`):
 
     loss        all activations, logits and their gradient; embedding and head gathered, and the prefetched last layer
     last layer  all activations, activation gradients of the last layer; two layers gathered
@@ -31,7 +32,8 @@ FORMULAS: Final = {
     "ZeRO > 0: / d",
     "gathered parameters": "layers (all, when not resharded) and the embedding or head, / P, in the compute format",
     "gradient buffers": "unsharded gradients before and in reduction; of a pipeline those of the whole stage",
-    "activations": "layers * microbatches in flight * T b ((4h + 2q + 2k + 3f) / P + gathered inputs), T b h / P",
+    "activations": "layers * microbatches in flight * T b ((4h + 2q + 2k + 3f) / P + gathered inputs); "
+    "recomputed layers: T b h / P",
     "work space": "gradients of activations of the current layer or the loss",
     "exchange buffers": "dispatched tokens of one expert layer, sent and received",
     "logits": "T V / P: the logits, float32 probabilities and their gradient",
@@ -220,7 +222,7 @@ def phases(
 
 
 def _gathered_parameters(stage: _Stage) -> _Columns:
-    """Return the bytes of gathered parameters: embedding and head, and one to three layers (all layers if not freed).
+    """Return the bytes of copied parameters: embedding and head, and one to three layers (all layers if not freed).
 
     With half-batches, the two halves may be in adjacent layers, so three layers are gathered at once.
     """

@@ -37,8 +37,6 @@ class Ring:
     size: Array  # number of ranks of the group
     rate: Array  # bytes/s that a rank sends
     delay: Array  # seconds of a collective with a tiny message
-    domain: float = np.inf  # ranks that share links to the outside, such as the devices of a node
-    outside_bytes_s: float = np.inf  # total bytes/s from a domain to other domains
 
     def seconds(self, gathered_bytes: Array) -> Array:
         """Return the seconds of one all-gather or reduce-scatter; `gathered_bytes` is the size of the full tensor.
@@ -51,12 +49,8 @@ class Ring:
         if self.rate.size == 1 and np.isinf(self.rate[0]):  # a group of one rank sends nothing
             return np.zeros(np.broadcast_shapes(self.size.shape, np.shape(gathered_bytes)))
         sent = gathered_bytes * (self.size - 1.0) / self.size
-        seconds = sent / self.rate + self.delay
-        if not np.isfinite(self.outside_bytes_s):
-            return seconds
-        # A group larger than a domain is limited by the total bandwidth out of the domain.
-        outside = np.maximum(seconds, sent / (self.domain * self.outside_bytes_s))
-        return np.where(self.size > self.domain, outside, seconds)
+        seconds: Array = sent / self.rate + self.delay
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +87,15 @@ class Machine:
     ) -> Machine:
         """Return the machine of a topology.
 
+        If `card` and `stack` are None, the topology `local` has the cards that `calibrate` wrote for this device, if
+        any. Raises the errors of `Supernode.peak_flops` and `own_cards_by_ranks`.
+
         Args:
             supernode: The machine.
             compute_dtype: Format of activations.
             matmul_dtype: Format of matmul inputs; None: the compute dtype.
-            card: Device card; None: the shipped one for the device. If `stack` is None too, the topology `local` has
-                the cards that `calibrate` wrote for this device.
-            stack: Stack card; None: that of HyperParallel's own runtime, calibrated if `card` is.
+            card: Device card; None: the shipped one for the device.
+            stack: Stack card; None: the shipped one of HyperParallel's own runtime.
         """
         device = supernode.device
         matmul_dtype = matmul_dtype or compute_dtype
@@ -127,8 +123,8 @@ class Machine:
     def pace(self) -> Speed | None:
         """Function from the fraction of ranks that run to the speed of one rank, relative to its speed while all run.
 
-        The function interpolates measurements if the card has any; otherwise ranks contend for cores only. None if
-        every rank has its own cores.
+        The function interpolates measurements if the card has any; otherwise ranks contend for cores only. None if the
+        card has none and every rank has its own cores.
         """
         if own := self.card.pace:
             shares = sorted((float(share), speed) for share, speed in own.items())
@@ -430,7 +426,7 @@ class PricingCase:
         return collapse(np.where(self.c.recompute > 1, 1.0, 0.0))
 
     def dense(self, layers: Array | float = 1.0) -> Array:
-        """Return the number of parameters of `layers` average layers on one tensor-parallel rank, without experts."""
+        """Return the parameters of `layers` average layers on one tensor-parallel rank before FSDP, without experts."""
         n, whole = self.n, self.uncut.weights
         cut = (n.attention_weights + n.mlp_weights - whole) / self.c.tp
         return layers * (cut + whole * self.over_tp(1.0) + n.vector_weights)
@@ -467,7 +463,7 @@ class PricingCase:
         return np.asarray((self.c.ep <= 1) & self.machine.stack.is_own_runtime)
 
     def experts(self, layers: Array | float = 1.0) -> Array:
-        """Return the elements of routed experts on a rank, sharded over ep and etp, in `layers` average layers."""
+        """Return the matrix elements of routed experts on a rank before FSDP, over ep and etp, in `layers` layers."""
         return layers * self.n.expert_weights / (self.c.ep * self.etp)
 
     @cached_property
@@ -527,7 +523,7 @@ class PricingCase:
 
     @property
     def scores(self) -> float:
-        """Bytes per token of attention probabilities saved in an average layer; 0 without attention sinks."""
+        """Bytes per token of probabilities that unfused attention saves in an average layer; 0 without sinks."""
         n, stack = self.n, self.machine.stack
         return stack.eager * n.sinks * self.machine.width * n.num_heads * self.workload.seq_len
 

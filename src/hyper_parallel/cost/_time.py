@@ -2,8 +2,8 @@
 
 The step time is the sum of the slowest pipeline stage's time for m microbatches, the time of pipeline fill and drain,
 and the time of work that a step does once, such as the optimizer. Letters are as in `_layer`; in addition, m is the
-number of microbatches, p of stages, and l of layers on the slowest stage. `score` returns the terms of the step time
-together with the terms of the peak memory.
+number of microbatches, p of pipeline ranks, v of virtual stages per rank, and l of layers on the slowest rank. `score`
+returns the terms of the step time together with the terms of the peak memory.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LayerPrices:
 
     @property
     def layer(self) -> Array:
-        """Seconds of one layer and microbatch, forward and backward, without expert all-to-alls."""
+        """Seconds of one layer and microbatch with exposed communication, but without expert all-to-alls."""
         w, m = self.work, self.comm
         work = w.forward + w.backward + w.recompute + w.launch
         return work + m.tp + m.cp + m.fsdp
@@ -118,7 +118,7 @@ class Step:
 
     prices: LayerPrices
     ep: Array  # exposed expert all-to-alls of one layer and microbatch
-    ep_hidden: Array  # hidden fraction of the expert all-to-alls
+    ep_hidden: Array  # hidden fraction of the expert all-to-alls; 0 if `with_overlap` has subtracted hidden seconds
     stages: StageSplit
 
     @classmethod
@@ -146,10 +146,9 @@ _FORMULAS: Final = {
     "recompute": "m l recomputed forward",
     "kernel launches": "m l launches * seconds each, as far as they do not hide behind the work, and host work of "
     "expert layers",
-    "host work of axes": "m l seconds of each axis that is used; replicas: l; pipeline: m per rank; experts: their "
-    "layers",
-    "gradient accumulation": "m 8 bytes per parameter of the rank: a float32 sum is read and written, as far as "
-    "products do not hide it",
+    "host work of axes": "m l seconds of each axis that is used; replicas: l; pipeline: m v; experts: their layers",
+    "gradient accumulation": "m 8 bytes per parameter of the rank / memory bandwidth * the card's saturation: a "
+    "float32 sum is read and written, in part while matmuls run",
     "tp communication": "m l gathers and scatters of the blocks' shapes (1-D: 8, recompute 12, of T h elements) beyond "
     "the share that hides behind matmuls",
     "cp communication": "m l key-value ring of 2 k T cp / P elements, twice backward, beyond the attention; in full: "
@@ -224,7 +223,7 @@ def step_seconds(s: PricingCase, parts: Literal["all", "pace"] = "all", blocks: 
 
 
 def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
-    """Return the terms of layers, head and pipeline of all microbatches, without data-parallel collectives."""
+    """Return the terms of layers, head and pipeline in all microbatches; FSDP collectives count in the bubble only."""
     n, c, machine, m, stages = s.n, s.c, s.machine, s.c.accumulation, step.stages
     card, stack, dtype = machine.card, machine.stack, machine.matmul_dtype
     work, comm = step.prices.work, step.prices.comm
@@ -240,7 +239,7 @@ def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
         ),
         TimeTerm(
             "attention", layer_passes * (work.attention + work.attention_backward),
-            f"Dao 2023 (FlashAttention-2), section 3; {card.source('attention.bfloat16')}",
+            f"Dao 2023 (FlashAttention-2), section 3; {card.source(f'attention.{machine.compute_dtype}')}",
             {**common, "A": n.attention_flops(s.workload.seq_len), "reached_flops": machine.attention_flops,
              "flash": stack.flash},
         ),
@@ -255,8 +254,8 @@ def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
             {**common, "bytes": stack.quantize_bytes.get(dtype, 0.0)},
         ),
         TimeTerm(
-            "head and loss", m * step.prices.head * stages.head, card.source("matmul.bfloat16"),
-            {**common, "V": float(n.vocab)},
+            "head and loss", m * step.prices.head * stages.head,
+            card.source(f"matmul.{machine.compute_dtype}"), {**common, "V": float(n.vocab)},
         ),
         TimeTerm(
             "recompute", layer_passes * work.recompute,
@@ -354,7 +353,7 @@ def step_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
 
 
 def _host_work(s: PricingCase, layers: Array) -> Array:
-    """Return the CPU seconds per step that parallel axes add on a rank, such as for launching collectives."""
+    """Return the CPU seconds per step that parallel axes add on a rank; full recomputation adds half for cp, tp, ep."""
     c, seconds = s.c, s.machine.stack.host_s
     total: Array = np.zeros(1)
     if not seconds:

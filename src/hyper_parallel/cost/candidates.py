@@ -1,11 +1,11 @@
 """Candidates: strategies as columns of numbers, for vectorized prediction; and closed forms of pipeline time.
 
 The closed forms give the split of layers into stages, the bubble and the microbatches in flight. F, B and W are the
-seconds of one microbatch on one rank: forward, gradients of inputs, gradients of weights. A stage takes F + B + W
-seconds per microbatch; t is the maximum over stages and S the sum. With p stages, m microbatches and v virtual stages
+seconds of one microbatch on one rank: forward, gradients of inputs, gradients of weights. A rank takes F + B + W
+seconds per microbatch; t is the maximum over ranks and S the sum. With p ranks, m microbatches and v virtual stages
 per rank, a step takes m t plus the bubble:
 
-    GPipe, 1F1B       S - t                    every stage is filled and drained once
+    GPipe, 1F1B       S - t                    every rank is filled and drained once
     interleaved       (S - t) / v              filled and drained by virtual stages
     ZB-H1             (S - t) (F + B - W) / (F + B + W), with W moved into the bubble
     ZBV               (S - t) max(0, F + B - 2W) / (F + B + W): 0 if F, B and W are equal
@@ -27,7 +27,7 @@ from hyper_parallel.ir.strategy import BLOCK_SHAPES, CpKind, ScheduleKind
 
 Array = NDArray[np.float64]
 Axis = tuple[Array, Array]
-"""Degree and stride of one axis of a process group; the stride is the distance between ranks that are neighbours."""
+"""Degree and stride of an axis of a process group; the stride is the distance in ranks between neighbours."""
 
 SCHEDULES: Final[tuple[ScheduleKind, ...]] = get_args(ScheduleKind)
 """Pipeline schedules; column `schedule` is an index."""
@@ -82,7 +82,7 @@ class Candidates:
 
     pp: Array  # pipeline ranks
     vpp: Array  # virtual stages (model chunks) of a rank
-    schedule: Array  # index into `SCHEDULES`; ignored with one stage
+    schedule: Array  # index into `SCHEDULES`; ignored with pp = 1
     dp_replicate: Array
     dp_shard: Array  # data-parallel ranks that shard states according to `zero`
     cp: Array  # context-parallel ranks
@@ -195,8 +195,8 @@ class Candidates:
 
         Args:
             index: Index of the candidate.
-            base: Strategy from which the result takes the fields that are no columns: rules, and with pp > 1 schedule
-                file and layers per stage.
+            base: Strategy from which the result takes the fields that are no columns: rules, `recompute_layers`, and
+                with pp > 1 schedule file and layers per stage. `overlap.tp_symmetric` becomes False.
             workload: Workload from which the result takes sequence length and number formats.
         """
         row = {name: int(getattr(self, name)[index]) for name in Candidates.__slots__}
@@ -272,8 +272,8 @@ def split_layers_closed_form(
 ) -> StageSplit:
     """Return the split of equal layers into pipeline stages, with the head on the last stage.
 
-    The split minimizes the time of the slowest stage. With `even`, stages have equal numbers of layers, except for the
-    last stage, which has the rest.
+    `layer_s` and `head_s` are seconds of one microbatch. The split minimizes the time of the slowest stage. With
+    `even`, stages have equal numbers of layers, except for the last stage, which has the rest.
 
     If ranks share cores (`pace` is set), busy ranks are faster while others are idle. The time per microbatch is then
     the larger of two bounds: the mean stage at the greatest total throughput, and the slowest stage running alone.
@@ -361,8 +361,8 @@ def in_flight(c: Candidates, rank: Array | int = 0) -> Array:
 
     A microbatch counts as 1 if all layers of the rank hold its activations, as 1 / v if one of v virtual stages does.
     On the first rank, the number is p for 1F1B, ZB-H1 and ZBV, m for GPipe, p + (p - 1) / v for interleaved schedules,
-    and p + 1/2 for DualPipeV, but at most m. In 1F1B every rank has one microbatch fewer than the previous rank; in
-    interleaved schedules, 2 / v fewer. In the other schedules all ranks have equal numbers.
+    and p + 1/2 for DualPipeV. In 1F1B every rank has one microbatch fewer than the previous rank; in interleaved
+    schedules, 2 / v fewer. In the other schedules all ranks have equal numbers. All are at least 1 and at most m.
 
     Sources: Korthikanti et al. 2022, section 4.2.3; Qi et al. 2023, section 6; DeepSeek-AI 2024, table 2.
     """

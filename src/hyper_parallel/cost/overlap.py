@@ -9,7 +9,8 @@ so its span is that of the forward program with other durations.
 
 Chunks of a block's tokens divide its collectives, its column-parallel and its row-parallel matmuls; see
 `block_program`. Weight gradients are tasks of backward only, at the positions where forward reads the weights. With
-chunks of the experts' tokens, backward computes the first chunk's weight gradients while its rows are in flight.
+chunks of the experts' tokens, backward computes part of the first chunk's weight gradients while its rows are in
+flight.
 
 A recomputed forward runs one layer at a time, so it takes the span of a program of one layer. In the other passes with
 half-batches, a layer takes the time that one more layer adds to the span of several layers, plus a share of the time at
@@ -35,7 +36,7 @@ _COMPUTE, _LINK = 0, 1
 _SCATTERS: Final = (3, 4)
 """Rows of `PassSeconds.durations` that are collectives of tensor parallelism."""
 _COLLECTIVES: Final = (*_SCATTERS, 5)
-"""Rows of `PassSeconds.durations` that are collectives."""
+"""Rows of `PassSeconds.durations` that are collectives with a duration."""
 _NORM: Final = 8
 """Row of `PassSeconds.durations` for norms between two blocks."""
 _COUNTS, _SPLITS = 9, 10
@@ -75,7 +76,7 @@ class PassSeconds:
     mlp_column: Array = field(default_factory=_no_work)  # column-parallel matmuls of the feed-forward part
     # weight gradients of the first chunk, a part of `experts`, that are computed while its rows are in flight
     expert_weights: Array = field(default_factory=_no_work)
-    # copy of one chunk's rows to its send buffer, or of its results from there
+    # copy of one chunk's rows to its send buffer, or of its results to the order of the tokens
     copy: Array = field(default_factory=_no_work)
     # whether ranks exchange the numbers of rows before a dispatch; both halves wait for this exchange
     counts_rows: bool = field(default=False, kw_only=True)

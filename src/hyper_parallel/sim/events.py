@@ -157,7 +157,7 @@ def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
     The mean excludes the first steps, whose sampling does not wait, and the last steps, during which only learners run.
 
     Args:
-        graph: Graph of at least 2 * (`max_staleness` + 3) steps.
+        graph: Graph of at least 2 * (s + 3) steps, where s is `max_staleness`, or 0 for None.
         max_staleness: Steps that sampling may run ahead of learning; None: learners sample between steps.
     """
     ends: dict[str, float] = {}

@@ -44,7 +44,7 @@ class Schedule:
         return start
 
     def hold(self, lane: str, until: Any) -> Any:
-        """Keep a lane idle until the time `until`; return the idle time, 0 if the lane is busy until then."""
+        """Keep a lane idle until the time `until`; return the idle time, 0 if it is busy until then or longer."""
         idle = until - self.free[lane]
         if idle <= 0:
             return 0
