@@ -161,7 +161,7 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
     )
     hint = allowed = None
     fixed = ("pp", "cp") if request.group_sequences > 1 else ()  # stage grpo supports no other value
-    for name in (n for n in pins if n not in fixed):
+    for name in (n for n in pins if n in PINNABLE and n not in fixed):
         legal = _legal_values(request, name)
         if legal:
             allowed = [shown_pin(name, v) for v in legal]
