@@ -116,12 +116,12 @@ def check_pins(pins: Mapping[str, int | str] | None, where: str = "--pin") -> di
         indices = {str(v): i for i, v in enumerate(key.values)}
         if key.values and str(value) in indices:
             checked[key.name] = indices[str(value)]
-        elif not key.values and str(value).isdigit() and int(value) >= 1:
+        elif not key.values and str(value).isdecimal() and int(value) >= 1:
             checked[key.name] = int(value)
         else:
             examples = (*key.values[:3], "...") if len(key.values) >= 10 else key.values
             raise BadValue(
-                f"`{key.name}` cannot be pinned to `{value}`",
+                f"`{name}` cannot be pinned to `{value}`",
                 got=f"{name}={value}",
                 allowed=examples or "an integer from 1",
                 hint=_pin_hint(where, name, key.values[0] if key.values else 1),
