@@ -200,7 +200,7 @@ def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
     """Raise the error of an illegal sampler replica of `tp` tensor-parallel ranks; its hint sets keys of `grpo`."""
     copy, numbers = roles.sampler_strategy(tp), roles.request.numbers
     try:
-        check_legal(numbers, roles.request.workload.resolve(1), copy)
+        check_legal(numbers, roles.request.workload, copy)  # no pipeline: the batch has no effect
         roles.request.shard(copy)
     except HyperParallelError as error:
         keys = {"tp": "rollout_tp", "tp_x": "rollout_tp", "ep": "rollout_ep"}
