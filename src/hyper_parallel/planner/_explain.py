@@ -54,7 +54,9 @@ def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
         how_much = "slower by less than 0.1%"
     if share < TIE:
         return "equally fast, but neither simpler (smaller tp, cp, pp, ep) nor smaller in memory"
-    winner = {t.name: t.seconds for t in best.cost}
+    # The steps may have different numbers of tokens: compare the terms for those of the loser.
+    tokens = (loser.workload.tokens_per_step or 1) / (best.workload.tokens_per_step or 1)
+    winner = {t.name: t.seconds * tokens for t in best.cost}
     term = max(loser.cost, key=lambda t: t.seconds - winner.get(t.name, 0.0))
     winner_s = winner.get(term.name, 0.0)
     return f"{how_much}: {term.name} {format_seconds(term.seconds)}" + (
