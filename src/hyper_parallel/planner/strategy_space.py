@@ -188,8 +188,7 @@ class Space:
 
     def _splits(self, dp: int) -> list[tuple[int, int]]:
         """Return the allowed (dp_replicate, dp_shard) of `dp` data-parallel ranks."""
-        shards = [s for s in self._allowed("dp_shard", divisors(dp)) if dp % s == 0]
-        return [(dp // s, s) for s in shards if self.request.allows("dp_replicate", dp // s)]
+        return [(dp // s, s) for s in self._divisors("dp_shard", dp) if self.request.allows("dp_replicate", dp // s)]
 
     def microbatches(self) -> Sequence[int | None]:
         """Return the numbers of sequences per microbatch to try; None: derived from the other batch numbers."""
@@ -293,8 +292,8 @@ class Space:
         free = experts and self._any_etp
         return [
             (ep, etp)
-            for ep in self._allowed("ep", divisors(inner))
-            if inner % ep == 0 and (ep == 1 or not r.executable or self._runs_with_ep(ep))
+            for ep in self._divisors("ep", inner)
+            if ep == 1 or not r.executable or self._runs_with_ep(ep)
             for etp in sorted({1, tp} if free else {1 if ep > 1 else tp})
             if ranks % (ep * etp) == 0 and (etp == 1 or divisible) and r.allows("etp", etp)
         ]
