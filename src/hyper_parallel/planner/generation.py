@@ -265,17 +265,17 @@ def _no_legal_layout_error(
 def _memory_error(pricer: GenerationPricer, layouts: Sequence[StagedLayout], all_at_once: bool) -> DoesNotFit:
     """Return the error for layouts that all exceed memory; its hint is a change such as fewer prompts."""
 
-    def max_prompts(pricer: GenerationPricer, layouts: Sequence[StagedLayout]) -> int:
-        pairs = zip(pricer.memory(layouts)[2], layouts, strict=True)
-        return max(int(n) * x.strategy.dp for n, x in pairs)
+    def max_slots(pricer: GenerationPricer, layouts: Sequence[StagedLayout]) -> list[tuple[int, StagedLayout]]:
+        return [(int(n), x) for n, x in zip(pricer.memory(layouts)[2], layouts, strict=True)]
 
     r = pricer.request
     hint = f"a smaller model, or {topology_hint('--topology ')}"
-    if all_at_once and (prompts := max_prompts(pricer, layouts)) > 0:
+    if all_at_once and (prompts := max(n * x.strategy.dp for n, x in max_slots(pricer, layouts))) > 0:
         hint = f"--prompts {prompts}"
     elif r.supernode.name != LOCAL:
         larger = (_with_devices(pricer, r.num_devices << n) for n in range(1, MAX_DOUBLINGS + 1))
-        fitting = (q for q in larger if (x := [*_layouts(q, Counter())]) and max_prompts(q, x) > 0)
+        legal = ((q, found) for q in larger if (found := [*_layouts(q, Counter())]))
+        fitting = (q for q, found in legal if any(n >= (x.needed if all_at_once else 1) for n, x in max_slots(q, found)))
         hint = next((f"--devices {q.request.num_devices}" for q in fitting), hint)
     least = min(int(np.max(x.weights)) for x in layouts)
     return DoesNotFit(
