@@ -14,7 +14,7 @@ import yaml
 
 from hyper_parallel.config import DEGREES, Recipe
 from hyper_parallel.errors import BadValue, PlanMismatch
-from hyper_parallel.ir import AXES, Plan
+from hyper_parallel.ir import AXES, Overlap, Plan
 from hyper_parallel.planner.request import unimplemented
 from hyper_parallel.units import format_bytes
 
@@ -98,6 +98,11 @@ def recipe_values(plan: Plan) -> dict[str, Any]:
     }
     if s.offload:
         recipe["offload"] = {"budget": "auto"}
+    if (overlap := s.overlap) != Overlap():
+        tp = "half-batch" if overlap.half_batch else overlap.block_executor.replace("serial", "none")
+        recipe["overlap"] = {"tp": tp, "ep": "chunks" if overlap.ep_chunks > 1 else "none"}
+        if (chunks := max(overlap.tp_chunks, overlap.ep_chunks)) > 1:
+            recipe["overlap"]["chunks"] = chunks
     return recipe
 
 
