@@ -274,8 +274,8 @@ def _memory_error(pricer: GenerationPricer, layouts: Sequence[StagedLayout], all
         hint = f"--prompts {prompts}"
     elif r.supernode.name != LOCAL:
         larger = (_with_devices(pricer, r.num_devices << n) for n in range(1, MAX_DOUBLINGS + 1))
-        legal = ((q, found) for q in larger if (found := [*_layouts(q, Counter())]))
-        fitting = (q for q, found in legal if any(n >= (x.needed if all_at_once else 1) for n, x in max_slots(q, found)))
+        legal = ((q, max_slots(q, x)) for q in larger if (x := [*_layouts(q, Counter())]))
+        fitting = (q for q, slots in legal if any(n >= (x.needed if all_at_once else 1) for n, x in slots))
         hint = next((f"--devices {q.request.num_devices}" for q in fitting), hint)
     least = min(int(np.max(x.weights)) for x in layouts)
     return DoesNotFit(
