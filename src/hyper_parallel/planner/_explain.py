@@ -36,7 +36,7 @@ def half_width(plan: Plan) -> float | None:
     """Return h such that 80 % of measured step times are expected between `step_s / e**h` and `step_s * e**h`.
 
     With cards that `hyper-parallel calibrate` measured, h is `UNFITTED_HALF_WIDTH`; on `local` without them, None.
-    Otherwise h is from runs of training frameworks that were excluded from the fit and predicted with another's card.
+    Otherwise h is from runs of frameworks that were left out of the fit, and predicted with another framework's card.
     """
     if any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost):
         return UNFITTED_HALF_WIDTH

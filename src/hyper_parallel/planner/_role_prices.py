@@ -133,7 +133,7 @@ class Roles:
         return bounds
 
     def splits(self) -> Iterator[tuple[int, int]]:
-        """Yield (ranks that only sample, tensor-parallel ranks of a replica) for every split; (0, 1): all ranks do both."""
+        """Yield (ranks that only sample, tensor-parallel ranks of a replica) per split; (0, 1): all ranks do both."""
         grpo, rows = self.grpo, self.rows
         rollout_ranks, tps = grpo.rollout_ranks, [grpo.copy_tp]
         if grpo.rollout_tp == "auto" and rollout_ranks != 0:
@@ -198,8 +198,7 @@ class Roles:
 
     def _unpriced(self, s: Strategy) -> str | None:
         """Return why sampling with a strategy cannot be predicted; None if it can. Legality is not checked."""
-        if self.request.model.family not in FAMILIES_READ:
-            family = self.request.model.family
+        if (family := self.request.model.family) not in FAMILIES_READ:
             return f"for the family `{family}`, it is not known whether several sequences can be decoded at a time"
         if self.grpo.exact_logprobs:
             return "sampling without a cache is not priced"
@@ -208,7 +207,7 @@ class Roles:
         return None
 
     def _pricer(self, rows: int) -> GenerationPricer:
-        """Return the predictor of sampling `rows` completions, all with the greatest lengths of prompt and completion."""
+        """Return the predictor of sampling `rows` completions, all of the greatest length and from longest prompts."""
         if rows not in self._pricers:
             dtype = self.request.workload.compute_dtype
             work = GenerateWorkload(rows, self.prompt_len, self.new_tokens, dtype)
