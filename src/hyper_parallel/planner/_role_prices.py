@@ -202,7 +202,7 @@ class Roles:
             return f"for the family `{family}`, it is not known whether several sequences can be decoded at a time"
         if self.grpo.exact_logprobs:
             return "sampling without a cache is not priced"
-        if s.tp_y > 1 or s.etp is not None:
+        if s.tp_y > 1:
             return "sampling is not priced with tensor parallelism on two axes"
         return None
 
