@@ -1,6 +1,6 @@
 """Pins of a search: the choices that a user can fix (pin) to a value, and checks of pins and exclusions.
 
-A key of the recipe's sections `parallel` and `training` can be pinned if it is also a column of `cost.Candidates`. Some
+A key of the recipe's sections `parallel` and `training` can be pinned if `cost.Candidates` has a column for it. Some
 choices that exist only in a search, such as the order of the mesh axes, can be pinned too.
 """
 
@@ -25,7 +25,7 @@ class Pinnable:
 
     Attributes:
         name: Key in `PlanRequest.pins`.
-        recipe_key: Dotted recipe key; "" for choices that exist only in a search.
+        recipe_key: Recipe key with its section; "" for choices that exist only in a search.
         values: Allowed values; the index of the pinned value is stored. (): any positive integer, which is stored.
     """
 
@@ -149,7 +149,7 @@ def check_exclusions(
         where: Origin of the names, for errors: `--exclude`, or `exclude` for the argument of `hyper_parallel.plan`.
 
     Raises:
-        BadValue: HP102 for a name that cannot be excluded, or is pinned to another value.
+        BadValue: HP102 for a name that cannot be excluded, or that `pins` sets to another value under the same name.
     """
     allowed = (*DEGREES, "tp", "dp", *EXCLUDABLE)
     checked: dict[str, int] = {}

@@ -63,7 +63,7 @@ def faster_oversized_strategies(
 
 
 def barred_note(request: PlanRequest, result: BranchAndBound, best: PricedStrategy) -> tuple[str, ...]:
-    """Return the note about the fastest strategy that fits but that this version cannot run; () if `best` is faster."""
+    """Return the note about the fastest strategy that fits but that this version cannot run; () if none is faster."""
     fastest: PricedStrategy | None = None
     for position in _fastest(result.barred, best.per_token_s, set()):
         row = strategy_at(result.barred, position, request.base, request.workload)
@@ -132,11 +132,12 @@ def evaluate(
     Args:
         request: Model, machine and workload.
         strategy: The strategy.
-        where: Origin of the strategy, for errors. If it is set, this version must be able to run the strategy.
+        where: Origin of the strategy, for errors. If it is set, or the topology is `local`, a strategy that this
+            version cannot run is refused.
         num_devices: Required product of the degrees; None: not checked.
 
     Raises:
-        HyperParallelError: As raised by `hyper_parallel.plan` for an illegal strategy.
+        HyperParallelError: Errors of `hyper_parallel.plan` for a `strategy`. Hints are recipe keys.
     """
 
     def check(strategy: Strategy, workload: Workload) -> None:
@@ -246,7 +247,7 @@ def _pareto(request: PlanRequest, result: BranchAndBound, best: PricedStrategy) 
 def _layouts(request: PlanRequest, strategy: Strategy, where: str | None) -> tuple[dict[str, Layout], tuple[str, ...]]:
     """Return (dict from parameter name to layout, notes); no layouts if this version cannot run the strategy.
 
-    If `where` is set, or the topology is `local`, UnsupportedSharding (HP205) is raised for such a strategy instead.
+    Such a strategy raises UnsupportedSharding (HP205) instead if `where` is set, or the topology is `local`.
     """
     must_run = where is not None or request.supernode.name == LOCAL
     if not must_run and (choices := unimplemented(strategy)):

@@ -107,7 +107,7 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
 
     With partial recomputation, time and memory are interpolated between no and all recomputed layers. If the simulated
     schedule is slower than the closed form, for example because of unequal layers, the difference is the term
-    `schedule`. If the simulated schedule is faster, the closed form is kept: the search needs it as a lower bound.
+    `schedule`. Otherwise, or above `MAX_SIMULATED_S`, the result is the closed form, the lower bound of the search.
     """
     share = 1.0
     candidate = Candidates.of(replace(strategy, recompute_layers=None), workload)
@@ -164,7 +164,7 @@ def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ..
 
 
 def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
-    """Return the seconds of the simulated pipeline schedule, from the first forward to the last backward.
+    """Return the seconds of the simulated pipeline schedule, from the first forward to the end of the last backward.
 
     A step with many microbatches is simulated with two smaller numbers, which differ by pp, and the time is
     extrapolated linearly. `pace` is the speed of a rank while 1, 2, ... ranks are busy, relative to its speed

@@ -59,7 +59,8 @@ def launch_settings(plan: Plan, stack: str) -> str:
 def recipe_values(plan: Plan) -> dict[str, Any]:
     """Return a recipe for the plan, as a nested dict of keys and values.
 
-    A plan has no data set, so `data.source` is `python-stdlib`.
+    A plan has no data set, so `data.source` is `python-stdlib`. Omitted are sharding rules, the schedule file, and
+    choices without a recipe value: order of axes, etp, ZeRO-0, selective recomputation.
     """
     s, w = plan.strategy, plan.workload
     parallel: dict[str, object] = {name: degree for name, degree in s.degrees().items() if degree > 1} or {
@@ -199,7 +200,7 @@ def _not_in_megatron(plan: Plan) -> Iterator[str]:
 
 
 def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file: str) -> list[str]:
-    """Return overrides (`key=value`) that give a recipe the degrees, choices and batch of a saved plan.
+    """Return overrides (`key=value`) that give a recipe the degrees, choices and batch of a saved plan, but no overlap.
 
     Args:
         plan: The saved plan.

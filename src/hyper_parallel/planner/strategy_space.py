@@ -200,8 +200,8 @@ class Space:
     def _batched(self, table: NDArray[np.float64], microbatch: int | None) -> NDArray[np.float64]:
         """Return `table` with columns microbatch and accumulation added.
 
-        Rows are omitted if their data-parallel ranks cannot share the batch evenly, if a number differs from a set or
-        pinned one, or if they have fewer microbatches than pipeline ranks.
+        Rows are omitted if their data-parallel ranks cannot share the batch evenly, if a batch number differs from a
+        set or pinned one, or if they have fewer microbatches than pipeline ranks.
         """
         w, ones = self.request.workload, np.ones(len(table))
         steps = ones * (w.accumulation_steps or 1)
@@ -324,10 +324,11 @@ class Space:
         return 1 if pinned != 0 and (cp == 1 or y == 1) else None
 
     def refusal_of(self, shard: int, cp: int, x: int, y: int, *block: int, pp: int = 1) -> str | None:
-        """Return why this version cannot run strategies with the given degrees; None if it can, or need not.
+        """Return why this version cannot run strategies with the given degrees; None if it can.
 
-        It need not if `PlanRequest.executable` is False. Results are cached by the degrees on which layouts depend. Without expert parallelism and tp_y, these are tp_x
-        and whether there is a pipeline. `block` is a row of `blocks`; the other arguments are degrees.
+        The result is also None if the request is not limited to strategies that this version runs. Results are cached
+        by the degrees on which layouts depend: without expert parallelism and tp_y, tp_x and whether there is a
+        pipeline. `block` is a row of `blocks`; the other arguments are degrees.
         """
         if not self.request.executable:
             return None

@@ -13,8 +13,8 @@ from hyper_parallel.model import ModelSpec, ParamSpec
 def trained_share(model: ModelSpec, recipe: Recipe) -> float:
     """Return the number of parameters with a gradient, adapters included, divided by all parameters of the model.
 
-    The result is an estimate, because a model spec has no module classes. With `lora.target_modules=all-linear`, every
-    matrix counts as a linear module, except routed experts, embedding and head.
+    The result is an estimate, because a model spec has no module classes: every matrix named `*.weight` counts as a
+    linear module. Routed experts have no adapters; `all-linear` also excludes embedding, head and `NAMES_OF_EXPERTS`.
 
     Args:
         model: Spec of the recipe's model.
