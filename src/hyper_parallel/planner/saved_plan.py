@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import yaml
 
-from hyper_parallel.config import DEGREES, Recipe
+from hyper_parallel.config import Recipe
 from hyper_parallel.errors import BadValue, PlanMismatch
-from hyper_parallel.ir import AXES, Overlap, Plan
+from hyper_parallel.ir import AXES, Overlap, Plan, Strategy
 from hyper_parallel.planner.request import unimplemented
 from hyper_parallel.units import format_bytes
 
@@ -226,10 +226,9 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
                 changes={key: planned},
             )
     values = recipe_values(plan)
-    degrees = dict.fromkeys(DEGREES, 1) | plan.strategy.degrees()
-    parallel = {name: degree for name, degree in degrees.items() if name in DEGREES}
-    overrides: dict[str, object] = {f"parallel.{k}": v for k, v in parallel.items()}
-    overrides |= {f"parallel.{k}": v for k, v in values["parallel"].items()}
+    reset = ("schedule", "virtual_stages", "zero", "cp_ulysses", "attention_scatter", "gathered_inputs")
+    parallel = {n: getattr(Strategy(), n) for n in reset} | plan.strategy.degrees() | {"stage_layers": []}
+    overrides: dict[str, object] = {f"parallel.{k}": v for k, v in {**parallel, **values["parallel"]}.items()}
     own_keys = ("microbatch", "accumulation_steps", "recompute", "recompute_layers")
     overrides |= {f"training.{k}": values["training"].get(k) for k in own_keys}
     overrides |= {
