@@ -145,7 +145,7 @@ def check_exclusions(
 
     Args:
         excluded: Names of mesh axes and of choices in `EXCLUDABLE`.
-        pins: Pins of the user, for contradictions.
+        pins: Pins of the user by name, as for `check_pins`, for contradictions.
         where: Origin of the names, for errors: `--exclude`, or `exclude` for the argument of `hyper_parallel.plan`.
 
     Raises:

@@ -27,7 +27,7 @@ HEADROOM = 0.05
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Limits of offload: host memory, bandwidth and recomputation."""
+    """Limits of offload: host memory, bandwidth and recomputation. Bytes are per device."""
 
     num_bytes: float | None = None  # host memory per device; None: that of the topology
     bytes_s: float | None = None  # bandwidth of copies per direction; None: that of the topology

@@ -142,7 +142,7 @@ class Completer:
         peaks: Cache of the peak bytes of rows.
         threshold: Seconds per token above which rows are pruned; the search lowers it.
         cut: Number of pruned rows, by reason.
-        priced: Number of priced complete strategies, each with one choice.
+        priced: Number of priced complete strategies; a strategy counts once per priced choice.
         least_bytes: Least peak bytes among all rows that do not fit; infinity if all fit.
     """
 
