@@ -131,10 +131,10 @@ class GenerationPricer:
         return PricingCase(r.numbers, r.machine, r.workload, candidates)
 
     def memory(self, layouts: Sequence[StagedLayout]) -> tuple[NDArray[np.float64], ...]:
-        """Return, per layout, (fixed bytes of a pass, its bytes per sequence, number of sequences that fit).
+        """Return arrays over the layouts: fixed bytes of a pass, its bytes per sequence, and sequences that fit.
 
-        The bytes do not include weights and KV cache. The number is for a data-parallel rank, and below 1 if not even
-        one sequence fits.
+        The bytes do not include weights and KV cache. The sequences are those of a data-parallel rank, below 1 if not
+        even one fits.
         """
         terms = pass_bytes(self._case(layouts), self.work)
         fixed, per_sequence = (np.broadcast_to(b, len(layouts)) for b in terms)

@@ -326,8 +326,8 @@ def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
 
     Raises:
         UnknownKey: HP101 for an unknown key.
-        BadValue: HP102 for a word that is no `key=value`, a value that is not allowed, `auto`, or `world_size`; also
-            for quotes without a pair, and with `of_step` for `overlap=auto`.
+        BadValue: HP102 for unpaired quotes, a word that is no `key=value`, a value that is not allowed, `auto`,
+            `world_size`, and with `of_step` also `overlap=auto`.
     """
     values = _values_by_key(text, nested=("rules", "overlap") if of_step else ("rules",))
     words = validated(

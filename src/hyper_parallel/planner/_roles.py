@@ -40,7 +40,7 @@ def with_roles(recipe: Recipe, request: PlanRequest, plan: Plan, where: Callable
         where: Function from a recipe key to the origin of its value, for errors.
 
     Raises:
-        DoesNotFit: HP401 when a rank that only samples has too little memory; if it also learns, a note says so.
+        DoesNotFit: HP401 when a rank that only samples has too little memory. For other ranks, a note says so.
         NotDivisible, UnsupportedSharding: HP203, HP205 for an illegal layout of a sampler replica.
     """
     ranks, tp = recipe.grpo.sampling_ranks, recipe.grpo.copy_tp

@@ -25,7 +25,7 @@ class Pinnable:
 
     Attributes:
         name: Key in `PlanRequest.pins`.
-        recipe_key: Recipe key with its section; "" for choices that exist only in a search.
+        recipe_key: Recipe key, such as `parallel.pp`; "" for choices that no recipe can set.
         values: Allowed values; the index of the pinned value is stored. (): any positive integer, which is stored.
     """
 

@@ -3,8 +3,8 @@
 The search tree has one level per group of choices. A node is a partial strategy, stored as a row of a table with the
 columns of `cost.Candidates`; a completion adds the missing columns. A node has lower bounds on the seconds per token
 and on the memory of all its completions. A bound above the best strategies so far, or above the memory of a device,
-prunes the node. Deeper levels and lower bounds are expanded first. When no node is open, the best strategy is optimal
-within the cost model: this is the certificate. The bounds assume the best value of every missing column, so they hold.
+prunes the node. The deepest nodes are expanded first, by ascending bound. When no node is open, the best strategy is
+optimal within the cost model (the certificate), because the bounds assume the best value of every missing column.
 Each level adds columns to a strategy, and costs to its bounds:
 
     blocks     columns tp_x, tp_y, cp, microbatch and those of `strategy_space.BLOCKS`. The time bound covers
@@ -308,7 +308,7 @@ class BranchAndBound:
         self.bound = self._run()
 
     def _run(self) -> float:
-        """Expand nodes, deeper levels first (the last level last), least bounds first; return `self.bound`."""
+        """Expand nodes, deeper levels first (the last level last), least bounds first; return the value of `bound`."""
         levels = (
             self._pipelines,
             self._states,

@@ -438,8 +438,8 @@ class Space:
     def has_pinned_zero(self, shards: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Return the mask of strategies with dp_shard * cp = `shards` ranks to which a pinned ZeRO stage applies.
 
-        A pinned stage above 0 requires more than one rank to shard over. If a recipe sets it, it has no effect on a
-        single rank, and excludes nothing.
+        A pinned stage above 0 requires more than one rank to shard over. The stage of a recipe does not: it has no
+        effect on a single rank.
         """
         pinned = self.request.pins.get("zero", 0) > 0 and not self.request.from_recipe
         return np.asarray((shards > 1) | (not pinned))

@@ -335,8 +335,8 @@ def joint_layout(
 ) -> JointLayout | None:
     """Return the lanes of a joint schedule and the tower ranks on them; None if no joint schedule is possible.
 
-    Ranks that run only the tower are divided evenly among the data-parallel ranks of the language part; the k-th rank
-    of every share is on lane pp + k, with k from 0. There is no joint schedule in any of these cases:
+    Ranks that run only the tower are divided evenly among the data-parallel ranks of the language part. The k-th of
+    each such share (from 0) is on lane pp + k. There is no joint schedule in any of these cases:
 
     * The language part has no pipeline stages, a schedule other than 1F1B, or a schedule file.
     * The model has several towers.
