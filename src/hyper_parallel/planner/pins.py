@@ -25,7 +25,7 @@ class Pinnable:
 
     Attributes:
         name: Key in `PlanRequest.pins`.
-        recipe_key: Recipe key, such as `parallel.pp`; "" for choices that no recipe can set.
+        recipe_key: Recipe key, such as `parallel.pp`; "" for choices without a recipe key of their own.
         values: Allowed values; the index of the pinned value is stored. (): any positive integer, which is stored.
     """
 
