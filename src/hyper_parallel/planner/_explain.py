@@ -36,7 +36,7 @@ def half_width(plan: Plan) -> float | None:
     """Return h such that 80 % of measured step times are expected between `step_s / e**h` and `step_s * e**h`.
 
     With cards that `hyper-parallel calibrate` measured, h is `UNFITTED_HALF_WIDTH`; on `local` without them, None.
-    Otherwise h is the half width measured for training frameworks that were excluded from the fit of the device cards.
+    Otherwise h is from runs of frameworks that were left out of the fit, and predicted with another framework's card.
     """
     if any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost):
         return UNFITTED_HALF_WIDTH
@@ -53,8 +53,10 @@ def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
     if share < 5e-4:
         how_much = "slower by less than 0.1%"
     if share < TIE:
-        return "equally fast, but neither simpler (smaller tp, cp, pp, ep) nor smaller in memory"
-    winner = {t.name: t.seconds for t in best.cost}
+        return "equally fast: ties go to the smaller tp, then cp, pp and ep, then to less memory"
+    # The steps may have different numbers of tokens: compare the terms for those of the loser.
+    tokens = (loser.workload.tokens_per_step or 1) / (best.workload.tokens_per_step or 1)
+    winner = {t.name: t.seconds * tokens for t in best.cost}
     term = max(loser.cost, key=lambda t: t.seconds - winner.get(t.name, 0.0))
     winner_s = winner.get(term.name, 0.0)
     return f"{how_much}: {term.name} {format_seconds(term.seconds)}" + (
@@ -63,7 +65,7 @@ def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
 
 
 def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
-    """Return the note about offloaded and recomputed bytes, as a tuple of one sentence; () without offload.
+    """Return the note about offloaded and recomputed bytes, as a tuple of one sentence; () without copies in `cost`.
 
     `held_bytes` is the peak of the bytes that stay on a device.
     """
@@ -103,11 +105,11 @@ def _counted(reasons: Mapping[str, int]) -> str:
 
 
 def sensitivity(cheapest: PricedStrategy, runners_up: Sequence[PricedStrategy]) -> tuple[Sensitivity, ...]:
-    """Return, per hardware constant, the smallest change that makes a runner-up the fastest; smallest changes first.
+    """Return, per hardware constant, the smallest change with which a runner-up ties; smallest changes first.
 
     Constants without such a change by at most the factor `MAX_FACTOR` are omitted. A cost term is inversely
     proportional to its constant: if the constant of a term of t_i seconds is multiplied by f, a step of T seconds takes
-    T + (1/f - 1) t_i. A runner-up with T' and t_i' ties at 1/f - 1 = (T' - T) / (t_i - t_i').
+    T + (1/f - 1) t_i. A runner-up with T' and t_i', for as many tokens, ties at 1/f - 1 = (T' - T) / (t_i - t_i').
     """
     changes: dict[str, Sensitivity] = {}
     terms = {t.name: t.seconds for t in cheapest.cost}

@@ -21,7 +21,7 @@ from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.units import DTYPE_BYTES, divisors
 
 LAYOUT_AXES: Final = ("pp", "dp_replicate", "dp_shard", "tp_x", "ep")
-"""Mesh axes that a generation layout may use."""
+"""Degrees that may be above 1 in a generation layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +131,10 @@ class GenerationPricer:
         return PricingCase(r.numbers, r.machine, r.workload, candidates)
 
     def memory(self, layouts: Sequence[StagedLayout]) -> tuple[NDArray[np.float64], ...]:
-        """Return the memory of a forward pass and the number of sequences that fit; arrays have an entry per layout.
+        """Return arrays over the layouts: fixed bytes of a pass, its bytes per sequence, and sequences that fit.
 
-        Returns:
-            (fixed bytes, bytes per sequence, number of sequences that fit on a data-parallel rank). The bytes do not
-            include weights and KV cache. The number is below 1 if not even one sequence fits.
+        The bytes do not include weights and KV cache. The sequences are those of a data-parallel rank, below 1 if not
+        even one fits.
         """
         terms = pass_bytes(self._case(layouts), self.work)
         fixed, per_sequence = (np.broadcast_to(b, len(layouts)) for b in terms)

@@ -1,4 +1,4 @@
-"""`plan`: search for the best strategy; every objective is one or more searches for the fastest step."""
+"""`plan`: price one strategy, or search for the best; an objective is one or more searches for the fastest step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _check_types(model: object, topology: object, workload: object) -> None:
         if not isinstance(value, kinds):
             raise BadValue(
                 f"`{name}` has the unsupported type {type(value).__name__}",
-                where="hyper_parallel.plan",
+                where=name,
                 got=abbreviated(value),
                 allowed=allowed,
                 hint='hp.plan("llama-3-8b", "dgx-h100", hp.Workload(4096))',
@@ -62,20 +62,21 @@ def plan(
     media: int = MEDIA,
     from_command: bool = False,
 ) -> Plan:
-    """Return a Plan with the best strategy for training a model within the memory of a machine.
+    """Return the Plan of the best strategy that trains a model within the memory of a machine, or of a given strategy.
 
     Args:
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
         workload: Training step; missing batch numbers are assumed, with a note. None: a default workload.
         num_devices: Number of devices to use; None: those of `strategy`, else all of the topology.
-        strategy: Strategy to evaluate, without a search: the arguments below have no effect. None: search for the best.
+        strategy: Strategy to evaluate without a search; a note says if it exceeds memory. The arguments below then have
+            no effect. None: search for the best.
         pins: Choices that the search must use, such as `{"tp": 8}` (tp_x = 8, tp_y = 1) or `{"schedule": "zbv"}`. If
             this version cannot run them, the plan is a prediction only, with a note; on `local` they are refused.
         exclude: Axes whose degree stays 1, and choices that keep their default, such as `recompute` or `offload`.
         objective: `step-time`: the fastest step. `tokens-per-device-second`: the most tokens per second and device, on
             all devices or fewer. `memory`: the least peak memory. `fewest-devices`: as few as `deadline_s` permits.
-        deadline_s: Maximum seconds per step, for the objectives `fewest-devices` (required) and `memory`.
+        deadline_s: Maximum seconds per step, for the objectives `fewest-devices` (required) and `memory` (None: any).
         top: Maximum number of runners-up in the plan.
         offload: Whether bytes that exceed device memory may be offloaded to host memory or recomputed.
         all_layouts: Whether to include strategies that this version cannot run, with a note; no effect on `local`.
@@ -86,8 +87,9 @@ def plan(
 
     Raises:
         BadValue: HP102 for an argument of an unsupported type or value.
-        HyperParallelError: For an unknown pin, topology or model, an unreadable file, or a missing peak rate.
-        DegreesMismatch, NotDivisible, UnsupportedSharding, BatchMismatch: When the `strategy` is not legal.
+        HyperParallelError: Errors of `load_model`, `load_topology` and `check_pins`; HP310 for a missing peak rate.
+        DegreesMismatch, NotDivisible, RuleError, UnsupportedSharding, BatchMismatch, ScheduleError: When the `strategy`
+            is not legal.
         NoLegalStrategy, DoesNotFit, DeadlineMissed: When no strategy is legal, fits in memory, or meets the deadline.
     """
     _check_types(model, topology, workload)

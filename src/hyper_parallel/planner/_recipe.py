@@ -186,8 +186,8 @@ def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None, t
 def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str], num_ranks: int) -> dict[str, int]:
     """Return the choices that a recipe with `parallel: auto` sets, as pins of the search for `num_ranks` ranks.
 
-    Some pins have an effect only on strategies that use an axis: block shapes with tp_y, `cp_kind` with cp, and the
-    schedule with pp.
+    Some pins have an effect only on strategies with an axis above 1: block shapes need tp_y, `cp_kind` needs cp, and
+    the schedule needs pp.
 
     Raises:
         Contradiction: HP104 for choices that contradict each other, whichever degrees the search chooses.
@@ -319,13 +319,15 @@ def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
     """Return the strategy that a text of `key=value` words describes.
 
     Args:
-        text: Recipe keys with YAML values, separated by spaces; the prefixes `parallel.` and `training.` are optional.
+        text: Recipe keys with YAML values, separated by spaces; the prefixes `parallel.` and `training.` are optional,
+            and "" means one device.
             Examples: `dp_shard=4 tp=2`, `pp=2 schedule=zb-h1 recompute=full`, `tp=2 rules.layers.*.up=colwise`.
         of_step: Whether the strategy is that of a training step, which may have keys such as `overlap.tp`.
 
     Raises:
         UnknownKey: HP101 for an unknown key.
-        BadValue: HP102 for a word that is no `key=value`, a value that is not allowed, `auto`, or `world_size`.
+        BadValue: HP102 for unpaired quotes, a word that is no `key=value`, a value that is not allowed, `auto`,
+            `world_size`, and with `of_step` also `overlap=auto`.
     """
     values = _values_by_key(text, nested=("rules", "overlap") if of_step else ("rules",))
     words = validated(

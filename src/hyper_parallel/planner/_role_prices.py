@@ -40,8 +40,9 @@ class Split:
     ranks: int  # ranks that only sample; 0: all ranks both sample and learn
     tp: int  # tensor-parallel ranks of a sampler replica
     learner: Learner
-    sample_s: float  # seconds to sample one rollout while no rank learns
-    learn_s: float  # seconds to learn from one rollout while no rank samples
+    # seconds to sample one rollout while no rank learns, with the reference pass if samplers compute it
+    sample_s: float
+    learn_s: float  # seconds to learn from one rollout, with all extra forward passes, while no rank samples
     # dict from staleness (maximum age of the sampling weights, in rollouts) to seconds of an optimizer step
     steps_s: dict[int, float]
     staleness: int  # chosen staleness
@@ -61,7 +62,7 @@ class Split:
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """Sort key, the best split first: seconds per token, then `ranks`, `tp` and `learn_s`."""
+        """Sort key, the best split first: seconds per token up to `ROUNDING`, then `ranks`, `tp` and `learn_s`."""
         digits = -math.floor(math.log10(self.per_token_s * ROUNDING))
         return round(self.per_token_s, digits), self.ranks, self.tp, self.learn_s
 
@@ -132,7 +133,7 @@ class Roles:
         return bounds
 
     def splits(self) -> Iterator[tuple[int, int]]:
-        """Yield (ranks that only sample, tensor-parallel ranks of a sampler replica) for every split to price."""
+        """Yield (ranks that only sample, tensor-parallel ranks of a replica) per split; (0, 1): all ranks do both."""
         grpo, rows = self.grpo, self.rows
         rollout_ranks, tps = grpo.rollout_ranks, [grpo.copy_tp]
         if grpo.rollout_tp == "auto" and rollout_ranks != 0:
@@ -197,16 +198,16 @@ class Roles:
 
     def _unpriced(self, s: Strategy) -> str | None:
         """Return why sampling with a strategy cannot be predicted; None if it can. Legality is not checked."""
-        if self.request.model.family not in FAMILIES_READ:
-            return f"it is not known whether the cache of the family `{self.request.model.family}` has slots"
+        if (family := self.request.model.family) not in FAMILIES_READ:
+            return f"for the family `{family}`, it is not known whether several sequences can be decoded at a time"
         if self.grpo.exact_logprobs:
             return "sampling without a cache is not priced"
-        if s.tp_y > 1 or s.etp is not None:
+        if s.tp_y > 1:
             return "sampling is not priced with tensor parallelism on two axes"
         return None
 
     def _pricer(self, rows: int) -> GenerationPricer:
-        """Return the predictor of sampling `rows` completions of the greatest length, from the longest prompts."""
+        """Return the predictor of sampling `rows` completions, all of the greatest length and from longest prompts."""
         if rows not in self._pricers:
             dtype = self.request.workload.compute_dtype
             work = GenerateWorkload(rows, self.prompt_len, self.new_tokens, dtype)

@@ -40,7 +40,7 @@ def with_roles(recipe: Recipe, request: PlanRequest, plan: Plan, where: Callable
         where: Function from a recipe key to the origin of its value, for errors.
 
     Raises:
-        DoesNotFit: HP401 when a rank that only samples has too little memory.
+        DoesNotFit: HP401 when a rank that only samples has too little memory. For other ranks, a note says so.
         NotDivisible, UnsupportedSharding: HP203, HP205 for an illegal layout of a sampler replica.
     """
     ranks, tp = recipe.grpo.sampling_ranks, recipe.grpo.copy_tp
@@ -75,7 +75,8 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
     Raises:
         NoLegalStrategy: HP302 if no layout is legal.
         DoesNotFit: HP401 if a rank of either role has too little memory.
-        NotDivisible, UnsupportedSharding: HP203, HP205 for an illegal sampler replica, or if no split can be predicted.
+        NotDivisible, UnsupportedSharding: HP203, HP205 for an illegal sampler replica. HP205 also if there is no split,
+            or if there are several and none can be predicted.
     """
     roles = Roles(recipe, request, request.num_devices + recipe.grpo.sampling_ranks)
     if recipe.grpo.sampling_ranks and recipe.grpo.rollout_tp != "auto":
@@ -138,8 +139,8 @@ class _SplitPrices:
 def _price_splits(roles: Roles, splits: Sequence[tuple[int, int]]) -> _SplitPrices:
     """Return the predictions for all splits, each with the fastest learner layout of every microbatch size.
 
-    If ranks may both sample and learn, other learner layouts are included too, because they may sample faster. Only
-    layouts whose learning takes less time than the best step so far minus the fastest sampling can be better.
+    If ranks may both sample and learn, other learner layouts are included too, because they may sample faster. Layouts
+    are omitted if learning alone takes longer than the best step so far minus the fastest sampling.
     """
     prices = _SplitPrices({})
     for devices in dict.fromkeys(roles.devices - ranks for ranks, _ in splits):
@@ -200,7 +201,7 @@ def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
     """Raise the error of an illegal sampler replica of `tp` tensor-parallel ranks; its hint sets keys of `grpo`."""
     copy, numbers = roles.sampler_strategy(tp), roles.request.numbers
     try:
-        check_legal(numbers, roles.request.workload.resolve(1), copy)
+        check_legal(numbers, roles.request.workload, copy)  # no pipeline: the batch has no effect
         roles.request.shard(copy)
     except HyperParallelError as error:
         keys = {"tp": "rollout_tp", "tp_x": "rollout_tp", "ep": "rollout_ep"}

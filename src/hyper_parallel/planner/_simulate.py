@@ -107,7 +107,8 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
 
     F is a forward, B a backward (I: gradients of inputs, W: of weights), c an exposed collective or the gradient norm,
     u other work of the tail, and a dot idle time. Without a schedule file, at most max(2 * pp, 4) microbatches are
-    drawn; the title states the number. Of more than `MAX_RANKS` ranks, the first and last `MAX_RANKS / 2` are drawn.
+    drawn; if others are left out, the title states both numbers. Of more than `MAX_RANKS` ranks, the first and last
+    `MAX_RANKS / 2` are drawn. Errors are those of `plan_tasks`.
 
     Args:
         plan: A plan with stages.

@@ -44,7 +44,7 @@ FULL: Final = RECOMPUTE.index("full")
 FREED: Final = ("offload", "regather", "recompute")
 """Columns of a `Choice`; `Completer` finds their values for each strategy."""
 PRICES: Final = ("per_token_s", "memory_bytes", "layers")
-"""Columns of predictions: seconds per token, peak bytes, and recomputed layers per rank (-1: not limited)."""
+"""Columns of predictions: seconds per token, peak bytes, and layers per rank that `recompute` applies to (-1: all)."""
 TIE: Final = 1e-9
 """Relative difference up to which two values count as equal; rounding errors are smaller."""
 _MANY_MICROBATCHES: Final = 1e12  # makes costs once per step negligible
@@ -106,7 +106,7 @@ class RelaxedMachine(Machine):
     """
 
     exchange_gain: float = 1.0  # total bandwidth of all sets of links / that of the fastest set
-    first_size: int = 1  # devices in the innermost domain
+    first_size: int = 1  # devices in the innermost domain; 1 if their number is unlimited
     domain_size: float = np.inf  # devices in the innermost domain with separate links to the outside
     outside_bytes_s: float = np.inf  # total bandwidth of the links outside of that domain
 
@@ -163,8 +163,8 @@ class Pricer:
     Attributes:
         choices: Choices that free memory, the simplest first, the one with the least memory last.
         selectable: Mask over `choices`: True for those that a plan may have; others are for interpolation only.
-        fastest_choice: Choice without recomputation and offload.
-        capacity: Bytes of device memory, plus a tolerance for rounding.
+        fastest_choice: Choice without recomputation and offload, and with re-gathered inputs only if pinned.
+        capacity: Usable bytes of device memory, plus a tolerance for rounding.
         rows: Number of rows priced so far.
     """
 

@@ -1,7 +1,7 @@
 """`plan_generation`: the fastest layout for generation from prompts, among those that `generate --parallel` can run.
 
-The search prices every layout that fits in memory, with as many slots as fit. A slot is the memory for one sequence at
-a time on a data-parallel rank; prompts may wait for a slot.
+The search prices every layout that fits in memory, with as many slots as fit and have a prompt. A slot is the memory
+for one sequence at a time on a data-parallel rank; prompts may wait for a slot.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ def _no_legal_layout_error(
 ) -> NoLegalStrategy:
     """Return the error if no layout is legal.
 
-    Its hint is the largest number of devices, at most the requested one, that has a legal layout. `ruled_out` is the
-    number of illegal layouts by reason. `chosen` is the layout of the user, None if there is none.
+    Its hint is the largest number of devices that has a legal layout and is below the requested one, or equal to it if
+    the user set a layout (`chosen`). `ruled_out` is the number of illegal layouts by reason.
     """
     r = pricer.request
     near = next(
@@ -263,19 +263,19 @@ def _no_legal_layout_error(
 
 
 def _memory_error(pricer: GenerationPricer, layouts: Sequence[StagedLayout], all_at_once: bool) -> DoesNotFit:
-    """Return the error for layouts that all exceed memory; its hint is a change such as fewer prompts."""
+    """Return the error for layouts that all exceed memory; its hint is fewer prompts, more devices or another model."""
 
-    def max_prompts(pricer: GenerationPricer, layouts: Sequence[StagedLayout]) -> int:
-        pairs = zip(pricer.memory(layouts)[2], layouts, strict=True)
-        return max(int(n) * x.strategy.dp for n, x in pairs)
+    def max_slots(pricer: GenerationPricer, layouts: Sequence[StagedLayout]) -> list[tuple[int, StagedLayout]]:
+        return [(int(n), x) for n, x in zip(pricer.memory(layouts)[2], layouts, strict=True)]
 
     r = pricer.request
     hint = f"a smaller model, or {topology_hint('--topology ')}"
-    if all_at_once and (prompts := max_prompts(pricer, layouts)) > 0:
+    if all_at_once and (prompts := max(n * x.strategy.dp for n, x in max_slots(pricer, layouts))) > 0:
         hint = f"--prompts {prompts}"
     elif r.supernode.name != LOCAL:
         larger = (_with_devices(pricer, r.num_devices << n) for n in range(1, MAX_DOUBLINGS + 1))
-        fitting = (q for q in larger if (x := [*_layouts(q, Counter())]) and max_prompts(q, x) > 0)
+        legal = ((q, max_slots(q, x)) for q in larger if (x := [*_layouts(q, Counter())]))
+        fitting = (q for q, slots in legal if any(n >= (x.needed if all_at_once else 1) for n, x in slots))
         hint = next((f"--devices {q.request.num_devices}" for q in fitting), hint)
     least = min(int(np.max(x.weights)) for x in layouts)
     return DoesNotFit(

@@ -1,6 +1,6 @@
 """Pins of a search: the choices that a user can fix (pin) to a value, and checks of pins and exclusions.
 
-A key of the recipe's sections `parallel` and `training` can be pinned if it is also a column of `cost.Candidates`. Some
+A key of the recipe's sections `parallel` and `training` can be pinned if `cost.Candidates` has a column for it. Some
 choices that exist only in a search, such as the order of the mesh axes, can be pinned too.
 """
 
@@ -25,7 +25,7 @@ class Pinnable:
 
     Attributes:
         name: Key in `PlanRequest.pins`.
-        recipe_key: Dotted recipe key; "" for choices that exist only in a search.
+        recipe_key: Recipe key, such as `parallel.pp`; "" for choices without a recipe key of their own.
         values: Allowed values; the index of the pinned value is stored. (): any positive integer, which is stored.
     """
 
@@ -116,12 +116,12 @@ def check_pins(pins: Mapping[str, int | str] | None, where: str = "--pin") -> di
         indices = {str(v): i for i, v in enumerate(key.values)}
         if key.values and str(value) in indices:
             checked[key.name] = indices[str(value)]
-        elif not key.values and str(value).isdigit() and int(value) >= 1:
+        elif not key.values and str(value).isdecimal() and int(value) >= 1:
             checked[key.name] = int(value)
         else:
             examples = (*key.values[:3], "...") if len(key.values) >= 10 else key.values
             raise BadValue(
-                f"`{key.name}` cannot be pinned to `{value}`",
+                f"`{name}` cannot be pinned to `{value}`",
                 got=f"{name}={value}",
                 allowed=examples or "an integer from 1",
                 hint=_pin_hint(where, name, key.values[0] if key.values else 1),
@@ -145,11 +145,11 @@ def check_exclusions(
 
     Args:
         excluded: Names of mesh axes and of choices in `EXCLUDABLE`.
-        pins: Pins of the user, for contradictions.
+        pins: Pins of the user by name, as for `check_pins`, for contradictions.
         where: Origin of the names, for errors: `--exclude`, or `exclude` for the argument of `hyper_parallel.plan`.
 
     Raises:
-        BadValue: HP102 for a name that cannot be excluded, or is pinned to another value.
+        BadValue: HP102 for a name that cannot be excluded, or that `pins` sets to another value under the same name.
     """
     allowed = (*DEGREES, "tp", "dp", *EXCLUDABLE)
     checked: dict[str, int] = {}

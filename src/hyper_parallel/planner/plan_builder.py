@@ -33,7 +33,7 @@ from hyper_parallel.units import format_bytes
 MAX_OVERSIZED: Final = 2
 """Maximum number of rejected strategies in a plan that exceed device memory."""
 MAX_PRICED: Final = 24
-"""Maximum number of combinations of degrees that `_fastest` yields; its callers price each of them in full."""
+"""Maximum number of combinations of degrees that `_fastest` yields. Its callers price each of them in full."""
 
 
 def faster_oversized_strategies(
@@ -41,8 +41,8 @@ def faster_oversized_strategies(
 ) -> tuple[Rejected, ...]:
     """Return entries in `Plan.rejected` for faster strategies that exceed memory, one per combination of degrees.
 
-    At most `MAX_OVERSIZED` are returned, the fastest first. The search has only lower bounds of their time, so each is
-    priced in full. Degrees that fit in memory with other choices are omitted.
+    At most `MAX_OVERSIZED` are returned, the fastest first. The search has only lower bounds of their time, so up to
+    `MAX_PRICED` are priced in full. Degrees that fit in memory with other choices are omitted.
     """
     misses, faster = result.closest_misses(), []
     fitting = {*tuples(result.rows), *tuples(result.slower)}
@@ -63,7 +63,7 @@ def faster_oversized_strategies(
 
 
 def barred_note(request: PlanRequest, result: BranchAndBound, best: PricedStrategy) -> tuple[str, ...]:
-    """Return the note about the fastest strategy that fits but that this version cannot run; () if `best` is faster."""
+    """Return the note about the fastest strategy that fits but that this version cannot run; () if none is faster."""
     fastest: PricedStrategy | None = None
     for position in _fastest(result.barred, best.per_token_s, set()):
         row = strategy_at(result.barred, position, request.base, request.workload)
@@ -93,7 +93,7 @@ def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) 
 
 
 def _without_limit(request: PlanRequest, result: BranchAndBound, rows: Columns, position: int) -> PricedStrategy:
-    """Return the candidate in a row with its simplest choice and its fastest ZeRO stage, whether or not it fits."""
+    """Return the strategy in a row with the simplest choice and the fastest ZeRO stage, whether or not it fits."""
     pricer, row = result.pricer, select(rows, np.array([position]))
     chosen = dict(zip(FREED, pricer.choices[int(np.argmax(pricer.selectable))], strict=True))
     strategies = []
@@ -132,11 +132,12 @@ def evaluate(
     Args:
         request: Model, machine and workload.
         strategy: The strategy.
-        where: Origin of the strategy, for errors. If it is set, this version must be able to run the strategy.
+        where: Origin of the strategy, for errors. If it is set, or the topology is `local`, a strategy that this
+            version cannot run is refused.
         num_devices: Required product of the degrees; None: not checked.
 
     Raises:
-        HyperParallelError: As raised by `hyper_parallel.plan` for an illegal strategy.
+        HyperParallelError: Errors of `hyper_parallel.plan` for a `strategy`.
     """
 
     def check(strategy: Strategy, workload: Workload) -> None:
@@ -231,7 +232,7 @@ def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5
 
 
 def _pareto(request: PlanRequest, result: BranchAndBound, best: PricedStrategy) -> tuple[Alternative, ...]:
-    """Return the Pareto front of time and memory of strategies with less memory than the chosen one, fastest first."""
+    """Return the priced strategies on the Pareto front of time and memory that need less memory than `best`."""
     front, least, rows = [], float(best.memory_bytes), join([result.rows, result.slower])
     for position in ranked(rows).tolist():
         memory = float(rows["memory_bytes"][position])
@@ -246,7 +247,7 @@ def _pareto(request: PlanRequest, result: BranchAndBound, best: PricedStrategy) 
 def _layouts(request: PlanRequest, strategy: Strategy, where: str | None) -> tuple[dict[str, Layout], tuple[str, ...]]:
     """Return (dict from parameter name to layout, notes); no layouts if this version cannot run the strategy.
 
-    If `where` is set, or the topology is `local`, UnsupportedSharding (HP205) is raised for such a strategy instead.
+    Such a strategy raises UnsupportedSharding (HP205) instead if `where` is set, or the topology is `local`.
     """
     must_run = where is not None or request.supernode.name == LOCAL
     if not must_run and (choices := unimplemented(strategy)):

@@ -97,6 +97,7 @@ def with_stage_memory(request: PlanRequest, priced: PricedStrategy) -> PricedStr
     candidate = Candidates.of(replace(s, recompute_layers=None), w)
     case = PricingCase(request.numbers, request.machine, w, candidate)
     recomputed_layers = s.recompute_layers if s.recompute != "none" else None
+    recomputed_layers = recomputed_layers and min(recomputed_layers, -(-model.num_layers // s.pp))
     terms = memory_terms(case, recomputed_layers, ranks)
     return replace(priced, memory=tuple(t.term_of(0) for t in terms if t.bytes[0] > 0.0))
 
@@ -106,9 +107,9 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
 
     With partial recomputation, time and memory are interpolated between no and all recomputed layers. If the simulated
     schedule is slower than the closed form, for example because of unequal layers, the difference is the term
-    `schedule`. If the simulated schedule is faster, the closed form is kept: the search needs it as a lower bound.
+    `schedule`. Otherwise, or above `MAX_SIMULATED_S`, the result is the closed form, the lower bound of the search.
     """
-    recomputed_layers, share = strategy.recompute_layers, 1.0
+    share = 1.0
     candidate = Candidates.of(replace(strategy, recompute_layers=None), workload)
     machine = request.machine
     if strategy.overlap.tp_symmetric:  # no other matmul runs while such an operator waits
@@ -118,7 +119,8 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
     cost, memory = scores.cost_at(0), scores.memory_at(0)
     layers = -(-request.model.num_layers // strategy.pp)
     kept_per_layer = _scalar(kept_bytes(recomputed_case))
-    if strategy.recompute != "none" and recomputed_layers is not None:
+    if strategy.recompute != "none" and strategy.recompute_layers is not None:
+        recomputed_layers = min(strategy.recompute_layers, layers)
         share = recomputed_layers / layers
         plain = recomputed_case.with_columns(recompute=np.zeros(1))
         kept_per_layer = (1.0 - share) * _scalar(kept_bytes(plain)) + share * kept_per_layer
@@ -162,7 +164,7 @@ def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ..
 
 
 def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
-    """Return the seconds of the simulated pipeline schedule, from the first forward to the last backward.
+    """Return the seconds of the simulated pipeline schedule, from the first forward to the end of the last backward.
 
     A step with many microbatches is simulated with two smaller numbers, which differ by pp, and the time is
     extrapolated linearly. `pace` is the speed of a rank while 1, 2, ... ranks are busy, relative to its speed

@@ -95,11 +95,11 @@ class _FullPrices:
         return self.price_of(rows, position).per_token_s
 
     def price_until_proved(self, rows: Columns) -> tuple[NDArray[np.float64], float]:
-        """Compute full prices in order of the closed form, until no other row can be better or the cache is full.
+        """Compute full prices in order of the closed form, until no other row can be better.
 
         Returns:
             (seconds per token of every row, lower bound of rows that may still be better). The seconds are the full
-            price if computed, else the closed form. The bound is infinity unless there are `MAX_SIMULATIONS` prices.
+            price if computed, else the closed form. The bound is infinity unless `MAX_SIMULATIONS` stopped the loop.
         """
         values, unpiped = rows["per_token_s"].copy(), rows["pp"] == 1
         least = float(values[unpiped].min(initial=math.inf))

@@ -56,10 +56,10 @@ def check_objective(objective: str, allowed: Sequence[str], purpose: str = "", *
 def check_degrees(
     strategy: Strategy, num_devices: int | None, where: str | None = None, hint: str | None = None
 ) -> None:
-    """Raise an error if the degrees do not multiply to the number of devices; None: any number.
+    """Raise an error if the degrees do not multiply to `num_devices`; None: any number. `where` is for the error.
 
     Raises:
-        DegreesMismatch: HP301 with `hint`; None: a matching value of dp_shard if there is one, else a sentence.
+        DegreesMismatch: HP301; its hint is `hint`, or if that is None a matching dp_shard, or else a sentence.
     """
     size = strategy.world_size
     if num_devices is None or size == num_devices:
@@ -85,8 +85,8 @@ def check_legal(numbers: ModelNumbers, workload: Workload, strategy: Strategy, w
     Raises:
         UnsupportedSharding: HP205 for virtual stages that the schedule does not have, and for pipeline settings without
             a pipeline.
-        NotDivisible: HP203 for more stages than layers, `stage_layers` that do not add up to the layers, and `ep` that
-            does not divide the experts or the ranks.
+        NotDivisible: HP203 for more stages than layers, `stage_layers` that do not match stages and layers, and `ep`
+            above 1 that does not divide the experts and the ranks.
         BatchMismatch: HP308 for a number of microbatches that the schedule cannot run.
     """
     s = strategy
@@ -135,7 +135,7 @@ def follow_changes(
 
 
 def with_changes(strategy: Strategy, workload: Workload, changes: Mapping[str, Any]) -> tuple[Strategy, Workload]:
-    """Return a strategy and a workload after `changes`, a dict from recipe key to value."""
+    """Return a strategy and a workload after `changes`: keys of `training` and `parallel`, or `overlap.tp` = `none`."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
         if section == "training":
@@ -161,7 +161,7 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
     )
     hint = allowed = None
     fixed = ("pp", "cp") if request.group_sequences > 1 else ()  # stage grpo supports no other value
-    for name in (n for n in pins if n not in fixed):
+    for name in (n for n in pins if n in PINNABLE and n not in fixed):
         legal = _legal_values(request, name)
         if legal:
             allowed = [shown_pin(name, v) for v in legal]
@@ -202,7 +202,7 @@ def _impossible_pins(request: PlanRequest) -> Iterator[str]:
 
 
 def _legal_values(request: PlanRequest, name: str) -> list[int]:
-    """Return other values of the pin `name` that are legal with the remaining pins; of numbers, only some divisors."""
+    """Return other legal values of the pin `name`; of numbers, only divisors of the devices or the layers are tried."""
     values = [*range(len(PINNABLE[name].values))]
     if not values:
         largest = max(request.num_devices, request.model.num_layers)
@@ -234,8 +234,8 @@ def _any_legal(request: PlanRequest) -> bool:
 def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
     """Return the error if no strategy of a request fits.
 
-    Its hint is the first result of `_single_changes` with which a strategy fits, else several changes at once.
-    `least_bytes` is the least peak of the fullest device, over all strategies.
+    Its hint is the first result of `_single_changes` with which a strategy fits, else that of `_changes_together`.
+    `least_bytes` is the least peak of the fullest device, over the strategies of the search.
     """
     return DoesNotFit(
         f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
@@ -246,7 +246,7 @@ def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
 
 
 def _changes_together(request: PlanRequest) -> str:
-    """Return the hint for a request for which no single change suffices."""
+    """Return the hint if no single change suffices: a smaller model, and another machine or several changes."""
     if request.supernode.name == LOCAL:
         option = "topology=" if request.from_recipe else "the topology " if request.from_python else "--topology "
         return f"a smaller model, or {topology_hint(option)}"
@@ -300,5 +300,5 @@ def _without_pin(request: PlanRequest, name: str) -> str | None:
 
 
 def fits(request: PlanRequest) -> bool:
-    """Return whether any strategy of a request is legal and fits in memory."""
+    """Return whether any strategy of a request is legal, fits in memory, and can run if the request requires it."""
     return count(BranchAndBound(Space(request)).rows) > 0

@@ -27,7 +27,7 @@ HEADROOM = 0.05
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Limits of offload: host memory, bandwidth and recomputation."""
+    """Limits of offload: host memory, bandwidth and recomputation. Bytes are per device."""
 
     num_bytes: float | None = None  # host memory per device; None: that of the topology
     bytes_s: float | None = None  # bandwidth of copies per direction; None: that of the topology
@@ -128,7 +128,7 @@ class PlanRequest:
     def sharing_cores_with(self, ranks: int) -> PlanRequest:
         """Return the request for this machine with `ranks` ranks in total, which share its cores and memory.
 
-        A request for a topology other than `local` is returned unchanged.
+        A request for a topology other than `local` is returned unchanged. Errors are those of `detect_local`.
         """
         if self.supernode.name != LOCAL or self.supernode.num_devices == ranks:
             return self
@@ -199,12 +199,10 @@ def resolve(
 ) -> PlanRequest:
     """Return the request for a model, a machine and a workload; arguments as for `hyper_parallel.plan`.
 
-    A missing workload, or one without batch numbers, is assumed, with a note.
+    A note states the workload if it is None, or the tokens per step if all batch numbers are None: both are assumed.
 
     Raises:
-        UnknownModel: HP304 for an unknown model name.
-        ModelUnreadable: HP305 for an unreadable model configuration.
-        HyperParallelError: As raised by `load_topology`.
+        HyperParallelError: Errors of `load_model` and `load_topology`.
     """
     spec = model if isinstance(model, ModelSpec) else load_model(model)
     supernode = topology
@@ -238,7 +236,8 @@ def default_workload(
         model: The model.
         supernode: The machine.
         num_devices: Number of devices to use; None: all of the machine.
-        seq_len: Tokens per sequence; None: the context length of the model, at most 8192 (512 on a CPU).
+        seq_len: Tokens per sequence; None: the context length of the model, at most 8192 (512 on a CPU). If the model
+            does not state it, 8192 (512 on a CPU).
         tokens_per_step: Tokens per step; None: `default_tokens`.
     """
     longest = 512 if supernode.device.kind == "cpu" else 8192

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import yaml
 
-from hyper_parallel.config import DEGREES, Recipe
+from hyper_parallel.config import Recipe
 from hyper_parallel.errors import BadValue, PlanMismatch
-from hyper_parallel.ir import AXES, Plan
+from hyper_parallel.ir import AXES, Overlap, Plan, Strategy
 from hyper_parallel.planner.request import unimplemented
 from hyper_parallel.units import format_bytes
 
@@ -59,7 +59,8 @@ def launch_settings(plan: Plan, stack: str) -> str:
 def recipe_values(plan: Plan) -> dict[str, Any]:
     """Return a recipe for the plan, as a nested dict of keys and values.
 
-    A plan has no data set, so `data.source` is `python-stdlib`.
+    A plan has no data set, so `data.source` is `python-stdlib`. Omitted are sharding rules, the schedule file, and
+    choices without a recipe value: order of axes, etp, ZeRO-0, selective recomputation.
     """
     s, w = plan.strategy, plan.workload
     parallel: dict[str, object] = {name: degree for name, degree in s.degrees().items() if degree > 1} or {
@@ -98,6 +99,11 @@ def recipe_values(plan: Plan) -> dict[str, Any]:
     }
     if s.offload:
         recipe["offload"] = {"budget": "auto"}
+    if (overlap := s.overlap) != Overlap():
+        tp = "half-batch" if overlap.half_batch else overlap.block_executor.replace("serial", "none")
+        recipe["overlap"] = {"tp": tp, "ep": "chunks" if overlap.ep_chunks > 1 else "none"}
+        if (chunks := max(overlap.tp_chunks, overlap.ep_chunks)) > 1:
+            recipe["overlap"]["chunks"] = chunks
     return recipe
 
 
@@ -194,7 +200,7 @@ def _not_in_megatron(plan: Plan) -> Iterator[str]:
 
 
 def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file: str) -> list[str]:
-    """Return overrides (`key=value`) that give a recipe the degrees, choices and batch of a saved plan.
+    """Return overrides (`key=value`) that give a recipe the degrees, choices and batch of a saved plan, but no overlap.
 
     Args:
         plan: The saved plan.
@@ -220,10 +226,9 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
                 changes={key: planned},
             )
     values = recipe_values(plan)
-    degrees = dict.fromkeys(DEGREES, 1) | plan.strategy.degrees()
-    parallel = {name: degree for name, degree in degrees.items() if name in DEGREES}
-    overrides: dict[str, object] = {f"parallel.{k}": v for k, v in parallel.items()}
-    overrides |= {f"parallel.{k}": v for k, v in values["parallel"].items()}
+    reset = ("schedule", "virtual_stages", "zero", "cp_ulysses", "attention_scatter", "gathered_inputs")
+    parallel = {n: getattr(Strategy(), n) for n in reset} | plan.strategy.degrees() | {"stage_layers": []}
+    overrides: dict[str, object] = {f"parallel.{k}": v for k, v in {**parallel, **values["parallel"]}.items()}
     own_keys = ("microbatch", "accumulation_steps", "recompute", "recompute_layers")
     overrides |= {f"training.{k}": values["training"].get(k) for k in own_keys}
     overrides |= {

@@ -3,8 +3,8 @@
 The search tree has one level per group of choices. A node is a partial strategy, stored as a row of a table with the
 columns of `cost.Candidates`; a completion adds the missing columns. A node has lower bounds on the seconds per token
 and on the memory of all its completions. A bound above the best strategies so far, or above the memory of a device,
-prunes the node; the most promising nodes are expanded first. When no node is open, the best strategy is optimal within
-the cost model: this is the certificate. The bounds hold because they assume the best value of every missing column.
+prunes the node. The deepest nodes are expanded first, by ascending bound. When no node is open, the best strategy is
+optimal within the cost model (the certificate), because the bounds assume the best value of every missing column.
 Each level adds columns to a strategy, and costs to its bounds:
 
     blocks     columns tp_x, tp_y, cp, microbatch and those of `strategy_space.BLOCKS`. The time bound covers
@@ -142,7 +142,7 @@ class Completer:
         peaks: Cache of the peak bytes of rows.
         threshold: Seconds per token above which rows are pruned; the search lowers it.
         cut: Number of pruned rows, by reason.
-        priced: Number of priced complete strategies, each with one choice.
+        priced: Number of priced complete strategies; a strategy counts once per priced choice.
         least_bytes: Least peak bytes among all rows that do not fit; infinity if all fit.
     """
 
@@ -216,11 +216,7 @@ class Completer:
         return self._rows(columns, options)
 
     def _rows(self, columns: Columns, options: list[tuple[NDArray[np.intp], Array]]) -> Columns:
-        """Return the result of `complete` for rows with their options.
-
-        `options` has, per choice, the indices of its rows, and the values of the columns `PRICES` and `FREED` in these
-        rows, [columns, rows].
-        """
+        """Return the result of `complete`; `options` has (row indices, [columns, rows] values) per choice."""
         indices = np.concatenate([np.empty(0, dtype=np.intp), *(rows for rows, _ in options)])
         table = np.concatenate([np.empty((6, 0)), *(values for _, values in options)], axis=1)
         if "order" in columns:
@@ -265,7 +261,7 @@ class BranchAndBound:
     """Search, run by the constructor: the best strategies, a lower bound, and counts.
 
     Attributes:
-        rows: Complete strategies that were within `Completer.threshold` when found, unsorted.
+        rows: Complete strategies that this version can run and that were within the threshold when found, unsorted.
         slower: Other priced complete strategies, including some that this version cannot run.
         bound: Lower bound of the seconds per token of all strategies outside `rows` that this version can run.
         legal: Whether a legal combination of degrees and microbatch exists.
@@ -312,7 +308,7 @@ class BranchAndBound:
         self.bound = self._run()
 
     def _run(self) -> float:
-        """Expand nodes, the deepest level and least bound first but the last level last; return `bound`."""
+        """Expand nodes, deeper levels first (the last level last), least bounds first; return the value of `bound`."""
         levels = (
             self._pipelines,
             self._states,
@@ -447,12 +443,10 @@ class BranchAndBound:
         return _drop_columns(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
     def _with_orders(self, columns: Columns, bound: Array, inner: bool) -> tuple[Columns, Array]:
-        """Expand rows by orders of the mesh axes and overlaps, and record the complete strategies.
+        """Record the complete strategies of rows with every order and overlap; return rows and bounds unchanged.
 
-        Orders with tensor parallelism innermost are a level of their own (`inner`); other orders are rarely faster.
-
-        Returns:
-            The rows and bounds unchanged, for the next level: the other orders.
+        Orders with tensor parallelism innermost (`inner`) are a level of their own. The next level expands the same
+        rows by the other orders, which are rarely faster.
         """
         keys = (*(columns[n] for n in AXES), np.full(len(bound), float(inner)))
         expanded = self._expand(_drop_columns(columns, "block"), ("order",), self._orders_of, *keys)
@@ -489,7 +483,7 @@ class BranchAndBound:
         return reason is None
 
     def _record(self, rows: Columns) -> None:
-        """Record complete strategies within the threshold, fastest first, and lower the threshold.
+        """Record complete strategies, fastest first, and lower the threshold; those above it are in `slower`.
 
         The new threshold is the larger of two values: the best time with simulated schedule, and the closed form of the
         `keep`-th best strategy with distinct degrees. Strategies that this version cannot run are recorded in `barred`.
@@ -521,7 +515,7 @@ class BranchAndBound:
             self._barred.append(select(rows, np.array(barred, dtype=np.intp)))
 
     def closest_misses(self) -> Columns:
-        """Return, per batch of pruned rows, the fastest strategies that exceed device memory under every choice.
+        """Return the `MISSES_PER_BATCH` fastest strategies of each batch of rows that exceed memory under every choice.
 
         Each row has the choice with the least memory and its peak bytes, but the seconds of the fastest choice.
         """

@@ -64,10 +64,9 @@ def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[in
 
 @lru_cache(maxsize=64)  # one for every set of axes
 def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
-    """Return one order per permutation of the given axes.
+    """Return one order per permutation of `axes` (indices into `AXES`), as indices into `ORDERS`, and the permutations.
 
-    Returns:
-        Indices into `ORDERS`, and the permutations [orders, axes] as indices into `AXES`, inner to outer.
+    The permutations, [orders, axes], are indices into `AXES`, inner to outer.
     """
     first: dict[tuple[int, ...], int] = {}
     for index in sorted(range(len(ORDERS)), key=lambda i: i not in TENSOR_INNERMOST):
@@ -188,8 +187,7 @@ class Space:
 
     def _splits(self, dp: int) -> list[tuple[int, int]]:
         """Return the allowed (dp_replicate, dp_shard) of `dp` data-parallel ranks."""
-        shards = [s for s in self._allowed("dp_shard", divisors(dp)) if dp % s == 0]
-        return [(dp // s, s) for s in shards if self.request.allows("dp_replicate", dp // s)]
+        return [(dp // s, s) for s in self._divisors("dp_shard", dp) if self.request.allows("dp_replicate", dp // s)]
 
     def microbatches(self) -> Sequence[int | None]:
         """Return the numbers of sequences per microbatch to try; None: derived from the other batch numbers."""
@@ -202,8 +200,8 @@ class Space:
     def _batched(self, table: NDArray[np.float64], microbatch: int | None) -> NDArray[np.float64]:
         """Return `table` with columns microbatch and accumulation added.
 
-        Rows are omitted if their data-parallel ranks cannot share the batch evenly, or if they have fewer microbatches
-        than pipeline stages.
+        Rows are omitted if their data-parallel ranks cannot share the batch evenly, if a batch number differs from a
+        set or pinned one, or if they have fewer microbatches than pipeline ranks.
         """
         w, ones = self.request.workload, np.ones(len(table))
         steps = ones * (w.accumulation_steps or 1)
@@ -293,8 +291,8 @@ class Space:
         free = experts and self._any_etp
         return [
             (ep, etp)
-            for ep in self._allowed("ep", divisors(inner))
-            if inner % ep == 0 and (ep == 1 or not r.executable or self._runs_with_ep(ep))
+            for ep in self._divisors("ep", inner)
+            if ep == 1 or not r.executable or self._runs_with_ep(ep)
             for etp in sorted({1, tp} if free else {1 if ep > 1 else tp})
             if ranks % (ep * etp) == 0 and (etp == 1 or divisible) and r.allows("etp", etp)
         ]
@@ -328,8 +326,9 @@ class Space:
     def refusal_of(self, shard: int, cp: int, x: int, y: int, *block: int, pp: int = 1) -> str | None:
         """Return why this version cannot run strategies with the given degrees; None if it can.
 
-        Results are cached by the degrees on which layouts depend. Without expert parallelism and tp_y, these are tp_x
-        and whether there is a pipeline. `block` is a row of `blocks`; the other arguments are degrees.
+        The result is also None if the request is not limited to strategies that this version runs. Results are cached
+        by the degrees on which layouts depend: without expert parallelism and tp_y, tp_x and whether there is a
+        pipeline. `block` is a row of `blocks`; the other arguments are degrees.
         """
         if not self.request.executable:
             return None
@@ -422,8 +421,8 @@ class Space:
     def shards(self, rows: Columns) -> NDArray[np.bool_]:
         """Return the mask of rows to keep; rows whose ZeRO stage has the effect of another stage are dropped.
 
-        With a single microbatch, ZeRO-1 has the effect of ZeRO-2. On a single rank, ZeRO-0 has the effect of ZeRO-1. If
-        the stage is pinned, `has_pinned_zero` decides instead.
+        With a single microbatch, ZeRO-1 has the effect of ZeRO-2. If dp_shard * cp is 1, ZeRO-0 has the effect of
+        ZeRO-1. For a pinned stage, `has_pinned_zero` decides instead.
         """
         if "zero" in self.request.pins:
             has_pinned: NDArray[np.bool_] = self.has_pinned_zero(rows["dp_shard"] * rows["cp"])
@@ -439,8 +438,8 @@ class Space:
     def has_pinned_zero(self, shards: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Return the mask of strategies with dp_shard * cp = `shards` ranks to which a pinned ZeRO stage applies.
 
-        A stage above 0 that the plan command pins requires more than one rank to shard over. The stage of a recipe has
-        no effect on a single rank, so it excludes nothing.
+        A pinned stage above 0 requires more than one rank to shard over. The stage of a recipe does not: it has no
+        effect on a single rank.
         """
         pinned = self.request.pins.get("zero", 0) > 0 and not self.request.from_recipe
         return np.asarray((shards > 1) | (not pinned))

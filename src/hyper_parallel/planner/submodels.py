@@ -333,12 +333,12 @@ def joint_layout(
     members: Mapping[str, Sequence[int]],
     layers: Collection[int] = (),
 ) -> JointLayout | None:
-    """Return the lanes and the order of the tower's ranks in a joint schedule; None if there is no joint schedule.
+    """Return the lanes of a joint schedule and the tower ranks on them; None if no joint schedule is possible.
 
-    A rank that runs only the tower is a lane. Such ranks are divided among the data-parallel ranks of the language
-    part. There is no joint schedule in any of these cases:
+    Ranks that run only the tower are divided evenly among the data-parallel ranks of the language part. The k-th of
+    each such share (from 0) is on lane pp + k. There is no joint schedule in any of these cases:
 
-    * The language part has no pipeline stages, or a schedule other than 1F1B.
+    * The language part has no pipeline stages, a schedule other than 1F1B, or a schedule file.
     * The model has several towers.
     * The ranks that run only the tower cannot be divided evenly among these data-parallel ranks.
     * Data-parallel ranks of the language part have the tower on different lanes.
@@ -386,12 +386,7 @@ def submodel_lanes(
     """Return (lanes of a step, whether it has a joint schedule).
 
     Without a joint schedule, all ranks of the tower are on one lane: the lane of the first pipeline stage if the tower
-    has ranks in common with the language part, else a separate lane.
-
-    Args:
-        strategies: Dict from part to its strategy.
-        members: Dict from part to its ranks.
-        layers: As for `feature_stages`.
+    has ranks in common with the language part, else a separate lane. Arguments are those of `joint_layout`.
     """
     joint = joint_layout(strategies, members, layers)
     if joint is not None:

@@ -13,12 +13,9 @@ from hyper_parallel.model import ModelSpec, ParamSpec
 def trained_share(model: ModelSpec, recipe: Recipe) -> float:
     """Return the number of parameters with a gradient, adapters included, divided by all parameters of the model.
 
-    The result is an estimate, because a model spec has no module classes. With `lora.target_modules=all-linear`, every
-    matrix counts as a linear module, except routed experts, embedding and head.
-
-    Args:
-        model: Spec of the recipe's model.
-        recipe: Recipe with `lora` and `training.freeze`.
+    The result is an estimate, because a model spec has no module classes: every matrix named `*.weight` counts as a
+    linear module. Routed experts have no adapters. `all-linear` also excludes embedding and head, and in a model with
+    routed experts the modules in `NAMES_OF_EXPERTS`.
     """
     lora, patterns = recipe.lora, recipe.training.freeze
     if lora is None and not patterns:
