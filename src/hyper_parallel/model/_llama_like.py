@@ -242,7 +242,7 @@ def _refuse_unread(config: ConfigView) -> None:
             config.refuse(
                 "`layer_types` names a layer type that is not supported",
                 got=sorted({str(t) for t in unknown}),
-                hint="models with other kinds of layers (linear attention, state space) cannot be planned yet",
+                hint="use a model whose layers all have full or sliding-window attention",
                 allowed=known,
             )
     if config.flag("use_bidirectional_attention"):

@@ -73,7 +73,7 @@ def list_weight_files(directory: Path) -> WeightListing:
     Search order: a single file, then an index, then shards without an index; safetensors before PyTorch's format.
 
     Raises:
-        WeightsUnreadable: HP703 if an index is damaged or names a file elsewhere, or if a shard without index is missing.
+        WeightsUnreadable: HP703 if an index is damaged or names a file elsewhere, or shards without one are incomplete.
     """
     for single, index in _FORMATS:
         if (directory / single).is_file():
