@@ -280,6 +280,8 @@ def test_unknown_numbers_of_a_card_are_refused(tmp_path):
     path.write_text("name: x\ndevice:\n  saturation: {value: 2, source: guess}\n")
     with pytest.raises(CardUnreadable, match="lacks the keys"):
         read_card(path)
+    with pytest.raises(CardUnreadable, match="the folder has no card"):
+        read_cards(tmp_path / "absent")
 
 
 def test_a_fit_without_measured_runs_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -30,7 +31,7 @@ from hyper_parallel.cost import (
     score,
     stack_card,
 )
-from hyper_parallel.errors import HyperParallelError, RunsUnreadable, written
+from hyper_parallel.errors import CardUnreadable, HyperParallelError, RunsUnreadable, written
 from hyper_parallel.ir import Workload
 from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.serde import write_text
@@ -67,10 +68,13 @@ def read_cards(folder: str | Path | None = None) -> Cards:
     """Return all shipped cards and the cards in files `*.yaml` of `folder`, which replace cards of the same name.
 
     Raises:
-        CardUnreadable: HP313 when a file of the folder is not a card.
+        CardUnreadable: HP313 when the folder has no file `*.yaml`. Other errors are those of `read_card`.
     """
-    pairs = [load_card(name) for name in card_names()]
-    pairs += [read_card(path) for path in sorted(Path(folder).glob("*.yaml"))] if folder else []
+    files = sorted(Path(folder).glob("*.yaml")) if folder else []
+    if folder and not files:
+        hint = shlex.join(["hyper-parallel", "calibrate", "--runs", "RUNS.csv", "--output", str(folder)])
+        raise CardUnreadable("the folder has no card", where=str(folder), allowed="a folder of *.yaml files", hint=hint)
+    pairs = [*map(load_card, card_names()), *map(read_card, files)]
     return Cards(
         {device.name: device for device, _ in pairs if device},
         {stack.name: stack for _, stack in pairs if stack},
