@@ -306,6 +306,7 @@ def test_context_ranks_cut_parameters_as_fsdp_ranks_do():
         ({"cp": 4, "tp_x": 2, "cp_kind": "ulysses"}, [1, 2], "cp_kind=hybrid parallel.cp_ulysses=2"),
         ({"cp": 4, "cp_kind": "hybrid", "cp_ulysses": 3}, [1, 2, 4], "cp_ulysses=2"),
         ({"cp": 4, "cp_ulysses": 2}, None, "cp_kind=hybrid parallel.cp_ulysses=2"),
+        ({"cp": 4, "cp_ulysses": 3}, None, "cp_kind=hybrid parallel.cp_ulysses=2"),
     ],
 )  # fmt: skip
 def test_ulysses_ranks_divide_cp_and_heads(choices, allowed, hint):

@@ -144,22 +144,20 @@ def check_context(strategy: Strategy, num_heads: int) -> None:
         return
     heads = num_heads // s.tp
     allowed = divisors(math.gcd(s.cp, heads))
-    near = max((u for u in allowed if u <= s.ulysses), default=1)
+    near = max(u for u in allowed if u <= (s.cp_ulysses if s.cp_ulysses > 1 else s.ulysses))
+    changes = {"parallel.cp_kind": "hybrid" if near > 1 else "ring", "parallel.cp_ulysses": near}
     if s.cp_kind != "hybrid" and s.cp_ulysses > 1:
         raise NotDivisible(
             f"`cp_ulysses` requires cp_kind=hybrid, not {s.cp_kind}",
             got=f"cp_kind={s.cp_kind}, cp_ulysses={s.cp_ulysses}",
-            changes={"parallel.cp_kind": "hybrid", "parallel.cp_ulysses": s.cp_ulysses},
+            changes=changes,
         )
     if s.ulysses not in allowed:
         raise NotDivisible(
             "Ulysses ranks must divide cp and the query heads of one tensor-parallel rank",
             got=f"{s.ulysses} Ulysses ranks, cp={s.cp}, {heads} heads",
             allowed=allowed,
-            changes={
-                "parallel.cp_kind": "hybrid" if near > 1 else "ring",
-                "parallel.cp_ulysses": near,
-            },
+            changes=changes,
         )
 
 
