@@ -90,7 +90,8 @@ def _check_divides(strategy: Strategy, number: int, divided: str, got: str) -> N
             f"ep={strategy.ep} does not divide {divided}",
             got=f"{got}, ep={strategy.ep}",
             allowed=f"ep {', '.join(map(str, allowed))}",
-            changes={"parallel.ep": max(e for e in allowed if e <= strategy.ep)},
+            # A divisor of `ep` satisfies the other of the two checks if `ep` does.
+            changes={"parallel.ep": max(e for e in allowed if strategy.ep % e == 0)},
         )
 
 
