@@ -135,10 +135,8 @@ def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, n
 def write_local_cards(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
     """Write one file with this machine's cards; `by_ranks` is a dict from number of concurrent ranks to the cards.
 
-    The file has all constants for the largest number of ranks; for fewer ranks, only the constants that differ.
-
-    Raises:
-        OutputNotWritable: HP105 if the file cannot be written, or exists and is not a card file.
+    The file has all constants for the largest number of ranks; for fewer ranks, only the constants that differ. Raise
+    OutputNotWritable (HP105) if it cannot be written, or exists and is no card file.
     """
     numbers = {ranks: [_numbers_of(card) for card in by_ranks[ranks]] for ranks in sorted(by_ranks)}
     max_ranks, (device, stack) = numbers.popitem()

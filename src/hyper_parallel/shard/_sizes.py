@@ -1,6 +1,6 @@
 """Divisibility checks for tensor parallelism, and alternatives for sizes that are not divisible by the degree.
 
-Key and value projections with fewer heads than ranks are replicated, and each head is computed on several ranks.
+Key and value projections whose heads the ranks do not divide are replicated; each head is computed on several ranks.
 
 A packed projection stacks several projections in one weight, such as query, key and value. If its parts have equal
 divisible sizes, each part is sharded: every rank has the rows that it uses. FSDP then shards the columns, so the number
@@ -114,7 +114,7 @@ def _features_without_overlap(s: Strategy) -> _Features:
 
 
 def _check_blocks(strategy: Strategy, workload: Workload) -> None:
-    """Raise HP205 if blocks cannot gather and scatter their tokens in chunks or over symmetric memory."""
+    """Raise HP205 if blocks cannot overlap their gathers and scatters as `overlap.tp` requests."""
     s, chunks = strategy, strategy.overlap.tp_chunks
     features = {
         "one tensor-parallel rank": (s.tp == 1, f"tp={s.tp}"),
@@ -136,8 +136,8 @@ def _check_blocks(strategy: Strategy, workload: Workload) -> None:
 def check_context(strategy: Strategy, num_heads: int) -> None:
     """Raise NotDivisible (HP203) if attention cannot be sharded over the context-parallel ranks.
 
-    Sequences of any length are padded. The Ulysses degree must divide cp and the query heads of a tensor-parallel rank.
-    Its key and value heads are repeated as needed. `cp_ulysses` above 1 requires `cp_kind` hybrid.
+    The Ulysses degree must divide cp and the query heads of a tensor-parallel rank; key and value heads are repeated as
+    needed, and sequences of any length are padded. `cp_ulysses` above 1 requires `cp_kind` hybrid.
     """
     s = strategy
     if s.cp == 1:
@@ -186,7 +186,7 @@ def fit_sizes(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param
 
 
 def _role(param: Param, sizes: Sizes) -> str | None:
-    """Return the quantity that the degree must divide: heads, kv_heads or width; None if no dim is sharded."""
+    """Return the quantity that the degree must divide: heads, kv_heads or width; None if no dim is sharded by it."""
     if param.style not in _CUT or (param.style == "rowwise" and len(param.shape) != 2):
         return None
     split = -1 if param.style == "rowwise" else 0
@@ -277,7 +277,7 @@ def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisi
 
 
 def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
-    """Return the parameter, with style `kv_replicate` and a note if the ranks do not divide the key and value heads."""
+    """Return the parameter; keys and values whose heads the ranks do not divide get `kv_replicate` and a note."""
     s, heads = sizes.strategy, sizes.num_kv_heads
     if param.style == "kv_replicate" and param.role != "kv_heads":
         raise RuleError(
@@ -317,8 +317,8 @@ def packed_parts(param: Param, sizes: Sizes) -> tuple[Part, ...]:
 def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> Param:
     """Return a packed projection, with `parts` set if each of its parts is sharded separately.
 
-    If not, the projection is sharded into equal row slices. With one axis, a note then tells the user the reason. With
-    two axes, an unsupported projection raises UnsupportedSharding (HP205).
+    If not, the projection is sharded into equal row slices; with one axis, a note states the reason. Raise RuleError
+    (HP204) if the rows do not match the style, and UnsupportedSharding (HP205) for two axes that do not allow it.
     """
     s = sizes.strategy
     shards = s.mesh().degree(s.fsdp_axes)
