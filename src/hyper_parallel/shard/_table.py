@@ -180,7 +180,7 @@ def _rows_per_x_rank(p: Projection, block: BlockWidths, cut: TokenCut) -> Number
 
 
 def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
-    """Yield `statistics` all-reduces over y, of one sum per token each, of a norm with its hidden dim sharded over y."""
+    """Yield `statistics` all-reduces over y, each of one sum per token, of a norm whose hidden dim y shards."""
     rows = cut.y * cut.piece
     yield from _mirrored("all_reduce", Y, cut.y, rows, Purpose.NORM_STATISTICS, format="statistic", calls=statistics)
 
