@@ -140,7 +140,7 @@ def export(
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest intact one.")] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="config.json or its directory. Default: the model stored in the run directory."),
+        typer.Option(help="config.json or its directory. Default: the model of the run."),
     ] = None,
     tokenizer: Annotated[
         Path | None,
@@ -181,7 +181,7 @@ def export(
 def _print_steps(run_dir: Path, *, contents: bool) -> bool:
     """Print one line per checkpoint, newest last; return whether all are intact.
 
-    With `contents`, files are compared with their checksums, and an additional file counts as damage.
+    With `contents`, files are compared with their checksums instead of sizes, and an additional file counts as damage.
     """
     from hyper_parallel.trainer.checkpoints import manifest as files
     from hyper_parallel.trainer.files import Damaged

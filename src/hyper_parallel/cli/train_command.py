@@ -90,10 +90,7 @@ def _trace_command(words: Sequence[str], options: Mapping[str, object]) -> str:
 
 
 def _refuse_dash(words: Sequence[str], topology: str | None) -> None:
-    """Raise BadValue (HP102) for an override written with a dash; typer reads `-training.lr=1` as option `-t`.
-
-    `words` are the recipe and the other overrides.
-    """
+    """Raise HP102 for an override such as `-training.lr=1`, which typer reads as `-t`; `words` are the other words."""
     if topology is not None and "=" in topology:
         raise BadValue(
             "an override must not begin with a dash",
@@ -131,9 +128,9 @@ def _train_recipe(
 
 
 def load_any_recipe(path: Path, overrides: Sequence[str], no_code: bool, command: str = "train") -> LoadedRecipe:
-    """Load a recipe or a LlamaFactory file; with `no_code`, raise CodeRefused (HP110) if it names code.
+    """Load a recipe or a LlamaFactory file; errors are those of `load_recipe` and `load_llamafactory`.
 
-    `command` is the name of the calling command, for hints. Other errors are those of `load_recipe`.
+    With `no_code`, also raise CodeRefused (HP110) if it names code. Hints name the command `command`.
     """
     from hyper_parallel.config import load_recipe, read_mapping, refuse_code, refuse_data_file
     from hyper_parallel.errors import RecipeUnreadable
@@ -221,7 +218,7 @@ def _train(
 
 
 def _ranks_check(words: Sequence[str], dry_run: bool) -> Callable[[Recipe, int], None]:
-    """Return a function that checks whether this machine can run the ranks; for a dry run it does nothing."""
+    """Return a function that raises an error if this machine cannot run the ranks; for a dry run it does nothing."""
 
     def check_ranks(recipe: Recipe, ranks: int) -> None:
         from hyper_parallel.runtime import check_local_start  # imports torch
@@ -233,7 +230,7 @@ def _ranks_check(words: Sequence[str], dry_run: bool) -> Callable[[Recipe, int],
 
 
 def _run(job: Job, loaded: LoadedRecipe, launcher: str, console: Console) -> None:
-    """Run a job and print its results; exit if it was interrupted, a file was not written, or torchrun started it."""
+    """Run a job and print its results; exit if it is interrupted, a file is not written, or torchrun started it."""
     from hyper_parallel.trainer import run_job, run_on_ray, under_torchrun
     from hyper_parallel.trainer.signals import Interrupted
 
