@@ -274,7 +274,8 @@ def _text_part(config: ConfigView) -> tuple[ConfigView, tuple[str, ...]]:
         config.refuse("`text_config` is not a JSON object", got=abbreviated(text))
     # The outer config contains the dtype and, in files of transformers 5, the tie.
     inherited = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "model_type")
-    merged = {k: values[k] for k in inherited if k in values} | text
+    shared = {k: values[k] for k in inherited if k in values}
+    merged = shared | {k: v for k, v in text.items() if v is not None or k not in shared}
     note = f"`{outer}` is multimodal: only its language part (`text_config`) is used"
     return replace(config, values=merged), (note,)
 
@@ -326,8 +327,8 @@ def _family(model_type: str, config: ConfigView) -> tuple[Family, tuple[str, ...
 def _dtype(config: ConfigView) -> tuple[str, tuple[str, ...]]:
     """Return the dtype in the config, and notes; float32 when the config states none, as in transformers."""
     values = config.values
-    dtype = values.get("dtype", values.get("torch_dtype"))
-    if dtype is None or dtype == "auto":
+    dtype = next((d for d in map(values.get, ("dtype", "torch_dtype")) if d is not None), "auto")
+    if dtype == "auto":
         dtype = "float32"
     named = abbreviated(dtype) if isinstance(dtype, (list, dict)) else str(dtype)
     dtype = named.removeprefix("torch.")
