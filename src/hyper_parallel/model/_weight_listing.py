@@ -35,6 +35,7 @@ _INSIDE: Final = re.compile(r"\.\d+\.|^mtp\b")
 _MAX_HEADER_BYTES: Final = 100_000_000  # limit of the safetensors library
 _INDEX_LIMITS: Final = Limits(num_bytes=_MAX_HEADER_BYTES, num_elements=2_000_000)
 """Limits of an index file, which lists the tensors of all weight files, as their headers do."""
+_MAX_COUNT_DIGITS: Final = 6  # a larger count in a shard's name is not used
 _CHUNK_BYTES: Final = 1 << 24
 _MALFORMED: Final = (
     ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError,
@@ -121,6 +122,8 @@ def read_tensor_infos(path: Path) -> dict[str, TensorInfo]:
             )
             for name, t in header.items()
         }
+        if any(not data <= t.start <= t.end for t in tensors.values()):
+            raise ValueError("a byte range is invalid")
     except _MALFORMED as error:
         raise _corrupt(path, f"header: {error!r}") from error
     end = max((t.end for t in tensors.values()), default=data)
@@ -209,7 +212,7 @@ def _complete(directory: Path, shards: list[str]) -> tuple[str, ...]:
     """Return the names of all shards, whose number is part of each name; raise HP703 if a shard is missing."""
     stem, suffix = shards[0].split("-")[0], shards[0].rpartition(".")[2]
     count = shards[0].rpartition("-of-")[2].partition(".")[0]
-    if not count.isdecimal():
+    if not count.isdecimal() or len(count) > _MAX_COUNT_DIGITS:
         return tuple(shards)
     expected = [f"{stem}-{n:0{len(count)}d}-of-{count}.{suffix}" for n in range(1, int(count) + 1)]
     if missing := [name for name in expected if name not in shards]:
