@@ -161,12 +161,8 @@ def export(
 
         check_plain(target)
     if lora is None and merge:
-        raise BadValue(
-            "the run has no adapters to merge",
-            where="--merge",
-            got=str(run_dir),
-            hint="leave out --merge",
-        )
+        problem = "the run has no adapters to merge"
+        raise BadValue(problem, where="--merge", got=str(run_dir), hint="leave out --merge")
     source = model or _base_model(directory.parent, has_adapters=lora is not None)
     tokenizer = tokenizer or _run_tokenizer(directory.parent)
     from hyper_parallel.trainer.checkpoints.conversion import export_checkpoint

@@ -97,13 +97,7 @@ class _ModelSource:
     def load(self) -> Generator:
         from hyper_parallel.trainer.generation import Generator
 
-        return Generator(
-            self.run_dir,
-            device=self.device,
-            dtype=self.dtype,
-            memory=self.memory,
-            trusted=self.trusted,
-        )
+        return Generator(self.run_dir, device=self.device, dtype=self.dtype, memory=self.memory, trusted=self.trusted)
 
 
 def _check_code_options(no_code: bool, trusted: bool) -> None:

@@ -49,13 +49,7 @@ def train(
 
     stay_offline()
     _refuse_dash([str(recipe), *(overrides or [])], topology)
-    trace_options = {
-        "--trace": trace,
-        "--topology": topology,
-        "--ranks": ranks,
-        "--rank": rank,
-        "--json": as_json,
-    }
+    trace_options = {"--trace": trace, "--topology": topology, "--ranks": ranks, "--rank": rank, "--json": as_json}
     tracing = [name for name, value in trace_options.items() if value is not None and value is not False]
     if tracing:
         if not dry_run:
