@@ -56,12 +56,12 @@ def train(
             raise Contradiction(
                 f"{tracing[0]} applies only to a dry run",
                 where=tracing[0],
-                hint=_trace_command([str(recipe), *(overrides or [])], trace_options),
+                hint=_trace_command([str(recipe), *(overrides or [])], {**trace_options, "--plan": plan}),
             )
         from hyper_parallel.cli.dry_run_command import print_dry_run
 
         traced = [*(overrides or []), *([f"topology={topology}"] if topology else [])]
-        print_dry_run(load_any_recipe(recipe, traced, no_code), ranks, rank, as_json)
+        print_dry_run(_load_with_plan(recipe, traced, plan, no_code)[0], ranks, rank, as_json)
         return
     from hyper_parallel.trainer.signals import Interrupted, handled, interrupt
 
@@ -102,14 +102,10 @@ def _train_recipe(
     no_calibrate: bool,
     no_code: bool,
 ) -> None:
-    """Load a recipe with its overrides and the layout of the saved plan, if there is one, then train."""
+    """Train a recipe with its overrides and the layout of the saved plan, if there is one."""
     from hyper_parallel.hub import permit_stream
 
-    loaded = load_any_recipe(recipe, values, no_code)
-    saved = None if plan is None else _SavedPlan(plan)
-    if saved is not None:
-        saved.refuse_parallel(values)
-        loaded = load_any_recipe(recipe, [*values, *saved.overrides(loaded)], no_code)
+    loaded, saved = _load_with_plan(recipe, values, plan, no_code)
     permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
     if loaded.recipe.launch.launcher in ("local", "slurm") and "SLURM_STEP_ID" in os.environ:
         from hyper_parallel.runtime import join_srun
@@ -119,6 +115,18 @@ def _train_recipe(
     flags += [] if plan is None else ["--plan", str(plan)]
     check_plan = (lambda _: None) if saved is None else saved.check
     _train(loaded, [*flags, str(recipe), *values], dry_run, no_calibrate, check_plan)
+
+
+def _load_with_plan(
+    recipe: Path, values: Sequence[str], plan: Path | None, no_code: bool
+) -> tuple[LoadedRecipe, _SavedPlan | None]:
+    """Return a recipe with its overrides and the layout of the saved plan, if there is one; and that plan."""
+    loaded = load_any_recipe(recipe, values, no_code)
+    if plan is None:
+        return loaded, None
+    saved = _SavedPlan(plan)
+    saved.refuse_parallel(values)
+    return load_any_recipe(recipe, [*values, *saved.overrides(loaded)], no_code), saved
 
 
 def load_any_recipe(path: Path, overrides: Sequence[str], no_code: bool, command: str = "train") -> LoadedRecipe:
