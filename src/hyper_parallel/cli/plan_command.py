@@ -81,8 +81,9 @@ def plan(
     if diff is not None:
         say(_difference(*diff))
         return
-    if not dry_run:
-        _check_files(output, schedule_csv)
+    if dry_run:
+        output = schedule_csv = None
+    _check_files(output, schedule_csv)
     chosen, names = _choose_plan(ctx, recipe, free)
     if launch is not None:
         say(_launch_text(chosen, names, launch))
@@ -91,8 +92,7 @@ def plan(
     else:
         say(_plan_text(chosen, explain, gantt))
         say("\nnext:\n" + "\n".join(_next_commands(ctx, recipe, topology, chosen, output)))
-    if not dry_run:
-        _write_files(chosen, output, schedule_csv, recipe)
+    _write_files(chosen, output, schedule_csv, recipe)
 
 
 def _difference(left: Path, right: Path) -> str:
