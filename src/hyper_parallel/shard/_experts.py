@@ -33,8 +33,8 @@ EXPERTS = "experts"
 def mark_experts(params: list[Param]) -> list[Param]:
     """Return the parameters with style `experts` for routed experts, and `replicate` for other members of their block.
 
-    Routed experts are parameters in modules named `experts` and those with an expert dim. The other members, such as the
-    router, act on each token alone. A style that a rule has assigned is kept, except `whole`.
+    Routed experts are parameters in modules named `experts` and those with an expert dim. The router and other members
+    act on each token alone. A style that a rule has assigned is kept, except `whole`.
     """
     marked = [
         replace(p, style=EXPERTS)
