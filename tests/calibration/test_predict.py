@@ -78,6 +78,7 @@ def test_a_run_becomes_the_model_it_names():
     run = read_run(row(**deepseek))
     assert run.model.num_matmul_params == load_model("deepseek-v3").num_matmul_params
     assert any("MLA" in a for a in run.assumptions)
+    assert read_run(row(model="gpt-oss-20b")).kind == "dense"
 
 
 def test_rows_with_more_cells_than_columns_are_neither_predicted_nor_fitted(tmp_path):

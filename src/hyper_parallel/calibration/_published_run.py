@@ -293,7 +293,7 @@ def _stand_in(zero: int) -> str:
 _LATENT: Final = re.compile(r"deepseek[-_ ]?(v2|v3|r1)|kimi[-_ ]?k2|moonlight")
 """Pattern for names of models with multi-head latent attention."""
 _SINKS: Final = re.compile(r"gpt[-_ ]?oss")
-"""Pattern for names of models that are read as `gpt_oss`: sinks, biases, a sliding window in every other layer."""
+"""Pattern for names of models with experts that are read as `gpt_oss`: sinks, biases, windows in every other layer."""
 _QUERY_RANK_FROM: Final = 5120
 """Hidden size from which latent attention is assumed to compress queries too: as in DeepSeek-V2, not V2-Lite."""
 _VOCABULARY: Final = 128_000
@@ -350,7 +350,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
             "q_lora_rank": 1536 if row.hidden >= _QUERY_RANK_FROM else None,
         }  # fmt: skip
         shared = 0
-    elif _SINKS.search(name.lower()):
+    elif experts and _SINKS.search(name.lower()):
         notes.append("every other layer has a window of 128 tokens: by the model's name")
         config |= {"model_type": "gpt_oss", "intermediate_size": values.get("moe_ffn", ffn)}
     spec = spec_from_config(config, name=name)
