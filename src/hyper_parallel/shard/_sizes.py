@@ -239,19 +239,19 @@ def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisi
     """Return the error for an indivisible dim, with the degrees and block shapes that are possible."""
     param, dimension, size, axes, degree = problem
     s = sizes.strategy
+
+    def fits(other: Strategy) -> bool:
+        return next(_problems(cuts, sizes, other), None) is None
+
     if s.tp_y == 1:
         widths = sorted({_width(p) for p in cuts if p.role == "width"})
-        legal = legal_tp(sizes.num_heads, sizes.num_kv_heads, *widths)
+        legal = [t for t in legal_tp(sizes.num_heads, sizes.num_kv_heads, *widths) if fits(replace(s, tp_x=t))]
         return NotDivisible(
             f"tp={s.tp} does not divide {dimension}={size} in `{param.pattern}`",
             got=f"{dimension}={size}, tp={s.tp}",
             allowed=f"tp {', '.join(str(t) for t in legal)}",
             changes={"parallel.tp": max((t for t in legal if t <= s.tp), default=1)},
         )
-
-    def fits(other: Strategy) -> bool:
-        return next(_problems(cuts, sizes, other), None) is None
-
     pairs = [(s.tp // y, y) for y in range(2, s.tp) if s.tp % y == 0]
     pairs = [(x, y) for x, y in pairs if fits(replace(s, tp_x=x, tp_y=y))]
     shapes = list(itertools.product(BLOCK_SHAPES, BLOCK_SHAPES))
