@@ -31,7 +31,7 @@ C = TypeVar("C", DeviceCard, StackCard)
 class Constant:
     """Constant of a fit: a factor on one or several numbers of cards, such as all link bandwidths."""
 
-    name: str  # name in messages
+    name: str  # key of `Fit.factors`
     sd: float  # standard deviation of the prior on the natural logarithm of the factor
     cards: tuple[str, ...]  # cards that share the factor
     # paths of the numbers that share the factor, such as `matmul.bfloat16`; `matmul` means all its dtypes

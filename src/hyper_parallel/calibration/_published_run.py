@@ -69,7 +69,7 @@ class PublishedRun:
     model: ModelSpec
     supernode: Supernode  # that of the device, or the preset with the nearest peak; with stated peak and memory
     stack: str  # name of the stack card
-    known_stack: bool  # whether the row names a known stack or is of `_LAST_UNFUSED` or before; else `stack` is a guess
+    known_stack: bool  # whether the row names a known stack, or a year up to `_LAST_UNFUSED`; else `stack` is a guess
     seq_len: int  # tokens per sequence
     devices: int
     degrees: Mapping[str, int]  # tp, cp, pp, vpp, ep, etp, dp

@@ -19,7 +19,7 @@ def converse(model: Generator, sampling: Sampling) -> None:
 
     Lines that begin with `/` are commands. Answers are printed on standard output, everything else on standard error.
     Ctrl-C during an answer ends the answer and keeps its text; at other times it ends the conversation. A turn that the
-    model rejects is reported and dropped; the first turn of a chat raises BadValue (HP102) instead.
+    model rejects is reported and dropped; without other turns, it raises BadValue (HP102).
     """
     turns: list[dict[str, str]] = []
     is_terminal = sys.stdin.isatty()

@@ -152,7 +152,7 @@ def _continue_prompt(
     chat: bool,
     as_json: bool,
 ) -> None:
-    """Print a prompt, unless it is a chat, and its continuation as it is generated; or a result as JSON at the end.
+    """Print a prompt, unless it is a chat, and its continuation as it is generated; with `as_json`, JSON at the end.
 
     A prompt with media becomes a user's message, in which the media precede the text.
     """

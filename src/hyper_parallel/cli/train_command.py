@@ -84,7 +84,7 @@ def _trace_command(words: Sequence[str], options: Mapping[str, object]) -> str:
 
 
 def _refuse_dash(words: Sequence[str], topology: str | None) -> None:
-    """Raise HP102 for an override such as `-training.lr=1`, which typer reads as `-t`; `words` are the other words."""
+    """Raise HP102 for an override such as `-training.lr=1`, which typer reads as `-t`; `words`: recipe, overrides."""
     if topology is not None and "=" in topology:
         raise BadValue(
             "an override must not begin with a dash",

@@ -133,7 +133,7 @@ def read_tensor_infos(path: Path) -> dict[str, TensorInfo]:
 
 
 def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """Return the values of a config, with head and embedding untied if their safetensors differ in bytes.
+    """Return the values of a config, with head and embedding untied if their bytes in safetensors files differ.
 
     Only tensors of equal shape and dtype are compared. A warning is logged if the config states the tie. Transformers
     unties them in this case too.

@@ -42,7 +42,7 @@ _COUNTS: Final = (
 _MOST_EXPERTS: Final = 2**17
 """Maximum product of layers and experts per layer; in Switch-C it is 30,720."""
 _MOST: Final = 2**53
-"""Largest allowed magnitude of all other whole numbers; other fractions are not checked."""
+"""Largest allowed magnitude of all other whole numbers; other floats are not checked."""
 
 
 def check_config(values: Mapping[str, Any], where: str) -> None:

@@ -68,7 +68,7 @@ class Family:
             `use_sliding_window`; upper: from layer `max_window_layers` on, if `use_sliding_window`; pattern: all except
             every n-th (n = `sliding_window_pattern`). For upper and pattern, `layer_types` selects the layers if set.
         experts: Mixture of experts; None for a family without experts.
-        required: Keys that must have a value in the config or in `defaults`; the reader else raises HP305.
+        required: Keys that must have a value in the config or in `defaults`; otherwise the reader raises HP305.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))

@@ -55,7 +55,7 @@ def read_preset(name: str) -> dict[str, Any]:
 def find_preset(text: str) -> str | None:
     """Return the name of the preset with the name or Hub id `text`; None if there is none.
 
-    Case is ignored, and all punctuation is equal. The organisation of a Hub id may be omitted, but if given must match.
+    Case is ignored, and all punctuation counts as equal. The organisation of a Hub id may be omitted, but not differ.
     """
     normalized = _normal(text)
     if "/" not in text and normalized in preset_names():
@@ -327,7 +327,7 @@ def _family(model_type: str, config: ConfigView) -> tuple[Family, tuple[str, ...
 def _dtype(config: ConfigView) -> tuple[str, tuple[str, ...]]:
     """Return the dtype in the config, and notes; float32 when the config states none, as in transformers."""
     values = config.values
-    dtype = next((d for d in map(values.get, ("dtype", "torch_dtype")) if d is not None), "auto")
+    dtype = next((values[k] for k in ("dtype", "torch_dtype") if values.get(k) is not None), "auto")
     if dtype == "auto":
         dtype = "float32"
     named = abbreviated(dtype) if isinstance(dtype, (list, dict)) else str(dtype)

@@ -16,7 +16,8 @@ _PIPELINE = {"virtual_stages": 1, "stage_layers": (), "schedule_file": ""}
 def without_axes(strategy: Strategy, *axes: str) -> dict[str, object]:
     """Return recipe changes, as a dict from key to value, that remove `axes` (pp, cp, tp, ep) on the same ranks.
 
-    Ranks of pp, cp and tp become ranks of `dp_shard`. Pipeline and overlap settings without their axis get defaults.
+    Ranks of pp, cp and tp become ranks of `dp_shard`. Pipeline and overlap settings that then lack an axis get
+    their defaults.
     """
     ranks = 1
     changes: dict[str, object] = {}

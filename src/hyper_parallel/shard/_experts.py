@@ -107,7 +107,7 @@ def _lengths(experts: list[Param]) -> list[int]:
 def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
     """Return the layout of an expert parameter for ep > 1.
 
-    A fused tensor is sharded over its expert dim; a module of an expert list is on one ep rank. FSDP uses `edp`.
+    A fused tensor is sharded over its expert dim; a module of an expert list is on one ep rank. FSDP shards over edp.
     """
     listed = bool(_index(param))
     layout = replace(layout, one_of=("ep",)) if listed else layout.split(0, "ep")

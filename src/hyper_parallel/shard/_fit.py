@@ -24,7 +24,7 @@ class Param:
         name: Full name of the parameter.
         shape: Logical shape.
         dims: Logical dims, or ().
-        owner: Name under which the style is reported: the parameter if a rule names it, else its module.
+        owner: Name of the module of the parameter; name of the parameter itself if a rule names it.
         style: Key of `STYLES` or `REFUSED`; None if no rule matches.
         parts: Number of stacked projections that are sharded separately; 1 for any other parameter.
         role: Quantity that the degree must divide: heads, kv_heads or width; None if it is not known or not sharded.
@@ -62,7 +62,7 @@ class Param:
 
     @property
     def in_attention(self) -> bool:
-        """True for a parameter of a direct child of an attention module, or one of its own that a rule names."""
+        """True for parameters of children of an attention module, and for its own parameters that a rule names."""
         # A rule that names a parameter names a direct parameter of the attention module.
         holder = self.module if self.owner == self.name else self.parent
         # Encoders of the BERT kind have `attention.self.query` and `attention.output.dense`.
