@@ -78,6 +78,7 @@ def test_a_run_becomes_the_model_it_names():
     run = read_run(row(**deepseek))
     assert run.model.num_matmul_params == load_model("deepseek-v3").num_matmul_params
     assert any("MLA" in a for a in run.assumptions)
+    assert read_run(row(model="gpt-oss-20b")).kind == "dense"
 
 
 def test_rows_with_more_cells_than_columns_are_neither_predicted_nor_fitted(tmp_path):
@@ -280,6 +281,8 @@ def test_unknown_numbers_of_a_card_are_refused(tmp_path):
     path.write_text("name: x\ndevice:\n  saturation: {value: 2, source: guess}\n")
     with pytest.raises(CardUnreadable, match="lacks the keys"):
         read_card(path)
+    with pytest.raises(CardUnreadable, match="the folder has no card"):
+        read_cards(tmp_path / "absent")
 
 
 def test_a_fit_without_measured_runs_is_refused():

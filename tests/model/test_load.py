@@ -56,6 +56,13 @@ def test_a_directory_without_config_does_not_hide_a_preset(tmp_path, monkeypatch
     assert load_model("llama-3-8b").hidden_size == 4096
 
 
+def test_a_null_dtype_does_not_hide_another_key():
+    text = {**TINY, "model_type": "gemma3_text", "dtype": None}
+    outer = {"model_type": "gemma3", "dtype": "float16", "text_config": text}
+    assert spec_from_config(outer, name="n").dtype == "float16"
+    assert spec_from_config({**TINY, "dtype": None, "torch_dtype": "float16"}, name="n").dtype == "float16"
+
+
 def test_unknown_family_is_read_like_llama_with_a_note():
     spec = spec_from_config({**TINY, "model_type": "novel"}, name="n")
     assert spec.blocks == spec_from_config(TINY, name="n").blocks

@@ -135,6 +135,8 @@ def corruptions(raw):
         "not json": raw[:8] + b"x" * length + raw[8 + length :],
         "a list": struct.pack("<Q", 2) + b"[]",
         "no shape": struct.pack("<Q", 10) + b'{"a": {} }',
+        "before the data": struct.pack("<Q", 63)
+        + b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [-12, 0]}}',
         "negative": struct.pack("<Q", 60) + b'{"a": {"dtype": "F32", "shape": 3, "data_offsets": [0, 12]}}',
     }  # fmt: skip
 
@@ -176,6 +178,12 @@ def test_missing_shard_is_named_and_no_shard_is_a_note(tmp_path):
     check(error, "HP703", "weight files are missing (1 of 2)", "fetch `model-00002-of-00002.safetensors` again")
     (directory / "model-00001-of-00002.safetensors").unlink()
     assert "not checked" in load_model(directory).notes[0]
+
+
+def test_a_huge_number_of_shards_is_not_listed(tmp_path):
+    directory = model_dir(tmp_path)
+    (directory / "model.safetensors").rename(directory / "model-1-of-9999999999999.safetensors")
+    assert load_model(directory).notes == ()
 
 
 @pytest.mark.parametrize("with_index", [True, False])

@@ -306,6 +306,7 @@ def test_context_ranks_cut_parameters_as_fsdp_ranks_do():
         ({"cp": 4, "tp_x": 2, "cp_kind": "ulysses"}, [1, 2], "cp_kind=hybrid parallel.cp_ulysses=2"),
         ({"cp": 4, "cp_kind": "hybrid", "cp_ulysses": 3}, [1, 2, 4], "cp_ulysses=2"),
         ({"cp": 4, "cp_ulysses": 2}, None, "cp_kind=hybrid parallel.cp_ulysses=2"),
+        ({"cp": 4, "cp_ulysses": 3}, None, "cp_kind=hybrid parallel.cp_ulysses=2"),
     ],
 )  # fmt: skip
 def test_ulysses_ranks_divide_cp_and_heads(choices, allowed, hint):
@@ -322,6 +323,16 @@ def test_a_model_of_which_nothing_is_split_is_refused():
     assert error.code == "HP205"
     assert error.got == f"tp=2; replicated: `{AT}.mlp.in_proj`"
     assert error.hint == "parallel.tp=1 parallel.dp_shard=4"
+
+
+def test_a_hint_for_stacked_rows_names_a_degree_that_divides_them():
+    params = [(f"{AT}.self_attn.qkv_proj.weight", (18, EMBED), ()), (f"{AT}.self_attn.o_proj.weight", (EMBED, 12), ())]
+    rules = [Rule(f"{AT}.self_attn.qkv_proj", "qkv"), Rule(f"{AT}.self_attn.o_proj", "rowwise")]
+    heads = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 3, "vocab_size": 10}
+    with pytest.raises(NotDivisible) as caught:
+        plan_layouts(params, rules, Strategy(tp_x=4), **heads)
+    assert (caught.value.allowed, caught.value.hint) == ("tp 1, 2", "parallel.tp=2")
+    plan_layouts(params, rules, Strategy(tp_x=2), **heads)
 
 
 def test_a_norm_over_all_heads_is_split_with_them():

@@ -31,12 +31,12 @@ C = TypeVar("C", DeviceCard, StackCard)
 class Constant:
     """Constant of a fit: a factor on one or several numbers of cards, such as all link bandwidths."""
 
-    name: str  # displayed name
+    name: str  # key of `Fit.factors`
     sd: float  # standard deviation of the prior on the natural logarithm of the factor
     cards: tuple[str, ...]  # cards that share the factor
     # paths of the numbers that share the factor, such as `matmul.bfloat16`; `matmul` means all its dtypes
     attributes: tuple[str, ...]
-    rest: bool = False  # whether the factor applies to 1 - x, as for overlapped fractions
+    rest: bool = False  # whether the factor applies to 1 - x instead of x, as for overlapped fractions
 
 
 _HOPPER: Final = ("h100", "h100-96gb")
@@ -93,7 +93,7 @@ CONSTANTS: Final = (
 
 
 def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANTS) -> Cards:
-    """Return cards with each constant multiplied by its factor; `factors` are the natural logarithms of the factors."""
+    """Return cards with constants scaled as by `_scaled`; `factors` are the natural logarithms of their factors."""
     device, stack = dict(cards.device), dict(cards.stack)
     for constant, log_factor in zip(constants, factors, strict=True):
         for name in constant.cards:
@@ -105,7 +105,7 @@ def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANT
 
 
 def _scaled(card: C, constant: Constant, factor: float) -> C:
-    """Return a card with the numbers of one constant multiplied by `factor`; see `Constant.rest`."""
+    """Return a card with the numbers of a constant (or 1 - x, see `Constant.rest`) multiplied by `factor`."""
     changed = {}
     for path, value in numbers_of(card).items():
         if {path, path.partition(".")[0]} & {*constant.attributes}:
@@ -123,7 +123,7 @@ def with_prior_values(cards: Cards) -> Cards:
 
 
 def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, name: str) -> None:
-    """Write a card file with a device card, a stack card or both; raise OutputNotWritable (HP105) if impossible."""
+    """Write a card file with a device card, a stack card or both; None omits one. Errors as in `write_local_cards`."""
     data: dict[str, Any] = {"name": name}
     if device is not None:
         data |= {"devices": list(device.devices), "device": _numbers_of(device)}
@@ -135,7 +135,8 @@ def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, n
 def write_local_cards(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
     """Write one file with this machine's cards; `by_ranks` is a dict from number of concurrent ranks to the cards.
 
-    The file has all constants for the largest number of ranks; for fewer ranks, only the constants that differ.
+    The file has all constants for the largest number of ranks; for fewer ranks, only the constants that differ. Raise
+    OutputNotWritable (HP105) if it cannot be written, or exists and is no card file.
     """
     numbers = {ranks: [_numbers_of(card) for card in by_ranks[ranks]] for ranks in sorted(by_ranks)}
     max_ranks, (device, stack) = numbers.popitem()

@@ -3,7 +3,7 @@
 Micro-benchmarks measure the speed of kernels and links. On a CPU, most of a small step is host work: operator launches,
 hooks of the parallel axes, and waits of ranks for a core. The predicted step time is about linear in the constants of
 host work, such as the seconds of a launch. `fit_probes` fits them by non-negative least squares of relative errors,
-regularized towards the micro-benchmarks.
+regularized towards the micro-benchmarks. `fit_stack` fits the two steps that an accelerator measures.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class LocalRates:
     # (bytes kept for backward, seconds of forward and backward) of chains of element-wise kernels
     passing: tuple[tuple[float, float], ...]
     stream: tuple[float, float]  # (bytes, seconds) of an optimizer step
-    # (gathered bytes, seconds) of all-gathers over all ranks
+    # (gathered bytes, seconds) of all-gathers over all ranks, in increasing size
     rings: tuple[tuple[float, float], ...] = ()
-    # (active ranks, seconds) of a small layer while the other ranks wait, first for all ranks; nan if this rank waited
+    # (active ranks, seconds) of a small layer while other ranks wait, in decreasing ranks; nan if this rank waited
     layers: tuple[tuple[int, float], ...] = ()
 
 
@@ -86,7 +86,7 @@ class MeasuredStep:
 
 
 def mean_rates(all_ranks: Sequence[LocalRates]) -> LocalRates:
-    """Return the mean over all ranks of each measurement, without ranks that only waited."""
+    """Return the mean of each measurement over the ranks that did not wait; all have the same sizes."""
     return _combined(all_ranks, lambda seconds: float(np.nanmean(seconds)))
 
 
@@ -113,7 +113,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
 
     Args:
         rates: Micro-benchmark results.
-        supernode: The machine with the peak rates; the numbers of a card are fractions of them.
+        supernode: The machine with the peak rates, of which the rates on a card are fractions.
         source: Text to record as the source of the numbers.
     """
     device = supernode.device
@@ -204,7 +204,7 @@ def _attention_flops(head: float, sizes: list[Array]) -> Array:
 
 
 def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tuple[float, float]:
-    """Return (fraction of the link bandwidth, factor on the latency) by the smallest and largest all-gather."""
+    """Return (fraction of the link bandwidth, factor on the latency); without `rates.rings`, those of `base`."""
     if not rates.rings:
         return base.link, base.latency
     ranks = float(supernode.num_devices)
@@ -218,9 +218,9 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
 
 
 def _fit_pace(rates: LocalRates) -> dict[str, float]:
-    """Return a dict from fraction of active ranks, as text, to the speed of one rank relative to all ranks active.
+    """Return a dict from fraction of active ranks, as text, to the speed of one rank relative to its speed among all.
 
-    The speed is at least 1, and never lower than with more active ranks.
+    The speed is at least 1, and never lower than with more active ranks; {} without `rates.layers`.
     """
     pace, slowest = dict[str, float](), 1.0
     for ranks, seconds in rates.layers[1:]:
@@ -251,7 +251,7 @@ def fit_stack(
 ) -> tuple[DeviceCard, StackCard]:
     """Return cards with kernel launch time and fixed time per step fitted to two small measured steps.
 
-    `StackCard.compute` is fitted too if a layer takes less time than the sum of its kernels.
+    `StackCard.compute` is fitted too if launches do not overlap kernels and a layer is faster than its kernels' sum.
 
     Args:
         steps: Two measured steps that differ only in their number of layers, the one with fewer layers first.
@@ -328,7 +328,7 @@ def fit_probes(
 def _with(values: Mapping[str, float], card: DeviceCard, base: StackCard) -> tuple[DeviceCard, StackCard]:
     """Return `card` and `base` with the constants in `values` replaced.
 
-    The step time is linear in `values`, so `link` is the inverse of a bandwidth, and `moe` a product with `compute`.
+    The step time is about linear in `values`: `link` is the inverse of a bandwidth, and `moe` a product with `compute`.
     """
     device = {name: values[name] for name in _ON_DEVICE}
     device["link"] = 1.0 / max(values["link"], 1.0 / _FASTEST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -30,7 +31,7 @@ from hyper_parallel.cost import (
     score,
     stack_card,
 )
-from hyper_parallel.errors import HyperParallelError, RunsUnreadable, written
+from hyper_parallel.errors import CardUnreadable, HyperParallelError, RunsUnreadable, written
 from hyper_parallel.ir import Workload
 from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.serde import write_text
@@ -55,11 +56,11 @@ class Cards:
     stack: Mapping[str, StackCard] = field(default_factory=dict)
 
     def device_for(self, name: str, kind: str) -> DeviceCard:
-        """Return the card of a device; without a matching card, the shipped card for the device or its kind."""
+        """Return the first card of this object that matches a device, else the shipped card by device or kind."""
         return matching_card(self.device.values(), name) or device_card(name, kind)
 
     def stack_for(self, name: str) -> StackCard:
-        """Return the stack card `name`, of this object or else shipped; raise CardUnreadable (HP313) if none exists."""
+        """Return the stack card `name` of this object, else the shipped one; raise HP313 if there is none."""
         return self.stack.get(name) or stack_card(name)
 
 
@@ -67,10 +68,13 @@ def read_cards(folder: str | Path | None = None) -> Cards:
     """Return all shipped cards and the cards in files `*.yaml` of `folder`, which replace cards of the same name.
 
     Raises:
-        CardUnreadable: HP313 when a file of the folder is not a card.
+        CardUnreadable: HP313 when the folder has no file `*.yaml`. Other errors are those of `read_card`.
     """
-    pairs = [load_card(name) for name in card_names()]
-    pairs += [read_card(path) for path in sorted(Path(folder).glob("*.yaml"))] if folder else []
+    files = sorted(Path(folder).glob("*.yaml")) if folder else []
+    if folder and not files:
+        hint = shlex.join(["hyper-parallel", "calibrate", "--runs", "RUNS.csv", "--output", str(folder)])
+        raise CardUnreadable("the folder has no card", where=str(folder), allowed="a folder of *.yaml files", hint=hint)
+    pairs = [*map(load_card, card_names()), *map(read_card, files)]
     return Cards(
         {device.name: device for device, _ in pairs if device},
         {stack.name: stack for _, stack in pairs if stack},
@@ -84,8 +88,8 @@ class Prediction:
     run: PublishedRun
     scores: Scores  # time and memory terms of the run, as one candidate
     recompute: str  # none, selective or full
-    half_width: float  # half width of the prediction interval, in natural logarithm
-    assumptions: tuple[str, ...]  # sentences about the assumptions
+    half_width: float  # half width of the 80 % interval of the step time, in natural logarithm
+    assumptions: tuple[str, ...]  # one sentence each
 
     @property
     def step_s(self) -> float:
@@ -110,7 +114,7 @@ class Prediction:
 
 
 def machine_of(run: PublishedRun, cards: Cards) -> Machine:
-    """Return the machine of a run, with a stack card adjusted to the release and the options that the row states."""
+    """Return the machine of a run, with cards adjusted to the release and the options that the row states."""
     device, stack = run.supernode.device, cards.stack_for(run.stack)
     card = cards.device_for(device.name, device.kind)
     release = run.release_month
@@ -145,7 +149,7 @@ def setting_of(run: PublishedRun, numbers: ModelNumbers, machine: Machine, recom
 def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
     """Return the predicted step time and memory of one run; `cards` None: the shipped cards.
 
-    If the row does not state the recomputation, `none` is assumed if the run then fits in memory, else `selective`.
+    If the row does not state the recomputation, `none` is assumed if the run then fits (see `_SAFE`), else `selective`.
     """
     notes = list(run.assumptions)
     machine = machine_of(run, cards or Cards())
@@ -191,7 +195,7 @@ def predict_file(source: str | Path, output: str | Path, cards: Cards | None = N
     Raises:
         RunsUnreadable: HP314 when the file cannot be read or no row can be predicted. In the second case the output is
             written, with the reason for every row.
-        OutputNotWritable: HP105 when the output cannot be written.
+        OutputNotWritable: HP105 when the output cannot be written, or exists and is no output of this function.
         Exception: For any other failure, which is a bug of this package, with a note that names the row.
     """
     check_output_file(Path(output), _is_prediction, "a prediction", "--output")

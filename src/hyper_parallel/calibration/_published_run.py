@@ -67,9 +67,9 @@ class PublishedRun:
 
     row: RunRow  # the row as read
     model: ModelSpec
-    supernode: Supernode  # of the device, or of the known device with the nearest peak FLOP/s
+    supernode: Supernode  # that of the device, or the preset with the nearest peak; with stated peak and memory
     stack: str  # name of the stack card
-    known_stack: bool  # whether the row names a known stack; else `stack` is a substitute
+    known_stack: bool  # whether the row names a known stack, or a year up to `_LAST_UNFUSED`; else `stack` is a guess
     seq_len: int  # tokens per sequence
     devices: int
     degrees: Mapping[str, int]  # tp, cp, pp, vpp, ep, etp, dp
@@ -107,15 +107,12 @@ class PublishedRun:
         return (int(release[1]) - 20) * 12.0 + int(release[2]) - 1 if release else None
 
     def priced_as_unknown(self) -> PublishedRun:
-        """Return the run with the stack card that is used for unknown stacks."""
+        """Return the run with the stack card that replaces unknown stacks for its ZeRO stage."""
         return replace(self, stack=_stand_in(self.zero), known_stack=False)
 
 
 def read_run(cells: Mapping[str, str]) -> PublishedRun:
-    """Return the run of one row, with missing values filled by assumptions.
-
-    Args:
-        cells: Dict from column to text.
+    """Return the run of one row, a dict from column to text, with missing values filled by assumptions.
 
     Raises:
         RowError: When a required value is missing, a cell is invalid, the device is unknown, or the run is impossible.
@@ -241,7 +238,7 @@ def _recomputation(row: RunRow, notes: list[str]) -> str | None:
 
 
 def _supernode(row: RunRow, notes: list[str]) -> Supernode:
-    """Return the topology of a run's device; for an unknown device, the topology with the nearest peak FLOP/s."""
+    """Return the topology of a run's device, else that of the nearest peak; peaks and memory are those of the row."""
     text, peak = row.device.lower(), row.peak_tflops
     name = _first(_DEVICES, text)
     # Variants of a part are often named only in the notes.
@@ -272,7 +269,7 @@ def _supernode(row: RunRow, notes: list[str]) -> Supernode:
 
 
 def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
-    """Return (name of the stack card of a run, whether the stack is known); the card may be that of a similar stack."""
+    """Return (name of the stack card of a run, `PublishedRun.known_stack`)."""
     text = f"{row.stack} {row.notes}".lower()
     if name := _first(_STACKS, text):
         old = re.search(r"20(1\d|2[0-4])[01]\d", row.source)
@@ -296,7 +293,7 @@ def _stand_in(zero: int) -> str:
 _LATENT: Final = re.compile(r"deepseek[-_ ]?(v2|v3|r1)|kimi[-_ ]?k2|moonlight")
 """Pattern for names of models with multi-head latent attention."""
 _SINKS: Final = re.compile(r"gpt[-_ ]?oss")
-"""Pattern for names of models with attention sinks, biases and a sliding window in every other layer."""
+"""Pattern for names of models with experts that are read as `gpt_oss`: sinks, biases, windows in every other layer."""
 _QUERY_RANK_FROM: Final = 5120
 """Hidden size from which latent attention is assumed to compress queries too: as in DeepSeek-V2, not V2-Lite."""
 _VOCABULARY: Final = 128_000
@@ -307,7 +304,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
     """Return the model of a row that states layers, hidden size and heads.
 
     Raises:
-        RowError: When the numbers contradict each other, or the width of an expert is missing.
+        RowError: When the numbers contradict each other, or the row states experts but no width.
         ModelUnreadable: HP305 for numbers that the model family does not allow.
     """
     assert row.layers, "it is stated"
@@ -353,7 +350,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
             "q_lora_rank": 1536 if row.hidden >= _QUERY_RANK_FROM else None,
         }  # fmt: skip
         shared = 0
-    elif _SINKS.search(name.lower()):
+    elif experts and _SINKS.search(name.lower()):
         notes.append("every other layer has a window of 128 tokens: by the model's name")
         config |= {"model_type": "gpt_oss", "intermediate_size": values.get("moe_ffn", ffn)}
     spec = spec_from_config(config, name=name)
@@ -387,7 +384,7 @@ def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
 
 
 def _named_as_tied(row: RunRow, values: dict[str, int]) -> bool:
-    """Return whether the parameter count in a dense model's name fits one vocabulary matrix (tied), not two."""
+    """Return whether the billions of parameters in a dense model's name fit one vocabulary matrix (tied), not two."""
     billions = re.search(r"(\d+(?:\.\d+)?)B\b", row.model)
     if not billions:
         return False

@@ -6,7 +6,7 @@ over measured step time. A group of near-duplicate runs has the weight of one ru
 (Huber), so that an outlier has little effect.
 
 For cross-validation, runs are divided into folds, such as all runs of one model. The runs of a fold are predicted with
-cards that are fitted without this fold, so these runs are left out of the fit.
+cards that are fitted to the other folds.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Case:
 
     @classmethod
     def of(cls, run: PublishedRun, cards: Cards) -> _Case:
-        """Return the case of a run; if its recomputation is not stated, it is predicted with `cards`, see `predict`."""
+        """Return the case of a measured run; a recomputation that is not stated is chosen by `predict` with `cards`."""
         assert run.step_s, "only measured runs are fitted"
         recompute = run.recompute or predict(run, cards).recompute
         return cls(run, ModelNumbers.of(run.model), recompute, run.step_s)
@@ -114,13 +114,13 @@ class Fit:
     after: Array  # residual of every run with the fitted cards
     left_out: Array  # residual of every run with cards fitted without its fold; `after` without cross-validation
     # half width of the 80 % interval in natural logarithm: by kind of model, from runs whose model was left out; and
-    # under `KIND_unknown_stack`, from runs whose stack was left out and predicted with the card of another stack
+    # under `KIND_unknown_stack`, at least as wide, from runs whose stack was left out and priced as an unknown one
     interval: Mapping[str, float]
-    # dict from kind of model to the fraction of left-out runs inside the interval derived from the other folds
+    # by kind of model with two or more folds, the fraction of left-out runs inside the interval of the other folds
     coverage: Mapping[str, float]
 
     def errors(self, log_ratios: Array, kind: str) -> Array:
-        """Return the relative error of the predicted step time of every group: the median over its runs.
+        """Return the absolute relative error of the predicted step time of every group: the median over its runs.
 
         Args:
             log_ratios: Residuals `before`, `after` or `left_out`.
@@ -151,7 +151,7 @@ class Fit:
 
 
 def write_cards(folder: Path, fit: Fit) -> list[Path]:
-    """Write a file for every card that a fit may change, and return the paths; errors are those of `write_card`."""
+    """Write a file `NAME.yaml` for every card in `CONSTANTS` and return the paths; errors are those of `write_card`."""
     names = {name for constant in CONSTANTS for name in constant.cards}
     paths = {name: Path(folder) / f"{name}.yaml" for name in sorted(names)}
     for path in paths.values():
@@ -174,7 +174,8 @@ def fit_runs(
         runs: Runs; those without a measured step time are ignored.
         shipped: Cards to fit, starting from their priors.
         constants: Constants to fit.
-        leave_out: Kind of fold for cross-validation, a key of `FOLDS`; None: intervals use the residuals of the fit.
+        leave_out: Kind of fold, a key of `FOLDS`, for `Fit.left_out` and `Fit.coverage`. Intervals leave out models and
+            stacks for any kind. None: no cross-validation; intervals use the residuals of the fit.
 
     Raises:
         RunsUnreadable: HP314 if no run has a measured step time.
@@ -317,7 +318,7 @@ def _solve(now: Array, slopes: Array, factors: Array, weights: Array, prior_stds
 
 
 def _memory_not_too_low(cards: Cards, runs: Sequence[PublishedRun]) -> Cards:
-    """Return cards with `reserve_bytes` of stacks raised until no predicted memory is below the measured memory."""
+    """Return cards with `reserve_bytes` of stacks raised, so that no predicted memory is below the measured memory."""
     for run in runs:
         short = (run.row.mem_gib or 0.0) * GiB - float(predict(run, cards).scores.memory_bytes[0])
         if short > 0.0:

@@ -1,7 +1,7 @@
 """Parsing of a CSV of training runs, one run per row; errors name the column and the text of the cell.
 
 A cell without information, such as a blank, `n/a` or `-`, counts as not stated. Other text in a column of numbers must
-be valid, except that text in place of a measured value, such as `OOM`, is ignored.
+be a valid number. In a column of measured values, text such as `OOM` and numbers that are not positive are ignored.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _number(text: str) -> float | None:
 
 
 def _whole(cell: str, maximum: int = 10**12) -> int | None:
-    """Return the whole number in a cell, None if not stated; raise ValueError for other text or above `maximum`."""
+    """Return the whole number in a cell, None if not stated; raise ValueError unless it is from 0 to `maximum`."""
     text = stated(cell)
     value = _number(text) if text else 0.0
     if value is None or value < 0 or value != int(value):
@@ -66,7 +66,7 @@ def _whole(cell: str, maximum: int = 10**12) -> int | None:
 
 
 def _zero(cell: str) -> int | None:
-    """Return the ZeRO stage in a cell, such as 2, ZeRO-2 or stage 2 (FSDP is 3); None if it is not stated."""
+    """Return the ZeRO stage in a cell, such as 2, ZeRO-2 or FSDP (3), None if not stated; else raise ValueError."""
     text = stated(cell).lower()
     stage = re.fullmatch(r"(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])(?:\.0*)?", text)
     if text and not stage and "fsdp" not in text:
@@ -85,7 +85,7 @@ def _peak(cell: str) -> float | None:
 
 
 def _measured(cell: str) -> float | None:
-    """Return the positive number in a cell; None for any other text, such as `OOM`."""
+    """Return the positive finite number in a cell; None for any other text, such as `OOM` or `0`."""
     value = _number(stated(cell))
     return value if value and value > 0.0 else None
 

@@ -3,9 +3,9 @@
 Each command is a function in its own module `<command>_command.py`, listed in `_COMMANDS`. A command with subcommands
 is a `typer.Typer` named `app`, listed in `_GROUPS`. Data goes to stdout, logs and errors to stderr.
 
-A `HyperParallelError` is printed without a traceback and exits with status 1, a usage error with 2, Ctrl-C with 130.
-Errors of files and missing training packages become a `HyperParallelError`. Any other exception is a defect: its
-traceback is printed and the status is 70.
+A `HyperParallelError` is printed without a traceback and exits with status 1, a usage error with 2, Ctrl-C with 130. An
+`OSError` of a file or disk, and a missing training package, are printed as a `HyperParallelError`. A closed output pipe
+exits with 1. Any other exception is a defect: its traceback is printed and the status is 70.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GROUPS = ("checkpoint", "config")
 
 
 def application(only: str | None = None) -> typer.Typer:
-    """Return the application with every command, or with the command `only` alone."""
+    """Return the application with every command, or only with the command or group `only`."""
     from hyper_parallel.cli.app import build_app
 
     def named(command: str) -> Any:
@@ -39,7 +39,7 @@ def application(only: str | None = None) -> typer.Typer:
 
 
 def main() -> None:
-    """Run the `hyper-parallel` command; import only the module of a command that the first argument names."""
+    """Run the `hyper-parallel` command; import the module of the command that the first argument names, else all."""
     if sys.argv[1:] in (["--help"], ["-h"]):
         from hyper_parallel.cli.overview import overview
 

@@ -35,7 +35,7 @@ _FILE_ERRORS: Final = (
     "EACCES", "EPERM", "ENOENT", "ENOTDIR", "EISDIR", "ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ELOOP",
     "EEXIST", "ENOTEMPTY", "EXDEV", "EMFILE", "ENFILE", "ESTALE", "EBUSY", "ETXTBSY",
 )  # fmt: skip
-"""Names of error numbers that users cause with files and disks; most other OSErrors are defects."""
+"""Names of error numbers that files, disks and permissions cause; most other OSErrors are defects."""
 
 
 NoCode = Annotated[
@@ -108,7 +108,7 @@ def enable_garbage_collection() -> None:
 
 def run(app: typer.Typer) -> None:
     """Run the application on the process's arguments, and exit with its status."""
-    # Imports create many permanent objects, among which it would be slow to collect cycles.
+    # Imports create many permanent objects, which the cyclic garbage collector would scan again and again.
     gc.disable()
     # torch.cuda.is_available would initialize the CUDA driver, and ranks forked later could not use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -142,7 +142,7 @@ def run(app: typer.Typer) -> None:
 
 
 def error_of_file(error: OSError) -> HyperParallelError:
-    """Return the coded error for an OSError of a file or disk; report a defect and exit for any other OSError."""
+    """Return the coded error for an OSError in `_FILE_ERRORS` or a too long path; for others exit with `_defect`."""
     if error.errno == errno.ENAMETOOLONG:
         return BadValue(
             "a path is longer than the system allows",

@@ -38,8 +38,8 @@ def calibrate(
 ) -> None:
     """Fit the cost model (device and stack cards) to runs in a CSV, or to micro-benchmarks of this machine.
 
-    Without --runs this machine is measured: matmul, attention, element-wise operators, collectives and a small training
-    step. Without --output, `plan` and `train` on the topology `local` then use the card.
+    Without --runs this machine is measured: matmul, attention, element-wise operators, collectives, and training steps
+    of small models. Without --output, `plan` and `train` on the topology `local` then use the card.
     """
     if runs is not None:
         if check is not None or ranks is not None:

@@ -18,7 +18,8 @@ def converse(model: Generator, sampling: Sampling) -> None:
     """Answer each line of standard input as the next user turn, until end of input or /exit.
 
     Lines that begin with `/` are commands. Answers are printed on standard output, everything else on standard error.
-    Ctrl-C during an answer ends the answer and keeps its text; at other times it ends the conversation.
+    Ctrl-C during an answer ends the answer and keeps its text; at other times it ends the conversation. A turn that the
+    model rejects is reported and dropped; without other turns, it raises BadValue (HP102).
     """
     turns: list[dict[str, str]] = []
     is_terminal = sys.stdin.isatty()
@@ -47,7 +48,7 @@ def converse(model: Generator, sampling: Sampling) -> None:
 
 
 def _answer(model: Generator, sampling: Sampling, turns: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Print the answer to the last turn, and return the turns with the answer, or without a rejected last turn."""
+    """Print the answer to the last turn; return the turns with the answer, or without the last turn if rejected."""
     pieces: list[str] = []
     try:
         for piece in model.stream(turns, sampling, chat=True):

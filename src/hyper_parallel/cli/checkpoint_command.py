@@ -140,7 +140,7 @@ def export(
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest intact one.")] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="config.json or its directory. Default: the model stored in the run directory."),
+        typer.Option(help="config.json or its directory. Default: the model of the run."),
     ] = None,
     tokenizer: Annotated[
         Path | None,
@@ -154,21 +154,16 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face directory, or adapters as a peft directory. Runs in one process."""
     directory = _checkpoints(run_dir)
-    adapters = _adapters_of(directory.parent)
+    lora = _lora_of(directory.parent)
     target = out if out is not None else directory.parent / ("merged" if merge else "export")
     if out is None:
         from hyper_parallel.trainer.run_directory import check_plain
 
         check_plain(target)
-    if adapters is None and merge:
-        raise BadValue(
-            "the run has no adapters to merge",
-            where="--merge",
-            got=str(run_dir),
-            hint="leave out --merge",
-        )
-    lora, weights = adapters or (None, None)
-    source = model or weights or _recipe_model(directory.parent)
+    if lora is None and merge:
+        problem = "the run has no adapters to merge"
+        raise BadValue(problem, where="--merge", got=str(run_dir), hint="leave out --merge")
+    source = model or _base_model(directory.parent, has_adapters=lora is not None)
     tokenizer = tokenizer or _run_tokenizer(directory.parent)
     from hyper_parallel.trainer.checkpoints.conversion import export_checkpoint
 
@@ -182,7 +177,7 @@ def export(
 def _print_steps(run_dir: Path, *, contents: bool) -> bool:
     """Print one line per checkpoint, newest last; return whether all are intact.
 
-    With `contents`, files are compared with their checksums, and an additional file counts as damage.
+    With `contents`, files are compared with their checksums instead of sizes, and an additional file counts as damage.
     """
     from hyper_parallel.trainer.checkpoints import manifest as files
     from hyper_parallel.trainer.files import Damaged
@@ -227,20 +222,19 @@ def _checkpoints(run_dir: Path) -> Path:
     raise missing_run(run_dir, "checkpoints", allowed, command)
 
 
-def _adapters_of(run_dir: Path) -> tuple[Lora, Path] | None:
-    """Return the LoRA section of a run, and the directory of its base model; None without config.yaml or LoRA."""
+def _lora_of(run_dir: Path) -> Lora | None:
+    """Return the section `lora` of a run's recipe; None without config.yaml or adapters."""
     from hyper_parallel.config import Lora, validated
 
     path = run_dir / "config.yaml"
     if not path.is_file() or (settings := _recipe(path).get("lora")) is None:
         return None
-    lora = validated(Lora, settings, lambda key: f"{path}: lora.{key}", lambda key, value, _: f"{key}: {value}")
-    return lora, _model_path(path)
+    return validated(Lora, settings, lambda key: f"{path}: lora.{key}", lambda key, value, _: f"{key}: {value}")
 
 
-def _recipe_model(run_dir: Path) -> Path:
-    """Return the model directory stored in the run directory; for older runs, `model.path` of the recipe."""
-    if (run_dir / "model" / "config.json").is_file():
+def _base_model(run_dir: Path, *, has_adapters: bool) -> Path:
+    """Return the model directory stored in a run directory; for adapters and older runs, `model.path` of the recipe."""
+    if not has_adapters and (run_dir / "model" / "config.json").is_file():
         return run_dir / "model"
     return _model_path(run_dir / "config.yaml")
 

@@ -59,7 +59,7 @@ def data(
 
 @contextmanager
 def _without_torch(recipe: Recipe) -> Iterator[None]:
-    """Block imports of torch inside the context, which take seconds, unless torch is imported or may be needed."""
+    """Let imports of torch, which take seconds, fail inside the context, unless it is imported or may be needed."""
     from hyper_parallel.trainer.data.saved_tokenizer import media_of_processor
 
     directory = Path(recipe.data.tokenizer or recipe.model.path).expanduser()
@@ -67,7 +67,7 @@ def _without_torch(recipe: Recipe) -> Iterator[None]:
     if may_need or not directory.exists() or "torch" in sys.modules:
         yield
         return
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns that torch is absent
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers warns without torch
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         yield

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def print_dry_run(loaded: LoadedRecipe, num_ranks: int | None, rank: int | None, as_json: bool) -> None:
-    """Trace a training step on `rank` (None: one rank per distinct program); print tables or, with `as_json`, JSON."""
+    """Trace a step on `rank` (None: one per program) of `num_ranks` (None: the recipe's); print tables or JSON."""
     from hyper_parallel.trainer import dry_run
 
     enable_garbage_collection()

@@ -85,7 +85,7 @@ def generate(
 
 @dataclass(frozen=True, slots=True)
 class _ModelSource:
-    """Directory of a model, with the command's options for loading it."""
+    """Directory or Hub name of a model, with the command's options for loading it."""
 
     run_dir: Path
     device: str
@@ -97,13 +97,7 @@ class _ModelSource:
     def load(self) -> Generator:
         from hyper_parallel.trainer.generation import Generator
 
-        return Generator(
-            self.run_dir,
-            device=self.device,
-            dtype=self.dtype,
-            memory=self.memory,
-            trusted=self.trusted,
-        )
+        return Generator(self.run_dir, device=self.device, dtype=self.dtype, memory=self.memory, trusted=self.trusted)
 
 
 def _check_code_options(no_code: bool, trusted: bool) -> None:
@@ -117,7 +111,7 @@ def _check_code_options(no_code: bool, trusted: bool) -> None:
 
 def _media_error(kind: str, path: str, *, from_file: bool) -> BadValue:
     """Return the error for an image or recording without a prompt, or with a file of prompts."""
-    hint = f"leave out --{kind}, or --prompts" if from_file else '--prompt "What is this?"'
+    hint = f"leave out --{kind}, or give --prompt in place of --prompts" if from_file else '--prompt "What is this?"'
     return BadValue(f"--{kind} needs --prompt, the text of the message that contains it", got=path, hint=hint)
 
 
@@ -158,7 +152,7 @@ def _continue_prompt(
     chat: bool,
     as_json: bool,
 ) -> None:
-    """Print the continuation of a prompt: as it is generated, or at the end as JSON.
+    """Print a prompt, unless it is a chat, and its continuation as it is generated; with `as_json`, JSON at the end.
 
     A prompt with media becomes a user's message, in which the media precede the text.
     """
@@ -199,7 +193,7 @@ def _continue_file(
     chat: bool,
     slots: int,
 ) -> None:
-    """Write the continuations of a file of prompts to `output`, or to standard output if it is None.
+    """Write the continuations of a file of prompts on rank 0, to `output` or, if it is None, to standard output.
 
     After a signal, the text generated so far is written, and the exit status is 128 plus the number of the signal.
     """

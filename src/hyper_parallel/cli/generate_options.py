@@ -55,5 +55,5 @@ DeviceMemory = Annotated[
 ]
 Dram = Annotated[str | None, Option(help="With --device-memory: DRAM to use. Default: unlimited.")]
 FlashDir = Annotated[Path | None, Option(help="With --device-memory: folder for data that exceeds DRAM.")]
-Topology = Annotated[str, Option(help="With --device-memory: preset name, YAML file, or local: machine to plan for.")]
+Topology = Annotated[str, Option(help="With --device-memory: machine to plan for (preset name, YAML file, or local).")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object with text, tokens and time.")]

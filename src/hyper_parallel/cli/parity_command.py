@@ -22,8 +22,8 @@ def parity(
     """Compare a recipe's layout with one rank, on a small copy of its model in float64.
 
     Loss, gradient norm and the norm of every parameter's gradient must have a relative difference of at most 1e-10.
-    Ranks are at most 8 local CPU processes. Degrees above 2 are reduced to 2, or to 4 for cp with `cp_kind: hybrid`.
-    The output lists changed degrees.
+    Ranks are at most 8 local CPU processes. Degrees are reduced to at most 2 (cp with `cp_kind: hybrid`: 4); then
+    dp_replicate, dp_shard, tp_y or cp become 1 while ranks exceed 8. The output lists changed degrees.
     """
     from hyper_parallel.cli.dry_run_command import table
     from hyper_parallel.cli.train_command import load_any_recipe

@@ -99,7 +99,7 @@ def broken_pipe_safe_output() -> Iterator[None]:
 
 
 def check_output() -> int:
-    """Return exit status 1 if output was lost, else 0. Call it before exiting inside `broken_pipe_safe_output`."""
+    """Flush; return exit status 1 if output was lost other than to a closed pipe, else 0. For use before `os._exit`."""
     streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, BrokenPipeSafeStream)]
     for stream in streams:
         stream.flush()

@@ -29,9 +29,9 @@ _IN_RECIPE: Final = (
     "model", "seq_len", "tokens_per_step", "pin", "exclude", "objective", "deadline", "offload", "all_layouts",
     "memory_headroom", "media", "image_size",
 )  # fmt: skip
-"""Options that `--recipe` excludes, because the recipe determines their values."""
+"""Parameters that `--recipe` excludes, because the recipe determines their values."""
 _NOT_REPEATED: Final = ("explain", "gantt", "dry_run", "top", "output", "launch")
-"""Options omitted from the suggested next command."""
+"""Parameters omitted from the suggested next command."""
 
 
 def plan(
@@ -81,8 +81,9 @@ def plan(
     if diff is not None:
         say(_difference(*diff))
         return
-    if not dry_run:
-        _check_files(output, schedule_csv)
+    if dry_run:
+        output = schedule_csv = None
+    _check_files(output, schedule_csv)
     chosen, names = _choose_plan(ctx, recipe, free)
     if launch is not None:
         say(_launch_text(chosen, names, launch))
@@ -91,8 +92,7 @@ def plan(
     else:
         say(_plan_text(chosen, explain, gantt))
         say("\nnext:\n" + "\n".join(_next_commands(ctx, recipe, topology, chosen, output)))
-    if not dry_run:
-        _write_files(chosen, output, schedule_csv, recipe)
+    _write_files(chosen, output, schedule_csv, recipe)
 
 
 def _difference(left: Path, right: Path) -> str:
@@ -102,7 +102,7 @@ def _difference(left: Path, right: Path) -> str:
 
 
 def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
-    """Raise OutputNotWritable (HP105) if `output` exists and is no plan, or `schedule_csv` and is no schedule."""
+    """Raise OutputNotWritable (HP105) if an existing `output` is no plan, or an existing `schedule_csv` no schedule."""
     from hyper_parallel.owned_folder import check_output_file
 
     if output is not None:
@@ -125,7 +125,7 @@ def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None, r
 
 
 def _choose_plan(ctx: typer.Context, recipe: Path | None, headroom: float | None) -> tuple[Plan, tuple[str, str]]:
-    """Return the plan of a recipe or of a model, and the names of model and topology."""
+    """Return the plan of `recipe` or, if it is None, of the model in `ctx`; and the names of model and topology."""
     params = ctx.params
     if recipe is not None:
         if replaced := sorted(options.typed_options(ctx).keys() & {*_IN_RECIPE}):
@@ -147,7 +147,7 @@ def _choose_plan(ctx: typer.Context, recipe: Path | None, headroom: float | None
 
 
 def _is_plan(text: str) -> bool:
-    """Return whether a text, the beginning of a file, is that of a plan."""
+    """Return whether a text is the beginning of a plan file."""
     return re.match(r'\{\s*"model": \{', text) is not None and '"peak_flops": ' in text
 
 
@@ -294,7 +294,7 @@ def _wrapped_lines(words: list[str]) -> Iterator[str]:
 
 
 def _current_command(ctx: typer.Context, omitted: Collection[str] = _NOT_REPEATED) -> list[str]:
-    """Return the words of the running command, without the options in `omitted`."""
+    """Return the words of the running command, without the parameters named in `omitted`."""
     words, typed = ["hyper-parallel", "plan"], options.typed_options(ctx)
     for param in ctx.command.params:
         if param.name in omitted or param.name not in typed:
@@ -329,7 +329,7 @@ def _plan_recipe(
 
 
 def _fraction(text: str) -> float:
-    """Return the value of a fraction written as `5%` or `0.05`; raise BadValue (HP102) outside [0, 1)."""
+    """Return the value of a fraction written as `5%` or `0.05`; raise BadValue (HP102) unless it is in [0, 1)."""
     try:
         fraction = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     except ValueError:
@@ -354,7 +354,7 @@ def _pins(texts: Iterable[str]) -> dict[str, str]:
                 "a pin must have the form name=value",
                 where="--pin",
                 got=text,
-                allowed="tp=8",
+                allowed="name=value, such as tp=8",
                 hint="--pin tp=8",
             )
         if pins.setdefault(name, value) != value:

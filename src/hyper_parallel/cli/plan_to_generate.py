@@ -29,11 +29,12 @@ _SHARED: Final = ("model", "topology", "devices", "objective", "top", "memory_he
 def plan_to_generate(ctx: typer.Context, read: Callable[[str], ModelSpec], headroom: float | None, width: int) -> None:
     """Print the fastest layout for generation and its runners-up, for the options of the `plan` command.
 
-    `read` returns the spec of a named model. Texts are wrapped to `width` columns.
+    `read` returns the spec of a named model. `headroom` None: the default of the device. Texts have `width` columns.
 
     Raises:
         BadValue: HP102 for an unknown value of `--for`, or without a model.
         Contradiction: HP104 for an option that the value of `--for` does not support.
+        HyperParallelError: Errors of `read` and `plan_generation`.
     """
     chosen = ctx.params
     typed = _checked_options(ctx)

@@ -52,7 +52,8 @@ def submit_job(launcher: str, job: Job, words: Sequence[str]) -> None:
     The command, script or manifest is printed on standard error. `words` are those of `describe_submit`.
 
     Raises:
-        LauncherMissing: HP630 if `sbatch` does not exist or rejects the job.
+        OutputNotWritable: HP105 if the script or manifest cannot be written into the run directory.
+        LauncherMissing: HP630 if `sbatch` does not exist or rejects the job; the script is written before.
         DegreesMismatch: HP301 if `launch.nnodes * launch.nproc_per_node` is not the number of ranks.
     """
     if launcher == "torchrun":
@@ -110,7 +111,7 @@ def _write_job_file(job: Job, path: Path, text: str) -> None:
 
 
 def _largest_start(job: Job) -> float:
-    """Return the maximum number of ranks on this machine; infinity for CPU ranks with `launch.oversubscribe`."""
+    """Return the maximum number of ranks on this machine; infinity with `launch.oversubscribe` on a CPU."""
     from hyper_parallel.runtime import local_capacity
 
     capacity = local_capacity()

@@ -49,25 +49,19 @@ def train(
 
     stay_offline()
     _refuse_dash([str(recipe), *(overrides or [])], topology)
-    trace_options = {
-        "--trace": trace,
-        "--topology": topology,
-        "--ranks": ranks,
-        "--rank": rank,
-        "--json": as_json,
-    }
+    trace_options = {"--trace": trace, "--topology": topology, "--ranks": ranks, "--rank": rank, "--json": as_json}
     tracing = [name for name, value in trace_options.items() if value is not None and value is not False]
     if tracing:
         if not dry_run:
             raise Contradiction(
                 f"{tracing[0]} applies only to a dry run",
                 where=tracing[0],
-                hint=_trace_command([str(recipe), *(overrides or [])], trace_options),
+                hint=_trace_command([str(recipe), *(overrides or [])], {**trace_options, "--plan": plan}),
             )
         from hyper_parallel.cli.dry_run_command import print_dry_run
 
         traced = [*(overrides or []), *([f"topology={topology}"] if topology else [])]
-        print_dry_run(load_any_recipe(recipe, traced, no_code), ranks, rank, as_json)
+        print_dry_run(_load_with_plan(recipe, traced, plan, no_code)[0], ranks, rank, as_json)
         return
     from hyper_parallel.trainer.signals import Interrupted, handled, interrupt
 
@@ -90,10 +84,7 @@ def _trace_command(words: Sequence[str], options: Mapping[str, object]) -> str:
 
 
 def _refuse_dash(words: Sequence[str], topology: str | None) -> None:
-    """Raise BadValue (HP102) for an override written with a dash; typer reads `-training.lr=1` as option `-t`.
-
-    `words` are the recipe and the other overrides.
-    """
+    """Raise HP102 for an override such as `-training.lr=1`, which typer reads as `-t`; `words`: recipe, overrides."""
     if topology is not None and "=" in topology:
         raise BadValue(
             "an override must not begin with a dash",
@@ -111,14 +102,10 @@ def _train_recipe(
     no_calibrate: bool,
     no_code: bool,
 ) -> None:
-    """Load a recipe with its overrides and the layout of the saved plan, if there is one, then train."""
+    """Train a recipe with its overrides and the layout of the saved plan, if there is one."""
     from hyper_parallel.hub import permit_stream
 
-    loaded = load_any_recipe(recipe, values, no_code)
-    saved = None if plan is None else _SavedPlan(plan)
-    if saved is not None:
-        saved.refuse_parallel(values)
-        loaded = load_any_recipe(recipe, [*values, *saved.overrides(loaded)], no_code)
+    loaded, saved = _load_with_plan(recipe, values, plan, no_code)
     permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
     if loaded.recipe.launch.launcher in ("local", "slurm") and "SLURM_STEP_ID" in os.environ:
         from hyper_parallel.runtime import join_srun
@@ -130,10 +117,22 @@ def _train_recipe(
     _train(loaded, [*flags, str(recipe), *values], dry_run, no_calibrate, check_plan)
 
 
-def load_any_recipe(path: Path, overrides: Sequence[str], no_code: bool, command: str = "train") -> LoadedRecipe:
-    """Load a recipe or a LlamaFactory file; with `no_code`, raise CodeRefused (HP110) if it names code.
+def _load_with_plan(
+    recipe: Path, values: Sequence[str], plan: Path | None, no_code: bool
+) -> tuple[LoadedRecipe, _SavedPlan | None]:
+    """Return a recipe with its overrides and the layout of the saved plan, if there is one; and that plan."""
+    loaded = load_any_recipe(recipe, values, no_code)
+    if plan is None:
+        return loaded, None
+    saved = _SavedPlan(plan)
+    saved.refuse_parallel(values)
+    return load_any_recipe(recipe, [*values, *saved.overrides(loaded)], no_code), saved
 
-    `command` is the name of the calling command, for hints. Other errors are those of `load_recipe`.
+
+def load_any_recipe(path: Path, overrides: Sequence[str], no_code: bool, command: str = "train") -> LoadedRecipe:
+    """Load a recipe or a LlamaFactory file; errors are those of `load_recipe` and `load_llamafactory`.
+
+    With `no_code`, also raise CodeRefused (HP110) if it names code. Hints name the command `command`.
     """
     from hyper_parallel.config import load_recipe, read_mapping, refuse_code, refuse_data_file
     from hyper_parallel.errors import RecipeUnreadable
@@ -221,7 +220,7 @@ def _train(
 
 
 def _ranks_check(words: Sequence[str], dry_run: bool) -> Callable[[Recipe, int], None]:
-    """Return a function that checks whether this machine can run the ranks; for a dry run it does nothing."""
+    """Return a function that raises an error if this machine cannot run the ranks; for a dry run it does nothing."""
 
     def check_ranks(recipe: Recipe, ranks: int) -> None:
         from hyper_parallel.runtime import check_local_start  # imports torch
@@ -233,7 +232,7 @@ def _ranks_check(words: Sequence[str], dry_run: bool) -> Callable[[Recipe, int],
 
 
 def _run(job: Job, loaded: LoadedRecipe, launcher: str, console: Console) -> None:
-    """Run a job and print its results; exit if it was interrupted, a file was not written, or torchrun started it."""
+    """Run a job and print its results; exit if it is interrupted, a file is not written, or torchrun started it."""
     from hyper_parallel.trainer import run_job, run_on_ray, under_torchrun
     from hyper_parallel.trainer.signals import Interrupted
 

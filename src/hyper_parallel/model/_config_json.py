@@ -37,14 +37,14 @@ class ConfigView:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, key: str) -> Any:
-        """Return the value of the family's name for `key`, else of `key` itself, else the default, else None."""
+        """Return the value of the family's key for a standard key, else of that key, else the default, else None."""
         for name in (self.aliases.get(key, key), key):
             if name in self.values:
                 return self.values[name]
         return self.defaults.get(key)
 
     def require(self, keys: Iterable[str]) -> None:
-        """Raise HP305 with all keys that have neither a value nor a default."""
+        """Raise HP305 with all `keys` that are null, or absent without a default."""
         missing = [self.aliases.get(k, k) for k in keys if self.get(k) is None]
         if missing:
             self.refuse(
@@ -64,18 +64,18 @@ class ConfigView:
         return value
 
     def optional_integer(self, key: str, minimum: int = 1) -> int | None:
-        """Return the value of `key`, a whole number; None when the key is null, or absent without a default."""
+        """Return the value of `key`, checked as by `integer`; None if the key is null, or absent without a default."""
         return None if self.get(key) is None else self.integer(key, minimum)
 
     def flag(self, key: str) -> bool:
-        """Return the value of `key`, a boolean; False when the key is null, or absent without a default."""
+        """Return the value of `key`; False if null, or absent without a default; raise HP305 if it is no boolean."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             self._refuse_value(key, value, "true or false")
         return bool(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Return the value of `key`, a list of whole numbers, as a tuple; empty when the key is null or absent."""
+        """Return the list of whole numbers of `key`, empty if null or absent; raise HP305 for another value."""
         value = self.get(key)
         if value is None:
             return ()

@@ -18,11 +18,11 @@ REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_si
 
 EMBEDDING = "transformer.wte.weight"
 RULES = (("transformer.wte", "vocab"), ("lm_head", "head"), ("*", "whole"))
-"""Sharding style by module pattern: tensor parallelism shards embedding and head, but no [in, out] weights."""
+"""Pairs of module pattern and sharding style: tensor parallelism shards embedding and head, but no Conv1D weights."""
 
 
 def read_blocks(config: ConfigView) -> tuple[Block, ...]:
-    """Return the blocks of a model: embedding with positions, decoder, final norm and head.
+    """Return the blocks of a model: embeddings of tokens and positions, decoder, final norm, head.
 
     Parameter names are those of transformers' `GPT2LMHeadModel`.
 

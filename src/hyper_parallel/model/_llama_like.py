@@ -21,7 +21,7 @@ Params = tuple[ParamSpec, ...]
 
 
 _MOST_LAYERS: Final = 100_000
-"""Maximum number of layers. They are listed one by one, so a larger number in a damaged config would take long."""
+"""Maximum number of layers of a config in memory. Layers are listed one by one, so a damaged config could take long."""
 
 
 def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:
@@ -48,7 +48,7 @@ def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:
 def model_blocks(
     config: ConfigView, embedding: Params, decoder: tuple[Block, ...], final_norm: Params
 ) -> tuple[Block, ...]:
-    """Return the blocks of a model in forward order; the head [V, D] is tied to the first parameter of `embedding`."""
+    """Return the blocks in forward order; with `tie_word_embeddings`, the head is tied to the first of `embedding`."""
     table = embedding[0]
     tied = table.name if config.flag("tie_word_embeddings") else None
     return (
@@ -242,7 +242,7 @@ def _refuse_unread(config: ConfigView) -> None:
             config.refuse(
                 "`layer_types` names a layer type that is not supported",
                 got=sorted({str(t) for t in unknown}),
-                hint="models with other kinds of layers (linear attention, state space) cannot be planned yet",
+                hint="use a model whose layers all have full or sliding-window attention",
                 allowed=known,
             )
     if config.flag("use_bidirectional_attention"):
@@ -274,6 +274,6 @@ def linear(name: str, out: tuple[str, int], inner: tuple[str, int], bias: bool =
 
 
 def norm(name: str, size: int, dim: str = "embed", bias: bool = False) -> Params:
-    """Return the parameters of an RMSNorm, its scale; with `bias`, of a LayerNorm."""
+    """Return the parameters of a norm over the logical dim `dim`: scale and, with `bias`, bias."""
     parts = ("weight", "bias") if bias else ("weight",)
     return tuple(ParamSpec(f"{name}.{part}", (size,), (dim,)) for part in parts)

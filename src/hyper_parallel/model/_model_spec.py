@@ -40,7 +40,7 @@ class ParamSpec:
         name: Name in the Hugging Face state dict, `*` for the layer index: `model.layers.*.mlp.up_proj.weight`.
         shape: Logical shape, as torch stores it: (out, in) for linear layers, (in, out) for GPT-2's Conv1D.
         dims: Logical names of the dims, see the table.
-        tied_to: Name of the parameter whose storage this parameter shares; None if it has its own storage.
+        tied_to: Name of the parameter that owns the storage, for the second of two tied parameters; else None.
     """
 
     name: str
@@ -83,7 +83,7 @@ class AttentionSpec:
         qk_head_dim: Width of one query or key head.
         v_head_dim: Width of one value head.
         window: Maximum number of tokens that a query attends to; None: all earlier tokens.
-        kv_cache_width: Values of a KV cache per token and layer: 2 * kv_heads * head width, or the latent of MLA.
+        kv_cache_width: Elements of a KV cache per token and layer: 2 * kv_heads * head width, or the latent of MLA.
     """
 
     kind: str
@@ -135,7 +135,7 @@ class Block:
 
     Attributes:
         name: embedding, decoder, moe_decoder, final_norm, head.
-        layers: Layer indices of the block; () for parts outside the layers.
+        layers: Indices of the layers that are instances of the block; () for a part outside the layers.
         params: Parameters of one instance.
         attention: Attention of one instance; None for a block without attention.
         mlp: Feed-forward part of one instance; None for a block without this part.
@@ -149,7 +149,7 @@ class Block:
 
     @property
     def count(self) -> int:
-        """Number of instances of the block."""
+        """Number of instances: layers, or 1 for a part outside the layers."""
         return len(self.layers) or 1
 
     @property
@@ -209,7 +209,7 @@ class ModelSpec:
         hidden_size: Embed width.
         num_layers: Decoder layers.
         vocab_size: Rows of the embedding.
-        tied_embeddings: Head and embedding share one parameter.
+        tied_embeddings: Whether head and embedding share one parameter.
         blocks: Parts in forward order (decoder blocks by their first layer).
         notes: Sentences about assumptions of the reader.
         max_position_embeddings: Maximum sequence length of the model; None when the config does not state it.
@@ -257,17 +257,17 @@ class ModelSpec:
 
     @property
     def num_heads(self) -> int:
-        """Number of query heads; the greatest common divisor over layers that differ."""
+        """Number of query heads; the greatest common divisor over layers that differ, 0 without attention."""
         return math.gcd(*(b.attention.num_heads for b in self.blocks if b.attention))
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key and value heads; the greatest common divisor over layers that differ."""
+        """Number of key and value heads; the greatest common divisor over layers that differ, 0 without attention."""
         return math.gcd(*(b.attention.num_kv_heads for b in self.blocks if b.attention))
 
     @property
     def num_experts(self) -> int:
-        """Number of routed experts; the greatest common divisor over layers that differ, 0 for dense models."""
+        """Routed experts per layer; the greatest common divisor over layers with experts, 0 for dense models."""
         return math.gcd(*(b.mlp.num_experts for b in self.blocks if b.mlp and b.mlp.num_experts))
 
     @property
@@ -279,9 +279,9 @@ class ModelSpec:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the properties that must agree between a plan and its model: family, parameters, attention and MLPs.
+        """Hash of the properties that must agree between a plan and its model: family, vocabulary, tie and blocks.
 
-        Display name, notes and published dtype may differ.
+        Other attributes, such as name, notes and published dtype, may differ.
         """
         facts = [self.family, self.vocab_size, self.tied_embeddings, encode(self.blocks)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

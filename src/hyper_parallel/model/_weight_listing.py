@@ -35,11 +35,12 @@ _INSIDE: Final = re.compile(r"\.\d+\.|^mtp\b")
 _MAX_HEADER_BYTES: Final = 100_000_000  # limit of the safetensors library
 _INDEX_LIMITS: Final = Limits(num_bytes=_MAX_HEADER_BYTES, num_elements=2_000_000)
 """Limits of an index file, which lists the tensors of all weight files, as their headers do."""
+_MAX_COUNT_DIGITS: Final = 6  # a larger count in a shard's name is not used
 _CHUNK_BYTES: Final = 1 << 24
 _MALFORMED: Final = (
     ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError,
 )  # fmt: skip
-"""Errors raised by the conversion of a JSON value of another form than expected."""
+"""Errors of parsing a JSON text, and of converting a value that does not have the expected form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class WeightListing:
     Attributes:
         files: Sorted file names; a listed file may be missing.
         index: Name of the index file; None without an index.
-        promised: File name of each tensor in the index, by tensor name; the file may be missing.
+        promised: File name of each tensor in the index, by tensor name; {} without an index.
     """
 
     files: tuple[str, ...]
@@ -73,7 +74,7 @@ def list_weight_files(directory: Path) -> WeightListing:
     Search order: a single file, then an index, then shards without an index; safetensors before PyTorch's format.
 
     Raises:
-        WeightsUnreadable: HP703 for a damaged index, or an incomplete set of shards without an index.
+        WeightsUnreadable: HP703 if an index is damaged or names a file elsewhere, or shards without one are incomplete.
     """
     for single, index in _FORMATS:
         if (directory / single).is_file():
@@ -121,6 +122,8 @@ def read_tensor_infos(path: Path) -> dict[str, TensorInfo]:
             )
             for name, t in header.items()
         }
+        if any(not data <= t.start <= t.end for t in tensors.values()):
+            raise ValueError("a byte range is invalid")
     except _MALFORMED as error:
         raise _corrupt(path, f"header: {error!r}") from error
     end = max((t.end for t in tensors.values()), default=data)
@@ -130,9 +133,10 @@ def read_tensor_infos(path: Path) -> dict[str, TensorInfo]:
 
 
 def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """Return the values of a config, with head and embedding untied if their tensors in the files differ.
+    """Return the values of a config, with head and embedding untied if their bytes in safetensors files differ.
 
-    Transformers unties them in this case too, with a warning. Pickled files are not opened.
+    Only tensors of equal shape and dtype are compared. A warning is logged if the config states the tie. Transformers
+    unties them in this case too.
     """
     if values.get("tie_word_embeddings") is False:
         return values
@@ -150,7 +154,7 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
     for head, (file, info) in outer_tensors.items():
         if (match := _HEAD.search(head)) is None:
             continue
-        # A head inside a submodule is tied to an embedding of that submodule.
+        # A head inside a submodule can be tied only to an embedding of that submodule.
         part = head[: match.start(2)]
         alike = [t for t in tables if t[0] != head and t[0].startswith(part) and t[2].shape == info.shape]
         if not alike or any(
@@ -205,10 +209,10 @@ def _same_bytes(first: _Place, second: _Place) -> bool:
 
 
 def _complete(directory: Path, shards: list[str]) -> tuple[str, ...]:
-    """Return the names of all shards, counted in each shard's name; raise HP703 if a shard is missing."""
+    """Return the names of all shards, whose number is part of each name; raise HP703 if a shard is missing."""
     stem, suffix = shards[0].split("-")[0], shards[0].rpartition(".")[2]
     count = shards[0].rpartition("-of-")[2].partition(".")[0]
-    if not count.isdecimal():
+    if not count.isdecimal() or len(count) > _MAX_COUNT_DIGITS:
         return tuple(shards)
     expected = [f"{stem}-{n:0{len(count)}d}-of-{count}.{suffix}" for n in range(1, int(count) + 1)]
     if missing := [name for name in expected if name not in shards]:
@@ -222,7 +226,7 @@ def _complete(directory: Path, shards: list[str]) -> tuple[str, ...]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor by name; raise HP703 if the index is damaged or names an outside file."""
+    """Return the file name of each tensor; raise HP703 if the index is damaged or names a file elsewhere."""
     try:
         weight_map: Any = read_json(path, _INDEX_LIMITS)["weight_map"]
         files = {str(k): v for k, v in weight_map.items()}

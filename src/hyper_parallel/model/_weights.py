@@ -25,7 +25,7 @@ def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...
     Files in PyTorch's format (pickle) are not opened, and give a note.
 
     Raises:
-        WeightsUnreadable: HP703 with some of the missing files, or the truncated or corrupt file.
+        WeightsUnreadable: HP703 if some of several files are missing, or a file or index is damaged.
     """
     listing = list_weight_files(directory)
     files = [f for f in listing.files if f.endswith(".safetensors")]
@@ -51,12 +51,11 @@ def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...
 def check_weights(spec: ModelSpec, tensors: Mapping[str, TensorInfo], directory: Path) -> ModelSpec:
     """Return the spec with the dtype of the weights, after comparing names and shapes.
 
-    A missing parameter, or one of another shape, raises an error; for a family outside `FAMILIES_READ`, it adds a note.
     Tensors without a parameter in the spec, such as those of a vision tower, add a note. Quantised weights have other
-    shapes and are not compared.
+    shapes and are not compared, which adds a note.
 
     Raises:
-        WeightsUnreadable: HP703 with the missing or different parameters.
+        WeightsUnreadable: HP703 if a parameter is missing or has another shape; outside `FAMILIES_READ` only a note.
     """
     if spec.quantised:
         return replace(spec, notes=(*spec.notes, "quantized weights: shapes are not checked"))
@@ -149,7 +148,7 @@ def _stored_as(name: str, param: ParamSpec, experts: Experts | None) -> Iterator
 
 
 def _main_dtype(tensors: list[TensorInfo]) -> str | None:
-    """Return the dtype that most elements have; None without tensors, or if it is not one of `FLOAT_DTYPES`."""
+    """Return the name of the dtype of most elements; None without tensors, or if `FLOAT_DTYPES` does not have it."""
     elements: Counter[str] = Counter()
     for tensor in tensors:
         elements[tensor.dtype] += math.prod(tensor.shape)

@@ -19,7 +19,7 @@ CONFIG_LIMITS: Final = Limits(num_bytes=8 * 1024**2, num_elements=300_000, depth
 
 
 class _Count(NamedTuple):
-    """Bound on one kind of number: config keys, largest allowed value, and largest published value with its model."""
+    """Bound on one kind of number: config keys, largest allowed magnitude, largest published value with its model."""
 
     label: str
     keys: re.Pattern[str]
@@ -40,13 +40,13 @@ _COUNTS: Final = (
 )  # fmt: skip
 """Bounds by kind of number; a key belongs to the first matching row."""
 _MOST_EXPERTS: Final = 2**17
-"""Maximum number of experts in all layers together; Switch-C has 30,720."""
+"""Maximum product of layers and experts per layer; in Switch-C it is 30,720."""
 _MOST: Final = 2**53
-"""Largest allowed value of all other numbers."""
+"""Largest allowed magnitude of all other whole numbers; other floats are not checked."""
 
 
 def check_config(values: Mapping[str, Any], where: str) -> None:
-    """Raise ModelUnreadable (HP305) if a number in a config, which was read from `where`, is above its bound."""
+    """Raise ModelUnreadable (HP305) if the magnitude of a number, or layers times experts, exceeds its bound."""
     config, largest = ConfigView(values, where), dict[str, int]()
     for key, number in _numbers(values, ""):
         name = key.rpartition(".")[2]

@@ -32,8 +32,9 @@ class Experts:
 
     Attributes:
         width_key: Config key of one expert's width.
-        layers: Layers with experts: all, every `decoder_sparse_step`-th, or all after `first_k_dense_replace`.
-        storage: [E, 2F, D] stacked, or GPT-OSS's transposed and interleaved form with biases.
+        layers: Layers with experts. all; step: every `decoder_sparse_step`-th, except those in `mlp_only_layers`;
+            after_dense: from layer `first_k_dense_replace` on.
+        storage: stacked: gate and up as [E, 2F, D]; interleaved: GPT-OSS's transposed form with biases.
         shared_key: Config key of the number of shared experts.
         checkpoint_names: Names of one expert's gate, up and down in published files, which store experts separately.
         checkpoint_block: Name of the expert module in published files.
@@ -52,7 +53,7 @@ class Family:
     """Description of one `model_type` for the reader of configs.
 
     Attributes:
-        defaults: Values of keys that a config may omit. An omitted key without a default is None, unless `required`.
+        defaults: Values of keys that a config omits. An omitted key without a default reads as None.
         aliases: Map from standard key to the family's key.
         attention: Grouped-query attention or DeepSeek's latent attention.
         qkv_bias: Bias on query, key and value.
@@ -63,11 +64,11 @@ class Family:
         fused_qkv: Query, key and value stacked (`qkv_proj`).
         fused_mlp: Gate and up stacked (`gate_up_proj`).
         norms: Names of a layer's norms outside of attention.
-        windows: Layers with a window of `sliding_window` tokens. all: all, if the key is set. switch: all, if
-            `use_sliding_window`. upper: from layer `max_window_layers` on, if `use_sliding_window`. pattern: all except
-            every n-th (n = `sliding_window_pattern`). `layer_types` of a config replaces the last two rules.
+        windows: Layers with a window of `sliding_window` tokens, if that key is set: none; all; switch: all, if
+            `use_sliding_window`; upper: from layer `max_window_layers` on, if `use_sliding_window`; pattern: all except
+            every n-th (n = `sliding_window_pattern`). For upper and pattern, `layer_types` selects the layers if set.
         experts: Mixture of experts; None for a family without experts.
-        required: Keys that a config must contain unless `defaults` has them.
+        required: Keys that must have a value in the config or in `defaults`; otherwise the reader raises HP305.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -91,7 +92,7 @@ _LOCAL = MappingProxyType({"num_experts": "num_local_experts"})
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 _BiasedAttention = partial(Family, qkv_bias="attention_bias", o_bias="attention_bias")
-"""Family in which the config key `attention_bias` states the bias of all attention projections."""
+"""Constructor of a family in which the config key `attention_bias` states the bias of all attention projections."""
 
 LLAMA = _BiasedAttention(mlp_bias="mlp_bias")
 """Entry of Llama, also used for a Llama-like decoder of an unknown family."""
@@ -163,7 +164,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
 """Reader entries by `model_type`, for the Llama-like families."""
 
 FAMILIES_READ: Final = (*sorted(FAMILIES), "gpt2")
-"""`model_type` of every supported family."""
+"""`model_type` of every family that is read without transformers; `TEXT_PARTS` maps further ones to these."""
 
 TEXT_PARTS: Mapping[str, str] = MappingProxyType({
     "gemma3": "gemma3_text", "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2",

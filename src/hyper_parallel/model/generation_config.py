@@ -17,8 +17,8 @@ def read_generation_config(directory: Path) -> dict[str, Any] | None:
     """Return the content of a model directory's generation_config.json; None if the file does not exist.
 
     Raises:
-        ModelUnreadable: HP305 when the file is a link to another directory, is not a JSON object within limits, or its
-            `eos_token_id` is not null, a token id or a list of token ids.
+        ModelUnreadable: HP305 when the file is a link that `foreign_target` finds, is unreadable or not a JSON object
+            within limits, or its `eos_token_id` is not null, a token id or a list of token ids.
     """
     path = directory / GENERATION
     if not path.is_file():

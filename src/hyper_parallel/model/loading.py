@@ -55,7 +55,7 @@ def read_preset(name: str) -> dict[str, Any]:
 def find_preset(text: str) -> str | None:
     """Return the name of the preset with the name or Hub id `text`; None if there is none.
 
-    Case and punctuation are ignored. The organisation of a Hub id may be omitted, but if it is given it must match.
+    Case is ignored, and all punctuation counts as equal. The organisation of a Hub id may be omitted, but not differ.
     """
     normalized = _normal(text)
     if "/" not in text and normalized in preset_names():
@@ -84,10 +84,10 @@ class ConfigFile:
     """Content of a model's config.json, with its origin.
 
     Attributes:
-        values: Content of config.json.
+        values: Content of config.json, with the ties of `with_files_ties` for a directory.
         name: Display name of the model.
         where: Path of the file, or name of the preset.
-        directory: Directory that may contain weights; None for a preset and a standalone config.
+        directory: Directory of the config, which may contain weights; None for a preset and a path of a config file.
     """
 
     values: Mapping[str, Any]
@@ -97,7 +97,7 @@ class ConfigFile:
 
 
 def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ConfigFile:
-    """Find and read the config of a model given by path, Hub id or preset; arguments and errors as in `load_model`."""
+    """Find and read the config of a model; arguments and errors (except WeightsUnreadable) as in `load_model`."""
     text = os.fspath(path_or_name)
     # os.path, because pathlib raises for a text that cannot be a path: too long, home of an unknown user.
     path = Path(os.path.expanduser(text))  # noqa: PTH111
@@ -132,11 +132,11 @@ UNMEASURED_ACTIVATIONS: Final = (
     "activations of {family} were not measured: formulas estimate them, and its layers may keep more; "
     "`hyper-parallel train RECIPE.yaml --dry-run` measures them"
 )
-"""Note of a model spec, for a family in `KEEPS_MORE` that was read from its config only."""
+"""Template of a note of a model spec, for a family in `KEEPS_MORE` that was read from its config only."""
 
 
 def _refuse_no_config(path: Path) -> None:
-    """Raise ModelUnreadable (HP305) with the command that plans, if a recipe or data is given in place of a model."""
+    """Raise ModelUnreadable (HP305) if a file is a recipe or data instead of a config; the hint is a `plan` command."""
     content, recipe = "a recipe", str(path)
     if is_data_file(path):
         content, recipe = "data", some_recipe() or ""
@@ -164,9 +164,9 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
 
     Raises:
         UnknownModel: HP304 when the text is none of these, or the config cannot be downloaded from the Hub.
-        ModelUnreadable: HP305 with the missing, invalid or unsupported keys of the config.
-        WeightsUnreadable: HP703 when a weight file is truncated or belongs to another config, or some of several weight
-            files are missing. A note says that pickled files are not read, or that all files are missing.
+        ModelUnreadable: HP305 with the missing, invalid or unsupported keys, or when the file is no readable config.
+        WeightsUnreadable: HP703 when a weight file or index is damaged or does not match the config, or some of several
+            weight files are missing. A note says that pickled files are not read, or that all files are missing.
     """
     config = read_config(path_or_name, where=where)
     spec = spec_from_config(config.values, name=config.name, where=config.where)
@@ -220,7 +220,7 @@ def spec_from_config(values: Mapping[str, Any], *, name: str, where: str | None 
 
 
 def _special_float(value: dict[str, Any]) -> Any:
-    """Return the float that transformers writes as `{"__float__": "Infinity"}`; return other objects unchanged."""
+    """Return the float of an object `{"__float__": "Infinity"}` of transformers; return other objects unchanged."""
     if value.keys() != {"__float__"}:
         return value
     number = value["__float__"]
@@ -233,7 +233,8 @@ def read_config_values(path: Path) -> dict[str, Any]:
     """Return the values of a config.json, checked against limits.
 
     Raises:
-        ModelUnreadable: HP305 when the file is not a JSON object within limits, or a value is out of range or invalid.
+        ModelUnreadable: HP305 when the file is unreadable or no JSON object within `CONFIG_LIMITS`, for the errors of
+            `check_config`, and when `model_type` or `architectures` has a wrong type.
     """
     try:
         text = read_text(path, CONFIG_LIMITS)
@@ -262,7 +263,7 @@ def read_config_values(path: Path) -> dict[str, Any]:
 
 
 def _text_part(config: ConfigView) -> tuple[ConfigView, tuple[str, ...]]:
-    """Return the config of the language part of a multimodal model, and notes; a text config is returned unchanged."""
+    """Return the config of the language part of a multimodal model, and notes; other configs are returned unchanged."""
     values, text = config.values, config.values.get("text_config")
     outer = values.get("model_type")
     if text is None:
@@ -273,7 +274,8 @@ def _text_part(config: ConfigView) -> tuple[ConfigView, tuple[str, ...]]:
         config.refuse("`text_config` is not a JSON object", got=abbreviated(text))
     # The outer config contains the dtype and, in files of transformers 5, the tie.
     inherited = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "model_type")
-    merged = {k: values[k] for k in inherited if k in values} | text
+    shared = {k: values[k] for k in inherited if k in values}
+    merged = shared | {k: v for k, v in text.items() if v is not None or k not in shared}
     note = f"`{outer}` is multimodal: only its language part (`text_config`) is used"
     return replace(config, values=merged), (note,)
 
@@ -289,7 +291,7 @@ def _model_type(config: ConfigView) -> str:
 
 
 def is_read(values: Mapping[str, Any]) -> bool:
-    """Return whether this package can read a config's model family without transformers."""
+    """Return whether this package reads the model family in a config's values without transformers."""
     family = values.get("model_type")
     return TEXT_PARTS.get(str(family), family) in FAMILIES_READ
 
@@ -297,7 +299,7 @@ def is_read(values: Mapping[str, Any]) -> bool:
 def _family(model_type: str, config: ConfigView) -> tuple[Family, tuple[str, ...]]:
     """Return the family of a `model_type`, and notes.
 
-    An unknown type is read as Llama. Raise HP305 if it lacks a key of Llama-like decoders, or has a key that they lack.
+    An unknown type is read as Llama; HP305 if its config lacks one of `STANDARD_KEYS` or has one of `_NOT_GENERIC`.
     """
     known = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
     if known is not None:
@@ -325,8 +327,8 @@ def _family(model_type: str, config: ConfigView) -> tuple[Family, tuple[str, ...
 def _dtype(config: ConfigView) -> tuple[str, tuple[str, ...]]:
     """Return the dtype in the config, and notes; float32 when the config states none, as in transformers."""
     values = config.values
-    dtype = values.get("dtype", values.get("torch_dtype"))
-    if dtype is None or dtype == "auto":
+    dtype = next((values[k] for k in ("dtype", "torch_dtype") if values.get(k) is not None), "auto")
+    if dtype == "auto":
         dtype = "float32"
     named = abbreviated(dtype) if isinstance(dtype, (list, dict)) else str(dtype)
     dtype = named.removeprefix("torch.")

@@ -14,7 +14,7 @@ class Property:
         difference: Largest absolute difference between two outputs that should be equal, divided by the largest
             absolute value of the output.
         reason: Reason why the property was not measured.
-        error: The measurement raised an exception or returned non-finite numbers.
+        error: Whether the measurement failed with an exception or non-finite numbers; `holds` is then None.
     """
 
     holds: bool | None = None
@@ -67,7 +67,7 @@ class ModelProperties:
     measured_on: str = ""
 
     def by_name(self) -> dict[str, Property]:
-        """Return the measured properties by name."""
+        """Return the property of each key of `QUESTIONS`."""
         return {name: getattr(self, name) for name in QUESTIONS}
 
 

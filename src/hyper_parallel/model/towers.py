@@ -39,8 +39,7 @@ class Tower:
         positions: Tokens of the encoder per item, an image or recording.
         item: Description of the items, such as `images of 224x224 pixels`.
         forward_flops: FLOPs of the forward of one item.
-        extra_bytes: Bytes of activations that a bfloat16 forward of one item keeps, in addition to the activations of
-            decoder layers of equal size.
+        extra_bytes: Bytes that a bfloat16 forward of one item keeps beyond those of decoder layers of equal size.
     """
 
     name: str
@@ -63,7 +62,7 @@ class Tower:
 
 
 def language_of(spec: ModelSpec, towers: Collection[str] | None = None) -> ModelSpec:
-    """Return the spec without the named towers (None: all); the projector belongs to the first tower of the model."""
+    """Return the spec without towers of these kinds (None: all); the projector belongs to the model's first tower."""
     kinds = tower_kinds(spec)
     names = set(kinds if towers is None else towers)
     if towers is None or not names.isdisjoint(kinds[:1]):
@@ -75,24 +74,24 @@ def language_of(spec: ModelSpec, towers: Collection[str] | None = None) -> Model
 
 
 def tower_kinds(spec: ModelSpec) -> list[str]:
-    """Return the names of the towers that have parameters in a model."""
+    """Return the kinds, `vision` or `audio`, of the towers that have parameters in a model."""
     outside = [p for b in spec.blocks if not b.layers for p in b.params]
     return [kind for kind in _KINDS if any(_kind(p.name) == kind for p in outside)]
 
 
 def fixed_image_size(config: Mapping[str, Any]) -> int | None:
-    """Return the side of an image in pixels; None if the encoder accepts any size, or there is no image encoder."""
+    """Return the image side in pixels that a config states; None if it states none, or there is no image encoder."""
     section = config.get("vision_config")
     return (_side(section.get("image_size")) or None) if isinstance(section, Mapping) else None
 
 
 def towers_of(spec: ModelSpec, config: Mapping[str, Any], image_size: int | None = None) -> tuple[Tower, ...]:
-    """Return the towers of a model, without a tower whose config lacks the number of heads or the size of its items.
+    """Return the towers of a model whose config states heads and the size of items, and which have numbered layers.
 
     Args:
         spec: Spec of the whole model, with the parameters of its towers.
         config: Values of its config.json.
-        image_size: Side of an image in pixels, for encoders that accept any size; None: `IMAGE_SIZE`.
+        image_size: Side in pixels, rounded to whole patches, for encoders that accept any size; None: `IMAGE_SIZE`.
     """
     outside = [p for b in spec.blocks if not b.layers for p in b.params]
     towers, kinds = [], tower_kinds(spec)
@@ -111,7 +110,7 @@ def tower_kind(name: str) -> str | None:
 
 
 def _kind(name: str) -> str | None:
-    """Return the part of the model to which a parameter belongs: vision, audio or projector; None: language part."""
+    """Return the part to which a parameter outside the layers belongs: vision, audio, projector; None: language."""
     return tower_kind(name) or ("projector" if _PROJECTOR.search(name) else None)
 
 
@@ -222,7 +221,7 @@ def _positions(kind: str, config: Mapping[str, Any], image_size: int | None) -> 
 
 
 def _side(value: Any) -> int:
-    """Return the side of an image or patch from an integer or a pair of integers; 0 for other values."""
+    """Return an integer, or the first of a pair, as the side of an image or patch; 0 for other values."""
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
         value = value[0]
     return value if isinstance(value, int) and value > 0 else 0

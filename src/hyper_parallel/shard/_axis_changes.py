@@ -16,7 +16,8 @@ _PIPELINE = {"virtual_stages": 1, "stage_layers": (), "schedule_file": ""}
 def without_axes(strategy: Strategy, *axes: str) -> dict[str, object]:
     """Return recipe changes, as a dict from key to value, that remove `axes` (pp, cp, tp, ep) on the same ranks.
 
-    The ranks of the axes become ranks of `dp_shard`. Settings that require one of the axes get their defaults.
+    Ranks of pp, cp and tp become ranks of `dp_shard`. Pipeline and overlap settings that then lack an axis get
+    their defaults.
     """
     ranks = 1
     changes: dict[str, object] = {}
@@ -52,7 +53,7 @@ def _complete(error: UnsupportedSharding, strategy: Strategy) -> None:
 
 @contextmanager
 def completed_changes(strategy: Strategy) -> Iterator[None]:
-    """Add the changes of `without_axes` to an UnsupportedSharding of this context whose changes remove an axis."""
+    """Complete an UnsupportedSharding of this context whose changes remove axes: add the changes of `without_axes`."""
     try:
         yield
     except UnsupportedSharding as error:

@@ -22,8 +22,8 @@ Number = Any
 
 
 Format = Literal["compute", "reduce", "parameter", "statistic", "norm", "count"]
-"""Dtype of a message. compute, reduce and parameter: the run's dtype of that name. statistic: the compute dtype, but at
-least float32. norm: the parameter dtype, but at least float32. count: int64."""
+"""Dtype of a message. compute, reduce and parameter: the run's dtype for computation, gradient reduction or parameters.
+statistic: the compute dtype, but at least float32. norm: the parameter dtype, but at least float32. count: int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class TokenCut:
     tokens: Number  # T, tokens of one context-parallel rank
     piece: Number  # n, tokens of one tensor-parallel rank between blocks
     spans: Number  # tokens of one context-parallel rank, each sequence padded to a multiple of y
-    ring: Number = 1  # length of the context-parallel ring
-    ulysses: Number = 1  # Ulysses ranks at each position of the ring
+    ring: Number = 1  # places of the context-parallel ring
+    ulysses: Number = 1  # Ulysses ranks at each place of the ring
     # sharding of each sequence over cp; None: `rounds` also counts ring rounds outside of a sliding window
     sequence: SequenceCut | None = None
 
@@ -92,7 +92,7 @@ class Projection:
     """Weight matrix of a block, or several stacked matrices with the same input."""
 
     width: Number  # output features of an input projection, input features of an output projection
-    weights: Number  # elements of the matrix
+    weights: Number  # elements of the matrix or of all stacked matrices
     keys: bool = False  # whether it projects to keys or values
 
 
@@ -144,7 +144,7 @@ def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:
 
 
 def share(whole: Number, parts: Number) -> Number:
-    """Return `whole` / `parts`: integer division for ints, true division for arrays."""
+    """Return `whole` / `parts`: rounded down if both are ints, exact if one is an array."""
     exact = isinstance(whole, int) and isinstance(parts, int)
     return whole // parts if exact else whole / parts
 

@@ -45,7 +45,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def derived_rules(params: Shapes, linear: frozenset[str], num_heads: int, num_kv_heads: int) -> tuple[Rule, ...]:
-    """Return sharding rules derived from the names and shapes of a model's parameters.
+    """Return rules derived from the names and shapes of a model's parameters, sorted by pattern; `*` is last.
 
     Args:
         params: Shape of each parameter by full name, layer index included.
@@ -69,7 +69,7 @@ def derived_rules(params: Shapes, linear: frozenset[str], num_heads: int, num_kv
                 groups.setdefault((starred(base), kind), []).append(styles)
     rules = []
     for styles, *rest in groups.values():
-        # A pattern is replicated if its layers disagree or one of them is not recognised.
+        # The modules of a pattern are replicated if layers disagree or one of them is not recognised.
         patterns = {starred(name): style for name, style in styles.items()}
         named = {name for group in (styles, *rest) for name in group}
         same = all({starred(n): s for n, s in other.items()} == patterns for other in rest)
@@ -86,7 +86,7 @@ def _members(base: str, leaves: tuple[str, ...], linear: frozenset[str]) -> list
 def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str, str] | None:
     """Return the style of each projection of an MLP, by module name; None if `base` has no MLP projections.
 
-    Empty, so that the MLP is replicated, if its shapes do not match or another parameter may act on its hidden width.
+    {}, which replicates the MLP, if its shapes do not match or another parameter may act on its hidden activations.
     """
     for leaves, last in _FEED_FORWARD:
         names = _members(base, (*leaves, last), linear)
@@ -96,7 +96,7 @@ def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str
         hidden, width = inside[f"{out}.weight"]
         rows = 2 * width if leaves[0] in _PACKED_HALVES else width
         siblings = {n: s for n, s in inside.items() if module_of(n) not in names}
-        # A layer has other modules too; a parameter as wide as the MLP may scale its hidden activations.
+        # A decoder layer has other parameters too; one whose first dim is the MLP's width may scale its activations.
         layer = base.rpartition(".")[2].isdecimal() or leaves[0] == "intermediate.dense"
         alone = width not in {s[0] for s in siblings.values() if s} if layer else not siblings
         fits = all(inside[f"{n}.weight"] == (rows, hidden) for n in into)
@@ -110,9 +110,9 @@ def _attention(
 ) -> dict[str, str] | None:
     """Return the style of each projection of an attention module, by module or parameter name.
 
-    Empty if its shapes or parameters are not recognised, so that it is replicated; None if `base` is not attention.
+    {}, which replicates the module, if its shapes or parameters are not recognised; None if `base` is not attention.
     """
-    # Only a module whose name says so is taken for attention.
+    # Other modules can have projections with these names.
     named = "attn" in base.rpartition(".")[2] or "attention" in base.rpartition(".")[2]
     for leaves, outs in _ATTENTION if named else ():
         into = _members(base, leaves, linear)

@@ -31,10 +31,10 @@ EXPERTS = "experts"
 
 
 def mark_experts(params: list[Param]) -> list[Param]:
-    """Return the parameters with style `experts` for routed experts, and `replicate` for the rest of their block.
+    """Return the parameters with style `experts` for routed experts, and `replicate` for other members of their block.
 
-    Routed experts are modules named `experts` and parameters with an expert dim. The router and other direct members of
-    the block act on each token alone, so they are replicated. A style that a rule has assigned is kept, except `whole`.
+    Routed experts are parameters in modules named `experts` and those with an expert dim. The router and other members
+    act on each token alone. A style that a rule has assigned is kept, except `whole`.
     """
     marked = [
         replace(p, style=EXPERTS)
@@ -57,7 +57,7 @@ def check_folding(strategy: Strategy) -> None:
 
 
 def check_experts(params: list[Param], strategy: Strategy) -> None:
-    """Raise UnsupportedSharding (HP205) or NotDivisible (HP203) if the experts do not allow the degree of `ep`."""
+    """Raise HP205 if `ep` > 1 and experts are absent or in an unknown form, HP203 if `ep` does not divide them."""
     if strategy.ep == 1:
         return
     experts = [p for p in params if p.style == EXPERTS]
@@ -90,12 +90,13 @@ def _check_divides(strategy: Strategy, number: int, divided: str, got: str) -> N
             f"ep={strategy.ep} does not divide {divided}",
             got=f"{got}, ep={strategy.ep}",
             allowed=f"ep {', '.join(map(str, allowed))}",
-            changes={"parallel.ep": max(e for e in allowed if e <= strategy.ep)},
+            # A divisor of `ep` satisfies the other of the two checks if `ep` does.
+            changes={"parallel.ep": max(e for e in allowed if strategy.ep % e == 0)},
         )
 
 
 def _lengths(experts: list[Param]) -> list[int]:
-    """Return the number of experts in each module list, except for lists named with `*` instead of an index."""
+    """Return the number of experts in each module list; a list named with `*` instead of indices is left out."""
     lists: dict[str, set[str]] = {}
     for param in experts:
         if index := _index(param):
@@ -106,7 +107,7 @@ def _lengths(experts: list[Param]) -> list[int]:
 def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
     """Return the layout of an expert parameter for ep > 1.
 
-    A fused tensor is sharded over its expert dim; a module of an expert list is on one ep rank only.
+    A fused tensor is sharded over its expert dim; a module of an expert list is on one ep rank. FSDP shards over edp.
     """
     listed = bool(_index(param))
     layout = replace(layout, one_of=("ep",)) if listed else layout.split(0, "ep")
@@ -118,7 +119,7 @@ def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
 
 
 def even_dim(shape: Sequence[int], ranks: int) -> int:
-    """Return the first dim whose size is divisible by `ranks`; 0 if there is none: FSDP then pads dim 0."""
+    """Return the first dim whose size is divisible by `ranks`; 0, which FSDP pads, if there is none."""
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 

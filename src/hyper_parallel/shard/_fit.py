@@ -24,9 +24,9 @@ class Param:
         name: Full name of the parameter.
         shape: Logical shape.
         dims: Logical dims, or ().
-        owner: Module or parameter that the rule of the style names.
+        owner: Name of the module of the parameter; name of the parameter itself if a rule names it.
         style: Key of `STYLES` or `REFUSED`; None if no rule matches.
-        parts: Number of stacked projections that are sharded separately.
+        parts: Number of stacked projections that are sharded separately; 1 for any other parameter.
         role: Quantity that the degree must divide: heads, kv_heads or width; None if it is not known or not sharded.
     """
 
@@ -62,7 +62,7 @@ class Param:
 
     @property
     def in_attention(self) -> bool:
-        """True if the parameter or its module is a direct child of an attention module."""
+        """True for parameters of children of an attention module, and for its own parameters that a rule names."""
         # A rule that names a parameter names a direct parameter of the attention module.
         holder = self.module if self.owner == self.name else self.parent
         # Encoders of the BERT kind have `attention.self.query` and `attention.output.dense`.
@@ -86,7 +86,7 @@ class Sizes:
 
     @property
     def without_tp(self) -> dict[str, object]:
-        """Recipe changes (values by key) that use FSDP instead of tensor parallelism on the same ranks."""
+        """Dict from recipe key to value, to use FSDP instead of tensor parallelism on the same ranks."""
         return {"parallel.tp": 1, "parallel.dp_shard": self.strategy.dp_shard * self.tp}
 
 
@@ -109,7 +109,7 @@ def rule_hint(rules: Mapping[str, str], user_rules: Iterable[Rule] = ()) -> str:
 
 
 def is_covered(params: list[Param]) -> bool:
-    """Return whether the residual stream can be sharded: all parameters have a supported style, norms perhaps none."""
+    """Return whether the residual stream can be sharded: all parameters except norms need a supported style."""
     return all(_is_norm(param) if param.style is None else param.style not in (*REFUSED, WHOLE) for param in params)
 
 
@@ -156,7 +156,7 @@ def keep_whole(params: list[Param], sizes: Sizes, notes: list[str], staged: bool
 
 
 def refuse_shapes(params: list[Param], sizes: Sizes) -> None:
-    """Raise UnsupportedSharding (HP205) for a sharded parameter that is neither a matrix nor a vector."""
+    """Raise UnsupportedSharding (HP205) for a parameter of a sharding style that is neither a matrix nor a vector."""
     for param in params:
         whole = ("replicate", "experts", WHOLE, "inner")
         if param.style not in (None, *whole) and not 1 <= len(param.shape) <= 2:
@@ -173,7 +173,7 @@ def _is_norm(param: Param) -> bool:
 
 
 def fit_vocabulary(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Return the parameters; if tp does not divide the vocabulary size, replicate embedding and head and add a note."""
+    """Return the parameters; replicate embedding and head, with a note, if tp does not divide their vocabulary."""
     rows = {p.shape[0] for p in params if p.style in ("vocab", "head")}
     if not rows or all(size % sizes.tp == 0 for size in rows | {sizes.vocab_size}):
         return params
@@ -188,9 +188,9 @@ def fit_vocabulary(params: list[Param], sizes: Sizes, notes: list[str]) -> list[
 def check_pairs(params: list[Param], sizes: Sizes) -> None:
     """Raise UnsupportedSharding (HP205) for a module whose parameters have styles that do not fit together.
 
-    Refused are: colwise projections without a rowwise one, or the reverse; a replicated matrix of attention, or one of
-    the shape of a colwise matrix of the same module; and a replicated norm over the features of all heads, of which a
-    rank has some.
+    Refused are: column-parallel projections without a rowwise one, and the reverse; a replicated matrix of attention; a
+    replicated matrix of the shape of a column-parallel one of the same module; and a replicated norm over the features
+    of all heads, because each rank has only some heads.
     """
     parents: dict[str, list[Param]] = {}
     for param in params:

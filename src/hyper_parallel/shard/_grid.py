@@ -37,7 +37,7 @@ def block_shape(param: Param, strategy: Strategy) -> BlockShape:
 
 
 def shards_queries_by_token(strategy: Strategy) -> bool:
-    """Return whether attention shards queries by token over y; keys and values are then gathered over y."""
+    """Return whether attention shards queries by token over y, and gathers keys and values over y."""
     return Purpose.KEY_VALUE_GATHER in block_program(strategy, 1, False)
 
 
@@ -56,7 +56,7 @@ def shards_hidden_over_y(params: list[Param], strategy: Strategy) -> bool:
 
 
 def _on_stream(param: Param) -> bool:
-    """Return whether the parameter is a vector outside of attention and MLP, such as a norm of the residual stream."""
+    """Return whether the parameter is a vector outside attention and MLP, such as a norm of the residual stream."""
     inside = ("attn", "attention", "mlp")
     parent = param.parent.rpartition(".")[2]
     return len(param.shape) == 1 and not any(word in parent for word in inside)

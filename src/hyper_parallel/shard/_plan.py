@@ -54,7 +54,7 @@ class ShardPlan:
         layouts: Layout of each parameter, by the name in the input.
         styles: Final style by module name, or by parameter name if a rule names the parameter; for experts by the name
             of the module that contains them all. Without tensor parallelism, all other styles are `replicate`.
-        notes: Deviations from the model's own plan, with reasons.
+        notes: Sentences about parameters that are not sharded as their rule states, with reasons.
         hidden_cut: Whether the hidden dim of the residual stream is sharded over tp_y.
         whole_stream: Whether every tensor-parallel rank holds the residual stream of all tokens.
     """
@@ -91,12 +91,12 @@ def plan_layouts(
         num_kv_heads: Key and value heads.
         head_dim: Width of one head; distinguishes key and value projections from query projections by size.
         vocab_size: Rows of the embedding.
-        tied: Name of the parameter with the same storage, by name of each tied parameter.
-        where: Origin of the setting, for error messages.
-        staged: Whether pipeline stages may replicate activations; the predicted cost is that of sharded activations.
+        tied: Name of the parameter with the same storage, by name of each tied parameter; None: no ties.
+        where: Origin of the setting, for error messages. It replaces the `where` of every error.
+        staged: Whether pp may be combined with tensor-parallel ranks that hold all tokens; see `keep_whole`.
 
     Raises:
-        NotDivisible: HP203 when a degree does not divide heads or widths.
+        NotDivisible: HP203 when a degree does not divide a size of the model, such as heads, or other degrees.
         RuleError: HP204 when a rule of the strategy matches no parameter or has an unknown style, when a style does not
             fit its parameter, or when tied parameters get two layouts.
         UnsupportedSharding: HP205 for unsupported axes, and for modules that cannot be sharded exactly.
@@ -126,7 +126,7 @@ def plan_layouts(
 
 
 def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str], staged: bool) -> list[Param]:
-    """Return the parameters with final styles under tensor parallelism; raise an error if no exact form exists."""
+    """Return the parameters with final styles under tensor parallelism; errors are those of `plan_layouts`."""
     if whole_stream:
         if sizes.strategy.overlap.block_executor != "serial":
             raise UnsupportedSharding(
@@ -144,7 +144,7 @@ def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[st
 def replicated_matrices(
     params: Iterable[tuple[str, tuple[int, ...]]], rules: Sequence[Rule]
 ) -> tuple[frozenset[str], bool]:
-    """Return the matrices that tensor parallelism replicates on every rank for any degree.
+    """Return the matrices that the rules replicate on every tensor-parallel rank, whatever the degree.
 
     Returns:
         (names of the matrices, whether every rank holds the residual stream of all tokens). The second is true if a

@@ -66,8 +66,8 @@ _FROM_HUGGING_FACE: Final = {
 def match(pattern: str, name: str) -> str | None:
     """Return the leading part of a parameter name that a pattern matches; None if it does not match.
 
-    Each dot-separated part of the pattern matches one part of the name; `*` also matches the literal `*` of a layer
-    index. A pattern shorter than the name matches the enclosing module.
+    Each dot-separated part of the pattern is a glob for one part of the name, also for a `*` in place of a layer index.
+    A pattern with fewer parts than the name matches an enclosing module.
 
     >>> match("model.layers.*.mlp", "model.layers.*.mlp.up_proj.weight")
     'model.layers.*.mlp'
@@ -84,8 +84,8 @@ def match(pattern: str, name: str) -> str | None:
 def applies(rule: Rule, param: str) -> str | None:
     """Return the name of the parameter or module to which a rule assigns its style; None if the rule does not apply.
 
-    A rule with `experts`, `replicate`, `whole` or a key of `REFUSED` also applies to the parameters of submodules. Any
-    other rule must name the parameter, or the module that owns the parameter.
+    A rule with `experts`, `replicate`, `whole` or a key of `REFUSED` also applies to the parameters of submodules, each
+    under the name of its own module. Any other rule must name the parameter, or the module that owns the parameter.
     """
     owner = match(rule.pattern, param)
     if owner is None or "." not in param[len(owner) + 1 :]:
@@ -95,10 +95,11 @@ def applies(rule: Rule, param: str) -> str | None:
 
 
 def normalise_plan(plan: Mapping[str, str] | None, prefix: str = "") -> tuple[Rule, ...]:
-    """Return the rules of a Hugging Face tensor-parallel plan, longest pattern first.
+    """Return the rules of a Hugging Face tensor-parallel plan, patterns with most parts first.
 
-    An unknown style becomes `unsupported`: `plan_layouts` replicates the module, or raises HP205 if it lies between
-    sharded projections.
+    A projection outside of the layers with replicated output becomes `head`, and modules inside `moe_tp_experts` become
+    `experts`. A style without an equivalent becomes `unsupported`: `plan_layouts` replicates the module, or raises
+    HP205 if it lies between sharded projections.
 
     Args:
         plan: Dict from pattern to style name, such as `base_model_tp_plan` of a configuration class or `_tp_plan` of a
@@ -166,13 +167,13 @@ _COMPLETED: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_oss": {**_ATTENTION, "self_attn.sinks": "colwise"},
     "deepseek_v3": _LATENT,
 }
-"""Styles by module pattern, per model type, of modules that shard exactly but that the class's plan omits."""
+"""Styles by module pattern, per model type, of modules that shard exactly but not by the class's plan."""
 FAMILIES: Final = tuple(_FAMILIES)
 """Model types with an entry in the table of plans."""
 
 
 def completed_rules(model_type: str, prefix: str = "model.") -> tuple[Rule, ...]:
-    """Return rules for modules that shard exactly but that the plan of the family's configuration class omits.
+    """Return rules for modules that shard exactly but not by the plan of the family's configuration class.
 
     Args:
         model_type: `model_type` of the config; the result is empty for a family without such rules.

@@ -1,6 +1,6 @@
 """Divisibility checks for tensor parallelism, and alternatives for sizes that are not divisible by the degree.
 
-Key and value projections with fewer heads than ranks are replicated, and each head is computed on several ranks.
+Key and value projections whose heads the ranks do not divide are replicated; each head is computed on several ranks.
 
 A packed projection stacks several projections in one weight, such as query, key and value. If its parts have equal
 divisible sizes, each part is sharded: every rank has the rows that it uses. FSDP then shards the columns, so the number
@@ -114,7 +114,7 @@ def _features_without_overlap(s: Strategy) -> _Features:
 
 
 def _check_blocks(strategy: Strategy, workload: Workload) -> None:
-    """Raise HP205 if blocks cannot gather and scatter their tokens in chunks or over symmetric memory."""
+    """Raise HP205 if blocks cannot overlap their gathers and scatters as `overlap.tp` requests."""
     s, chunks = strategy, strategy.overlap.tp_chunks
     features = {
         "one tensor-parallel rank": (s.tp == 1, f"tp={s.tp}"),
@@ -136,30 +136,28 @@ def _check_blocks(strategy: Strategy, workload: Workload) -> None:
 def check_context(strategy: Strategy, num_heads: int) -> None:
     """Raise NotDivisible (HP203) if attention cannot be sharded over the context-parallel ranks.
 
-    Sequences of any length are padded. The Ulysses degree must divide cp and the query heads of a tensor-parallel rank.
-    Its key and value heads are repeated as needed. `cp_ulysses` above 1 requires `cp_kind` hybrid.
+    The Ulysses degree must divide cp and the query heads of a tensor-parallel rank; key and value heads are repeated as
+    needed, and sequences of any length are padded. `cp_ulysses` above 1 requires `cp_kind` hybrid.
     """
     s = strategy
     if s.cp == 1:
         return
     heads = num_heads // s.tp
     allowed = divisors(math.gcd(s.cp, heads))
-    near = max((u for u in allowed if u <= s.ulysses), default=1)
+    near = max(u for u in allowed if u <= (s.cp_ulysses if s.cp_ulysses > 1 else s.ulysses))
+    changes = {"parallel.cp_kind": "hybrid" if near > 1 else "ring", "parallel.cp_ulysses": near}
     if s.cp_kind != "hybrid" and s.cp_ulysses > 1:
         raise NotDivisible(
             f"`cp_ulysses` requires cp_kind=hybrid, not {s.cp_kind}",
             got=f"cp_kind={s.cp_kind}, cp_ulysses={s.cp_ulysses}",
-            changes={"parallel.cp_kind": "hybrid", "parallel.cp_ulysses": s.cp_ulysses},
+            changes=changes,
         )
     if s.ulysses not in allowed:
         raise NotDivisible(
             "Ulysses ranks must divide cp and the query heads of one tensor-parallel rank",
             got=f"{s.ulysses} Ulysses ranks, cp={s.cp}, {heads} heads",
             allowed=allowed,
-            changes={
-                "parallel.cp_kind": "hybrid" if near > 1 else "ring",
-                "parallel.cp_ulysses": near,
-            },
+            changes=changes,
         )
 
 
@@ -188,7 +186,7 @@ def fit_sizes(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param
 
 
 def _role(param: Param, sizes: Sizes) -> str | None:
-    """Return the quantity that the degree must divide: heads, kv_heads or width; None if no dim is sharded."""
+    """Return the quantity that the degree must divide: heads, kv_heads or width; None if no dim is sharded by it."""
     if param.style not in _CUT or (param.style == "rowwise" and len(param.shape) != 2):
         return None
     split = -1 if param.style == "rowwise" else 0
@@ -241,19 +239,19 @@ def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisi
     """Return the error for an indivisible dim, with the degrees and block shapes that are possible."""
     param, dimension, size, axes, degree = problem
     s = sizes.strategy
+
+    def fits(other: Strategy) -> bool:
+        return next(_problems(cuts, sizes, other), None) is None
+
     if s.tp_y == 1:
         widths = sorted({_width(p) for p in cuts if p.role == "width"})
-        legal = legal_tp(sizes.num_heads, sizes.num_kv_heads, *widths)
+        legal = [t for t in legal_tp(sizes.num_heads, sizes.num_kv_heads, *widths) if fits(replace(s, tp_x=t))]
         return NotDivisible(
             f"tp={s.tp} does not divide {dimension}={size} in `{param.pattern}`",
             got=f"{dimension}={size}, tp={s.tp}",
             allowed=f"tp {', '.join(str(t) for t in legal)}",
             changes={"parallel.tp": max((t for t in legal if t <= s.tp), default=1)},
         )
-
-    def fits(other: Strategy) -> bool:
-        return next(_problems(cuts, sizes, other), None) is None
-
     pairs = [(s.tp // y, y) for y in range(2, s.tp) if s.tp % y == 0]
     pairs = [(x, y) for x, y in pairs if fits(replace(s, tp_x=x, tp_y=y))]
     shapes = list(itertools.product(BLOCK_SHAPES, BLOCK_SHAPES))
@@ -279,7 +277,7 @@ def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisi
 
 
 def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
-    """Return the parameter, with style `kv_replicate` and a note if the ranks do not divide the key and value heads."""
+    """Return the parameter; keys and values whose heads the ranks do not divide get `kv_replicate` and a note."""
     s, heads = sizes.strategy, sizes.num_kv_heads
     if param.style == "kv_replicate" and param.role != "kv_heads":
         raise RuleError(
@@ -319,8 +317,8 @@ def packed_parts(param: Param, sizes: Sizes) -> tuple[Part, ...]:
 def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> Param:
     """Return a packed projection, with `parts` set if each of its parts is sharded separately.
 
-    If not, the projection is sharded into equal row slices. With one axis, a note then tells the user the reason. With
-    two axes, an unsupported projection raises UnsupportedSharding (HP205).
+    If not, the projection is sharded into equal row slices; with one axis, a note states the reason. Raise RuleError
+    (HP204) if the rows do not match the style, and UnsupportedSharding (HP205) for two axes that do not allow it.
     """
     s = sizes.strategy
     shards = s.mesh().degree(s.fsdp_axes)

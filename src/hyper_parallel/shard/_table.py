@@ -11,6 +11,7 @@ become scatters and vice versa.
     1d        gather and scatter over (x, y)        P n D each
     2d        gather over x                         P n D / y
               attention: scatter q, k, v over y     T (q + 2 k) / x; k, v all-reduced if P does not divide their heads
+                         gather k, v over y         T 2 k / x, only with `token_scatter`, which does not all-reduce them
                          gather over y              T q / x
               MLP: scatter each input over y        P n F / x
                    gather over y                    P n F / x
@@ -56,7 +57,7 @@ def _mirrored(
     kind: str, axes: tuple[str, ...], ranks: Number, elements: Number, purpose: Purpose,
     *, format: Format = "compute", calls: Number = 1, redone: bool = True, resident: bool = True,
 ) -> Iterator[Boundary]:  # fmt: skip
-    """Yield a collective of forward, and the transposed collective of backward.
+    """Yield a collective of forward, and its transpose in backward, each with `calls` calls.
 
     With `redone`, recomputation of the layer repeats the forward collective. Without `resident`, backward repeats the
     forward collective if the strategy frees gathered inputs.
@@ -82,7 +83,7 @@ def block_boundaries(
 
     Args:
         block: Widths of the block.
-        shape: Use of the two tensor-parallel axes (1d, 2d or weight); 1d with one axis.
+        shape: Use of the two tensor-parallel axes: 1d, 2d or weight; must be 1d with one axis.
         cut: Sharding of tokens.
         token_scatter: Whether 2d attention shards tokens over y and gathers keys and values. False: y shards heads.
         hidden_cut: Whether the hidden dim of the residual stream is sharded over y; used for 2d blocks.
@@ -179,7 +180,7 @@ def _rows_per_x_rank(p: Projection, block: BlockWidths, cut: TokenCut) -> Number
 
 
 def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
-    """Yield the all-reduces over y of a norm whose hidden dim is sharded over y: `statistics` sums per token."""
+    """Yield `statistics` all-reduces over y, each of one sum per token, of a norm whose hidden dim y shards."""
     rows = cut.y * cut.piece
     yield from _mirrored("all_reduce", Y, cut.y, rows, Purpose.NORM_STATISTICS, format="statistic", calls=statistics)
 
@@ -200,7 +201,7 @@ def embedding_boundaries(cut: TokenCut, hidden: Number, waits: bool) -> Iterator
 def head_boundaries(cut: TokenCut, hidden: Number, cut_vocabulary: bool) -> Iterator[Boundary]:
     """Yield the all-gather of tokens before the head, and the collective of the loss.
 
-    The loss needs an all-gather of its statistics if the vocabulary is sharded, else an all-reduce of its sum.
+    The loss needs an all-gather of its statistics with `cut_vocabulary`, a sharded head, else an all-reduce of its sum.
     """
     stream = cut.tp * cut.piece * hidden
     yield from _mirrored("all_gather", TP, cut.tp, stream, Purpose.SEQUENCE_GATHER)
@@ -233,7 +234,7 @@ def context_boundaries(attention: AttentionSpec, cut: TokenCut, gather: Number) 
     multiple of the ranks. The ring passes keys and values in forward and backward, and their gradients in backward.
 
     Args:
-        attention: Attention of the layer; MLA expands its latent to all heads.
+        attention: Attention of the layer; keys and values of MLA have all query heads.
         cut: Sharding of tokens.
         gather: Whether keys and values are gathered instead of passed around a ring; gradients are then scattered in
             at least float32.
@@ -272,7 +273,7 @@ def expert_boundaries(
         hidden: Width of a row.
         experts: Routed experts.
         ranks: Expert-parallel ranks.
-        rows: Rows of this rank's tokens, T k / P if every token chooses k experts.
+        rows: Rows of this rank's tokens, n k if every token chooses k experts.
         sent: Rows sent to experts on other ranks; None: uniform routing.
         received: Rows received for experts of this rank; None: uniform routing.
         cut_experts: Ranks that shard one expert. They gather each other's rows, and scatter the results.
