@@ -63,8 +63,8 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as text with three significant digits and a prefix: `12.3 ms`."""
-    if abs(seconds) >= 1000:
+    """Return a duration as text with three significant digits, such as `12.3 ms`; in whole seconds from 1,000 s."""
+    if abs(seconds) >= 999.5:
         return f"{seconds:,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         # 0.9999 s is 1 s, not 1e+03 ms: the unit is chosen after rounding to three digits.
