@@ -335,10 +335,12 @@ _TRAINING_RULES: Final[Rules] = (
          "training.compile=true, overlap.tp={overlap.tp}, overlap.ep={overlap.ep}",
          "set `training.compile=false`, or `overlap=none`"),
     (
-        Rule("overlap.tp", lambda r: r.overlap.tp == "symmetric" and r.lora is not None,
+        Rule("overlap.tp",
+             lambda r: r.overlap.tp == "symmetric" and r.lora is not None
+             and {"or_full": "" if r.parallel.auto else ", or `lora=null`"},
              "operators over symmetric memory multiply by base weights only and cannot apply adapters",
              "overlap.tp=symmetric, with the section lora",
-             "set `overlap.tp=chunks`, or `lora=null`"),
+             "set `overlap.tp=chunks`{or_full}"),
         Rule("overlap.tp", lambda r: r.overlap.tp == "symmetric" and r.parallel.auto,
              "the planner cannot choose degrees for `overlap.tp: symmetric`, whose time it cannot predict",
              "overlap.tp=symmetric, parallel=auto",
@@ -361,10 +363,10 @@ _TRAINING_RULES: Final[Rules] = (
              "set `training.epochs=null`, or leave out `training.steps`"),
         Rule("training.warmup_steps",
              lambda r: r.training.epochs is None and r.training.warmup_steps > r.training.steps
-             and {"tenth": r.training.steps // 10},
+             and {"fewer": min(r.training.steps // 10, max(0, r.training.steps - (r.training.decay_steps or 0)))},
              "the warm-up is longer than the run, so the peak learning rate is never reached",
              "warmup_steps={training.warmup_steps}, steps={training.steps}",
-             "set `training.warmup_steps={tenth}`", "0..{training.steps}"),
+             "set `training.warmup_steps={fewer}`", "0..{training.steps}"),
         Rule("training.decay_steps", _unused_decay,
              "`training.decay_steps` applies to the schedules wsd and warmup_stable_decay only",
              "decay_steps={training.decay_steps}, lr_schedule={training.lr_schedule}",

@@ -22,6 +22,7 @@ def _without_axes(recipe: Recipe) -> dict[str, str] | None:
     if recipe.stage != "grpo" or (parallel.pp == 1 and parallel.cp == 1):
         return None
     values = {
+        "auto=true": parallel.auto,  # otherwise the given degrees would turn it off
         "world_size=null": not parallel.auto and parallel.world_size is not None,
         "schedule=1f1b virtual_stages=1": parallel.virtual_stages > 1,
         "schedule_file=": parallel.schedule_file != "",
