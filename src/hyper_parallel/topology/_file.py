@@ -43,7 +43,10 @@ class Number(Section):
 
 
 def _one(**units: tuple[Number | None, float]) -> Quantity:
-    """Return the only number that is not None, in base units; arguments are (number, factor to base units) by unit."""
+    """Return the only number that is not None, in base units; raise ValueError for none or several.
+
+    Arguments are pairs of number and factor to base units, by key.
+    """
     values = [number.scaled(factor) for number, factor in units.values() if number is not None]
     if len(values) != 1:
         raise ValueError(f"give exactly one of {', '.join(units)}")
@@ -51,7 +54,7 @@ def _one(**units: tuple[Number | None, float]) -> Quantity:
 
 
 class _Entry(Section):
-    """Section of a topology file; the key of each number names its unit."""
+    """Section of a topology file."""
 
     def resolve(self) -> object:
         """Return the section's value in base units."""
