@@ -43,18 +43,6 @@ from hyper_parallel.config.foreign_keys import ForeignKey
 from hyper_parallel.config.schedules import ScheduleName
 from hyper_parallel.units import MiB, TiB, canonical_dtype
 
-__all__ = [
-    "LEAST_TRAINED_VOCABULARY",
-    "MOST_SEQ_LEN",
-    "Checkpoint",
-    "Data",
-    "Model",
-    "Overlap",
-    "Parallel",
-    "Section",
-    "Training",
-]
-
 
 class Section(BaseModel):
     """Base class of every section: unknown keys are errors, instances are immutable."""
