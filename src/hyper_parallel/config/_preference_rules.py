@@ -11,7 +11,7 @@ from hyper_parallel.config._rules import Rule, Rules, offload_off
 
 
 def _packed(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `masks`, the override that packing=false needs; None if sequences are not packed."""
+    """Return, as `masks`, the further override that `packing=false` needs; None if sequences are not packed."""
     data = recipe.data
     return {"masks": "" if data.mask_documents is None else " data.mask_documents=null"} if data.packing else None
 
@@ -41,7 +41,7 @@ def _ahead(recipe: Recipe) -> dict[str, str]:
 
 
 def _partial(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `ahead`, the overrides that partial rollouts need; None without partial rollouts or if none is."""
+    """Return, as `ahead`, the overrides that partial rollouts need; None if they need none, or are off."""
     grpo, training = recipe.grpo, recipe.training
     if not grpo.partial_rollout or (grpo.max_staleness and not training.deterministic):
         return None
@@ -63,7 +63,7 @@ def _stale_without_ranks(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _next_multiple(recipe: Recipe, every: int, iterations: int) -> int:
-    """Return the next interval that both a rollout's steps and, for `keep_best`, evaluations divide."""
+    """Return `every`, rounded up to a multiple of `iterations` and, with `keep_best`, of the evaluation interval."""
     evaluations = recipe.training.eval_every if recipe.checkpoint.keep_best else 0
     unit = math.lcm(iterations, evaluations or 1)
     return every + -every % unit
@@ -95,7 +95,7 @@ def _rewards_of_one_name(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _lacking_reference(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `needed`, the overrides missing for `reference_role: sampler`; None for `learner` or if none is."""
+    """Return, as `needed`, the overrides that `reference_role: sampler` lacks; None for `learner`, or if it has all."""
     grpo = recipe.grpo
     values = {f"grpo.rollout_ranks={grpo.copy_ranks}": not grpo.rollout_ranks, "grpo.beta=0.04": not grpo.beta}
     needed = " ".join(text for text, is_missing in values.items() if is_missing)

@@ -17,7 +17,7 @@ def _submodels(recipe: Recipe) -> Submodels:
 
 
 def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the placeholder values for the first part whose ranks do not match its degrees; None if all match."""
+    """Return the placeholder values for the first part with other ranks than its degrees need; None if all match."""
     parts = _submodels(recipe)
     for name, part in {"language": parts.language, **parts.towers}.items():
         if part.ranks is not None and len({*part.ranks}) != part.num_ranks:
@@ -26,7 +26,7 @@ def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _used_ranks(recipe: Recipe) -> set[int]:
-    """Return the ranks that have a part of the model; the empty set if a part has a wrong number of ranks."""
+    """Return the ranks that run a part of the model; the empty set if a part has a wrong number of ranks."""
     if _wrong_number_of_ranks(recipe) is not None:
         return set()
     return {rank for ranks in _submodels(recipe).members.values() for rank in ranks}
