@@ -33,6 +33,7 @@ _PROBLEMS: Final = {"unexpected_keyword_argument": "unknown key", "missing": "mi
 _MOST_PROBLEMS: Final = 1000
 """Number of problems above which an error contains only their number, because listing them is slow. Not measured."""
 
+
 class DecodeError(ValueError):
     """Error for a JSON value that does not fit the requested type."""
 

@@ -14,14 +14,7 @@ from hyper_parallel.config._load_recipe import (
     with_steps,
     with_submodels,
 )
-from hyper_parallel.config._preference_sections import (
-    PAIRED_STAGES,
-    PREFERENCE_STAGES,
-    Dpo,
-    Grpo,
-    Kto,
-    Rm,
-)
+from hyper_parallel.config._preference_sections import PAIRED_STAGES, PREFERENCE_STAGES, Dpo, Grpo, Kto, Rm
 from hyper_parallel.config._problems import describe, leaves, read_section, validated
 from hyper_parallel.config._read import parse_yaml, read_mapping
 from hyper_parallel.config._recipe import NAMES_OF_EXPERTS, Lora, Offload, Recipe, time_limit_s

@@ -28,12 +28,7 @@ import yaml
 from pydantic import BaseModel
 
 from hyper_parallel.config._contradictions import check_recipe
-from hyper_parallel.config._derived import (
-    derive_submodels,
-    derive_unset,
-    derive_warmup,
-    with_values,
-)
+from hyper_parallel.config._derived import derive_submodels, derive_unset, derive_warmup, with_values
 from hyper_parallel.config._preference_sections import PREFERENCE_STAGES
 from hyper_parallel.config._problems import (
     describe,

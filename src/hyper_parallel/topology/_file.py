@@ -11,14 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from hyper_parallel.config import Section
-from hyper_parallel.topology._supernode import (
-    Certainty,
-    Device,
-    MemoryPool,
-    Quantity,
-    Supernode,
-    Tier,
-)
+from hyper_parallel.topology._supernode import Certainty, Device, MemoryPool, Quantity, Supernode, Tier
 from hyper_parallel.units import GB, TFLOP, GiB
 
 DeviceKind = Literal["cuda", "npu", "tpu", "cpu"]

@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from hyper_parallel.config import read_mapping, read_section
-from hyper_parallel.errors import (
-    BadValue,
-    DeviceUnavailable,
-    TopologyUnreadable,
-    UnknownDevice,
-    UnknownTopology,
-)
+from hyper_parallel.errors import BadValue, DeviceUnavailable, TopologyUnreadable, UnknownDevice, UnknownTopology
 from hyper_parallel.topology._file import TopologyFile
 from hyper_parallel.topology._supernode import Quantity, Supernode
 from hyper_parallel.topology.cpu_machine import DEFAULT_CPU_RANKS, cpu_supernode
@@ -134,13 +128,7 @@ def find_accelerators() -> list[Accelerator]:
     """
     for command, parse, variable in _TOOLS:
         try:
-            done = subprocess.run(
-                command.split(),
-                capture_output=True,
-                text=True,
-                timeout=_TOOL_TIMEOUT_S,
-                check=False,
-            )
+            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired):
             continue  # no tool, or one without its driver: no usable device of this vendor
         devices = parse(done.stdout) if done.returncode == 0 else []
