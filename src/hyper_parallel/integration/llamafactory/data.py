@@ -54,11 +54,8 @@ def _unknown(name: str, listed: Path, known: list[str]) -> UnknownKey:
 def source_of(name: str, directory: str, stage: str, most: int = 64 * MiB) -> tuple[dict[str, Any], int]:
     """Return the `data` section of a recipe for a dataset of LlamaFactory, and the number of records in its file.
 
-    Args:
-        name: Name of the dataset in `dataset_info.json`.
-        directory: Folder of `dataset_info.json` and of the file.
-        stage: Stage of the recipe; for `pt`, the section has the key of the text instead of columns.
-        most: Maximum bytes of a record, `data.max_record_bytes`.
+    `directory` has `dataset_info.json`. For `stage` pt, the section names a text key instead of columns. `most` is the
+    maximum size of a record in bytes, `data.max_record_bytes`.
 
     Raises:
         RecipeUnreadable: HP103 if `dataset_info.json` cannot be read. UnknownKey: HP101 for an unlisted name.
@@ -81,8 +78,7 @@ def source_of(name: str, directory: str, stage: str, most: int = 64 * MiB) -> tu
 
     parts = (info.get("columns") or {}, info.get("tags") or {}) if isinstance(info, dict) else ()
     if not parts or not all(isinstance(part, dict) for part in parts):
-        problem = "is not described by an object with keys"
-        raise refuse(problem, abbreviated(info), "an object, also under columns and tags")
+        raise refuse("is not described by an object", abbreviated(info), "an object, also under columns and tags")
     columns, tags, shape = *map(dict, parts), info.get("formatting", "alpaca")
     for key in info:
         if key not in _KEYS:
