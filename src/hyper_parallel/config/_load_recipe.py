@@ -399,6 +399,7 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
             nested = reduce(lambda inner, part: {part: inner}, reversed(key), value)
             layer.update(_flatten(nested, Recipe))
         elif not unset:
+            layer.pop(key, None)  # a repeated key counts at its last place
             layer[key] = value
     return layer
 
