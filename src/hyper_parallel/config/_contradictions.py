@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hyper_parallel.config._derived import with_values
-from hyper_parallel.config._preference_rules import PREFERENCE_RULES
+from hyper_parallel.config._preference_rules import GRPO_RULES, PREFERENCE_RULES
 from hyper_parallel.config._preference_sections import PREFERENCE_STAGES
 from hyper_parallel.config._recipe import Recipe
 from hyper_parallel.config._rules import Rule, Rules, broken_rules, offload_off
@@ -25,6 +25,7 @@ def check_recipe(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParal
     rules = (
         *_STAGE_RULES,
         *(PREFERENCE_RULES if recipe.stage in PREFERENCE_STAGES else ()),
+        *(GRPO_RULES if recipe.stage == "grpo" else ()),
         *_DATA_RULES,
         *_TRAINING_RULES,
         *(SUBMODEL_RULES if recipe.parallel.submodels is not None else ()),

@@ -1,4 +1,7 @@
-"""Contradictions of preference stages (dpo, orpo, kto, rm and grpo) with other values of a recipe."""
+"""Contradictions of preference stages (dpo, orpo, kto, rm and grpo) with other values of a recipe.
+
+Values of the section `grpo` are checked with `stage: grpo` only, because other stages refuse them altogether.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def _packed(recipe: Recipe) -> dict[str, str] | None:
 def _without_axes(recipe: Recipe) -> dict[str, str] | None:
     """Return, as `change`, the overrides that turn pipeline and context parallelism off; None without either."""
     parallel = recipe.parallel
-    if recipe.stage != "grpo" or (parallel.pp == 1 and parallel.cp == 1):
+    if parallel.pp == 1 and parallel.cp == 1:
         return None
     values = {
         "auto=true": parallel.auto,  # otherwise the given degrees would turn it off
@@ -128,10 +131,13 @@ PREFERENCE_RULES: Final[Rules] = (
          "`training.check_ranks_every` needs a model that predicts tokens, but a reward model only scores texts",
          "stage=rm, training.check_ranks_every={training.check_ranks_every}",
          "set `training.check_ranks_every=0`"),
+)  # fmt: skip
+
+GRPO_RULES: Final[Rules] = (
     Rule("grpo.{name}",
          lambda r: [{"name": name, "number": number}
                     for name, number in (("rollout_ranks", r.grpo.copy_ranks), ("rollout_tp", 1))
-                    if r.stage == "grpo" and not r.parallel.auto and getattr(r.grpo, name) == "auto"],
+                    if not r.parallel.auto and getattr(r.grpo, name) == "auto"],
          "the planner divides ranks between training and sampling only with `parallel: auto`",
          "{name}=auto, parallel.auto=false", "set `parallel=auto`, or `grpo.{name}={number}`"),
     Rule("parallel", _without_axes,
