@@ -395,12 +395,12 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
         if whole or unset:
             layer = {k: v for k, v in layer.items() if k[: len(key)] != key}
             layer[key] = _UNSET
+        items = [] if unset else [(key, value)]
         if isinstance(value, Mapping):
-            nested = reduce(lambda inner, part: {part: inner}, reversed(key), value)
-            layer.update(_flatten(nested, Recipe))
-        elif not unset:
-            layer.pop(key, None)  # a repeated key counts at its last place
-            layer[key] = value
+            items = [*_flatten(reduce(lambda inner, part: {part: inner}, reversed(key), value), Recipe)]
+        for name_of_item, item in items:
+            layer.pop(name_of_item, None)  # a repeated key counts at its last place
+            layer[name_of_item] = item
     return layer
 
 
