@@ -116,8 +116,11 @@ class LoadedRecipe:
     path: Path
 
     def where(self, key: str) -> str:
-        """Return the origin of a value for error messages: `recipe.yaml: training.lr (set by command line)`."""
-        return _where(self.path, key, self.origins.get(key, _DEFAULT))
+        """Return the origin of a value or section for errors: `recipe.yaml: training.lr (set by command line)`."""
+        below = {origin for name, origin in self.origins.items() if name.startswith(f"{key}.")} - {_DEFAULT}
+        section = below.pop() if len(below) == 1 else "recipe" if below else _DEFAULT
+        origin = self.origins.get(key, _DEFAULT)
+        return _where(self.path, key, section if origin == _DEFAULT else origin)
 
 
 def load_recipe(
