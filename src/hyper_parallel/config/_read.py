@@ -46,10 +46,7 @@ class _StrictLoader(_Loader):
                 break  # the parent class raises
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    f"the key `{key!s:.80}` is given twice",
-                    key_node.start_mark,
+                    None, None, f"the key `{key!s:.80}` is given twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep=deep)

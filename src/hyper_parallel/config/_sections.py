@@ -11,16 +11,7 @@ from itertools import count, islice
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from hyper_parallel.config._values import (
     LEAST_TRAINED_VOCABULARY,
