@@ -96,10 +96,10 @@ class Accelerator:
 
 
 def parse_nvidia_smi(text: str) -> list[Accelerator]:
-    """Return the devices in the output of `_NVIDIA_SMI`; rows without a memory size are ignored."""
-    pattern = re.compile(r"\s*(\S.*?)\s*,\s*(\d+)\s*MiB\s*")
+    """Return the devices in the output of `_NVIDIA_SMI`, of which those with unified memory have no memory size."""
+    pattern = re.compile(r"\s*([^\s\[].*?)\s*,\s*(?:(\d+)\s*MiB|\[N/A\])\s*")
     rows = map(pattern.fullmatch, text.splitlines()[1:])
-    return [Accelerator("cuda", row[1], int(row[2]) * MiB) for row in rows if row]
+    return [Accelerator("cuda", row[1], int(row[2] or 0) * MiB) for row in rows if row]
 
 
 def parse_npu_smi(text: str) -> list[Accelerator]:
@@ -210,8 +210,7 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
             hint=f"use {len(accelerators)} devices or fewer, or plan for the topology {preset.name}",
         )
     device = preset.device
-    if accelerators[0].memory_bytes:
-        smallest = min(a.memory_bytes for a in accelerators)
+    if smallest := min(a.memory_bytes for a in accelerators):
         memory = Quantity(float(smallest), "reported by nvidia-smi", "measured")
         device = replace(device, memory_bytes=memory)
     count = num_devices or len(accelerators)
