@@ -31,8 +31,8 @@ class HyperParallelArguments(BaseModel):
         efsdp_size: Ranks that shard the parameters of the same experts; further ranks are replicas. None: as many as
             `fsdp_size` implies.
         token_dispatcher: Must be `all_to_all`.
-        fsdp_size: Data-parallel ranks that shard the parameters, at most as many as there are; further ones are
-            replicas. None: as many as `efsdp_size` implies, or all.
+        fsdp_size: Data-parallel ranks that shard the parameters; further ones are replicas. None: as many as
+            `efsdp_size` implies, or all.
         param_dtype: Dtype of activations and of gathered parameters; None: from LlamaFactory's `bf16` and `fp16`.
         reduce_dtype: Dtype of gradient reductions; None: float32, or float64 for a model in float64.
         reshard_after_forward: Whether to free gathered parameters after forward and gather them again for backward.
@@ -169,9 +169,9 @@ class HyperParallelArguments(BaseModel):
         )
 
     def _shard_ranks(self, world_size: int, model_ranks: int) -> int:
-        """Return the degree `dp_shard`: `fsdp_size`, or what `efsdp_size` implies, at most the remaining ranks."""
+        """Return the degree `dp_shard`: `fsdp_size`, else as `efsdp_size` implies, else all remaining ranks."""
         rest = max(world_size // model_ranks, 1)
         expert_ranks = self.ep_size * (self.efsdp_size or 1)
         if self.fsdp_size is None and self.efsdp_size and expert_ranks % model_ranks == 0:
             return min(expert_ranks // model_ranks, rest)
-        return min(self.fsdp_size or rest, rest)
+        return self.fsdp_size or rest
