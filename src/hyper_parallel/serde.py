@@ -102,8 +102,8 @@ def write_text(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees either the old or the new content, never a part.
 
     A symbolic link to a file is replaced, not followed. A device or pipe, also behind a link, is written directly. An
-    OSError is raised after the temporary file is removed; a killed process may leave it, `.NAME.PROCESS.part`. The file
-    is not flushed to the disk.
+    error removes the temporary file and is raised; a killed process may leave `.NAME.PROCESS.part`. The file is not
+    flushed to the disk.
     """
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
@@ -113,10 +113,11 @@ def write_text(path: Path, text: str) -> None:
         with create_file(partial) as file:
             file.write(text)
         partial.replace(path)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        error.filename = str(path)
+        if isinstance(error, OSError):
+            error.filename = str(path)
         raise
 
 
