@@ -35,9 +35,13 @@ def check_recipe(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParal
 
 
 def _or_pt(recipe: Recipe) -> dict[str, str]:
-    """Return, as `or_pt`, the alternative `stage: pt` of a hint; empty if other values need `stage: sft`."""
+    """Return, as `or_pt`, the alternative `stage: pt` of a hint; empty if other values need `stage: sft`.
+
+    `source` is the override that conversations need if the source has none.
+    """
     needs_sft = recipe.parallel.submodels is not None or recipe.data.balance == "cost"
-    return {"or_pt": "" if needs_sft else ", or `stage=pt` to learn every token"}
+    source = " data.source=FILE" if recipe.data.source == "python-stdlib" else ""
+    return {"or_pt": "" if needs_sft else ", or `stage=pt` to learn every token", "source": source}
 
 
 _STAGE_RULES: Final[Rules] = (
@@ -46,7 +50,7 @@ _STAGE_RULES: Final[Rules] = (
              lambda r: r.stage == "sft" and r.data.format in ("text", "jsonl", "parquet", "csv") and _or_pt(r),
              "`stage: sft` needs conversations, but the data format contains plain text",
              "stage=sft, data.format={data.format}",
-             "set `data.format=auto`{or_pt}",
+             "set `data.format=auto{source}`{or_pt}",
              "auto, alpaca, sharegpt, prompt_completion"),
         Rule("data.source", lambda r: r.stage == "sft" and r.data.source == "python-stdlib" and _or_pt(r),
              "`stage: sft` needs conversations, but the standard library's source text has none",
