@@ -35,10 +35,7 @@ def check_recipe(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParal
 
 
 def _or_pt(recipe: Recipe) -> dict[str, str]:
-    """Return, as `or_pt`, the alternative `stage: pt` of a hint; empty if other values need `stage: sft`.
-
-    `source` is the override that conversations need if the source has none.
-    """
+    """Return `or_pt`, the alternative `stage: pt` unless other values need sft, and `source`, an override for sft."""
     needs_sft = recipe.parallel.submodels is not None or recipe.data.balance == "cost"
     source = " data.source=FILE" if recipe.data.source == "python-stdlib" else ""
     return {"or_pt": "" if needs_sft else ", or `stage=pt` to learn every token", "source": source}
