@@ -17,7 +17,7 @@ _MOST_ENTRIES: Final = 2000
 _SIMILAR: Final = 0.65
 """Minimum similarity of names, by `difflib`."""
 _MOST_TRIED: Final = 5
-"""Maximum number of similar names per folder that `fits` checks, which may open files; a trade-off, not measured."""
+"""Maximum number of similar names per folder that `fits` checks, because `fits` may open files. Not measured."""
 RECIPE_FOLDER: Final = "recipes"
 """Folder below the working directory into which `hyper-parallel init` writes recipes."""
 _RECIPE_BYTES: Final = 65536
@@ -39,7 +39,7 @@ def nearest_path(
     Args:
         text: The missing path.
         folders: Further folders to search, such as that of a recipe. A path found there is returned with its folder.
-        fits: Function that returns whether the caller can use a path.
+        fits: Function that returns whether the caller can use a path; other paths are skipped. Default: use any path.
     """
     try:
         missing = Path(text).expanduser()
@@ -61,7 +61,7 @@ def nearest_path(
 
 
 def export_hint(text: str) -> str | None:
-    """Return the hint for a missing path `RUN_DIR/export` of a training run; None for any other path."""
+    """Return the command that creates a missing path `RUN_DIR/export`, for a hint; None for any other path."""
     path = Path(text)
     if path.name != "export" or path.parent == Path():
         return None
@@ -75,7 +75,7 @@ def is_data_file(path: Path) -> bool:
 
 
 def is_recipe_file(path: Path) -> bool:
-    """Return whether a YAML file has a top-level key that names a model or a parent recipe, as every recipe has."""
+    """Return whether a path is a YAML file with a top-level key that names a model or a parent recipe."""
     try:
         if path.suffix.lower() not in (".yaml", ".yml") or not path.is_file():
             return False
@@ -88,8 +88,8 @@ def is_recipe_file(path: Path) -> bool:
 def some_recipe(data: str = "") -> str | None:
     """Return the path of a recipe in the working directory or its folder `recipes`; None without one.
 
-    Recipes whose text contains `data`, the name of a data file, precede others. Then the working directory precedes
-    `recipes`, and names are in alphabetical order.
+    If several exist, recipes whose text contains `data`, the name of a data file, come first. Among equals, the working
+    directory comes before `recipes`, and names are in alphabetical order.
     """
     recipes: list[Path] = []
     for folder in (Path(), Path(RECIPE_FOLDER)):
@@ -111,7 +111,7 @@ def _contains(path: Path, words: str) -> bool:
 
 
 def command_with_data(command: str, data: str) -> str:
-    """Return the command line most likely meant when a data file is passed to `command` in place of the recipe."""
+    """Return `command` with the recipe of `some_recipe` and the file `data`; without one, `hyper-parallel init`."""
     recipe = some_recipe(Path(data).name)
     if recipe is None:
         return "hyper-parallel init"

@@ -41,7 +41,7 @@ FORMAT: Final = 1
 _WHOLE_BYTES: Final = 1 << 20  # files up to this size are hashed as a whole
 _SAMPLES: Final = 256  # number of blocks hashed of a larger file, evenly spaced
 _BLOCK_BYTES: Final = 4096
-_NAMED: Final = 3  # number of foreign files that an error names
+_NAMED: Final = 3  # maximum number of paths that an error names
 
 _MODEL_TEXTS: Final = r"[\w.-]+\.(json|jinja|txt|model|py)"
 PATTERNS: Final[Mapping[str, str]] = {
@@ -99,15 +99,15 @@ def write_marker(folder: Path, marker: Marker) -> None:
 
 
 def seal(folder: Path, kind: str) -> None:
-    """Write the marker of a finished folder, which lists all files in the folder."""
+    """Write the marker of a finished folder, which lists all its files; the folder must contain no empty folders."""
     files = {name: file_facts(path) for name, path in _entries(folder) if name != MARKER}
     write_marker(folder, Marker(kind, files))
 
 
 def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
-    """Yield, unordered, the relative paths of files and empty folders that the marker does not list, and changed files.
+    """Yield the relative paths, in no order, of changed files, links, and files and empty folders not in the marker.
 
-    Yield all files except partly written markers if the marker is missing, unfinished or of a kind not in `kinds`.
+    If the marker is missing, unfinished or of a kind not in `kinds`, yield all paths but partly written markers.
     """
     marker = read_marker(folder)
     files = marker.files if marker is not None and marker.kind in kinds else None
@@ -133,7 +133,7 @@ def check_replaceable(folder: Path, kinds: Collection[str], label: str, option: 
         option: Command-line option that names the folder, for the hint; None: no such option.
 
     Raises:
-        OutputNotWritable: HP105 naming the first foreign files.
+        OutputNotWritable: HP105 with the first three paths that were added or changed.
     """
     problem = "contains files that were added or changed by others"
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -200,7 +200,7 @@ def remove_files(
 
 
 def remove_finished(folder: Path) -> list[str]:
-    """Remove the files that the marker of a folder lists, and the folder if empty; return the paths that remain."""
+    """Remove the files that the marker of a folder lists, then the folder if empty; return as `remove_files`."""
     marker = read_marker(folder)
     files = {} if marker is None or marker.files is None else marker.files
     remaining = remove_files(folder, files.__contains__)
@@ -292,8 +292,9 @@ class Replacement:
         """Create the hidden folder and return it; replace a hidden folder that a killed process has left.
 
         Raises:
-            OutputNotWritable: HP105 as `check`.
+            OutputNotWritable: HP105 as `check`, or for files in the hidden folder that cannot be deleted.
             RunInUse: HP720 when another process is writing the folder.
+            OSError: The folder cannot be created; without `parents`, also if its parent is missing.
         """
         self.check()
         self._restore()
@@ -316,7 +317,7 @@ class Replacement:
         return self.partial
 
     def publish(self) -> None:
-        """Replace the target by the written folder, and flush the renames to the disk; raise HP105 as `check`."""
+        """Replace the target by the written folder, and flush the renames; raise the errors of `check_replaceable`."""
         self._check_targets()
         seal(self.partial, self._kind)
         remove_finished(self._old)
@@ -461,11 +462,12 @@ def _lock_text(folder: Path) -> bytes:
 def check_output_file(path: Path, is_own: Callable[[str], bool], label: str, option: str | None = None) -> None:
     """Raise an error if an output file exists and was not written by the same command.
 
-    Empty files, devices and pipes may be written. `is_own` receives the first 2**20 characters of the text.
+    Empty files, devices, pipes and unreadable files are accepted.
 
     Args:
         path: The file.
-        is_own: Function that returns whether a text is the output of the same command. Any exception counts as False.
+        is_own: Function that returns whether a text, the first 2**20 characters of the file, is output of the same
+            command. Any exception counts as False.
         label: Description of such an output, such as `a plan`.
         option: Option by which the user has named the file; None: the command has chosen its name.
 

@@ -1,4 +1,4 @@
-"""Rank and world size of this process, through the interface that LlamaFactory's trainer expects."""
+"""Rank and world size of this process, with the method names that LlamaFactory's trainer calls."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ class Limits:
     """Bounds on one file and on the value in it.
 
     Attributes:
-        num_bytes: Maximum size of the file, and of all texts in the value together; a shared text counts at each use.
+        num_bytes: Maximum bytes of the file, and characters of all texts in the value together; a text counts at each
+            use.
         num_elements: Maximum number of members of all objects and lists together; a container that a YAML alias repeats
             counts at each use.
         depth: Maximum nesting of objects and lists.
@@ -75,18 +76,18 @@ def read_bytes(path: Path, limits: Limits) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError unless the path is a regular file; some libraries would block on a pipe or device."""
+    """Raise OSError for a missing path, or one that is no regular file; some libraries would block on a pipe."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def read_text(path: Path, limits: Limits) -> str:
-    """Return the UTF-8 text of a regular file; raise as `read_bytes`, or UnicodeDecodeError."""
+    """Return the UTF-8 text of a regular file; raise the errors of `read_bytes`, or UnicodeDecodeError."""
     return read_bytes(path, limits).decode("utf-8")
 
 
 def holds_text(path: Path, text: str) -> bool:
-    """Return whether a path is a regular file that holds exactly this text, in UTF-8; raise OSError without a file."""
+    """Return whether a regular file contains exactly this text in UTF-8; raise OSError if it cannot be read."""
     content = text.encode()
     try:
         return read_bytes(path, Limits(num_bytes=len(content))) == content
@@ -104,11 +105,11 @@ def parse_json(
     Args:
         text: The text.
         limits: Limits of the text and its value.
-        object_of: Converter of the (key, value) pairs of an object; None: a dict.
+        object_of: Function that returns the value of an object from its (key, value) pairs; None: a dict.
 
     Raises:
         LimitExceeded: The text or its value exceeds a limit.
-        ValueError: The text is not JSON (`json.JSONDecodeError`) or not UTF-8.
+        ValueError: The text is not JSON (`json.JSONDecodeError`) or cannot be decoded (`UnicodeDecodeError`).
     """
     if len(text) > limits.num_bytes:
         raise LimitExceeded(f"{len(text):,} bytes, more than {limits.num_bytes:,}")
@@ -129,14 +130,14 @@ def _num_opened(text: str | bytes) -> int:
 
 
 def read_json(path: Path, limits: Limits) -> Any:
-    """Return the value of a JSON file; raises as `read_bytes` and `parse_json`."""
+    """Return the value of a JSON file; raise the errors of `read_bytes` and `parse_json`."""
     return parse_json(read_bytes(path, limits), limits)
 
 
 def check_value(value: Any, limits: Limits) -> None:
     """Raise LimitExceeded for the first limit that a value of dicts, lists, texts and numbers exceeds.
 
-    A value referenced several times (a YAML alias) is counted at each reference. The walk ends at the first exceeded
+    A value referenced several times (a YAML alias) is counted at each reference. The check stops at the first exceeded
     limit, so its cost is bounded by `num_elements`.
     """
     stack: list[Iterator[Any]] = [iter((value,))]
@@ -183,11 +184,11 @@ def outside_target(path: Path, folder: Path) -> Path | None:
 
 
 def foreign_target(path: Path, folder: Path) -> Path | None:
-    """Return the target of a symbolic link if it is outside the folder and has another name; else None.
+    """Return the target of a path in a folder if symbolic links lead outside under another name; else None.
 
-    A target outside that is reached through a linked subfolder is returned too. Folders with links to the files of a
-    model are common. Such a link has the name of its target, or leads to a blob in the cache of the Hugging Face hub. A
-    link with another name could publish any file, because exports copy the files of a received folder.
+    A target that is outside because a parent folder of `path` is a link is returned under any name. Folders with links
+    to the files of a model are common: such a link has the name of its target, or leads to a blob in the cache of the
+    Hugging Face hub. A link with another name could publish any file, because exports copy files of received folders.
     """
     if outside_target(path, folder) is None:
         return None

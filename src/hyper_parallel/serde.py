@@ -1,4 +1,4 @@
-"""JSON encoding of the core's frozen dataclasses, by pydantic, and atomic and synced writes of files.
+"""JSON encoding of the core's frozen dataclasses, by pydantic, and writers of files: atomic, new, or appending.
 
 `encode` turns a dataclass into plain JSON values; `decode` builds the dataclass from them. Types are strict: a text is
 not converted to a number. Pydantic's adapters are built at first use, because building them is slow.
@@ -30,7 +30,6 @@ _DECODED: Final = Limits(num_bytes=_NO_FEWER, num_elements=_NO_FEWER)
 _PROBLEMS: Final = {"unexpected_keyword_argument": "unknown key", "missing": "missing"}
 """Messages for pydantic's error types; other types keep pydantic's message."""
 
-
 _MOST_PROBLEMS: Final = 1000
 """Number of problems above which an error contains only their number, because listing them is slow. Not measured."""
 
@@ -45,11 +44,11 @@ def encode(value: Any) -> Any:
 
 
 def decode(cls: type[T], data: Any, *, extra: Extra = "forbid") -> T:
-    """Build `cls` from JSON values; `extra` tells whether unknown keys are refused, at every level.
+    """Build `cls` from JSON values; at every level, unknown keys are errors, or accepted with `extra="allow"`.
 
     Raises:
-        DecodeError: A value does not fit. The text begins with the dotted path of the first such value, or is only a
-            number of values if they are more than 1000.
+        DecodeError: A value does not fit. The text names the first such value by its path, such as `$.a[0]`, or only
+            the number of such values if there are more than 1000.
     """
     try:
         check_value(data, _DECODED)
@@ -102,8 +101,9 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees either the old or the new content, never a part.
 
-    A symbolic link to a file is replaced, not followed. A device or pipe, also behind a link, is written directly. A
-    failed write removes the temporary file and raises OSError; a killed process may leave `.NAME.PROCESS.part`.
+    A symbolic link to a file is replaced, not followed. A device or pipe, also behind a link, is written directly. An
+    error removes the temporary file and is raised; a killed process may leave `.NAME.PROCESS.part`. The file is not
+    flushed to the disk.
     """
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
@@ -113,15 +113,16 @@ def write_text(path: Path, text: str) -> None:
         with create_file(partial) as file:
             file.write(text)
         partial.replace(path)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        error.filename = str(path)
+        if isinstance(error, OSError):
+            error.filename = str(path)
         raise
 
 
 def create_file(path: Path) -> TextIOWrapper:
-    """Open a new text file; an existing file or link of that name is unlinked first, so no link is followed."""
+    """Create a text file and open it; an existing file or link of that name is unlinked first, not followed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     with suppress(FileNotFoundError):
         path.unlink()
@@ -138,6 +139,6 @@ def sync_directory(path: Path) -> None:
 
 
 def append_file(path: Path) -> TextIOWrapper:
-    """Open a text file to append to; a symbolic link raises `OSError`."""
+    """Open a text file to append to, and create it if it is missing; raise OSError for a symbolic link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")

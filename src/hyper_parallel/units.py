@@ -39,10 +39,12 @@ def canonical_dtype(value: object) -> object:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the number of bytes in a text such as `12GiB` or `800MB`, or in a plain number.
+    """Return the bytes of a size such as `12GiB` (powers of 1024), `800MB` or `800M` (powers of 1000), or `4096`.
+
+    Fractions of a byte are dropped. An integer is returned unchanged.
 
     Raises:
-        ValueError: When the text is not a size.
+        ValueError: The text is not a size.
     """
     if isinstance(text, int):
         return text
@@ -63,8 +65,8 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as text with three significant digits and a prefix: `12.3 ms`."""
-    if abs(seconds) >= 1000:
+    """Return a duration as text with three significant digits, such as `12.3 ms`; in whole seconds from 1,000 s."""
+    if abs(seconds) >= 999.5:
         return f"{seconds:,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         # 0.9999 s is 1 s, not 1e+03 ms: the unit is chosen after rounding to three digits.
@@ -82,12 +84,12 @@ def format_count(number: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a number with its noun, in the singular or plural: `1 rank`, `2 ranks`."""
+    """Return a number with its noun, to which an `s` is appended unless the number is 1: `1 rank`, `2 ranks`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, ascending."""
+    """Return the divisors of a positive number, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 

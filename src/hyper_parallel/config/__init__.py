@@ -14,28 +14,12 @@ from hyper_parallel.config._load_recipe import (
     with_steps,
     with_submodels,
 )
-from hyper_parallel.config._preference_sections import (
-    PAIRED_STAGES,
-    PREFERENCE_STAGES,
-    Dpo,
-    Grpo,
-    Kto,
-    Rm,
-)
+from hyper_parallel.config._preference_sections import PAIRED_STAGES, PREFERENCE_STAGES, Dpo, Grpo, Kto, Rm
 from hyper_parallel.config._problems import describe, leaves, read_section, validated
 from hyper_parallel.config._read import parse_yaml, read_mapping
 from hyper_parallel.config._recipe import NAMES_OF_EXPERTS, Lora, Offload, Recipe, time_limit_s
-from hyper_parallel.config._sections import (
-    LEAST_TRAINED_VOCABULARY,
-    MOST_SEQ_LEN,
-    Checkpoint,
-    Data,
-    Model,
-    Overlap,
-    Parallel,
-    Section,
-    Training,
-)
+from hyper_parallel.config._sections import Checkpoint, Data, Model, Overlap, Parallel, Section, Training
+from hyper_parallel.config._values import LEAST_TRAINED_VOCABULARY, MOST_SEQ_LEN
 from hyper_parallel.config.foreign_keys import FOREIGN_KEYS
 from hyper_parallel.config.schedules import SCHEDULE_ARGS
 

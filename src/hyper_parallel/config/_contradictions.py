@@ -1,4 +1,7 @@
-"""Contradictions: recipe values that are each allowed, but not together. Rows of the tables are `Rule`s."""
+"""Contradictions: recipe values that are each allowed, but not together.
+
+Rows of the tables are `Rule`s. Functions for `Rule.when` return None if the recipe satisfies the rule.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hyper_parallel.config._derived import with_values
-from hyper_parallel.config._preference_rules import PREFERENCE_RULES
+from hyper_parallel.config._preference_rules import GRPO_RULES, PREFERENCE_RULES
 from hyper_parallel.config._preference_sections import PREFERENCE_STAGES
 from hyper_parallel.config._recipe import Recipe
 from hyper_parallel.config._rules import Rule, Rules, broken_rules, offload_off
@@ -18,13 +21,11 @@ from hyper_parallel.errors import HyperParallelError
 
 
 def check_recipe(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
-    """Return the contradictions in a recipe, in the order of the rules; of a tuple of rules, only the first broken one.
-
-    `where` returns the origin of a dotted key.
-    """
+    """Return the errors of the rules that a recipe breaks, in order; `where` returns the origin of a dotted key."""
     rules = (
         *_STAGE_RULES,
         *(PREFERENCE_RULES if recipe.stage in PREFERENCE_STAGES else ()),
+        *(GRPO_RULES if recipe.stage == "grpo" else ()),
         *_DATA_RULES,
         *_TRAINING_RULES,
         *(SUBMODEL_RULES if recipe.parallel.submodels is not None else ()),
@@ -34,9 +35,10 @@ def check_recipe(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParal
 
 
 def _or_pt(recipe: Recipe) -> dict[str, str]:
-    """Return, as `or_pt`, the alternative of plain training; empty if other values need `stage: sft`."""
+    """Return `or_pt`, the alternative `stage: pt` unless other values need sft, and `source`, an override for sft."""
     needs_sft = recipe.parallel.submodels is not None or recipe.data.balance == "cost"
-    return {"or_pt": "" if needs_sft else ", or `stage=pt` to learn every token"}
+    source = " data.source=FILE" if recipe.data.source == "python-stdlib" else ""
+    return {"or_pt": "" if needs_sft else ", or `stage=pt` to learn every token", "source": source}
 
 
 _STAGE_RULES: Final[Rules] = (
@@ -45,7 +47,7 @@ _STAGE_RULES: Final[Rules] = (
              lambda r: r.stage == "sft" and r.data.format in ("text", "jsonl", "parquet", "csv") and _or_pt(r),
              "`stage: sft` needs conversations, but the data format contains plain text",
              "stage=sft, data.format={data.format}",
-             "set `data.format=auto`{or_pt}",
+             "set `data.format=auto{source}`{or_pt}",
              "auto, alpaca, sharegpt, prompt_completion"),
         Rule("data.source", lambda r: r.stage == "sft" and r.data.source == "python-stdlib" and _or_pt(r),
              "`stage: sft` needs conversations, but the standard library's source text has none",
@@ -57,7 +59,7 @@ _STAGE_RULES: Final[Rules] = (
 
 
 def _repeated_names(recipe: Recipe) -> list[dict[str, str]]:
-    """Return one dict of placeholder values for each of `data.columns` and `data.roles` that repeats a name."""
+    """Return one dict of placeholder values for `data.columns`, and one for `data.roles`, if it repeats a name."""
     repeated = []
     for key in ("columns", "roles"):
         entries = getattr(recipe.data, key)
@@ -88,7 +90,7 @@ def _masks_without_packing(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _masks_in_plan(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `unpacked`, the overrides that turn packing off; None without document masks in a memory plan."""
+    """Return, as `unpacked`, the overrides that turn packing off; None without a memory plan or document masks."""
     if not recipe.offload.on or not recipe.data.masks(recipe.stage):
         return None
     default = " data.mask_documents=null" if recipe.data.mask_documents is not None else ""
@@ -96,7 +98,7 @@ def _masks_in_plan(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _split_without_data(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `holdout`, the override that a validation dataset needs; None unless `validation_split` lacks one."""
+    """Return, as `holdout`, the override that a validation dataset needs; None if `validation_split` has a dataset."""
     data = recipe.data
     if data.validation_split is None or data.validation is not None:
         return None
@@ -151,7 +153,7 @@ def _plan(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _idle_offload(recipe: Recipe) -> dict[str, str] | None:
-    """Return the placeholder values for keys of offload without a goal; `on`: goals that no rule rejects, or empty."""
+    """Return the placeholder values for keys of offload without a goal; `on` is empty if a goal would break a rule."""
     changed = [*recipe.offload.model_dump(exclude_defaults=True)]
     if recipe.offload.on or not changed:
         return None
@@ -186,7 +188,7 @@ def _halves_batches(recipe: Recipe) -> bool:
 
 
 def _held_out(recipe: Recipe) -> str:
-    """Return the override, with a leading space, that evaluations need; empty if there is held-out data."""
+    """Return the override, after a space, that provides held-out data; empty if there is some."""
     data = recipe.data
     if data.validation or (data.holdout and not data.streaming):
         return ""
@@ -194,13 +196,13 @@ def _held_out(recipe: Recipe) -> str:
 
 
 def _interval(recipe: Recipe) -> int:
-    """Return an interval in steps for both checkpoints and evaluations."""
+    """Return an interval in steps for checkpoints and evaluations: the one that is set, or 100, in whole rollouts."""
     interval = recipe.checkpoint.every or recipe.training.eval_every or 100
     return interval + -interval % (recipe.grpo.num_iterations if recipe.stage == "grpo" else 1)
 
 
 def _misses_evaluations(recipe: Recipe) -> dict[str, object] | None:
-    """Return, as `change`, overrides for equal intervals; None if `keep_best` needs no other interval."""
+    """Return, as `change`, overrides for equal intervals; None if all checkpoints are evaluated, or need not be."""
     every, eval_every = recipe.checkpoint.every, recipe.training.eval_every
     if not recipe.checkpoint.keep_best or (eval_every and every and every % eval_every == 0):
         return None
@@ -209,7 +211,7 @@ def _misses_evaluations(recipe: Recipe) -> dict[str, object] | None:
 
 
 def _evaluations(recipe: Recipe) -> str:
-    """Return the overrides that enable evaluations; empty if they are enabled."""
+    """Return the overrides that enable evaluations, also as `keep_best` needs them; empty if they are enabled."""
     if recipe.training.eval_every:
         return ""
     interval = _interval(recipe)
@@ -241,7 +243,7 @@ def _stops_without_patience(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _elastic_batch(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `change`, overrides that fix the tokens of a step; None for a run with fixed tokens or not elastic."""
+    """Return, as `change`, overrides that fix the tokens of a step; None if they are fixed, or without `elastic`."""
     training, parallel = recipe.training, recipe.parallel
     if not training.elastic or training.tokens_per_step is not None:
         return None
@@ -253,7 +255,7 @@ def _elastic_batch(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _unused_decay(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `wsd`, the alternative of the schedule wsd; empty if the steps of warm-up and decay do not fit."""
+    """Return, as `wsd`, the alternative of the schedule wsd; empty if warm-up and decay exceed the run."""
     t = recipe.training
     if t.epochs is not None or t.decay_steps is None or t.lr_schedule in ("wsd", "warmup_stable_decay"):
         return None
@@ -335,10 +337,12 @@ _TRAINING_RULES: Final[Rules] = (
          "training.compile=true, overlap.tp={overlap.tp}, overlap.ep={overlap.ep}",
          "set `training.compile=false`, or `overlap=none`"),
     (
-        Rule("overlap.tp", lambda r: r.overlap.tp == "symmetric" and r.lora is not None,
+        Rule("overlap.tp",
+             lambda r: r.overlap.tp == "symmetric" and r.lora is not None
+             and {"or_full": "" if r.parallel.auto else ", or `lora=null`"},
              "operators over symmetric memory multiply by base weights only and cannot apply adapters",
              "overlap.tp=symmetric, with the section lora",
-             "set `overlap.tp=chunks`, or `lora=null`"),
+             "set `overlap.tp=chunks`{or_full}"),
         Rule("overlap.tp", lambda r: r.overlap.tp == "symmetric" and r.parallel.auto,
              "the planner cannot choose degrees for `overlap.tp: symmetric`, whose time it cannot predict",
              "overlap.tp=symmetric, parallel=auto",
@@ -361,10 +365,10 @@ _TRAINING_RULES: Final[Rules] = (
              "set `training.epochs=null`, or leave out `training.steps`"),
         Rule("training.warmup_steps",
              lambda r: r.training.epochs is None and r.training.warmup_steps > r.training.steps
-             and {"tenth": r.training.steps // 10},
+             and {"fewer": min(r.training.steps // 10, max(0, r.training.steps - (r.training.decay_steps or 0)))},
              "the warm-up is longer than the run, so the peak learning rate is never reached",
              "warmup_steps={training.warmup_steps}, steps={training.steps}",
-             "set `training.warmup_steps={tenth}`", "0..{training.steps}"),
+             "set `training.warmup_steps={fewer}`", "0..{training.steps}"),
         Rule("training.decay_steps", _unused_decay,
              "`training.decay_steps` applies to the schedules wsd and warmup_stable_decay only",
              "decay_steps={training.decay_steps}, lr_schedule={training.lr_schedule}",

@@ -1,4 +1,4 @@
-"""Derivation of recipe values from other values; each derivation is recorded in the origins."""
+"""Derivation of recipe values from other values. Origins of derived values are entered into the dict `origins`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.errors import Contradiction
 
 
 def with_values(recipe: Recipe, section: str, values: Mapping[str, object]) -> Recipe:
-    """Return a copy of a recipe with values of one section (empty: top-level keys) replaced, without validation."""
+    """Return a copy of a recipe with `values` in one section (empty: at the top level), without validation."""
     if not section:
         return recipe.model_copy(update=dict(values))
     changed = getattr(recipe, section).model_copy(update=dict(values))
@@ -20,7 +20,7 @@ def with_values(recipe: Recipe, section: str, values: Mapping[str, object]) -> R
 
 
 def derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Return the recipe with the warm-up of `warmup_ratio`; without it, no default warm-up in a shorter run.
+    """Return the recipe with the steps of `warmup_ratio`, or with a shorter default warm-up if the run is too short.
 
     Raises:
         Contradiction: HP104 if the recipe sets `warmup_ratio`, and `warmup_steps` to a number other than 0.
@@ -78,7 +78,7 @@ _UNSET_KEYS: Final[Sequence[tuple[str, Callable[[Recipe], object], str]]] = (
 
 
 def derive_unset(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Return the recipe with values for those keys of `_UNSET_KEYS` that are missing or null."""
+    """Return the recipe with derived values for the keys of `_UNSET_KEYS` that are missing or null."""
     for key, derive, reason in _UNSET_KEYS:
         section, _, name = key.partition(".")
         values = getattr(recipe, section)
@@ -90,7 +90,10 @@ def derive_unset(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 
 
 def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Return the recipe with the degrees of `parallel.submodels.language` in keys of `parallel` that are not set."""
+    """Return the recipe with the degrees of `parallel.submodels.language` in `parallel`, except for keys that are set.
+
+    The recipe is unchanged without submodels, or if the planner chooses them.
+    """
     parallel = recipe.parallel
     if parallel.submodels is None or parallel.submodels.auto:
         return recipe

@@ -4,9 +4,10 @@ Parent, file and overrides are called layers. A layer is flattened to leaves: `t
 `parallel.rules`. Merging is a dictionary update with one origin per leaf. These rules apply to each layer:
 
 * `parallel: auto` lets the planner choose every degree; degrees of earlier layers are dropped.
-* A layer that gives a degree or `parallel.submodels`, but not `parallel.auto`, turns auto off; omitted degrees are 1.
+* A layer that gives a degree or `parallel.submodels`, but not `parallel.auto`, turns auto off. Degrees that no layer
+  gives are then 1.
 * `tp` is an alias of `tp_x`.
-* `overlap: none`, `overlap: auto` and `parallel.submodels: auto` replace all earlier keys of their section; later keys
+* `overlap: none`, `overlap: auto` and `parallel.submodels: auto` replace all earlier keys of their section. Later keys
   of the section turn its `auto` off.
 """
 
@@ -27,12 +28,7 @@ import yaml
 from pydantic import BaseModel
 
 from hyper_parallel.config._contradictions import check_recipe
-from hyper_parallel.config._derived import (
-    derive_submodels,
-    derive_unset,
-    derive_warmup,
-    with_values,
-)
+from hyper_parallel.config._derived import derive_submodels, derive_unset, derive_warmup, with_values
 from hyper_parallel.config._preference_sections import PREFERENCE_STAGES
 from hyper_parallel.config._problems import (
     describe,
@@ -93,7 +89,7 @@ _ALTERNATIVES: Final = (
 """Pairs of alternative keys: a layer that sets one of them drops the other's value from earlier layers."""
 
 _OF_STAGES: Final = (("data", "packing"), ("data", "mask_documents"), ("training", "microbatch"))
-"""Keys derived by preference stages; a layer that changes the stage drops their values from earlier layers."""
+"""Keys derived by preference stages; a layer that changes to such a stage drops their earlier values."""
 
 _UNSET: Final = object()
 """Layer value that removes the values of earlier layers."""
@@ -111,7 +107,7 @@ class LoadedRecipe:
     Attributes:
         recipe: The resolved recipe.
         origins: Origin of every value by dotted key: `default`, `recipe`, `extends FILE`, `command line`, `derived:
-            why`, or a key of LlamaFactory.
+            REASON`, or the origin of a layer that `load_recipe` or `with_submodels` was given.
         path: The recipe file.
     """
 
@@ -120,8 +116,11 @@ class LoadedRecipe:
     path: Path
 
     def where(self, key: str) -> str:
-        """Return the origin of a value for error messages: `recipe.yaml: training.lr (set by command line)`."""
-        return _where(self.path, key, self.origins.get(key, _DEFAULT))
+        """Return the origin of a value or section for errors: `recipe.yaml: training.lr (set by command line)`."""
+        below = {origin for name, origin in self.origins.items() if name.startswith(f"{key}.")} - {_DEFAULT}
+        section = below.pop() if len(below) == 1 else "recipe" if below else _DEFAULT
+        origin = self.origins.get(key, _DEFAULT)
+        return _where(self.path, key, section if origin == _DEFAULT else origin)
 
 
 def load_recipe(
@@ -134,9 +133,10 @@ def load_recipe(
     Relative paths of inputs (model, source, tokenizer, ...) are resolved against the folder of their file if they exist
     there, else against the working directory. Overrides and `output_dir` are relative to the working directory.
 
-    The recipe replaces values of its parent, and overrides replace values of both, key by key. `null` in an override
-    unsets a key, so that its default applies. Steps replace earlier epochs, and epochs replace earlier steps. A change
-    to a preference stage drops earlier values of packing, document masks and microbatch.
+    The recipe replaces values of its parent, and overrides replace values of both, key by key. For a key that cannot be
+    null, the override `null` restores the default. A value of `steps` or `epochs`, `warmup_steps` or `warmup_ratio`,
+    `budget` or `max_slowdown` drops an earlier value of the other key. A change to a preference stage drops earlier
+    values of packing, document masks and microbatch.
 
     Args:
         path: YAML file, or JSON if the name ends in `.json`. A top-level `extends: other.yaml`, relative to the file,
@@ -145,10 +145,10 @@ def load_recipe(
         layers: Content that replaces the file: pairs of origin and values by dotted key. None: read the file.
 
     Raises:
-        RecipeUnreadable: HP103 if a file is missing, is a data file, has a syntax error (with its line), or is not a
-            mapping.
-        UnknownKey: HP101 with the nearest key.
-        BadValue: HP102 with the allowed values.
+        RecipeUnreadable: HP103 if a file cannot be read, is a data file, is too large, has a syntax error (with its
+            line), or is not a mapping.
+        UnknownKey: HP101 with the nearest key, if one is similar.
+        BadValue: HP102 for a value that its key does not allow, and for an override in another form than `key=value`.
         Contradiction: HP104 if values contradict each other, or if the parent has a parent.
         DegreesMismatch: HP301 if the degrees do not multiply to `parallel.world_size`.
 
@@ -213,8 +213,8 @@ class _Sources:
 def refuse_data_file(path: Path, command: str | None = None) -> None:
     """Raise RecipeUnreadable (HP103) if a data file is given as the recipe.
 
-    The hint is the command with a recipe in place of the file; it reads the file as data, except for `plan`. `command`
-    is the name of the command, such as `train`; None: the hint is a sentence, also for callers in Python.
+    `command` is the name of the command, such as `train`. The hint is this command with a recipe that reads the file as
+    data; for `plan`, with a recipe only. None, as for callers in Python: the hint is a sentence.
     """
     if is_data_file(path) and path.is_file():
         hint = "give a recipe that names the file under `data.source`"
@@ -233,7 +233,7 @@ def refuse_data_file(path: Path, command: str | None = None) -> None:
 
 
 def missing_run(path: Path, content: str, allowed: str, command: str) -> RunUnreadable:
-    """Return the error (HP603) for a path that is not a run directory with `content`, such as `checkpoints`.
+    """Return the error (HP603) for a path that is not a run directory, or one without `content` such as `checkpoints`.
 
     `allowed` describes valid paths. `command` is the hint if no similar path exists.
     """
@@ -270,7 +270,7 @@ def _as_yaml(value: object) -> str:
 
 
 def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
-    """Return the recipe with epochs replaced by the equivalent number of steps.
+    """Return the recipe with `training.steps` in place of `training.epochs`; `steps` is the equivalent number.
 
     Raises:
         Contradiction: HP104 if other values contradict `steps`, such as a longer warm-up or decay.
@@ -282,7 +282,7 @@ def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
 
 
 def with_submodels(loaded: LoadedRecipe, parts: Mapping[str, Mapping[str, Any]], origin: str) -> LoadedRecipe:
-    """Return the recipe with `parallel.submodels` set to the planner's choice.
+    """Return the recipe with `parallel.submodels` set to the planner's choice, and without `parallel.world_size`.
 
     Args:
         loaded: Recipe with `parallel.submodels: auto`.
@@ -344,7 +344,7 @@ def _grandparent_error(parent: Path, grandparent: object) -> Contradiction:
 
 
 def _resolve_paths(file: Path, layer: dict[_Key, Any]) -> dict[_Key, Any]:
-    """Return the layer in which each relative path that exists in the file's folder has that folder as prefix."""
+    """Add the folder of `file` to each relative path of the layer that exists in it; return the changed layer."""
 
     def resolve(value: Any) -> Any:
         if isinstance(value, list):  # mixed sources
@@ -398,16 +398,20 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
         if whole or unset:
             layer = {k: v for k, v in layer.items() if k[: len(key)] != key}
             layer[key] = _UNSET
+        items = [] if unset else [(key, value)]
         if isinstance(value, Mapping):
-            nested = reduce(lambda inner, part: {part: inner}, reversed(key), value)
-            layer.update(_flatten(nested, Recipe))
-        elif not unset:
-            layer[key] = value
+            items = [*_flatten(reduce(lambda inner, part: {part: inner}, reversed(key), value), Recipe)]
+        for name_of_item, item in items:
+            layer.pop(name_of_item, None)  # a repeated key counts at its last place
+            layer[name_of_item] = item
     return layer
 
 
 def _override_hint(words: Sequence[str]) -> str | None:
-    """Return the hint for a malformed override, such as `key: value` or `--key=value`; None if no key is similar."""
+    """Return the hint for a malformed override; None if no key is similar.
+
+    `words` is the override, such as `key: value` or `--key=value`, and the next word of the command line, if any.
+    """
     name, sign, text = re.fullmatch(r"-*([^=:]*)([=:]?)(.*)", words[0], re.DOTALL).groups()  # type: ignore[union-attr]
     known = [key for key, _ in leaves(Recipe)]
     near = difflib.get_close_matches(name.strip(), known, n=1)
@@ -514,7 +518,7 @@ def _drop(merged: dict[_Key, tuple[Any, str]], key: _Key) -> None:
 
 
 def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any]) -> None:
-    """Remove earlier values of keys that `layer` replaces by another key, or by another stage (`_OF_STAGES`)."""
+    """Drop earlier values that `layer` replaces by an alternative key or, for `_OF_STAGES`, by another stage."""
 
     def is_set(key: _Key) -> bool:
         return layer.get(key) not in (None, _UNSET)
@@ -597,7 +601,10 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return a recipe for any directory: absolute paths, if they exist or are written; Hub names for Hub snapshots."""
+    """Return a copy of a recipe for any working directory.
+
+    Inputs that exist and directories to write become absolute paths, snapshots in the Hub's cache become Hub names.
+    """
 
     def absolute(value: str | None, written: bool) -> str | None:
         if not value or value in _WORDS:
@@ -666,7 +673,7 @@ KNOWN_REWARDS = ("exact_match", "prefix_match", "environment")
 
 
 def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield pairs of key and value for each recipe value that names code that a run would import."""
+    """Yield pairs of dotted key and value for the recipe values that name code for a run to import."""
     if recipe.model.trust_remote_code:
         yield "model.trust_remote_code", "true"
     if "." in recipe.training.optimizer:

@@ -1,4 +1,7 @@
-"""Contradictions of preference stages (dpo, orpo, kto, rm and grpo) with other values of a recipe."""
+"""Contradictions of preference stages (dpo, orpo, kto, rm and grpo) with other values of a recipe.
+
+Values of the section `grpo` are checked with `stage: grpo` only, because other stages refuse them altogether.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from hyper_parallel.config._rules import Rule, Rules, offload_off
 
 
 def _packed(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `masks`, the override that packing=false needs; None if sequences are not packed."""
+    """Return, as `masks`, the further override that `packing=false` needs; None if sequences are not packed."""
     data = recipe.data
     return {"masks": "" if data.mask_documents is None else " data.mask_documents=null"} if data.packing else None
 
@@ -19,9 +22,10 @@ def _packed(recipe: Recipe) -> dict[str, str] | None:
 def _without_axes(recipe: Recipe) -> dict[str, str] | None:
     """Return, as `change`, the overrides that turn pipeline and context parallelism off; None without either."""
     parallel = recipe.parallel
-    if recipe.stage != "grpo" or (parallel.pp == 1 and parallel.cp == 1):
+    if parallel.pp == 1 and parallel.cp == 1:
         return None
     values = {
+        "auto=true": parallel.auto,  # otherwise the given degrees would turn it off
         "world_size=null": not parallel.auto and parallel.world_size is not None,
         "schedule=1f1b virtual_stages=1": parallel.virtual_stages > 1,
         "schedule_file=": parallel.schedule_file != "",
@@ -40,7 +44,7 @@ def _ahead(recipe: Recipe) -> dict[str, str]:
 
 
 def _partial(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `ahead`, the overrides that partial rollouts need; None without partial rollouts or if none is."""
+    """Return, as `ahead`, the overrides that partial rollouts need; None if they need none, or are off."""
     grpo, training = recipe.grpo, recipe.training
     if not grpo.partial_rollout or (grpo.max_staleness and not training.deterministic):
         return None
@@ -62,7 +66,7 @@ def _stale_without_ranks(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _next_multiple(recipe: Recipe, every: int, iterations: int) -> int:
-    """Return the next interval that both a rollout's steps and, for `keep_best`, evaluations divide."""
+    """Return `every`, rounded up to a multiple of `iterations` and, with `keep_best`, of the evaluation interval."""
     evaluations = recipe.training.eval_every if recipe.checkpoint.keep_best else 0
     unit = math.lcm(iterations, evaluations or 1)
     return every + -every % unit
@@ -94,7 +98,7 @@ def _rewards_of_one_name(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _lacking_reference(recipe: Recipe) -> dict[str, str] | None:
-    """Return, as `needed`, the overrides missing for `reference_role: sampler`; None for `learner` or if none is."""
+    """Return, as `needed`, the overrides that `reference_role: sampler` lacks; None for `learner`, or if it has all."""
     grpo = recipe.grpo
     values = {f"grpo.rollout_ranks={grpo.copy_ranks}": not grpo.rollout_ranks, "grpo.beta=0.04": not grpo.beta}
     needed = " ".join(text for text, is_missing in values.items() if is_missing)
@@ -127,10 +131,13 @@ PREFERENCE_RULES: Final[Rules] = (
          "`training.check_ranks_every` needs a model that predicts tokens, but a reward model only scores texts",
          "stage=rm, training.check_ranks_every={training.check_ranks_every}",
          "set `training.check_ranks_every=0`"),
+)  # fmt: skip
+
+GRPO_RULES: Final[Rules] = (
     Rule("grpo.{name}",
          lambda r: [{"name": name, "number": number}
                     for name, number in (("rollout_ranks", r.grpo.copy_ranks), ("rollout_tp", 1))
-                    if r.stage == "grpo" and not r.parallel.auto and getattr(r.grpo, name) == "auto"],
+                    if not r.parallel.auto and getattr(r.grpo, name) == "auto"],
          "the planner divides ranks between training and sampling only with `parallel: auto`",
          "{name}=auto, parallel.auto=false", "set `parallel=auto`, or `grpo.{name}={number}`"),
     Rule("parallel", _without_axes,

@@ -30,7 +30,7 @@ S = TypeVar("S", bound=BaseModel)
 _MOST_PROBLEMS: Final = 50
 """Maximum number of pydantic errors converted per file."""
 _SHORTEST: Final = 4
-"""Minimum number of letters for matching a word as the beginning of a longer word."""
+"""Minimum number of letters of a word that is matched with the beginning of a longer word."""
 _ASSIGNMENT: Final = re.compile(r"([a-z_]+?)[=:]?(\d+)")
 """Key and number in one word, such as `dp2` or `tp=4`."""
 
@@ -44,7 +44,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """Return the first section class in an annotation such as X, X | None, tuple[X, ...] or dict[str, X]; else None."""
+    """Return the first section class in an annotation, as X in `X | None` or `dict[str, X]`; None without one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     inner = (section_of(argument) for argument in typing.get_args(annotation))
@@ -61,7 +61,10 @@ def optional_section(annotation: object) -> type[BaseModel] | None:
 
 
 def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | None:
-    """Return the field that a path of keys, aliases and list indices refers to; None for an unknown key."""
+    """Return the field of a path of keys, aliases and list indices; None for an unknown key.
+
+    A part after a list or mapping is an index or a free key. It refers to the field of that list or mapping.
+    """
     section: type[BaseModel] | None = model
     field: FieldInfo | None = None
     parts = iter(path)
@@ -131,7 +134,7 @@ def keys_of(model: type[BaseModel]) -> list[str]:
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield pairs of dotted key and field of a section; a nested section that may be null is a single key."""
+    """Yield pairs of dotted key, after `prefix`, and field; a nested section that may be null is a single key."""
     for name, field in model.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -141,7 +144,7 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None:
-    """Return the key that the user probably meant by an unknown key, or None.
+    """Return the dotted key that the user probably meant by the unknown key at `path`; None if no key is similar.
 
     Order of preference: an equal key of another section; a similar key of the same section; the only key there that
     begins with the unknown key and `_`; the recipe key for a similar key of another section or training program.
@@ -163,7 +166,7 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key, and each alias, of every value in a section and its nested sections."""
+    """Yield the dotted key and aliases of every value in a section, its nested sections and those that may be null."""
     for name in keys_of(model):
         field = model.model_fields.get(name)
         inner = None if field is None else optional_section(field.annotation)
@@ -239,7 +242,7 @@ def _near_word(value: str, words: Sequence[str]) -> str | None:
 
 
 def _allowed_strings(annotation: Any) -> list[str]:
-    """Return the words that a type annotation allows: literal texts, true and false, and words for a section."""
+    """Return the words that an annotation, or a mapping's values, allow: literals, true, false, words for a section."""
     if typing.get_origin(annotation) is typing.Literal:
         return [word for word in typing.get_args(annotation) if isinstance(word, str)]
     if annotation is bool:
@@ -321,8 +324,8 @@ class _InvalidValues:
 
     Attributes:
         model: Section at the root of the file.
-        where: Returns the origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
-        as_override: Returns key and value as an assignment in the user's syntax; third argument: key the user wrote.
+        where: As for `validated`.
+        as_override: As for `validated`.
         data: Values of the file, as passed to pydantic.
     """
 
@@ -342,7 +345,7 @@ class _InvalidValues:
         return [problem for item in items.values() for problem in self._item_problems(item)]
 
     def _item_problems(self, item: ErrorDetails) -> list[HyperParallelError]:
-        """Return the coded errors of one pydantic error: one per leaf of an unexpected mapping, else one."""
+        """Return one coded error for a pydantic error, or one per leaf for a mapping at a key without keys."""
         # A tagged union puts its tag into the path, in brackets.
         path = tuple(part for part in item["loc"] if not str(part).startswith("["))
         value = item["input"]
@@ -425,7 +428,7 @@ class _InvalidValues:
         )
 
     def _value_hint(self, path: Sequence[str | int], value: object) -> str | None:
-        """Return a hint that names a similar value, a list, another key or the default; None if none of them fits."""
+        """Return a hint with a similar value, a list, another key or, if none of these fits, the default; else None."""
         field, key = field_at(self.model, path), dotted(path)
         if field is None:
             return None
@@ -440,7 +443,7 @@ class _InvalidValues:
         return f"write `{self.as_override(key, whole, key)}`"
 
     def _default_hint(self, field: FieldInfo, key: str) -> str | None:
-        """Return a hint with the default value; None if the default is not a plain value or the key is in a list."""
+        """Return a hint with the default; None for a required key, one in a list, or a default that is a collection."""
         plain = field.default is None or isinstance(field.default, (bool, int, float, str))
         if "[" in key or not plain or not _accepts(field, field.default):
             return None
@@ -496,7 +499,7 @@ def validated(
     where: Callable[[str], str],
     as_override: Callable[[str, object, str], str],
 ) -> S:
-    """Return the validated section.
+    """Return the validated section; if there are several problems, the error lists the others.
 
     Args:
         model: Class of the section.
@@ -531,7 +534,7 @@ def _short(value: object) -> str:
 
 
 def raise_all(errors: Sequence[HyperParallelError]) -> None:
-    """Raise the first of several errors, with one line for each other error; return if there are none."""
+    """Raise the first error, with one line for each other error; return if there are none."""
     if not errors:
         return
     first = errors[0]

@@ -26,7 +26,7 @@ else:
     _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 LIMITS: Final = Limits(num_bytes=512 * 1024, num_elements=50_000, depth=30, integer_bits=4096)
-"""Limits of a recipe, a topology or a list of data sets."""
+"""Limits of a recipe, a topology, a file of LlamaFactory or a list of data sets."""
 
 _MERGE: Final = "tag:yaml.org,2002:merge"
 _LONG_NUMBER: Final = re.compile(r"[-+]?[0-9.][0-9a-fA-FxXobeE_:.+-]{1000,}\Z")
@@ -46,10 +46,7 @@ class _StrictLoader(_Loader):
                 break  # the parent class raises
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    f"the key `{key!s:.80}` is given twice",
-                    key_node.start_mark,
+                    None, None, f"the key `{key!s:.80}` is given twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
@@ -80,8 +77,8 @@ def read_mapping(path: Path, error: type[HyperParallelError], file_type: str) ->
         file_type: File type for messages: `recipe`, `topology file`.
 
     Raises:
-        HyperParallelError: Instance of `error`, if the file is missing, is not UTF-8 text, is not YAML or JSON, repeats
-            a key, exceeds `LIMITS`, or is not a mapping with text keys.
+        HyperParallelError: Instance of `error`, if the file cannot be read, is not UTF-8 text, is not YAML or JSON,
+            repeats a key, exceeds `LIMITS`, or is not a mapping with text keys.
     """
 
     def refusal(problem: str, place: str = "", hint: str | None = None) -> HyperParallelError:
@@ -130,7 +127,7 @@ def parse_yaml(text: str, limits: Limits = LIMITS) -> Any:
 
     Raises:
         yaml.YAMLError: The text is not YAML, repeats a key, or contains an invalid number or date.
-        LimitExceeded: The text exceeds the limits.
+        LimitExceeded: The text exceeds the limits, or contains a number of more than 1,000 characters.
     """
     if len(text) > limits.num_bytes:
         raise LimitExceeded(f"{len(text):,} characters, more than {limits.num_bytes:,}")

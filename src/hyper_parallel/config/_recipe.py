@@ -32,7 +32,7 @@ else:
     BackendName = Literal[tuple(BACKENDS)]
 
 Bytes = Annotated[int, BeforeValidator(size)]
-"""Number of bytes; text such as `12GiB` is accepted."""
+"""Number of bytes, at least 1; a text such as `12GiB` is converted."""
 
 
 class Offload(Section):
@@ -101,7 +101,7 @@ class Lora(Section):
     ] = "all-linear"
     """Linear modules with an adapter: name suffixes (`[q_proj, v_proj]`), a regular expression, or all-linear."""
     use_rslora: bool = False
-    """Scale by `lora_alpha / sqrt(r)` instead (rank-stabilized LoRA)."""
+    """Multiply the output of an adapter by `lora_alpha / sqrt(r)`, not `lora_alpha / r` (rank-stabilized LoRA)."""
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=MOST_RANK)]] = Field(default_factory=dict)
     """Exceptions to `r`: module-name suffix or regular expression to rank."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
@@ -196,7 +196,7 @@ class Launch(Section):
     @field_validator("time", mode="before")
     @classmethod
     def _time(cls, value: object) -> object:
-        """Reject numbers, because YAML 1.1 reads an unquoted 12:00:00 as a base-60 integer, and invalid formats."""
+        """Reject invalid formats, and integers, because YAML 1.1 reads an unquoted 12:00:00 as a base-60 integer."""
         if isinstance(value, int) and not isinstance(value, bool):
             raise ValueError("YAML reads an unquoted time as a number; quote it, as in time: '12:00:00'")
         if isinstance(value, str):

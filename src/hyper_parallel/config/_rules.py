@@ -21,8 +21,8 @@ class Rule:
 
     Attributes:
         key: Dotted key at which the error is reported.
-        when: Returns a false value if a recipe satisfies the rule. Otherwise returns True, a mapping of placeholders
-            for the texts, or a list of such mappings, one per contradiction.
+        when: Returns a false value if a recipe satisfies the rule. Otherwise returns a mapping from placeholders to
+            values, a list of such mappings, one per contradiction, or any other true value.
         problem: Sentence that explains the contradiction.
         got: The contradicting values.
         hint: A change that satisfies the rule.
@@ -54,7 +54,7 @@ class Rule:
 
 
 def offload_off(recipe: Recipe) -> str:
-    """Return the overrides that disable offload and reset its other keys, such as `offload.budget=null`."""
+    """Return the overrides that reset the changed keys of `offload`, which disables it: `offload.budget=null`."""
     defaults = {"reorder": "true", "recompute": "true"}
     changed = recipe.offload.model_dump(exclude_defaults=True)
     return " ".join(f"offload.{name}={defaults.get(name, 'null')}" for name in changed)
@@ -74,7 +74,10 @@ def broken_rules(rules: Rules, recipe: Recipe, where: Callable[[str], str]) -> I
 
 
 class _Texts(Formatter):
-    """Formatter of rule texts; a placeholder is a keyword argument, else an attribute of the recipe, `args[0]`."""
+    """Formatter of rule texts; a placeholder is a keyword argument, else an attribute of the recipe, `args[0]`.
+
+    None, True and False are written as in YAML.
+    """
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return kwargs[str(key)] if key in kwargs else getattr(args[0], str(key))

@@ -10,7 +10,7 @@ from hyper_parallel.config._sections import Training
 from hyper_parallel.config.schedules import SCHEDULE_ARGS
 
 _WITH_MIN_RATIO: Final = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
-"""Transformers schedules that use `training.min_lr_ratio`."""
+"""Schedules of transformers that use `training.min_lr_ratio`."""
 
 
 def _invalid_arguments(recipe: Recipe) -> list[dict[str, Any]]:

@@ -11,16 +11,7 @@ from itertools import count, islice
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from hyper_parallel.config._values import (
     LEAST_TRAINED_VOCABULARY,
@@ -43,18 +34,6 @@ from hyper_parallel.config.foreign_keys import ForeignKey
 from hyper_parallel.config.schedules import ScheduleName
 from hyper_parallel.units import MiB, TiB, canonical_dtype
 
-__all__ = [
-    "LEAST_TRAINED_VOCABULARY",
-    "MOST_SEQ_LEN",
-    "Checkpoint",
-    "Data",
-    "Model",
-    "Overlap",
-    "Parallel",
-    "Section",
-    "Training",
-]
-
 
 class Section(BaseModel):
     """Base class of every section: unknown keys are errors, instances are immutable."""
@@ -73,7 +52,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _expand_word(cls, data: object) -> object:
-        """Replace a word that stands for the section by a mapping with the key `auto`."""
+        """Replace a word that stands for the section by the key `auto`: true for `auto`, false for other words."""
         return {"auto": data == "auto"} if data in cls.WORDS else data
 
     @field_validator("*")
@@ -144,7 +123,7 @@ class MixedSource(Section):
 
 
 def _entry(value: object) -> object:
-    """Return the entry for a text in a list of sources; other values are unchanged."""
+    """Return the entry of a source that is given as a text; other values are unchanged."""
     return {"source": value} if isinstance(value, str) else value
 
 
@@ -236,7 +215,7 @@ class Data(Section):
     """Directory for tokenized data. None: the user's cache directory."""
 
     def parts(self) -> list[tuple[Data, float]]:
-        """Return pairs of a `Data` section with a single source, and its weight; one pair per source."""
+        """Return one pair per source: a `Data` section with this source only, and its weight (1 for one source)."""
         if isinstance(self.source, str):
             return [(self, 1.0)]
         whole = self.model_dump()
@@ -296,8 +275,8 @@ class Training(Section):
     decay_steps: int | None = Field(default=None, ge=0, le=MOST_STEPS)
     """Steps of the final decay of `wsd` and `warmup_stable_decay`. None: a tenth of the run, at least 1."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Final learning rate as a fraction of `lr`. cosine, wsd and linear reach this rate one step after the last
-    step."""
+    """Final learning rate as a fraction of `lr`; with `lr_schedule: warmup_stable_decay`, the default is 0. cosine, wsd
+    and linear reach this rate one step after the last step."""
     optimizer: Annotated[str, BeforeValidator(canonical_optimizer)] = "adamw"
     """adamw, adam, sgd, adafactor, or muon (linear weights; AdamW for the rest). Also accepted: transformers' name of
     an optimizer of torch, torchao or bitsandbytes, or the dotted path of a class."""
@@ -398,7 +377,7 @@ class LanguageDegrees(TowerDegrees):
 
 
 def _refuse_keys_beside_auto(section: _S) -> _S:
-    """Return the section; raise ValueError if `auto` is true and another key is set."""
+    """Return the section unchanged; raise ValueError if `auto` is true and another key is set."""
     if getattr(section, "auto", False) and section.model_fields_set - {"auto"}:
         name = type(section).__name__.lower()
         raise ValueError(f"`{name}: auto` cannot be combined with other keys of `{name}`, which the planner chooses")
@@ -554,8 +533,8 @@ class Overlap(Section):
     tp: Literal["none", "chunks", "symmetric", "half-batch"] = "none"
     """Collectives of tensor parallelism. chunks: one chunk of tokens is multiplied with the weights of a block while
     others are gathered or scattered. symmetric: CUDA operators gather or scatter tokens while they multiply them, over
-    symmetric memory. half-batch: layers run on two halves of the sequences of a microbatch, and one
-    half computes while a collective of the other is in flight."""
+    symmetric memory. half-batch: layers run on two halves of the sequences of a microbatch, and one half computes while
+    a collective of the other is in flight."""
     ep: Literal["none", "chunks", "half-batch"] = "none"
     """All-to-all of tokens to experts and back. chunks: one chunk of tokens is sent while another is computed.
     half-batch: as for `tp`; either key sets it for both."""
@@ -571,7 +550,7 @@ class Checkpoint(Section):
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints. 0: only after the last step and as `every_minutes` requires."""
     every_minutes: float = Field(default=30.0, ge=0, le=MOST_SECONDS)
-    """Minutes after the last checkpoint at which the next step ends with another, independent of `every`. 0: never."""
+    """Minutes since the last checkpoint after which a step ends with a new one, independent of `every`. 0: never."""
     snapshot_every: int = Field(default=0, ge=0)
     """Steps between snapshots in memory (/dev/shm), from which restarted ranks continue (`training.max_restarts`). 0:
     none."""

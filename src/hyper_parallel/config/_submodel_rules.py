@@ -17,7 +17,7 @@ def _submodels(recipe: Recipe) -> Submodels:
 
 
 def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the placeholder values for the first part whose ranks do not match its degrees; None if all match."""
+    """Return the placeholder values for the first part with other ranks than its degrees need; None if all match."""
     parts = _submodels(recipe)
     for name, part in {"language": parts.language, **parts.towers}.items():
         if part.ranks is not None and len({*part.ranks}) != part.num_ranks:
@@ -26,7 +26,7 @@ def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _used_ranks(recipe: Recipe) -> set[int]:
-    """Return the ranks that have a part of the model; the empty set if a part has a wrong number of ranks."""
+    """Return the ranks that run a part of the model; the empty set if a part has a wrong number of ranks."""
     if _wrong_number_of_ranks(recipe) is not None:
         return set()
     return {rank for ranks in _submodels(recipe).members.values() for rank in ranks}
@@ -66,11 +66,15 @@ def _other_degrees(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def _excluded_settings(recipe: Recipe) -> list[dict[str, str]]:
-    p, training, overlap = recipe.parallel, recipe.training, recipe.overlap
+    p, training, overlap, data = recipe.parallel, recipe.training, recipe.overlap, recipe.data
+    sft = "stage=sft" + " data.format=auto" * (data.format in ("text", "jsonl", "parquet", "csv"))
+    sft += " data.source=FILE" * (data.source == "python-stdlib")
+    one = "parallel.submodels=null"
+    one += " parallel.auto=true" * (_submodels(recipe).auto and p.world_size is not None)
     excluded = {
         "parallel.auto=false": p.auto,
         "parallel.world_size=null": not _submodels(recipe).auto and p.world_size is not None,
-        "stage=sft": recipe.stage != "sft",
+        sft: recipe.stage != "sft",
         "backend=torch": recipe.backend != "torch",
         "overlap=none": overlap.tp != "none" or overlap.ep != "none",
         offload_off(recipe): recipe.offload.on,
@@ -80,7 +84,7 @@ def _excluded_settings(recipe: Recipe) -> list[dict[str, str]]:
         "training.neftune_noise_alpha=null": training.neftune_noise_alpha is not None,
         "checkpoint.snapshot_every=0": recipe.checkpoint.snapshot_every > 0,
     }
-    return [{"name": h.partition("=")[0], "hint": h} for h, applies in excluded.items() if applies]
+    return [{"name": h.partition("=")[0], "hint": h, "one": one} for h, applies in excluded.items() if applies]
 
 
 SUBMODEL_RULES: Final[Rules] = (
@@ -104,5 +108,5 @@ SUBMODEL_RULES: Final[Rules] = (
          "set `parallel.{axis}={degree}`"),
     Rule("{name}", _excluded_settings,
          "this value of `{name}` needs one layout for the whole model", "parallel.submodels",
-         "set `{hint}`, or `parallel.submodels=null`"),
+         "set `{hint}`, or `{one}`"),
 )  # fmt: skip

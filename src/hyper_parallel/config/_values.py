@@ -9,11 +9,11 @@ from hyper_parallel.errors import abbreviated
 from hyper_parallel.units import parse_bytes
 
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-"""Number that YAML 1.1 parses as text, because it lacks a decimal point or a sign of its exponent."""
+"""Number that YAML 1.1 reads as a text, because it lacks a decimal point or the sign of the exponent."""
 
 
 def arguments(value: object) -> object:
-    """Convert texts such as `1e-8`, which YAML 1.1 reads as text, to numbers; values other than dicts are unchanged."""
+    """Convert the texts of a dict that are numbers, such as `1e-8`; a value that is not a dict is unchanged."""
     if not isinstance(value, dict):
         return value
     return {k: float(v) if isinstance(v, str) and _EXPONENT.fullmatch(v) else v for k, v in value.items()}
@@ -27,7 +27,7 @@ _ADAMW = (
 
 
 def canonical_optimizer(value: object) -> object:
-    """Return an optimizer's name in lower case, `adamw` for the names in `_ADAMW`; class paths are unchanged."""
+    """Return an optimizer's name in lower case, or `adamw` for a name in `_ADAMW`; other values are unchanged."""
     if not isinstance(value, str) or "." in value:
         return value
     name = value.lower()
@@ -35,7 +35,10 @@ def canonical_optimizer(value: object) -> object:
 
 
 def size(value: object) -> int | None:
-    """Return the bytes of a text such as `12GiB` or a whole number; None for None. Raise ValueError if below 1."""
+    """Return the bytes of a text such as `12GiB` or a whole number; None for None.
+
+    Raise ValueError for any other value, and for less than one byte.
+    """
     if value is None:
         return None
     number = parse_bytes(value) if isinstance(value, str) else value
@@ -47,12 +50,12 @@ def size(value: object) -> int | None:
 
 
 def size_or_auto(value: object) -> object:
-    """Return the number of bytes like `size`; the word `auto` is unchanged."""
+    """Return the word `auto` unchanged, and the bytes of any other value as `size`."""
     return value if value == "auto" else size(value)
 
 
 def rate(value: object) -> object:
-    """Return the bytes/s of a text such as `50GB/s`; otherwise like `size`."""
+    """Return the bytes/s of a text such as `50GB/s`; other values and errors as for `size`."""
     try:
         return size(value.removesuffix("/s") if isinstance(value, str) else value)
     except ValueError:
@@ -72,7 +75,7 @@ MOST_RANKS: Final = 2**20
 MOST_STAGES: Final = 2**12
 """Maximum pipeline stages, and maximum virtual stages per rank."""
 MOST_LAYERS: Final = 2**16
-"""Maximum decoder layers of one stage."""
+"""Maximum decoder layers of one stage, and of recomputed layers."""
 MOST_STEPS: Final = 10**9
 """Maximum steps of a run, and maximum epochs."""
 MOST_SEQ_LEN: Final = 2**25
@@ -90,7 +93,7 @@ MOST_RANK: Final = 2**16
 MOST_REPEATS: Final = 2**16
 """Maximum completions per prompt, optimizer steps on the same completions, and staleness in rollouts."""
 MOST_SECONDS: Final = 1e9
-"""Maximum seconds or minutes of a deadline: 1e9 s is about thirty years."""
+"""Maximum seconds or minutes of a timeout or interval: 1e9 s is about thirty years."""
 MOST_WEIGHT: Final = 1e9
 """Maximum weight of a mixed source; the minimum is 1 / this value. Within these bounds, rounding errors of float64 are
 negligible."""

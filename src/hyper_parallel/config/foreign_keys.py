@@ -1,7 +1,7 @@
 """Keys of other training programs, with the corresponding recipe keys, for hints in errors about unknown keys.
 
-Sources include `TrainingArguments` of transformers, the configs of TRL, torchtitan and verl, the YAML files of
-LlamaFactory and axolotl, and Megatron's options. A recipe that contains such a key is rejected.
+The keys are those of `TrainingArguments` of transformers, the configs of TRL, torchtitan and verl, the YAML files of
+LlamaFactory and axolotl, and Megatron's options, among others. A recipe that contains such a key is rejected.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class ForeignKey:
-    """Key of another program.
+    """Counterpart of a key of another program: a recipe key, or advice.
 
     Attributes:
-        key: Corresponding recipe key; empty if there is none.
-        values: Map from the program's values to the recipe's, for values that are spelled differently.
+        key: Corresponding recipe key; empty if there is `advice`.
+        values: Recipe values by the program's values, for those that are spelled differently.
         advice: Hint for a key that no single recipe key with the same value can replace.
     """
 
@@ -127,52 +127,39 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
     "parallel.tp": (
         "tensor_parallel_size", "tensor_parallel_degree", "tensor_model_parallel_size", "tp_size", "tensor_parallel",
     ),
-    "parallel.pp": (
-        "pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size", "pp_size",
-    ),
+    "parallel.pp": ("pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size", "pp_size"),
     "parallel.cp": (
         "context_parallel_size", "context_parallel_degree", "sequence_parallel_size", "sequence_parallel_degree",
         "cp_size",
     ),
-    "parallel.ep": (
-        "expert_parallel_size", "expert_parallel_degree", "expert_model_parallel_size", "ep_size",
-    ),
+    "parallel.ep": ("expert_parallel_size", "expert_parallel_degree", "expert_model_parallel_size", "ep_size"),
     "parallel.dp_shard": (
         "data_parallel_shard_degree", "dp_shard_size", "fsdp_size", "dp", "dp_size", "data_parallel_size",
         "data_parallel_degree", "data_parallel",
     ),
     "parallel.dp_replicate": ("data_parallel_replicate_degree", "dp_replicate_size"),
 }  # fmt: skip
-"""Recipe keys, with the names in other programs of the same setting; hints keep the value if the key accepts it."""
+"""Names of the same setting in other programs, by recipe key; hints keep the value if the key accepts it."""
 
 _CONVERTED: Final = (
     (
         ForeignKey("training.recompute", _RECOMPUTE),
-        (
-            "gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing",
-            "enable_gradient_checkpointing",
-        ),
+        ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing",
+         "enable_gradient_checkpointing"),
     ),
-    (
-        ForeignKey("training.recompute", _MODES),
-        ("recompute_granularity", "recompute_method", "activation_checkpoint.mode"),
-    ),
-    (
-        ForeignKey("training.lr_schedule", _SCHEDULES),
-        ("lr_scheduler_type", "lr_scheduler", "lr_decay_style", "lr_scheduler.decay_type"),
-    ),
+    (ForeignKey("training.recompute", _MODES),
+     ("recompute_granularity", "recompute_method", "activation_checkpoint.mode")),
+    (ForeignKey("training.lr_schedule", _SCHEDULES),
+     ("lr_scheduler_type", "lr_scheduler", "lr_decay_style", "lr_scheduler.decay_type")),
     (ForeignKey("training.report_to", _TRACKERS), ("report_to",)),
     (ForeignKey("training.optimizer", _OPTIMIZERS), ("optimizer.name", "optim")),
     (ForeignKey("training.compile"), ("compile.enable",)),
     (ForeignKey("training.dtype", _BFLOAT16), ("bf16",)),
     (ForeignKey("training.dtype", _FLOAT16), ("fp16",)),
     (ForeignKey("training.dtype"), ("torch_dtype",)),
-    (
-        ForeignKey("model.attn_implementation", _ATTENTION),
-        ("flash_attn", "flash_attention", "use_flash_attention_2"),
-    ),
+    (ForeignKey("model.attn_implementation", _ATTENTION), ("flash_attn", "flash_attention", "use_flash_attention_2")),
 )  # fmt: skip
-"""Recipe keys whose values may be spelled differently in other programs, with the names there."""
+"""Pairs of a recipe key whose values may be spelled differently elsewhere, and its names in other programs."""
 
 _ADVICE: Final[Mapping[str, tuple[str, ...]]] = {
     "training.tokens_per_step is the global batch size in tokens: sequences times data.seq_len": (
@@ -258,7 +245,7 @@ _ADVICE: Final[Mapping[str, tuple[str, ...]]] = {
         "overwrite_cache", "plot_loss", "logging_dir", "push_to_hub", "tf32", "include_num_input_tokens_seen",
     ),
 }  # fmt: skip
-"""Hints that replace a recipe key, with the keys of other programs to which they apply."""
+"""Keys of other programs that no single recipe key replaces, by the advice that hints give for them."""
 
 FOREIGN_KEYS: Final[Mapping[str, ForeignKey]] = MappingProxyType(
     {
@@ -297,4 +284,4 @@ FOREIGN_VALUES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "training.dtype": {"half": "float16", "float": "float32", "single": "float32"},
     }
 )  # fmt: skip
-"""By recipe key, a map from values of other programs, in lower case, to recipe values."""
+"""Recipe values by recipe key, then by value of another program in lower case."""

@@ -1,9 +1,9 @@
 """Models and tokenizers by their name on the Hugging Face hub: `org/name`, or `org/name@revision`.
 
 A name is looked up in the cache of `huggingface_hub`, whose folders this module reads without importing the library.
-Missing files are downloaded by `hyper_parallel.hub.download` in a separate process. After `stay_offline`, this process
-remains offline, so that no other library downloads kernels, code or configurations. A revision is resolved to a commit,
-which is also the name of the snapshot folder.
+Missing files are downloaded by `hyper_parallel.hub.download` in a separate process. `stay_offline` keeps the libraries
+of this process from downloading kernels, code or configurations. A revision is resolved to a commit, which is also the
+name of the snapshot folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hyper_parallel.received import Limits, read_json, read_text
 _log = logging.getLogger(__name__)
 
 Part = Literal["config", "tokenizer", "model"]
-"""Requested files: the config; a tokenizer with the config; or all files for training and generation."""
+"""Requested files: the config; a tokenizer, with the config if there is one; or all files for training."""
 
 VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """Vocabulary files; a tokenizer has at least one."""
@@ -47,7 +47,7 @@ _INDEX: Final = Limits(num_bytes=256 * 1024**2, num_elements=5_000_000)
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """Repository on the hub, with a branch, tag or commit; no revision means the newest commit of the main branch."""
+    """Repository on the hub, with a branch, tag or commit; None: the newest commit of the branch `main`."""
 
     repository: str
     revision: str | None = None
@@ -69,7 +69,8 @@ class HubName:
 def parse_name(text: str) -> HubName | None:
     """Parse `org/name` or `org/name@revision`; return None for a text that is a path or has another form.
 
-    A text is a path if its first component exists or is a usual folder name, or if it ends like a file name.
+    A text is a path if its first component exists in the working directory or is a usual folder name (`_FOLDERS`), or
+    if it has the extension of a file.
     """
     if not is_name(text) or _FILE.fullmatch(text) or os.path.lexists(text.partition("/")[0]):
         return None
@@ -78,7 +79,7 @@ def parse_name(text: str) -> HubName | None:
 
 
 def parse_dataset(text: str) -> str | None:
-    """Return the repository name of a dataset on the hub; None if the text is a path or has a revision."""
+    """Return the repository name of a dataset on the hub; None for a revision, a path or a text of another form."""
     name = parse_name(text)
     return None if name is None or name.revision is not None else name.repository
 
@@ -89,7 +90,7 @@ def is_name(text: str) -> bool:
 
 
 def name_of_snapshot(directory: str | os.PathLike[str]) -> HubName | None:
-    """Return repository and commit of the snapshot directory of a model `org/name` in the cache; None for others."""
+    """Return repository and commit of a model's snapshot directory in the cache; None for any other directory."""
     path = Path(directory)
     match = _SNAPSHOT.fullmatch(path.parent.parent.name)
     if match is None or path.parent.name != "snapshots" or not _COMMIT.fullmatch(path.name):
@@ -100,16 +101,17 @@ def name_of_snapshot(directory: str | os.PathLike[str]) -> HubName | None:
 
 
 def stay_offline() -> None:
-    """Set Hugging Face libraries in this process offline; `fetch` still works.
+    """Set `HF_HUB_OFFLINE` in this process and its children; `fetch` still downloads.
 
-    The environment stays unchanged if the user has set `HF_HUB_OFFLINE` or does not permit downloads.
+    The environment stays unchanged if the user has set `HF_HUB_OFFLINE` or does not permit downloads. Call this before
+    a library of Hugging Face is imported, because these read the variable on import.
     """
     if downloads_allowed() and not os.environ.get("HF_HUB_OFFLINE"):
         os.environ[_ALLOWED] = os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def permit_stream(is_stream: bool, source: str) -> None:
-    """Allow libraries of this process to access the hub if `source` is streamed from it and downloads are allowed."""
+    """Undo `stay_offline` if `is_stream` and `source` is a dataset on the hub, from which a library then reads."""
     if is_stream and parse_dataset(source) is not None and _ALLOWED in os.environ:
         os.environ["HF_HUB_OFFLINE"] = "0"
 
@@ -135,7 +137,7 @@ def _home() -> Path:
 
 
 def cached_snapshot(name: HubName, part: Part) -> Path | None:
-    """Return the cached snapshot with the requested files; None when it is absent or incomplete."""
+    """Return the snapshot folder in the cache that has the requested files; None if it is absent or incomplete."""
     folder = cache_folder() / f"models--{name.repository.replace('/', '--')}"
     commit = name.revision or "main"
     if not name.is_pinned:
@@ -173,10 +175,10 @@ def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "")
         name: Repository and revision.
         part: Requested files.
         where: Origin of the name, for errors.
-        key: Recipe key of the name, for hints; empty: an argument.
+        key: Recipe key of the name, for hints; empty: the name is not the value of a key.
 
     Raises:
-        UnknownModel: HP304 when downloads are not permitted, or the hub does not provide the files.
+        UnknownModel: HP304 for files that the cache lacks, if downloads are not permitted or the download fails.
     """
     cached = cached_snapshot(name, part)
     if cached is not None and (name.is_pinned or not downloads_allowed()):
@@ -201,7 +203,9 @@ def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "")
 
 
 def fetch_dataset(repository: str, config: str | None, split: str | None, where: str) -> None:
-    """Download a dataset into the cache of `datasets`, unless it is cached or downloads are not permitted.
+    """Download a dataset into the cache of `datasets`; do nothing if it is cached or downloads are not permitted.
+
+    `config` and `split` are `data.name` and `data.split`. `where` is the origin of the dataset's name, for errors.
 
     Raises:
         NoData: HP602 when the download fails.
@@ -239,7 +243,7 @@ def _warn_once(text: str) -> None:
 def _run_download(
     repository: str, part: str, revision: str, split: str, *, folder: Path, is_shown: bool
 ) -> dict[str, Any]:
-    """Run `hub.download` in a separate process with network access, and return the JSON object that it prints."""
+    """Run `hub.download` in a separate process with network access; return its JSON object, or `kind` and `text`."""
     import subprocess
 
     words = [sys.executable, "-m", "hyper_parallel.hub.download", repository, part, revision, split]
@@ -296,7 +300,10 @@ def _refusal(name: HubName, part: Part, answer: dict[str, Any], where: str | Non
 
 
 def download_command(name: HubName, part: Part = "model", *, local: bool = False) -> str:
-    """Return the command that downloads the config or all files, into the cache or, with `local`, `name.folder`."""
+    """Return the command that downloads the config, or all files for another `part`, into the cache.
+
+    With `local`, the files are stored in the folder `name.folder` of the working directory.
+    """
     words = ["hf", "download", name.repository]
     if part == "config":
         words.append("config.json")

@@ -29,7 +29,7 @@ _STANDARD: Final = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors
 
 
 def choose_files(names: Iterable[str], part: str) -> list[str]:
-    """Return the top-level files to download: for the config, the tokenizer, or the whole model.
+    """Return the top-level files to download for `part` (see `hub.Part`), from the names of a repository's files.
 
     Weights in other safetensors files are returned only if there are none with the standard names.
     """
@@ -85,7 +85,10 @@ def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str
 
 
 def download_dataset(repository: str, config: str, split: str, quiet: bool) -> dict[str, Any]:
-    """Download a dataset into the cache of `datasets`; return `directory`, or `kind` and `text` of a failure."""
+    """Download a dataset into the cache of `datasets`; return `directory`, or `kind` and `text` of a failure.
+
+    After `kind: config`, `allowed` lists the configurations of the dataset.
+    """
     import datasets
 
     if quiet or not sys.stderr.isatty():

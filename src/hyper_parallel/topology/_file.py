@@ -11,14 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from hyper_parallel.config import Section
-from hyper_parallel.topology._supernode import (
-    Certainty,
-    Device,
-    MemoryPool,
-    Quantity,
-    Supernode,
-    Tier,
-)
+from hyper_parallel.topology._supernode import Certainty, Device, MemoryPool, Quantity, Supernode, Tier
 from hyper_parallel.units import GB, TFLOP, GiB
 
 DeviceKind = Literal["cuda", "npu", "tpu", "cpu"]
@@ -43,7 +36,10 @@ class Number(Section):
 
 
 def _one(**units: tuple[Number | None, float]) -> Quantity:
-    """Return the only number that is not None, in base units; arguments are (number, factor to base units) by unit."""
+    """Return the only number that is not None, in base units; raise ValueError for none or several.
+
+    Arguments are pairs of number and factor to base units, by key.
+    """
     values = [number.scaled(factor) for number, factor in units.values() if number is not None]
     if len(values) != 1:
         raise ValueError(f"give exactly one of {', '.join(units)}")
@@ -51,7 +47,7 @@ def _one(**units: tuple[Number | None, float]) -> Quantity:
 
 
 class _Entry(Section):
-    """Section of a topology file; the key of each number names its unit."""
+    """Section of a topology file."""
 
     def resolve(self) -> object:
         """Return the section's value in base units."""

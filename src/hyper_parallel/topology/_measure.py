@@ -32,7 +32,7 @@ def _together(cores: int, work: Callable[[], float]) -> float:
 
 
 def _rate(amount: float, action: Callable[[], object]) -> float:
-    """Return the highest rate, in units per second, of an action that is repeated and processes `amount` units."""
+    """Run `action`, which processes `amount` units, for `_BUDGET_S`; return the highest rate in units per second."""
     action()
     best, end = 0.0, time.perf_counter() + _BUDGET_S
     while time.perf_counter() < end:

@@ -28,7 +28,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Accelerator, or the share of a CPU that one rank uses.
+    """Accelerator, or the share of a CPU and its memory that one rank uses, with the rates of this share.
 
     Attributes:
         name: Name of the product, such as `NVIDIA H200`.
@@ -37,7 +37,7 @@ class Device:
         memory_bytes: Capacity of the device memory.
         memory_bytes_s: Bandwidth of the device memory, bytes/s.
         reported_as: Globs that match the device name in the vendor's tool, for detection.
-        ranks_per_core: Ranks that share a CPU core; 1 on an accelerator. Rates are those of one rank's share.
+        ranks_per_core: Ranks that share a CPU core, at least 1; 1 on an accelerator.
     """
 
     name: str

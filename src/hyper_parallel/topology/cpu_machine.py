@@ -34,7 +34,7 @@ CPU_RANK_BYTES: Final = int(0.4 * GiB)
 
 _CPU_RANKS: Final = 16
 _CPU_RANKS_PER_CORE: Final = 4
-"""CPU ranks that may start on any machine, and CPU ranks per core on machines with more cores."""
+"""CPU ranks that any machine with enough memory may start, and CPU ranks per core if that is more."""
 
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _CACHE_VERSION: Final = 1
@@ -81,7 +81,7 @@ def cache_dir() -> Path:
 
 
 def read_cpu() -> Cpu:
-    """Return processor and memory from the operating system, within the limits of a container."""
+    """Return processor and memory, within the CPU affinity of this process and the memory limit of its container."""
     facts = _facts("/proc/cpuinfo")
     flags = set(facts.get("flags", facts.get("Features", "")).split())
     try:
@@ -100,7 +100,10 @@ def read_cpu() -> Cpu:
 
 
 def free_memory_bytes() -> int:
-    """Return the bytes that new processes can use without swapping, within the limit of a container."""
+    """Return the bytes that new processes can use without swapping, within the limit of a container.
+
+    On systems other than Linux, return all memory of the machine.
+    """
     available = int(_facts("/proc/meminfo").get("MemAvailable", "0").split()[0]) * 1024
     available = available or read_cpu().memory_bytes  # not Linux
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
@@ -129,8 +132,12 @@ def rank_capacity(num_accelerators: int) -> RankCapacity:
 
 
 def rank_threads(num_ranks: int) -> int:
-    """Return the CPU threads of each local rank: OMP_NUM_THREADS, else an equal share of the cores, at least one."""
-    return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_ranks))
+    """Return the CPU threads of each local rank: OMP_NUM_THREADS, else an equal share of the cores, at least one.
+
+    Of a list such as `4,2`, which gives the threads of nested levels, the first number counts.
+    """
+    outer = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return (int(outer) if outer.isdecimal() else 0) or max(1, (os.cpu_count() or 1) // num_ranks)
 
 
 def _facts(path: str) -> dict[str, str]:
@@ -150,7 +157,10 @@ def cpu_rates(cpu: Cpu) -> dict[str, float]:
     """Return the measured rates of this machine, from the cache if it has this processor and number of cores.
 
     Returns:
-        `float32` and `float64` in FLOP/s, `memory` in bytes/s, over all cores together.
+        `float32` and `float64` in FLOP/s, `memory` in bytes/s (read plus written), of all cores together.
+
+    Raises:
+        subprocess.SubprocessError: The measurement failed, or took more than a minute.
     """
     key = f"{cpu.model}|{cpu.cores}|{_CACHE_VERSION}"
     path = cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
@@ -193,7 +203,7 @@ def _from_cache(path: Path, key: str) -> dict[str, float] | None:
 def cpu_supernode(num_ranks: int) -> Supernode:
     """Return this machine with its cores and memory divided evenly among `num_ranks` ranks.
 
-    The rates of a rank are those of `rank_threads` threads, so some cores may be idle.
+    The rates of a rank are those of its `rank_threads` threads, so the ranks together may leave some cores idle.
     """
     cpu = read_cpu()
     rates = cpu_rates(cpu)

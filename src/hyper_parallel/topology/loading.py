@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from hyper_parallel.config import read_mapping, read_section
-from hyper_parallel.errors import (
-    BadValue,
-    DeviceUnavailable,
-    TopologyUnreadable,
-    UnknownDevice,
-    UnknownTopology,
-)
+from hyper_parallel.errors import BadValue, DeviceUnavailable, TopologyUnreadable, UnknownDevice, UnknownTopology
 from hyper_parallel.topology._file import TopologyFile
 from hyper_parallel.topology._supernode import Quantity, Supernode
 from hyper_parallel.topology.cpu_machine import DEFAULT_CPU_RANKS, cpu_supernode
@@ -42,22 +36,22 @@ def preset_names() -> tuple[str, ...]:
 
 
 def topology_hint(option: str = "topology=") -> str:
-    """Return a hint that selects another machine: an option or override to paste, and the names of all presets."""
+    """Return a hint that selects another machine: `option` with a preset's name, and the names of all presets."""
     return f"{option}dgx-h100 (machines: {', '.join(preset_names())}, or a YAML file)"
 
 
 def load_topology(name_or_path: str | Path, num_devices: int | None = None) -> Supernode:
-    """Return the topology with a name, in a file, or of this machine.
+    """Return the topology of a preset, in a file, or of this machine.
 
     Args:
         name_or_path: A preset name or alias, the path of a topology file, or `local` for this machine.
         num_devices: For `local`, the number of devices to use; see `detect_local`. Other topologies ignore it.
 
     Raises:
-        UnknownTopology: HP303 when the argument is none of these; the nearest names are listed.
+        UnknownTopology: HP303 for any other text; the hint has the nearest names.
         TopologyUnreadable: HP309 when the file is missing or is no YAML or JSON mapping.
         UnknownKey: HP101, BadValue: HP102 when a key of the file is unknown or its value is not allowed.
-        HyperParallelError: As raised by `detect_local`, for `local`.
+        HyperParallelError: Errors of `detect_local`, for `local`.
     """
     text = str(name_or_path)
     if text == "local":
@@ -79,7 +73,7 @@ def load_topology(name_or_path: str | Path, num_devices: int | None = None) -> S
 
 
 def read_topology(path: Path) -> Supernode:
-    """Return the topology in a file; errors as for `load_topology`."""
+    """Return the topology in a file; raise HP309, HP101 or HP102 as `load_topology`."""
     return read_section(path, TopologyFile, TopologyUnreadable, "topology file").resolve()
 
 
@@ -102,10 +96,10 @@ class Accelerator:
 
 
 def parse_nvidia_smi(text: str) -> list[Accelerator]:
-    """Return the devices in the output of `nvidia-smi --query-gpu=name,memory.total --format=csv`."""
-    pattern = re.compile(r"\s*(\S.*?)\s*,\s*(\d+)\s*MiB\s*")
+    """Return the devices in the output of `_NVIDIA_SMI`, of which those with unified memory have no memory size."""
+    pattern = re.compile(r"\s*([^\s\[].*?)\s*,\s*(?:(\d+)\s*MiB|\[N/A\])\s*")
     rows = map(pattern.fullmatch, text.splitlines()[1:])
-    return [Accelerator("cuda", row[1], int(row[2]) * MiB) for row in rows if row]
+    return [Accelerator("cuda", row[1], int(row[2] or 0) * MiB) for row in rows if row]
 
 
 def parse_npu_smi(text: str) -> list[Accelerator]:
@@ -127,20 +121,14 @@ _TOOLS: Final = (
 
 
 def find_accelerators() -> list[Accelerator]:
-    """Return the accelerators that this process may use; empty without accelerators.
+    """Return the accelerators that this process may use: NVIDIA's, else Ascend's; empty without accelerators.
 
     CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES selects and orders devices. If it has names instead of numbers,
     only their count is used.
     """
     for command, parse, variable in _TOOLS:
         try:
-            done = subprocess.run(
-                command.split(),
-                capture_output=True,
-                text=True,
-                timeout=_TOOL_TIMEOUT_S,
-                check=False,
-            )
+            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired):
             continue  # no tool, or one without its driver: no usable device of this vendor
         devices = parse(done.stdout) if done.returncode == 0 else []
@@ -150,9 +138,9 @@ def find_accelerators() -> list[Accelerator]:
 
 
 def _visible(devices: list[Accelerator], selection: str | None) -> list[Accelerator]:
-    """Return the devices that `selection`, a list of ids such as `0,1`, makes visible; None: all.
+    """Return the devices that `selection`, a list of ids such as `0,1`, makes visible; all of them for None.
 
-    As in the vendors' drivers, ids after the first invalid one are ignored.
+    As in the vendors' drivers, the first invalid id and all later ids are ignored.
     """
     if selection is None:
         return devices
@@ -164,7 +152,7 @@ def _visible(devices: list[Accelerator], selection: str | None) -> list[Accelera
 
 
 def match_preset(accelerator: Accelerator) -> Supernode | None:
-    """Return the first preset whose device matches kind and name of the accelerator; None if there is none."""
+    """Return the first preset, by name, whose device has the kind and name of the accelerator; None without one."""
     for name in preset_names():
         supernode = load_topology(name)
         if supernode.device.kind == accelerator.kind and _is_reported_as(accelerator, supernode):
@@ -185,13 +173,13 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
         accelerators: Known accelerators. None: detect them.
 
     Returns:
-        The preset of the accelerator with the number of devices to use and the reported memory. Without accelerators, a
-        CPU machine with cores and memory divided among the ranks; its rates are measured once and cached.
+        The preset of the first accelerator, with the number of devices to use and the smallest memory reported. Without
+        accelerators, a CPU machine with cores and memory divided among the ranks; its rates are measured and cached.
 
     Raises:
         BadValue: HP102 when `num_devices` is below one.
         DeviceUnavailable: HP502 for more accelerators than this machine has, or more than 4096 ranks on its CPU.
-        UnknownDevice: HP312 when no preset describes the accelerator.
+        UnknownDevice: HP312 when no preset describes the accelerator. Also the errors of `cpu_rates`.
     """
     if num_devices is not None and num_devices < 1:
         raise BadValue("the number of devices is below one", got=num_devices, hint="use one device or more")
@@ -222,8 +210,7 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
             hint=f"use {len(accelerators)} devices or fewer, or plan for the topology {preset.name}",
         )
     device = preset.device
-    if accelerators[0].memory_bytes:
-        smallest = min(a.memory_bytes for a in accelerators)
+    if smallest := min(a.memory_bytes for a in accelerators):
         memory = Quantity(float(smallest), "reported by nvidia-smi", "measured")
         device = replace(device, memory_bytes=memory)
     count = num_devices or len(accelerators)
@@ -237,7 +224,10 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
 
 
 def is_this_machine(topology: str) -> bool:
-    """Return whether a topology, given by name or file, has the device of this machine, by name or else by kind."""
+    """Return whether a topology, given as for `load_topology`, has the same device as this machine.
+
+    Names are compared; without an accelerator, or without names in the topology, only the kinds.
+    """
     if topology == "local":
         return True
     supernode, accelerators = load_topology(topology), find_accelerators()

@@ -1,8 +1,9 @@
 """Names that LlamaFactory imports for `use_hyper_parallel: true`; each is loaded at its first use.
 
 Unmodified LlamaFactory 0.9.5 imports `HyperParallelArguments` and `HyperParallelTrainer` (stage sft). Its main branch
-from June to September 2026 has a separate trainer, which imports the names in `_OF_MAIN_BRANCH`. `load_llamafactory`
-reads LlamaFactory's YAML files as recipes and does not need LlamaFactory.
+from June to September 2026 has a separate trainer, which imports the arguments, the names in `_OF_MAIN_BRANCH`, and the
+modules `context_parallel` and `expert_parallel`. `load_llamafactory` reads LlamaFactory's YAML files as recipes and
+does not need LlamaFactory.
 """
 
 from __future__ import annotations

@@ -42,13 +42,14 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParall
 
     Args:
         accelerator: Accelerate's `Accelerator` with an FSDP plugin of version 2.
-        model: Model of transformers with equal values on every rank, or on rank 0 with `cpu_ram_efficient_loading`.
+        model: Model of transformers with the same values on every rank; with `cpu_ram_efficient_loading`, the values of
+            rank 0 are used. With mixed precision, trained parameters are converted to float32.
         hp_args: Layout and dtypes; an unset `reshard_after_forward` or `param_dtype` is taken from Accelerate.
 
     Raises:
         Contradiction: HP104 without FSDP2, with its offload to the CPU, with `tp_size`, or with parameters or buffers
             on the meta device.
-        DegreesMismatch: HP301 when the degrees do not divide the ranks.
+        DegreesMismatch: HP301 when the degrees do not divide the ranks. Also the errors of `shard_model`.
     """
     if isinstance(_plain(model), HSDPModule):
         return model
@@ -115,7 +116,7 @@ def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
 
 
 def model_of(parameters: Iterable[Tensor]) -> nn.Module:
-    """Return the prepared model to which the parameters belong; raise BadValue (HP102) if there is not exactly one."""
+    """Return the prepared model to which all parameters belong; raise BadValue (HP102) without exactly one."""
     models = {getattr(p, _MODEL, lambda: None)() for p in parameters}
     prepared = models - {None}
     if len(models) != 1 or not prepared:
@@ -183,7 +184,7 @@ def load_hsdp_model(model: nn.Module, checkpoint_dir: str | Path) -> bool:
     """Load the weights of a checkpoint, and return whether `checkpoint_dir` contains one.
 
     Raises:
-        CheckpointCorrupt: HP701 for damaged files. CheckpointMismatch: HP702 with the first different tensor.
+        CheckpointCorrupt: HP701 for damaged files. CheckpointMismatch: HP702 with the first tensor that differs.
     """
     folder = Path(checkpoint_dir, _FOLDER)
     if not folder.is_dir():
@@ -210,7 +211,7 @@ def load_hsdp_optimizer_and_scheduler(optimizer: Any, lr_scheduler: Any, checkpo
 
 
 def export_to_hf_format(model: nn.Module, tokenizer: Any, save_dir: str | Path) -> None:
-    """Write a folder for `from_pretrained`, or an adapter for peft; all ranks must call this."""
+    """Write model and tokenizer for `from_pretrained`, or an adapter for peft; all ranks must call this."""
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     export(_plain(model), Path(save_dir), tokenizer)
 

@@ -40,11 +40,12 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
 
     Args:
         hp_args: Parallel degrees and dtypes.
-        kwargs: Arguments of LlamaFactory's trainer.
+        kwargs: Arguments of LlamaFactory's trainer, `model` and `finetuning_args` among them.
 
     Raises:
         Contradiction: HP104 for another back end that parallelizes the model, and for unsupported options.
         DegreesMismatch: HP301 when the degrees do not divide the ranks.
+        UnsupportedSharding: HP205 for adapters that `absorb_adapters` refuses.
     """
 
     def __init__(self, hp_args: HyperParallelArguments, **kwargs: Any) -> None:
@@ -95,7 +96,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
                 )
 
     def _parallelize_once(self) -> None:
-        """Parallelize the model, once, before the optimizer refers to its parameters."""
+        """Parallelize the model, before the optimizer refers to its parameters; do nothing in later calls."""
         if self._parallel:
             return
         mixed = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else ""
@@ -135,7 +136,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return model
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Return the number of tokens of the step, without the duplicates of tensor- and context-parallel ranks."""
+        """Return the labelled tokens of the step, without the duplicates of tensor- and context-parallel ranks."""
         count = super()._get_num_items_in_batch(batch_samples, device)
         averaged = self.args.average_tokens_across_devices and self.args.world_size > 1
         return count // self._same_data if count is not None and averaged else count
@@ -161,10 +162,11 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return this rank's loss of a batch, with the model's outputs if `return_outputs`.
+        """Return this rank's loss of a batch, and the model's outputs if `return_outputs`.
 
         Without `num_items_in_batch`, the sum over this rank's tokens is divided by the number of labelled tokens of the
-        batch; the parts of context-parallel ranks add up to the mean.
+        batch; the parts of context-parallel ranks add up to the mean. Otherwise, without labels, or for a loss function
+        other than cross entropy, this is LlamaFactory's method.
         """
         if num_items_in_batch is not None or "labels" not in inputs or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -27,14 +27,7 @@ from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable, Unk
 from hyper_parallel.hub import fetch, parse_name
 from hyper_parallel.integration.llamafactory.arguments import YAML_KEYS, HyperParallelArguments
 from hyper_parallel.integration.llamafactory.data import check_template, source_of
-from hyper_parallel.integration.llamafactory.keys import (
-    KNOWN,
-    NEEDED,
-    REFUSED,
-    SAME,
-    TOGETHER,
-    WORDS,
-)
+from hyper_parallel.integration.llamafactory.keys import KNOWN, NEEDED, REFUSED, SAME, TOGETHER, WORDS
 from hyper_parallel.model import load_model
 from hyper_parallel.received import LimitExceeded
 from hyper_parallel.topology import find_accelerators
@@ -78,9 +71,11 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
         UnknownKey: HP101 for an unknown key, with the nearest key if one is similar, or for an unknown dataset.
         BadValue: HP102 for a missing required key or an unsupported value.
         Contradiction: HP104 for an unsupported option.
+        DegreesMismatch: HP301 when the degrees of `hyper_parallel_args` do not divide the ranks.
+        NoData: HP602 for data files that cannot be read, and with `template` for a model without a tokenizer.
 
-    Also the errors of `load_recipe`, those of `load_model` with `finetuning_type: freeze`, those of `fetch` and
-    `load_tokenizer` with `template`, and NoData (HP602) for data files that cannot be read.
+    Also the errors of `load_recipe`, those of `load_model` with `finetuning_type: freeze`, and those of `fetch` and
+    `load_tokenizer` with `template`.
     """
     values, recipe_overrides = read_mapping(path, RecipeUnreadable, "file of LlamaFactory"), []
     for override in overrides:
@@ -124,7 +119,7 @@ def _parsed(key: str, text: str, where: str) -> Any:
 
 
 def _number(key: str, value: Any, where: str) -> Any:
-    """Return the value of a key as a number, or None if that is the default; raise BadValue (HP102) for another one."""
+    """Return a value as a number, or None if the key may be null; raise BadValue (HP102) for any other value."""
     default = {**SAME, **TOGETHER}[key][1]
     if value is None and (default is None or key == "val_size"):
         return None
@@ -144,7 +139,7 @@ def _number(key: str, value: Any, where: str) -> Any:
 
 
 def _check(key: str, value: Any, where: str) -> None:
-    """Raise an error for an unknown or unsupported key, or for a word that the key does not accept."""
+    """Raise HP101 for an unknown key, HP104 for one of `REFUSED` that is set, HP102 for a value not in `WORDS`."""
     if key not in KNOWN:
         near = difflib.get_close_matches(key, KNOWN, n=1)
         raise UnknownKey(
@@ -237,7 +232,10 @@ def _trained_layers(v: dict[str, Any], kind: str, path: Path) -> Iterator[Layer]
 
 
 def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
-    """Yield the schedule's arguments with LlamaFactory's defaults; raise HP102 if a required one is missing."""
+    """Yield the schedule's arguments with LlamaFactory's defaults, and `min_lr_ratio`.
+
+    Raise BadValue (HP102) if a required argument is missing or the arguments are no mapping.
+    """
     name, args = v["lr_scheduler_type"], v["lr_scheduler_kwargs"] or {}
     args = _parsed("lr_scheduler_kwargs", args, f"{path}: lr_scheduler_kwargs") if isinstance(args, str) else args
     needed, hint = (), "lr_scheduler_kwargs=null"
@@ -316,7 +314,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _one_name(value: Any, path: Path) -> str:
-    """Return the name of the dataset in `eval_dataset`; raise BadValue (HP102) for several names or none."""
+    """Return the name in the value of `eval_dataset`; raise BadValue (HP102) for several names or none."""
     names = _names(value)
     if len(names) != 1:
         raise BadValue(
@@ -392,7 +390,7 @@ def _frozen(model: str, layers: int, path: Path) -> list[str]:
 
 
 def _ranks(overrides: Sequence[str]) -> int | None:
-    """Return the number of ranks that LlamaFactory would start, by launcher or accelerators; None if unknown."""
+    """Return the number of ranks by `launch.*`, launcher or accelerators, in this order; None if all are unknown."""
     values = dict(o.partition("=")[::2] for o in overrides if o.startswith("launch.n"))
     # `load_recipe` refuses other values than positive integers and null.
     if local := _positive(values.get("launch.nproc_per_node")):

@@ -31,14 +31,14 @@ class HyperParallelArguments(BaseModel):
         efsdp_size: Ranks that shard the parameters of the same experts; further ranks are replicas. None: as many as
             `fsdp_size` implies.
         token_dispatcher: Must be `all_to_all`.
-        fsdp_size: Ranks that shard the parameters; further data-parallel ranks are replicas. None: as many as
-            `efsdp_size` implies, or all ranks.
+        fsdp_size: Data-parallel ranks that shard the parameters; further ones are replicas. None: as many as
+            `efsdp_size` implies, or all.
         param_dtype: Dtype of activations and of gathered parameters; None: from LlamaFactory's `bf16` and `fp16`.
         reduce_dtype: Dtype of gradient reductions; None: float32, or float64 for a model in float64.
-        reshard_after_forward: Free gathered parameters after forward and gather them again for backward; None: as in
-            Accelerate's FSDP plugin, or True without one.
-        activation_mode: `recompute`: recompute the activations of a layer; `swap`: recompute them except matrix
-            products and attention, which are offloaded to the host. `none`: keep them on the device.
+        reshard_after_forward: Whether to free gathered parameters after forward and gather them again for backward.
+            None: as in Accelerate's FSDP plugin, or True without one.
+        activation_mode: `recompute`: recompute the activations of a layer. `swap`: offload its matrix products and
+            attention to the host, and recompute the rest. `none`: keep all on the device.
         activation_swap_inputs: With `swap`, also offload the inputs of a layer.
         device_type: `auto`, or the machine's accelerator; without one, `cpu`. Other values are refused.
     """
@@ -76,11 +76,8 @@ class HyperParallelArguments(BaseModel):
     def from_finetuning_args(cls, finetuning_args: Any) -> HyperParallelArguments:
         """Return the arguments in LlamaFactory's `hyper_parallel_args` and keys such as `hyper_parallel_ep_size`.
 
-        A key such as `hyper_parallel_ep_size` overrides `hyper_parallel_args`, unless it has its default value.
-
-        Raises:
-            RecipeUnreadable: HP103 when the file of `hyper_parallel_args` cannot be read. Other errors are those of
-                `from_dict`.
+        A key such as `hyper_parallel_ep_size` overrides `hyper_parallel_args`, unless it has its default value. Errors
+        are those of `from_yaml`.
         """
         values = getattr(finetuning_args, "hyper_parallel_args", None)
         keys = {key: getattr(finetuning_args, f"hyper_parallel_{key}", None) for key in YAML_KEYS}
@@ -96,7 +93,8 @@ class HyperParallelArguments(BaseModel):
             keys: Values of the keys `hyper_parallel_*`, by name without this prefix; None: not set.
 
         Raises:
-            RecipeUnreadable: HP103 when the file cannot be read. Other errors are those of `from_dict`.
+            RecipeUnreadable: HP103 when the file cannot be read or is not JSON.
+            BadValue: HP102 for a value that is no object. Other errors are those of `from_dict`.
         """
         where = "hyper_parallel_args"
         if isinstance(value, str):
@@ -132,7 +130,7 @@ class HyperParallelArguments(BaseModel):
         return math.lcm(dense, self.ep_size * (self.efsdp_size or 1))
 
     def strategy(self, world_size: int) -> Strategy:
-        """Return the layout of these arguments on a number of ranks.
+        """Return the layout of these arguments on `world_size` ranks.
 
         Raises:
             DegreesMismatch: HP301 when the degrees do not divide the ranks, or `efsdp_size` contradicts the others.
@@ -171,9 +169,9 @@ class HyperParallelArguments(BaseModel):
         )
 
     def _shard_ranks(self, world_size: int, model_ranks: int) -> int:
-        """Return the degree of `dp_shard`: `fsdp_size`, else as `efsdp_size` implies, else all remaining ranks."""
+        """Return the degree `dp_shard`: `fsdp_size`, else as `efsdp_size` implies, else all remaining ranks."""
         rest = max(world_size // model_ranks, 1)
         expert_ranks = self.ep_size * (self.efsdp_size or 1)
         if self.fsdp_size is None and self.efsdp_size and expert_ranks % model_ranks == 0:
             return min(expert_ranks // model_ranks, rest)
-        return min(self.fsdp_size or rest, rest)
+        return self.fsdp_size or rest

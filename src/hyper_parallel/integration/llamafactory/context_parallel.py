@@ -35,7 +35,7 @@ def get_cp_group(hp_args: Any) -> Any:
 
 
 def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
-    """Make a model report `cp_size` times its rank's loss, and return it.
+    """Register a hook by which the model returns `cp_size` times the loss of its rank; return the model.
 
     The trainer logs the mean over ranks, but the loss is the sum of the ranks' losses. The factor makes the logged mean
     equal to that sum. Gradients are unchanged. `fsdp2_prepare_model` later lets the model split sequences.
@@ -55,10 +55,10 @@ def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
 
 
 def shard_inputs_for_cp(inputs: dict[str, Any], cp_rank: int, cp_size: int) -> dict[str, Any]:
-    """Return the inputs unsplit, because the model splits sequences itself, and without a mask of trailing padding.
+    """Return the inputs without a mask of trailing padding; sequences are not split, because the model splits them.
 
-    Unless the caller provides the number of tokens of the step, the loss is the mean over the tokens of these
-    sequences.
+    If the inputs have labels but no `num_items_in_batch`, the number of labelled tokens of these sequences is added, so
+    that the loss is their mean. With `cp_size` 1, the inputs are unchanged.
 
     Raises:
         BadValue: HP102 without `input_ids` or `inputs_embeds`.

@@ -35,14 +35,14 @@ _ROLES: Final = {
     "function_tag": "function_call",
 }  # fmt: skip
 _SAID: Final = ("system", "history", "tools", "images", "videos", "audios")
-"""Record keys that LlamaFactory ignores unless `columns` names them; records with such a key are refused here."""
+"""Keys that LlamaFactory ignores unless `columns` names them; a record with a value for one is refused here."""
 _CHATML: Final = (False, "<|im_start|>{role}\n{content}<|im_end|>\n")
 _TEMPLATES: Final = {
     "chatml": _CHATML,
     "qwen3_nothink": _CHATML,
     "llama3": (True, "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"),
 }
-"""Per template of LlamaFactory 0.9.5: whether the text starts with the BOS token, and the format of a turn."""
+"""By name of a template of LlamaFactory 0.9.5: whether the text starts with the BOS token; format of a turn."""
 
 
 def _unknown(name: str, listed: Path, known: list[str]) -> UnknownKey:
@@ -54,10 +54,11 @@ def _unknown(name: str, listed: Path, known: list[str]) -> UnknownKey:
 def source_of(name: str, directory: str, stage: str, most: int = 64 * MiB) -> tuple[dict[str, Any], int]:
     """Return the `data` section of a recipe for a dataset of LlamaFactory, and the number of records in its file.
 
-    `most` is the maximum size of a record, `data.max_record_bytes`.
+    `directory` has `dataset_info.json`. For `stage` pt, the section names a text key instead of columns. `most` is the
+    maximum size of a record in bytes, `data.max_record_bytes`.
 
     Raises:
-        RecipeUnreadable: HP103 without `dataset_info.json`. UnknownKey: HP101 for an unlisted name.
+        RecipeUnreadable: HP103 if `dataset_info.json` cannot be read. UnknownKey: HP101 for an unlisted name.
         Contradiction: HP104 for unsupported keys, columns, tags or file locations. NoData: HP602 for unreadable files.
     """
     listed = Path(directory) / "dataset_info.json"
@@ -77,8 +78,7 @@ def source_of(name: str, directory: str, stage: str, most: int = 64 * MiB) -> tu
 
     parts = (info.get("columns") or {}, info.get("tags") or {}) if isinstance(info, dict) else ()
     if not parts or not all(isinstance(part, dict) for part in parts):
-        problem = "is not described by an object with keys"
-        raise refuse(problem, abbreviated(info), "an object, also under columns and tags")
+        raise refuse("is not described by an object", abbreviated(info), "an object, also under columns and tags")
     columns, tags, shape = *map(dict, parts), info.get("formatting", "alpaca")
     for key in info:
         if key not in _KEYS:
@@ -129,7 +129,7 @@ def _names(columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[
 def check_template(name: str, model: str, where: str) -> None:
     """Raise Contradiction (HP104) unless the model's own template gives the texts of LlamaFactory's template `name`.
 
-    Raise NoData (HP602) for a model without a tokenizer.
+    Raise NoData (HP602) if the folder `model` has no tokenizer. `where` is the place of `template`, for errors.
     """
     if not has_tokenizer(Path(model).expanduser()):
         raise NoData(

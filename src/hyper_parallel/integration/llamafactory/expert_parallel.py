@@ -6,10 +6,12 @@ from typing import Any
 
 
 def ep_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
-    """Check that `ep_size` divides the experts of a model, which `fsdp2_prepare_model` later splits; return the model.
+    """Return the model unchanged, after checking that its experts can be divided among `ep_size` ranks.
+
+    `fsdp2_prepare_model` divides them later.
 
     Raises:
-        UnsupportedSharding: HP205, or another error of `plan_of`, without experts or for an indivisible number.
+        HyperParallelError: Errors of `HyperParallelArguments.strategy` and of `plan_of`, for `ep_size` above 1.
     """
     import hyper_parallel as hp
 

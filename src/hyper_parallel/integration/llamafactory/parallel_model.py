@@ -35,14 +35,15 @@ def shard_model(
     are averaged over data-parallel ranks instead of summed.
 
     Raises:
-        Contradiction: HP104 when `device_type` is not the device that the ranks use.
+        Contradiction: HP104 when `device_type` is not the device that the ranks use. Other errors are those of
+            `plan_of` and `parallelize`.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     if hp_args.device_type not in ("auto", device_type):
         raise Contradiction(
             "`device_type` is not the device that the ranks use",
-            where="hyper_parallel_args",
+            where="hyper_parallel_args: device_type",
             got=hp_args.device_type,
             allowed=f"auto, {device_type}",
             hint='{"device_type": "auto"}',
@@ -67,12 +68,12 @@ def adopt_checkpointing(
 ) -> HyperParallelArguments:
     """Disable a model's own gradient checkpointing, and return arguments that recompute activations instead.
 
-    The arguments are unchanged if checkpointing is neither enabled nor requested, or with `activation_mode: swap`.
+    The arguments are unchanged if checkpointing is neither enabled nor requested, or if `activation_mode` is set.
 
     Args:
         model: Model of transformers, before it is parallelized.
         hp_args: Layout and dtypes.
-        requested: Whether the trainer is to enable checkpointing, which is not yet enabled on the model.
+        requested: Whether the trainer's arguments enable checkpointing, even if the model does not checkpoint yet.
     """
     is_enabled = bool(getattr(model, "is_gradient_checkpointing", False))
     if is_enabled:
@@ -105,7 +106,10 @@ def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def export(model: nn.Module, target: Path, processing_class: Any) -> None:
-    """Write model or adapter, and tokenizer, into a folder whose other files are kept; all ranks must call this."""
+    """Write model or adapter into a folder whose other files are kept; all ranks must call this.
+
+    `processing_class` is the tokenizer or processor, written as well; None: none.
+    """
     scratch = target / ".export"
     hp.save_pretrained(model, scratch)
     if not dist.is_initialized() or dist.get_rank() == 0:
