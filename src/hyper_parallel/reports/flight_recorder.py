@@ -102,7 +102,7 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
     The rank is the number at the end of a file name, before any extension. In a directory, other files are ignored.
 
     Raises:
-        DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is no dump.
+        DumpUnreadable: HP623 when a file cannot be read or is no dump, a rank has two dumps, or there is no dump.
     """
     dumps: dict[int, dict[str, Any]] = {}
     sources = list(paths)
@@ -128,10 +128,10 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler for containers, texts and numbers; it refuses any class or function, so no code runs."""
+    """Unpickler for containers, texts and numbers; it refuses every class and function, so no code runs."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it wants to load `{module}.{name}`, which no dump does")
+        raise pickle.UnpicklingError(f"it wants to load `{module}.{name}`, but a dump contains only plain values")
 
 
 def _read(path: Path) -> dict[str, Any]:
