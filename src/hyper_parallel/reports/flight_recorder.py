@@ -119,7 +119,8 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
                     )
                 dumps[rank] = _read(path)
             elif path == source:
-                raise _unreadable(path, "a name without the number of its rank at the end")
+                why = "a name without the number of its rank at the end" if path.exists() else "it does not exist"
+                raise _unreadable(path, why)
     if not dumps:
         raise _unreadable(
             ", ".join(map(str, sources)), "no file whose name ends in the number of a rank", "there is no dump to read"
