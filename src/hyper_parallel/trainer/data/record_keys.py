@@ -231,7 +231,7 @@ class RecordRules:
                 continue
             if key in _MEDIA:
                 raise self._unsupported_media(key, item, where)
-            if key in _OF_STAGES:
+            if key in _OF_STAGES and item.startswith("a record"):
                 own = self.own_name(key)
                 raise NoData(
                     f"the key `{own}` is used only by stage {_OF_STAGES[key]}",
