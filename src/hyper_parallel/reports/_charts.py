@@ -200,11 +200,7 @@ def lanes(spans: Sequence[Span], names: Mapping[str, str]) -> Chart:
     plot = _figure(54 + 28 * len(names), "time", unit, y_range=order)
     drawn = []
     for s in visible:
-        left, right, length = (
-            s.start_s / unit.size,
-            s.end_s / unit.size,
-            format_seconds(s.duration_s),
-        )
+        left, right, length = s.start_s / unit.size, s.end_s / unit.size, format_seconds(s.duration_s)
         drawn.append((names[s.lane], left, right, COLORS[s.category], s.name, length))
     boxes = _boxes(plot, drawn)
     tips = [("", "@what"), ("takes", "@value"), ("begins", f"@left{{0.000}} {unit.name}")]

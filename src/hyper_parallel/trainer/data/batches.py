@@ -239,7 +239,7 @@ class Batches:
         """Return [_BLOCK] indices of groups of sequences: block number `block` of a mixture of sources.
 
         After each block, the number of sequences read from a source is its share of all sequences read so far, rounded
-        up or down. Within a block, the order is random.
+        up or down. Within a block, the order of sources is random.
         """
         assert self._shares is not None
         assert isinstance(self.sequences, JoinedSequences)

@@ -58,7 +58,7 @@ _MEDIA: Final = frozenset(
 )  # fmt: skip
 _SUPPORTED: Final = (
     "texts; images and audio if stage=sft, data.streaming=false and the directory of the tokenizer has their "
-    "preprocessor_config.json"
+    "preprocessor_config.json or processor_config.json"
 )
 _PLACEHOLDERS: Final = (
     "<image>", "<img>", "<video>", "<audio>", "<|image|>", "<|video|>", "<|audio|>", "<|image_pad|>",
@@ -156,7 +156,7 @@ class RecordRules:
     def canonical_values(self, record: Record, columns: Mapping[str, str], where: str) -> dict[str, Any]:
         """Return the values of a record or turn by canonical key, without null values and ignored keys.
 
-        `columns` maps renamed keys to canonical keys.
+        `columns` maps renamed keys to canonical keys. Ignored keys whose value is not null are counted.
 
         Raises:
             NoData: HP602 for different values of two keys with the same canonical key.
@@ -220,7 +220,7 @@ class RecordRules:
         `item` is the kind of object, such as "a turn". Ignored and metadata keys are counted as ignored.
 
         Raises:
-            NoData: HP602 naming an unknown key; the hint ignores it.
+            NoData: HP602 naming an unknown key; the hint ignores all of them, unless another object needs such a key.
         """
         unknown = []
         for key, value in values.items():
@@ -357,7 +357,7 @@ def margin_of(record: Record, where: str) -> float | None:
 def columns_of(record: Record, rules: RecordRules) -> dict[str, Any]:
     """Return the values of a record that reward functions may read, by canonical key.
 
-    Ignored keys, `prompt`, `completion` and `completion_ids` are excluded. Reward functions get those of the rollout.
+    Ignored keys are excluded, and so are `prompt`, `completion` and `completion_ids`, which the rollout provides.
     """
     named = ((rules.columns.get(key, key), value) for key, value in record.items())
     return {str(k): v for k, v in named if k not in _ROLLED_OUT and k not in rules.ignored}
