@@ -59,8 +59,8 @@ def _settings_of(run: RunRecord) -> Iterator[Result]:
         yield Result("data", f"{used:,}", float(used), note)
     lr = run.settings.get("training.lr")
     if isinstance(lr, (int, float)):
-        warmup = run.settings.get("training.warmup_ratio") or run.settings.get("training.warmup_steps")
-        warmup = f"{warmup:.1%}" if isinstance(warmup, float) and warmup < 1 else f"{warmup} steps"
+        ratio, steps = (run.settings.get(f"training.warmup_{name}") for name in ("ratio", "steps"))
+        warmup = f"{ratio:.1%}" if isinstance(ratio, (int, float)) else f"{steps} steps"
         note = f"{run.settings.get('training.lr_schedule')}, warm-up {warmup}"
         yield Result("learning rate", f"{lr:.3g}", float(lr), note)
     in_steps = float(sum(m.get("step_s", 0.0) for m in run.metrics))
