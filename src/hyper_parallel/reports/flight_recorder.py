@@ -65,7 +65,7 @@ class Divergence:
     """First collective at which the ranks of a group diverge.
 
     Attributes:
-        group: Purpose of the group, as described by torch.
+        group: Description of the group in the dump, such as `default_pg`; without one, its name.
         ranks: Ranks of the group.
         number: Number of the collective in the group.
         kind: missing, operation, shape, dtype, or state (called on all ranks, but not completed on all).

@@ -459,8 +459,8 @@ def conversations_of(
     `detected` is True if `shape` is the format of the first record, False if `data.format` sets it.
 
     Raises:
-        NoData: HP602 naming the faulty key or turn, or with `rules.skips_media` (as BadMedia) media to skip.
-        MissingDependency: HP501 if `rules.skips_media` and the package that decodes the media is not installed.
+        NoData: HP602 naming the faulty key or turn; BadMedia for images or recordings that `data.bad_media` may skip.
+        MissingDependency: HP501 if `rules.skips_media`, and the package that decodes the media is not installed.
     """
     values = _named(record, rules, where, stage)
     reader, allowed = _FORMATS[shape]

@@ -95,8 +95,8 @@ class RecordRules:
         ignored: Keys of records, turns and tool calls that are ignored.
         media: Names of columns that the table reader has removed, because they hold images, audio or files.
         is_table: Whether records are rows of a table, in which absent keys are None.
-        media_root: Folder of the images and recordings to which records refer. None: media of records are not read;
-            prompts may refer to any file.
+        media_root: Folder of the images and recordings to which records refer. None: media of records are not read,
+            and for a prompt of generation (with `media_kinds`) references may name any file.
         media_kinds: Kinds of media that the model's processor reads.
         skips_media: Whether records with unreadable media are dropped; False: they raise an error.
         counts: Counts of the source, to which ignored keys are added.
@@ -220,7 +220,7 @@ class RecordRules:
         `item` is the kind of object, such as "a turn". Ignored and metadata keys are counted as ignored.
 
         Raises:
-            NoData: HP602 naming an unknown key; the hint ignores all of them, unless another object needs such a key.
+            NoData: HP602 naming an unknown key; the hint ignores all, or says to rename it if other objects use it.
         """
         unknown = []
         for key, value in values.items():

@@ -649,7 +649,7 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
 
 
 def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> None:
-    """Raise NoData (HP602) if the first record lacks a key in `data.columns`; an optional one only if `all_alike`."""
+    """Raise NoData (HP602) if the first record lacks a key in `data.columns`, unless optional and not `all_alike`."""
     for name, own in data.columns.items():
         optional = name in _OPTIONAL_COLUMNS and not all_alike
         if own in record or optional or name in ("role", "content"):
