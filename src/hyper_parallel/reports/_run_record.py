@@ -131,8 +131,8 @@ class RunRecord:
         data: Facts about the data from data.json; None without the file.
         samplers: Measured spans of sampling ranks, on the same clock as `timeline`; None without such ranks.
         simulated: Simulated events of one step of the plan, with a lane per pipeline rank; None without simulation.
-        config: Text of the resolved recipe.
-        settings: Values of the resolved recipe by dotted key.
+        config: Text of the resolved recipe; "" without config.yaml.
+        settings: Values of the resolved recipe by dotted key; empty without config.yaml.
         sample: Text that the model generated after training; "" without a sample.
         answers: Held-out conversations with the expected and the generated answer; empty without such a file.
         run_info: Machine, versions and other facts from run.json; empty without the file.

@@ -343,7 +343,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = (), key: str = M
     Args:
         data: Section `data` with one source.
         stage: Stage of the recipe.
-        media: Media kinds (`image`, `audio`) that the model's processor reads.
+        media: Media kinds (`image`, `audio`) of the model's processor; only `stage: sft` without streaming reads them.
         key: Recipe key that names the source, for errors.
 
     Raises:
