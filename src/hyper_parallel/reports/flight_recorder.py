@@ -107,7 +107,10 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
     dumps: dict[int, dict[str, Any]] = {}
     sources = list(paths)
     for source in sources:
-        files = sorted(p for p in source.iterdir() if p.is_file()) if source.is_dir() else [source]
+        try:
+            files = sorted(p for p in source.iterdir() if p.is_file()) if source.is_dir() else [source]
+        except OSError as error:
+            raise _unreadable(source, error.strerror or str(error), "a directory of dumps cannot be read") from error
         for path in files:
             if match := _RANK.search(path.name):
                 rank = int(match[1])
