@@ -65,8 +65,8 @@ def read_parts(directory: Path, plan: Plan, rows: Sequence[dict[str, Any]]) -> t
         PlanUnreadable: HP306 for a broken plan.
     """
     folder = directory / "parts"
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    starts = [(int(m[1]), path) for path in paths if (m := _FOLDER.fullmatch(path.name))]
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    starts = sorted((int(m[1]), path) for path in paths if (m := _FOLDER.fullmatch(path.name)))
     steps = [start for start, _ in starts]
     parts = []
     for number, (start, path) in enumerate(starts):
