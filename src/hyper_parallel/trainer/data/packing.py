@@ -282,10 +282,10 @@ def encode(batch: list[Document], hf: Any, stage: str) -> Iterator[tuple[Sequenc
 def split_documents(flat: Flat, share: float, seed: int, seq_len: int) -> tuple[list[slice], list[slice]]:
     """Return the token spans of the training documents and of the held-out documents, each in document order.
 
-    The seed draws `round(share * documents)` documents to hold out, and further texts until they fill one sequence. One
-    document always stays in training. If the rounded number is 0, the tail of the longest text is held out: `share` of
-    all tokens, at least one sequence, at most the whole text. Conversations are never divided; at least one of several
-    conversations is held out. Both documents of a pair are in the same split. With `share` 0, nothing is held out.
+    The seed draws `round(share * documents)` documents to hold out, and further texts until they fill one sequence, but
+    never all documents. If the rounded number is 0, the tail of the longest text is held out: `share` of all tokens, at
+    least one sequence, at most the whole text. Conversations are never divided; at least one of several conversations
+    is held out. Both documents of a pair are in the same split. With `share` 0, nothing is held out.
     """
     size = flat.group_size
     spans, count = flat.spans, len(flat.spans) // size
