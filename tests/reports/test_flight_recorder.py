@@ -142,3 +142,5 @@ def test_what_is_no_dump_is_refused_and_no_code_of_it_runs(tmp_path, name, conte
     assert not Path("/tmp/hyper_parallel_code_ran").exists()
     with pytest.raises(DumpUnreadable):
         command("doctor", str(tmp_path / "missing_1"))
+    with pytest.raises(DumpUnreadable, match="it does not exist"):
+        command("doctor", str(tmp_path / "missing"))

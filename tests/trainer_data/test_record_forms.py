@@ -129,6 +129,8 @@ REFUSED = {
         {"messages": [U, A], "content": "c"}, "`content` has no known meaning",
         "remove or rename this key, because `data.ignore_keys` would also ignore it elsewhere in a record"),
     "key of a turn": ({"messages": [U, {**A, "mood": 1}]}, "in a turn", "data.ignore_keys=[mood]"),
+    "label of a turn": (
+        {"messages": [U, {**A, "label": True}]}, "`label` has no known meaning in a turn", "data.ignore_keys=[label]"),
     "key of a call": ({"messages": [U, {**A, "tool_calls": [{**CALL, "mood": 1}]}]}, "call", "data.ignore_keys=[mood]"),
     "images": ({"messages": [U, A], "images": ["x.png"]}, "`images`.*not supported", "data.ignore_keys=[images]"),
     "part of a picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, A]}, "`image_url`", None),

@@ -50,7 +50,7 @@ SECONDS: Final = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Line of a chart: dashed for predictions, dots only for sparse samples such as evaluations."""
+    """Line of a chart; `style` is `solid`, `dashed`, or `dots` for sparse points that are not connected."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -82,11 +82,11 @@ def curves(
     """Return a chart of lines over training steps or another quantity; None when no line has a point.
 
     Args:
-        lines: Lines to draw, without points that are not finite; long lines are thinned to every n-th point.
+        lines: Lines to draw. Points whose y is not finite are omitted; of long lines, every n-th point is drawn.
         y_label: Label of the y axis.
-        units: Candidate units of the y axis, in descending order.
+        units: Candidate units of the y axis, in descending order of size.
         x_label: Label of the x axis.
-        x_unit: Unit of the x axis.
+        x_unit: Unit by which x values are divided; None: they have no unit.
         x_range: Range of another chart's x axis; both charts then pan and zoom together.
         from_zero: Start the y axis at 0.
         bands: Spans drawn behind the lines, in the colours of their kinds.
@@ -144,7 +144,7 @@ def _draw_line(plot: Any, line: Curve, points: Sequence[tuple[float, float]], x_
 
 
 def _legend(lines: Sequence[Curve], bands: Sequence[Span], *, resumed: bool) -> list[tuple[str, str, str]]:
-    """Return the legend entries of lines, bands and, if `resumed`, of the vertical lines that mark resumes."""
+    """Return the legend entries of lines and bands and, if `resumed`, of the vertical lines that mark resumes."""
     styles = {line.label: (line.label, line.color, line.style) for line in lines}
     kinds = dict.fromkeys(s.category for s in bands)
     keys = [*styles.values(), *((k, COLORS[k], "band") for k in kinds)]
@@ -160,7 +160,7 @@ def bars(
 
     Args:
         rows: One row per bar: label, value per kind, and a note for some kinds.
-        units: Candidate units of the axis.
+        units: Candidate units of the axis: `BYTES` or `SECONDS`.
         limit: Capacity to draw as a line if it is above the longest bar by a factor of at most 4; 0: none.
     """
     totals = {label: sum(parts.values()) for label, parts, _ in rows}
@@ -200,11 +200,7 @@ def lanes(spans: Sequence[Span], names: Mapping[str, str]) -> Chart:
     plot = _figure(54 + 28 * len(names), "time", unit, y_range=order)
     drawn = []
     for s in visible:
-        left, right, length = (
-            s.start_s / unit.size,
-            s.end_s / unit.size,
-            format_seconds(s.duration_s),
-        )
+        left, right, length = s.start_s / unit.size, s.end_s / unit.size, format_seconds(s.duration_s)
         drawn.append((names[s.lane], left, right, COLORS[s.category], s.name, length))
     boxes = _boxes(plot, drawn)
     tips = [("", "@what"), ("takes", "@value"), ("begins", f"@left{{0.000}} {unit.name}")]

@@ -1,4 +1,4 @@
-"""Report page: a self-contained HTML file with predictions and measurements, from the template `page.html`."""
+"""Pages of predictions and measurements: `page.html` of one run, `comparison.html` of several, both self-contained."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def render(*runs: RunRecord) -> str:
 def _exposed(run: RunRecord) -> dict[str, Any] | None:
     """Return medians of the exposed communication over the recorded steps of the last part; None without records.
 
-    `seconds` maps kinds of parallelism to exposed seconds; the other keys are the fractions `masking_timeline` and
-    `masking_wait`.
+    `seconds` maps kinds of parallelism to exposed seconds. The fractions `masking_timeline` and `masking_wait` are None
+    if no step has them.
     """
     steps = [m["overlap"] for m in run.last.rows if "exposed_s" in m.get("overlap", {})]
     if not steps:
@@ -166,7 +166,7 @@ def _exposed(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _balance(run: RunRecord) -> dict[str, float] | None:
-    """Return the mean imbalance of ranks, weighted by media tokens, before and after balancing; None without tokens."""
+    """Return the mean imbalance in data order and balanced order, weighted by media tokens; None without tokens."""
     steps = [m["balance"] for m in run.last.rows if "balance" in m]
     total = sum(step["media_tokens"] for step in steps)
     if not total:
@@ -190,7 +190,7 @@ def _run_colors(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
-    """Return the charts that runs can share, by name, with one colour per run; charts over steps zoom together."""
+    """Return the charts for one run or several, by name; None without data. Charts over steps share their x range."""
     ends = [(m[0]["step"], m[-1]["step"]) for m in (run.metrics for run in runs) if m]
     first, last = min((a for a, _ in ends), default=1) - 1, max((b for _, b in ends), default=1)
     margin = 0.02 * (last - first)
@@ -241,7 +241,7 @@ def _preference_charts(sources: Sequence[_Source], **options: Any) -> dict[str, 
 
 
 def _accuracy_chart(sources: Sequence[_Source], **options: Any) -> Chart | None:
-    """Return the chart of the fractions of right held-out answers and tokens; None without evaluations."""
+    """Return the chart of the fractions of right held-out answers and tokens; None if no evaluation has them."""
     lines = [
         s.held_out(f"held-out {name}s", f"{name}_accuracy", style=style)
         for s in sources
@@ -251,7 +251,7 @@ def _accuracy_chart(sources: Sequence[_Source], **options: Any) -> Chart | None:
 
 
 def _predicted_steps(source: _Source) -> Iterator[Curve]:
-    """Yield a flat line at the predicted step time for each part of a run with measured step times."""
+    """Yield, for each part with a measured and a predicted step time, a flat line at the predicted one."""
     run = source.run
     for part in run.parts:
         ends = [row["step"] for row in part.rows if row.get("step_s") is not None]
@@ -262,15 +262,15 @@ def _predicted_steps(source: _Source) -> Iterator[Curve]:
 
 
 def _points(rows: Sequence[dict[str, Any]], key: str, record: str | None = None) -> list[tuple[float, float]]:
-    """Return (step, value) pairs of a key in rows, or of the key in the dict `record` of each row."""
+    """Return (step, value) of the rows with a value under `key`, or under `key` in their dict `record` if it is set."""
     values = ((m["step"], (m if record is None else m.get(record) or {}).get(key)) for m in rows)
     return [(float(step), float(value)) for step, value in values if value is not None]
 
 
 def _within(sources: Sequence[_Source]) -> Chart | None:
-    """Return a chart of memory over the first recorded step, per run on the rank with the highest peak.
+    """Return a chart of each run's memory in its first recorded step, on the rank with the highest recorded memory.
 
-    For a single run, it also shows the phases of the step and the predicted peak. None without records.
+    For a single run, it also shows the phases of the step and the predicted peak. None if no run has such samples.
     """
     lines, bands = [], []
     for run, prefix, color in sources:
@@ -395,7 +395,7 @@ def _measured_memory(run: RunRecord) -> dict[str, float]:
 
 
 def _tier(run: RunRecord, tier: str) -> Chart | None:
-    """Return a chart of predicted and measured bytes in a memory tier over one offloaded step; None if all are 0."""
+    """Return a chart of predicted and measured bytes in a memory tier over one planned step; None if all are 0."""
     lines = []
     for kind, style, timeline in zip(("predicted", "measured"), ("dashed", "solid"), run.offload or (), strict=True):
         points = [(c.time_s, c.value) for c in timeline.counters if c.lane == tier]

@@ -27,7 +27,7 @@ class PartRecord:
         step: Number of steps before this part.
         plan: Plan of the steps of this part.
         rows: Metrics, one mapping per step.
-        changed: Old and new value of recipe keys that changed at the resume.
+        changed: [old, new] value by dotted key, of the recipe keys and other facts that changed at the resume.
     """
 
     step: int
@@ -47,7 +47,7 @@ class PartRecord:
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Largest measured memory of a step, in bytes; None without measurements."""
+        """Largest measured memory of a step on its fullest rank, in bytes; None without measurements."""
         values = [int(m["memory_bytes"]) for m in self.rows if m.get("memory_bytes")]
         return max(values, default=None)
 
@@ -65,8 +65,8 @@ def read_parts(directory: Path, plan: Plan, rows: Sequence[dict[str, Any]]) -> t
         PlanUnreadable: HP306 for a broken plan.
     """
     folder = directory / "parts"
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    starts = [(int(m[1]), path) for path in paths if (m := _FOLDER.fullmatch(path.name))]
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    starts = sorted((int(m[1]), path) for path in paths if (m := _FOLDER.fullmatch(path.name)))
     steps = [start for start, _ in starts]
     parts = []
     for number, (start, path) in enumerate(starts):

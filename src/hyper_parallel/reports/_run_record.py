@@ -124,17 +124,17 @@ class RunRecord:
     Attributes:
         directory: The run directory.
         plan: Plan of the last part of the run.
-        metrics: One mapping per training step, in step order.
+        metrics: One mapping per training step, without null values, in step order.
         evals: One mapping per evaluation with a finite loss, in step order; may be empty.
         timeline: Measured spans of a window of steps; None without measurements.
-        parts: Steps between two resumes, each with its plan; at least one.
+        parts: Parts of the run between two resumes, each with its plan; at least one.
         data: Facts about the data from data.json; None without the file.
         samplers: Measured spans of sampling ranks, on the same clock as `timeline`; None without such ranks.
         simulated: Simulated events of one step of the plan, with a lane per pipeline rank; None without simulation.
-        config: Text of the resolved recipe.
-        settings: Values of the resolved recipe by dotted key.
+        config: Text of the resolved recipe; "" without config.yaml.
+        settings: Values of the resolved recipe by dotted key; empty without config.yaml.
         sample: Text that the model generated after training; "" without a sample.
-        answers: Held-out conversations with expected and given answers.
+        answers: Held-out conversations with the expected and the generated answer; empty without such a file.
         run_info: Machine, versions and other facts from run.json; empty without the file.
         offload: Predicted and measured timeline of one planned step; None without offload.
     """
@@ -179,7 +179,7 @@ class RunRecord:
 
     @property
     def rewards(self) -> list[str]:
-        """Keys of the rewards in rollout records, the weighted sum first; empty without rewards."""
+        """Keys of the rewards in the rollout records of all steps, the weighted sum first; empty without rewards."""
         shared = [{**(row.get("rollout") or {})} for row in self.metrics] or [{}]
         keys = [key for key in shared[0] if all(row.get(key) is not None for row in shared)]
         named = [k for k in keys if k.startswith("reward_") and k != "reward_std"]
@@ -187,7 +187,7 @@ class RunRecord:
 
     @property
     def busy(self) -> dict[str, float]:
-        """Fractions of the step time in which training and sampling ranks work; empty without sampling ranks."""
+        """Fractions of the last part's step time in which training and sampling ranks work; {} if not measured."""
         keys = "step_s", "wait_s", "sample_s"
         rows = self.last.rows[self.last.warm_up :]
         steps = [{**m, **(m.get("rollout") or {})} for m in rows]
@@ -219,7 +219,7 @@ def load_run(directory: str | Path) -> RunRecord:
         raise RunUnreadable(
             "the run directory has no plan.json",
             where=str(root),
-            hint="use the `output_dir` of a run that has started training",
+            hint="restore plan.json from a copy of the run",
         )
     sampler_timelines = [_timeline(path) for path in sorted((root / "rollouts").glob("timeline.*.json"))]
     predicted = _timeline(root / "offload_predicted.json")
@@ -266,7 +266,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
-    """Return the last record of each step in a JSON-lines file, sorted by step; an incomplete last line is ignored."""
+    """Return the last record of each step in a JSON lines file, sorted by step; skip an invalid last line."""
     rows: dict[int, dict[str, Any]] = {}
     lines = _text(path, _LINES).splitlines()
     for number, line in enumerate(lines, 1):

@@ -62,7 +62,7 @@ def _part_s(timeline: Timeline, ranks: tuple[int, ...], of_tower: bool) -> tuple
 
 
 def _step_s(timeline: Timeline) -> tuple[float, float] | None:
-    """Return mean seconds from the first to the last computation of a step, and the fraction of bubbles in between."""
+    """Return mean seconds from first to last computation of a step, and the fraction of bubbles; None without spans."""
     lengths, busy = [], 0.0
     passes = [s for s in timeline.spans if _FORWARD.fullmatch(s.name) or _BACKWARD.fullmatch(s.name)]
     ranks = {span.lane.split("/")[0] for span in passes}

@@ -42,7 +42,7 @@ def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
 
 
 def some_steps(timeline: Timeline, count: int) -> Timeline:
-    """Return the spans and counters of the `count` middle steps of a timeline, shifted to start at time 0."""
+    """Return the part of a timeline in its `count` middle steps, or in all if it has fewer, shifted to time 0."""
     steps = steps_of(timeline)
     middle = max(0, (len(steps) - count) // 2)
     return _cut(timeline, steps[middle : middle + count])
@@ -69,15 +69,15 @@ def chrome_trace(
     """Return predicted and measured timelines in the Chrome JSON trace format of Perfetto.
 
     Predicted and measured lanes are two processes. The predicted step, with its cost terms and simulated pipeline
-    ranks, is repeated at the start of every measured step, so that both align. For a step with very many events, only
-    the first repetitions are written.
+    ranks, is repeated at the start of every measured step, so that both align. If a step has very many events, the
+    number of repetitions is limited.
 
     Args:
         measured: Spans of some steps; None without measurements.
         plan: Plan of the run.
         simulated: Simulated events of one step of the plan; None without simulation.
-        samplers: Spans of sampling ranks; None without such ranks. Arrows connect the completions of a step with the
-            ranks that train on them.
+        samplers: Spans of sampling ranks, drawn if `measured` is set; None without such ranks. Arrows connect the
+            completions of a step with the ranks that train on them.
 
     Source: Trace Event Format, duration ("X"), counter ("C"), flow ("s", "f") and metadata ("M") events; times in
         microseconds.

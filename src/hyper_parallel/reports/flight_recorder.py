@@ -65,7 +65,7 @@ class Divergence:
     """First collective at which the ranks of a group diverge.
 
     Attributes:
-        group: Purpose of the group, as described by torch.
+        group: Description of the group in the dump, such as `default_pg`; without one, its name.
         ranks: Ranks of the group.
         number: Number of the collective in the group.
         kind: missing, operation, shape, dtype, or state (called on all ranks, but not completed on all).
@@ -102,12 +102,15 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
     The rank is the number at the end of a file name, before any extension. In a directory, other files are ignored.
 
     Raises:
-        DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is no dump.
+        DumpUnreadable: HP623 when a file cannot be read or is no dump, a rank has two dumps, or there is no dump.
     """
     dumps: dict[int, dict[str, Any]] = {}
     sources = list(paths)
     for source in sources:
-        files = sorted(p for p in source.iterdir() if p.is_file()) if source.is_dir() else [source]
+        try:
+            files = sorted(p for p in source.iterdir() if p.is_file()) if source.is_dir() else [source]
+        except OSError as error:
+            raise _unreadable(source, error.strerror or str(error), "a directory of dumps cannot be read") from error
         for path in files:
             if match := _RANK.search(path.name):
                 rank = int(match[1])
@@ -119,7 +122,8 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
                     )
                 dumps[rank] = _read(path)
             elif path == source:
-                raise _unreadable(path, "a name without the number of its rank at the end")
+                why = "a name without the number of its rank at the end" if path.exists() else "it does not exist"
+                raise _unreadable(path, why)
     if not dumps:
         raise _unreadable(
             ", ".join(map(str, sources)), "no file whose name ends in the number of a rank", "there is no dump to read"
@@ -128,10 +132,10 @@ def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler for containers, texts and numbers; it refuses any class or function, so no code runs."""
+    """Unpickler for containers, texts and numbers; it refuses every class and function, so no code runs."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it wants to load `{module}.{name}`, which no dump does")
+        raise pickle.UnpicklingError(f"it wants to load `{module}.{name}`, but a dump contains only plain values")
 
 
 def _read(path: Path) -> dict[str, Any]:

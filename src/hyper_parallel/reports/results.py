@@ -59,8 +59,8 @@ def _settings_of(run: RunRecord) -> Iterator[Result]:
         yield Result("data", f"{used:,}", float(used), note)
     lr = run.settings.get("training.lr")
     if isinstance(lr, (int, float)):
-        warmup = run.settings.get("training.warmup_ratio") or run.settings.get("training.warmup_steps")
-        warmup = f"{warmup:.1%}" if isinstance(warmup, float) and warmup < 1 else f"{warmup} steps"
+        ratio, steps = (run.settings.get(f"training.warmup_{name}") for name in ("ratio", "steps"))
+        warmup = f"{ratio:.1%}" if isinstance(ratio, (int, float)) else f"{steps} steps"
         note = f"{run.settings.get('training.lr_schedule')}, warm-up {warmup}"
         yield Result("learning rate", f"{lr:.3g}", float(lr), note)
     in_steps = float(sum(m.get("step_s", 0.0) for m in run.metrics))
@@ -111,7 +111,7 @@ def _quality(run: RunRecord) -> Iterator[Result]:
 
 
 def _preference(prefix: str, first: Mapping[str, float] | None, last: Mapping[str, float] | None) -> Iterator[Result]:
-    """Yield accuracy and margin of a preference stage at the end of the run; `first` is the record of its start."""
+    """Yield accuracy and margin of a preference stage from its `last` record, and the first accuracy as note."""
     first, last = first or {}, last or {}
     if (accuracy := last.get("accuracy")) is not None:
         note = f"from {first['accuracy'] * 100:.1f} %" if first.get("accuracy") is not None else ""
@@ -208,7 +208,7 @@ def conditions(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Return pairs of a differing setting, strategy or machine and its values, one per run; `-`: value is missing."""
+    """Return (name, text per run) of the strategy, machine and settings that differ; `-` stands for a missing value."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [(key, [f"{run.settings.get(key, '-')}" for run in runs]) for key in keys]
     strategies = ("mesh and strategy", [f"{run.plan.strategy}" for run in runs])

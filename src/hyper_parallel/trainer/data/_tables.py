@@ -248,7 +248,9 @@ def is_table(data: Data, path: Path) -> bool:
 
 
 def open_table(data: Data, path: Path) -> Table:
-    """Open the dataset and split that section `data` names; `path` is `data.source` as a path.
+    """Open the dataset and split that section `data` names; without `data.split`, the split `train` or the only one.
+
+    `path` is `data.source` as a path.
 
     Raises:
         NoData: HP602 when the dataset or split cannot be loaded, or the folder names or links to a file outside of it.

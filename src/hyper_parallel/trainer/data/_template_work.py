@@ -125,7 +125,7 @@ def deep_size(value: Any) -> int:
         elif isinstance(one, (list, tuple)):
             stack += one
         if total > _BUDGET:
-            raise TemplateBudget("a value that holds more than a conversation")
+            raise TemplateBudget(f"a value that holds more than {_BUDGET:,} bytes")
     return total
 
 
@@ -195,7 +195,7 @@ def _spend_filter(name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any],
     if name == "tojson":
         work.spend(8 * deep_size(first))
         if any(deep_size(one) > 512 or (isinstance(one, int) and one > 64) for one in rest):
-            raise TemplateBudget("an indentation or a separator of tojson that is long")
+            raise TemplateBudget("`tojson` with a long separator or an indentation above 64")
     elif name == "join":
         first = list(first)
         work.spend(sum(map(size_of, first)) + len(first) * sum(map(size_of, rest)))
@@ -203,7 +203,7 @@ def _spend_filter(name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any],
     elif name == "sum":
         first = list(Counted(first, work))
         if any(isinstance(one, (str, list, tuple)) for one in (*first, *rest[1:])):
-            raise TemplateBudget("`sum` adds numbers")
+            raise TemplateBudget("the filter `sum` adds numbers, not texts or lists")
     elif name in ("list", "unique", "sort", "reverse", "groupby", "max", "min"):
         first = first if isinstance(first, str) else list(Counted(first, work))
         work.spend(len(first) * STEP)
@@ -249,7 +249,7 @@ def check_format(text: str, args: Sequence[Any], work: Work) -> None:
     work.spend(text.count("%(") * len(text) // READ)
     fields = (spec or "" for _, _, spec, _ in Formatter().parse(text)) if "{" in text else ()
     if _WIDTH.search(text) or any(map(_LONG_COUNT.search, fields)):
-        raise TemplateBudget("a format with a width of thousands")
+        raise TemplateBudget("a format with a width or precision above 999, or from an argument")
     uses = text.count("%") + text.count("{")
     work.spend(size_of(text) + uses * max(map(deep_size, args), default=0))
 

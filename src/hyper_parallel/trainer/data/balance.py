@@ -115,8 +115,8 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
 
     Without `grid.seconds`, the result has a lower `grid.largest` than the data order, or an equal one with a lower
     largest microbatch cost; otherwise it is the data order. With `grid.seconds`, it is the fastest of the data order
-    and two balanced orders, with largest or smallest microbatches first. Balanced orders that increase these costs do
-    not count. No microbatch costs more than the largest one in data order.
+    and two balanced orders, with largest or smallest microbatches first. Balanced orders count only if they increase
+    neither of the two costs above. No microbatch costs more than the largest one in data order.
 
     Args:
         costs: [N] cost of each sequence in data order, at least 0.

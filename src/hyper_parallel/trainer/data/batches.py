@@ -239,7 +239,7 @@ class Batches:
         """Return [_BLOCK] indices of groups of sequences: block number `block` of a mixture of sources.
 
         After each block, the number of sequences read from a source is its share of all sequences read so far, rounded
-        up or down. Within a block, the order is random.
+        up or down. Within a block, the order of sources is random.
         """
         assert self._shares is not None
         assert isinstance(self.sequences, JoinedSequences)
@@ -291,7 +291,7 @@ class Batches:
             dp_size: Number of data-parallel ranks.
             microbatch: Number of sequences of a microbatch.
             accumulation: Number of microbatches of a rank in a step.
-            grid: Assignment of microbatches to ranks, for load balancing; None: data order.
+            grid: Assignment of microbatches to ranks, for load balancing by `order.costs`; None: data order.
 
         Raises:
             BatchMismatch: HP308 for sizes whose product is not `sequences_per_step`, or a `dp_rank` out of range.
@@ -309,7 +309,7 @@ class Batches:
         return self._arranged[1]
 
     def balance(self, step: int, grid: Grid) -> Balance:
-        """Return the load imbalance of step `step`, counted from 0, in data order and in balanced order."""
+        """Return the load imbalance of step `step`, from 0, in data order and balanced order; needs `order.costs`."""
         indices = self.step_batch(step)
         tokens = int(self.sequences.media_costs(indices)[:, 1].sum())
         costs = self._costs(indices), self._costs(self._arrange(step, grid))

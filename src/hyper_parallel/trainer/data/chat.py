@@ -131,7 +131,7 @@ def stop_ids(tokenizer: Any, eos: int | Sequence[int] | None = None, *, chat: bo
 
     Args:
         tokenizer: Tokenizer of the model, whose end-of-text token is always included.
-        eos: `eos_token_id` of the model's generation config: one token, or several.
+        eos: `eos_token_id` of the model's generation config: one token, or several; None: not set.
         chat: Whether to include the added tokens with which the chat template ends an answer or a tool call.
     """
     own = [eos] if eos is None or isinstance(eos, int) else eos

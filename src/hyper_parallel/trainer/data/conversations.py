@@ -62,7 +62,7 @@ _STAGE_KEYS: Final = {"kto": LABELS, "rm": ("margin",), "dpo": ("margin",), "orp
 
 
 def _sharegpt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read the turns under `conversations` (keys `from`, `value`) or `messages` (keys `role`, `content`)."""
+    """Read the turns under `conversations` or `messages`; a list has precedence over any other value."""
     key = _turns_key(values)
     yield read_turns(values[key], rules, where, key), None
 
@@ -309,6 +309,8 @@ _DEFAULT: Final = RecordRules()
 def shape_of(record: Record, text_key: str, where: str, stage: str = "pt", rules: RecordRules = _DEFAULT) -> str:
     """Return the format of a record: one of `CONVERSATIONS`, or `records` if it has a text under `text_key`.
 
+    Except with `stage: grpo`, that text has precedence over a prompt with its completion.
+
     Raises:
         NoData: HP602 if the record has no known format, or seems to be a pair with an unknown key.
     """
@@ -438,7 +440,7 @@ def _format_of(values: Record, stage: str) -> str | None:
 
 
 def _prompt_keys(values: Values) -> tuple[str, ...]:
-    """Return the keys of the prompt; `instruction` and `input` count only if the record has no other."""
+    """Return the keys of the prompt in a record; `instruction` and `input` only if it has no others."""
     present = tuple(key for key in QUESTIONS if key in values)
     return present or tuple(key for key in PROMPTS if key in values)
 
@@ -454,10 +456,11 @@ def conversations_of(
 ) -> list[Conversation]:
     """Return the conversation in a record of the format `shape`; for `preference`, the chosen and the rejected one.
 
-    `detected` tells whether `shape` is the format of the first record; otherwise `data.format` sets it.
+    `detected` is True if `shape` is the format of the first record, False if `data.format` sets it.
 
     Raises:
-        NoData: HP602 naming the faulty key or turn.
+        NoData: HP602 naming the faulty key or turn; BadMedia for images or recordings that `data.bad_media` may skip.
+        MissingDependency: HP501 if `rules.skips_media`, and the package that decodes the media is not installed.
     """
     values = _named(record, rules, where, stage)
     reader, allowed = _FORMATS[shape]
@@ -629,7 +632,7 @@ def check_flags(one: Conversation, num_context: int, record: Record, where: str,
 
 
 def is_text_pair(record: Record, shape: str, rules: RecordRules, *, any_name: bool) -> bool:
-    """Return whether a record has only texts: a prompt and a completion or pair, without system text and tools.
+    """Return whether a record has only texts: a prompt and its completion or two answers, no system text or tools.
 
     With `any_name`, synonyms of `prompt` and `completion` count too.
     """

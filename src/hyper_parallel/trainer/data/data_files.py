@@ -152,7 +152,7 @@ def refuse_splits(root: Path, files: Sequence[Path]) -> None:
 
 
 def json_record(path: Path) -> dict[str, Any] | None:
-    """Return the first line of a file as a dict if it is a nonempty JSON object; otherwise None."""
+    """Return the first line of a file as a dict if it is a nonempty JSON object; else None. Errors of `open_bytes`."""
     with open_bytes(path) as file:
         line = file.readline(_LONGEST_FIRST_LINE)
     try:

@@ -56,7 +56,7 @@ class Conversation:
         tools: Functions that the assistant may call, as JSON schemas in the OpenAI format.
         template_values: Additional variables for the chat template (`chat_template_kwargs` of the record).
         untrained: Indices of assistant turns that are not trained on: excluded by the record (`weight: 0`), or empty.
-        trained: Indices of turns that the record marks as trained on (`weight: 1`, `train: true`).
+        trained: Indices of assistant turns that the record marks as trained on (`weight: 1`, `train: true`).
         media: Images and recordings, in the order of their placeholders in the contents.
     """
 
@@ -109,13 +109,7 @@ class Document:
     def content(self) -> bytes:
         """Serialized text, turns and labels, for the checksum of a stream."""
         one = self.conversation or Conversation(())
-        values: tuple[Any, ...] = (
-            one.messages,
-            self.num_context,
-            self.good,
-            self.margin,
-            self.columns,
-        )
+        values: tuple[Any, ...] = (one.messages, self.num_context, self.good, self.margin, self.columns)
         optional = one.tools, one.template_values, one.untrained
         # Omit unset fields, so that checksums in stream positions of earlier versions stay valid.
         values += optional if any(optional) else ()

@@ -77,7 +77,8 @@ def processor_of(tokenizer: Any) -> Any:
 def reference_line(conversation: Conversation, text: str, where: str, blob: IO[bytes]) -> bytes:
     """Return the text of a conversation and references to its media as a JSON line.
 
-    A reference is a file name, or the position in `blob` of bytes from the record, which are appended to `blob`.
+    A reference is a file name, or the position in `blob` of bytes from the record, which are appended to `blob`. Errors
+    are those of `content_of`.
     """
     media = [_stored(item, where, blob) for item in conversation.media]
     where = Path(where).name  # omit the folder, so prepared data does not depend on it

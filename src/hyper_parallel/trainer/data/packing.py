@@ -81,10 +81,7 @@ class Flat:
 
     @property
     def num_label_only(self) -> int:
-        """Number of tokens at the end of a document that are only labels.
-
-        The last token is an input of a reward model, because the score is read there.
-        """
+        """Number of last tokens of a document that are only labels: 0 for a reward model, which scores the last one."""
         return 0 if self.stage == "rm" else 1
 
 
@@ -165,7 +162,7 @@ def no_target(problem: str, counts: DataCounts, data: Data, needed: int | None =
     where = f"data.source: {data.source}"
     if counts.used:  # all conversations with targets are held out
         got = f"{counts.used} conversations, data.holdout={data.holdout}"
-        advice = "add conversations, or set `data.holdout=0`, which excludes `training.eval_every`"
+        advice = "add conversations, or set `data.holdout=0` (evaluation then needs `data.validation`)"
         return NoData("no conversation is left to train on", where=where, got=got, hint=advice)
     reasons = counts.dropped.most_common()
     hint: str | None = None
@@ -248,7 +245,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def encode(batch: list[Document], hf: Any, stage: str) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
     """Yield (token ids, target mask) of each document in a batch, given the tokenizer of transformers.
 
-    With `stage: pt`, the last token is end-of-text and the mask is empty.
+    With `stage: pt`, the last token is end-of-text and the mask is empty. Errors are those of `tokenizing` and of the
+    functions of `chat` that are called.
     """
     if not batch:
         return
@@ -284,11 +282,10 @@ def encode(batch: list[Document], hf: Any, stage: str) -> Iterator[tuple[Sequenc
 def split_documents(flat: Flat, share: float, seed: int, seq_len: int) -> tuple[list[slice], list[slice]]:
     """Return the token spans of the training documents and of the held-out documents, each in document order.
 
-    The seed draws `round(share * documents)` documents to hold out, and further texts until they fill one sequence. If
-    the rounded number is 0, the tail of the longest text is held out: `share` of all tokens, at least one sequence, at
-    most the whole text.
-    Conversations are never divided; at least one of several conversations is held out. Both documents of a pair are in
-    the same split. With `share` 0, nothing is held out.
+    The seed draws `round(share * documents)` documents to hold out, and further texts until they fill one sequence, but
+    never all documents. If the rounded number is 0, the tail of the longest text is held out: `share` of all tokens, at
+    least one sequence, at most the whole text. Conversations are never divided; at least one of several conversations
+    is held out. Both documents of a pair are in the same split. With `share` 0, nothing is held out.
     """
     size = flat.group_size
     spans, count = flat.spans, len(flat.spans) // size

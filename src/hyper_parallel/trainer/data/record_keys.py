@@ -58,7 +58,7 @@ _MEDIA: Final = frozenset(
 )  # fmt: skip
 _SUPPORTED: Final = (
     "texts; images and audio if stage=sft, data.streaming=false and the directory of the tokenizer has their "
-    "preprocessor_config.json"
+    "preprocessor_config.json or processor_config.json"
 )
 _PLACEHOLDERS: Final = (
     "<image>", "<img>", "<video>", "<audio>", "<|image|>", "<|video|>", "<|audio|>", "<|image_pad|>",
@@ -95,8 +95,8 @@ class RecordRules:
         ignored: Keys of records, turns and tool calls that are ignored.
         media: Names of columns that the table reader has removed, because they hold images, audio or files.
         is_table: Whether records are rows of a table, in which absent keys are None.
-        media_root: Folder of the images and recordings to which records refer. None: media of records are not read;
-            prompts may refer to any file.
+        media_root: Folder of the images and recordings to which records refer. None: media of records are not read,
+            and for a prompt of generation (with `media_kinds`) references may name any file.
         media_kinds: Kinds of media that the model's processor reads.
         skips_media: Whether records with unreadable media are dropped; False: they raise an error.
         counts: Counts of the source, to which ignored keys are added.
@@ -156,7 +156,7 @@ class RecordRules:
     def canonical_values(self, record: Record, columns: Mapping[str, str], where: str) -> dict[str, Any]:
         """Return the values of a record or turn by canonical key, without null values and ignored keys.
 
-        `columns` maps renamed keys to canonical keys.
+        `columns` maps renamed keys to canonical keys. Ignored keys whose value is not null are counted.
 
         Raises:
             NoData: HP602 for different values of two keys with the same canonical key.
@@ -220,7 +220,7 @@ class RecordRules:
         `item` is the kind of object, such as "a turn". Ignored and metadata keys are counted as ignored.
 
         Raises:
-            NoData: HP602 naming an unknown key; the hint ignores it.
+            NoData: HP602 naming an unknown key; the hint ignores all, or says to rename it if other objects use it.
         """
         unknown = []
         for key, value in values.items():
@@ -231,7 +231,7 @@ class RecordRules:
                 continue
             if key in _MEDIA:
                 raise self._unsupported_media(key, item, where)
-            if key in _OF_STAGES:
+            if key in _OF_STAGES and item.startswith("a record"):
                 own = self.own_name(key)
                 raise NoData(
                     f"the key `{own}` is used only by stage {_OF_STAGES[key]}",
@@ -357,7 +357,7 @@ def margin_of(record: Record, where: str) -> float | None:
 def columns_of(record: Record, rules: RecordRules) -> dict[str, Any]:
     """Return the values of a record that reward functions may read, by canonical key.
 
-    Ignored keys, `prompt`, `completion` and `completion_ids` are excluded. Reward functions get those of the rollout.
+    Ignored keys are excluded, and so are `prompt`, `completion` and `completion_ids`, which the rollout provides.
     """
     named = ((rules.columns.get(key, key), value) for key, value in record.items())
     return {str(k): v for k, v in named if k not in _ROLLED_OUT and k not in rules.ignored}

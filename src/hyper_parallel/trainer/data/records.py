@@ -523,7 +523,7 @@ def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def text_of(record: Record, text_key: str, where: str, *, later: bool = False) -> str:
-    """Return the text of a record under `text_key`; `later` tells whether an earlier record has such a text.
+    """Return the text of a record under `text_key`; `later` tells whether the source has earlier records.
 
     Raises:
         NoData: HP602 when the record has no text under `text_key`.
@@ -541,5 +541,5 @@ def text_of(record: Record, text_key: str, where: str, *, later: bool = False) -
         if later
         else f"a text under `{text_key}`; or, if `data.format` is auto, records of the format sharegpt, alpaca or "
         "prompt_completion",
-        hint="add the text to this record, or remove it" if later else hint,
+        hint="add the text to this record, or remove the record" if later else hint,
     )

@@ -261,7 +261,7 @@ class PackedSequences:
         return () if self._records is None else self._records.columns
 
     def records(self, indices: Int64) -> list[Mapping[str, Any]]:
-        """Return, for each row, the columns that reward functions may read, by name; only for data of `stage: grpo`."""
+        """Return, per row, the columns that reward functions may read; only for `stage: grpo`, without dummy rows."""
         assert self._records is not None
         return [self._records.read(int(index)) for index in indices]
 

@@ -168,14 +168,14 @@ class Source:
         }
 
     def documents(self) -> Iterator[Document]:
-        """Yield documents in order, up to `data.max_records` records and `data.max_bytes` bytes.
+        """Yield documents in order, up to `data.max_records` records (not text files) and `data.max_bytes` bytes.
 
         The last text may be truncated, conversations are not. Empty records are dropped, and so are records with only
         empty answers (except in stages `pt` and `grpo`), and with `data.bad_media: skip` records with unreadable media.
         The counts of the source restart from zero.
 
         Raises:
-            NoData: HP602 naming a record that is invalid or longer than `data.max_record_bytes`.
+            NoData: HP602 naming a file that is unreadable, or a record that is invalid or too long.
             MissingDependency: HP501 when a package that reads the records is not installed.
         """
         with self.naming():
@@ -307,7 +307,7 @@ class Source:
                             "the data file contains NUL bytes, so it is binary and not text in UTF-8",
                             where=str(path),
                             allowed=f"text, {', '.join(KINDS)}",
-                            hint="name another file; convert text in UTF-16: iconv -f utf-16 -t utf-8 FILE > NEW_FILE",
+                            hint="name another file, or convert UTF-16 text: iconv -f utf-16 -t utf-8 FILE > NEW_FILE",
                         )
                     self.counts.remarks["binary files left out"] += 1
                     return
@@ -343,7 +343,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = (), key: str = M
     Args:
         data: Section `data` with one source.
         stage: Stage of the recipe.
-        media: Media kinds (`image`, `audio`) that the model's processor reads.
+        media: Media kinds (`image`, `audio`) of the model's processor; only `stage: sft` without streaming reads them.
         key: Recipe key that names the source, for errors.
 
     Raises:
@@ -392,12 +392,12 @@ def _resolve(data: Data, stage: str, media: tuple[str, ...]) -> Source:
 
 
 def _media_root(data: Data, path: Path) -> Path:
-    """Return the folder of a source's images and recordings; raise NoData (HP602) if it does not exist."""
+    """Return the folder of a source's images and recordings; raise NoData (HP602) if `data.media_dir` is no folder."""
     if data.media_dir is None:
         return (path if path.is_dir() else path.parent).absolute()
     folder = Path(data.media_dir).expanduser().absolute()
     if not folder.is_dir():
-        problem = "the folder of the media does not exist"
+        problem = "the folder of the media does not exist, or is a file"
         raise NoData(problem, where="data.media_dir", got=str(folder), hint="data.media_dir=null")
     return folder
 
@@ -487,7 +487,7 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
     Args:
         data: Section `data` with one source.
         stage: Stage of the recipe.
-        key: Recipe key of the source, for the hint; "" for one source of several.
+        key: Recipe key of the source, for location and hint; "" for one source of several.
         folders: Additional folders to search, such as that of the recipe.
 
     Raises:
@@ -649,7 +649,7 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
 
 
 def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> None:
-    """Raise NoData (HP602) if the first record lacks a key in `data.columns`; an optional one only if `all_alike`."""
+    """Raise NoData (HP602) if the first record lacks a key in `data.columns`, unless optional and not `all_alike`."""
     for name, own in data.columns.items():
         optional = name in _OPTIONAL_COLUMNS and not all_alike
         if own in record or optional or name in ("role", "content"):

@@ -145,8 +145,8 @@ def _too_large(tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_l
     return BadValue(
         "the tokenizer has more tokens than the model's vocabulary",
         where=where,
-        got=f"tokenizer={tokenizer.vocab_size}, model={vocab_limit}",
-        allowed=f"a tokenizer of at most {vocab_limit} tokens; too many: {names}",
+        got=f"tokenizer={tokenizer.vocab_size}, model={vocab_limit}; not in the model: {names}",
+        allowed=f"a tokenizer of at most {vocab_limit} tokens",
         hint=hint,
     )
 
