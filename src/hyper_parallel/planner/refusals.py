@@ -19,7 +19,7 @@ from hyper_parallel.errors import (
     NoLegalStrategy,
     NotDivisible,
 )
-from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.ir import Rule, Strategy, Workload
 from hyper_parallel.mpmd import check_pipeline
 from hyper_parallel.planner.bounds import count, tuples
 from hyper_parallel.planner.pins import EXCLUDABLE, PINNABLE, shown_pin
@@ -143,6 +143,8 @@ def with_changes(strategy: Strategy, workload: Workload, changes: Mapping[str, A
         elif (key, value) == ("overlap.tp", "none"):
             overlap = replace(strategy.overlap, half_batch=False, tp_chunks=1, tp_symmetric=False)
             strategy = replace(strategy, overlap=overlap)
+        elif key == "parallel.rules":
+            strategy = replace(strategy, rules=tuple(Rule(*rule) for rule in value.items()))
         else:
             strategy = replace(strategy, **{"tp_x" if name == "tp" else name: value})
     return strategy, workload

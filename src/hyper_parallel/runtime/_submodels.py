@@ -42,7 +42,6 @@ from hyper_parallel.errors import (
     HyperParallelError,
     ScheduleError,
     UnsupportedSharding,
-    overrides,
 )
 from hyper_parallel.ir import Schedule, Strategy, Workload
 from hyper_parallel.mpmd import JointLayout, check_submodel_schedule
@@ -386,7 +385,7 @@ def _check_stages(language: Strategy) -> None:
             where="parallel.submodels.language.pp",
             got=f"pp={language.pp}, virtual_stages={language.virtual_stages}",
             allowed="pp=1, or one stage per rank",
-            hint=overrides({"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | fixed),
+            changes={"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | fixed,
         )
 
 
