@@ -218,7 +218,7 @@ def fetch_dataset(repository: str, config: str | None, split: str | None, where:
     hints = {
         "absent": "`hf auth login` if it is private; otherwise correct the name",
         "gated": f"request access on https://huggingface.co/datasets/{repository}, then: hf auth login",
-        "config": shlex.quote(f"data.name={(answer.get('allowed') or [''])[0]}"),
+        "config": None,
         "split": "use one of the splits that the message names",
     }
     raise NoData(
@@ -226,6 +226,7 @@ def fetch_dataset(repository: str, config: str | None, split: str | None, where:
         where=where,
         got=answer.get("text"),
         allowed=answer.get("allowed"),
+        changes={"data.name": (answer.get("allowed") or [""])[0]} if answer.get("kind") == "config" else None,
         hint=hints.get(str(answer.get("kind")), f"hf download --repo-type dataset {repository}"),
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from hyper_parallel.config import LoadedRecipe, Recipe, read_mapping
-from hyper_parallel.errors import Contradiction, RecipeUnreadable, UnknownModel
+from hyper_parallel.errors import Contradiction, RecipeUnreadable, UnknownModel, reported_by
 from hyper_parallel.hub import (
     HubName,
     Part,
@@ -26,7 +26,7 @@ from hyper_parallel.hub import (
 from hyper_parallel.model import find_preset
 from hyper_parallel.near_paths import export_hint, nearest_path
 from hyper_parallel.trainer.checkpoints.manifest import steps
-from hyper_parallel.trainer.data.source_errors import named_by
+from hyper_parallel.trainer.data.source_errors import SourceKey
 from hyper_parallel.trainer.data.sources import refuse_missing
 
 
@@ -87,7 +87,7 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
     for number, (key, source, config, split) in enumerate(named):
         repository = parse_dataset(source)
         if repository is not None:
-            with named_by(f"{key}[{number}]" if one_of_several and key == "data.source" else key):
+            with reported_by(SourceKey(f"{key}[{number}]" if one_of_several and key == "data.source" else key)):
                 fetch_dataset(repository, config, split, loaded.where(key))
             continue
         one = data.model_copy(update={"source": source, "name": config, "split": split})

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.config import MOST_SEQ_LEN, PAIRED_STAGES, Data
-from hyper_parallel.errors import NoData
+from hyper_parallel.errors import NoData, overrides
 from hyper_parallel.trainer.data._cache import byte_bar
 from hyper_parallel.trainer.data.chat import (
     complete_text,
@@ -143,7 +143,8 @@ def _too_short(flat: Flat, source: Source, num_train: int) -> NoData:
         where=where,
         got=f"{len(flat.tokens)} tokens, {len(flat.tokens) - num_train} of them held out, seq_len={data.seq_len}",
         allowed=f"more than {data.seq_len} tokens that are not held out",
-        hint=f"data.seq_len={seq_len}" if seq_len else "add text to `data.source`",
+        changes={"data.seq_len": seq_len} if seq_len else None,
+        hint=None if seq_len else "add text to `data.source`",
     )
 
 
@@ -168,17 +169,18 @@ def no_target(problem: str, counts: DataCounts, data: Data, needed: int | None =
         advice = "add conversations, or set `data.holdout=0`, which excludes `training.eval_every`"
         return NoData("no conversation is left to train on", where=where, got=got, hint=advice)
     reasons = counts.dropped.most_common()
-    hint: str | None = None
+    hint, changes = None, dict[str, object]()
     if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_MEDIA):
         factor = 4 if needed is None else max(2, -(-needed // data.seq_len))
-        hint = f"data.seq_len={factor * data.seq_len}"
-        hint = hint if needed is not None else f"a larger value, such as {hint}"
+        changes = {"data.seq_len": factor * data.seq_len}
+        hint = None if needed is not None else f"a larger value, such as {overrides(changes)}"
         hint = hint if factor * data.seq_len <= MOST_SEQ_LEN else "shorten the conversations"
     return NoData(
         f"{problem}: {reasons[0][0]}",
         where=where,
         got=", ".join(f"{count} left out: {reason}" for reason, count in reasons),
         allowed=ALLOWED[reasons[0][0]],
+        changes=changes,
         hint=hint,
     )
 

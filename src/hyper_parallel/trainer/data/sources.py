@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from hyper_parallel.config import PREFERENCE_STAGES, Data
-from hyper_parallel.errors import Contradiction, HyperParallelError, NoData
+from hyper_parallel.errors import Contradiction, HyperParallelError, NoData, reported_by
 from hyper_parallel.near_paths import nearest_path
 from hyper_parallel.trainer.data._tables import (
     Table,
@@ -58,7 +58,7 @@ from hyper_parallel.trainer.data.record_keys import (
     margin_of,
 )
 from hyper_parallel.trainer.data.records import read_records, text_of, unreadable_file
-from hyper_parallel.trainer.data.source_errors import MAIN, named_by
+from hyper_parallel.trainer.data.source_errors import MAIN, SourceKey
 from hyper_parallel.trainer.data.source_errors import VALIDATION as VALIDATION
 
 STDLIB = "python-stdlib"
@@ -127,8 +127,8 @@ class Source:
         return replace(self, rules=replace(self.rules, counts=DataCounts()))
 
     def naming(self) -> AbstractContextManager[None]:
-        """Return a context that changes errors for the recipe key that names this source; see `named_by`."""
-        return named_by(self.key)
+        """Return a context that writes errors for the recipe key that names this source."""
+        return reported_by(SourceKey(self.key))
 
     def head(self, num_bytes: int) -> Source:
         """Return a copy that reads at most `num_bytes` bytes of text."""
@@ -288,7 +288,7 @@ class Source:
                 where=where,
                 got=sorted(map(str, record)),
                 allowed="a prompt and a completion, both texts",
-                hint="data.chat_template=auto",
+                changes={"data.chat_template": "auto"},
             )
         self.counts.remarks[_JOINED] += 1
         return False
@@ -351,7 +351,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = (), key: str = M
         Contradiction: HP104 when source, format and stage contradict each other.
         MissingDependency: HP501 when a package that reads the source is not installed.
     """
-    with named_by(key):
+    with reported_by(SourceKey(key)):
         return replace(_resolve(data, stage, media), key=key)
 
 
@@ -361,7 +361,7 @@ def _resolve(data: Data, stage: str, media: tuple[str, ...]) -> Source:
             f"`data.source: {STDLIB}` is text",
             where="data.format",
             got=f"data.format={data.format}",
-            hint="data.format=text",
+            changes={"data.format": "text"},
         )
     path = Path(data.source).expanduser()
     table = open_table(data, path) if data.source != STDLIB and is_table(data, path) else None
@@ -372,7 +372,7 @@ def _resolve(data: Data, stage: str, media: tuple[str, ...]) -> Source:
                 where=f"data.source: {data.source}",
                 got=f"data.{key}={value}",
                 allowed="a folder with a dataset, or a name on the Hugging Face hub",
-                hint=" ".join(f"data.{k}=null" for k in ("name", "split") if getattr(data, k) is not None),
+                changes={f"data.{k}": None for k in ("name", "split") if getattr(data, k) is not None},
             )
     files = _files(data, stage) if table is None else []
     by_document = stage == "pt" and (data.masks(stage) or not data.packing)
@@ -398,7 +398,7 @@ def _media_root(data: Data, path: Path) -> Path:
     folder = Path(data.media_dir).expanduser().absolute()
     if not folder.is_dir():
         problem = "the folder of the media does not exist"
-        raise NoData(problem, where="data.media_dir", got=str(folder), hint="data.media_dir=null")
+        raise NoData(problem, where="data.media_dir", got=str(folder), changes={"data.media_dir": None})
     return folder
 
 
@@ -415,7 +415,7 @@ def _check_stage(source: Source) -> None:
             where=f"data.source: {source.data.source}",
             got=f"stage={stage}, records={source.shape}",
             allowed="sharegpt, alpaca, prompt_completion" if wants_turns else allowed,
-            hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
+            changes={"stage": "dpo" if pairs else "sft" if source.is_conversations else "pt"},
         )
 
 
@@ -512,17 +512,20 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
     if not several:
         near = nearest_path(data.source, [*below[:_MOST_FOLDERS], *folders], fits)
         near = near or nearest_path(data.source, fits=Path.exists)
-    hint = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
+    changes: dict[str, object] = {}
     if several and key == "data.source":  # `data.validation` is one source
-        hint = shlex.quote(f"{key}=[{', '.join(several)}]")
-    if near is not None:
-        hint = shlex.quote(f"{key}={near}") if key else f"write `{near}`"
+        changes = {key: several}
+    if near is not None and key:
+        changes = {key: near}
+    hint = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
+    hint = hint if near is None else f"write `{near}`"
     raise NoData(
         "the data source does not exist",
         where=f"{key or 'data.source'}: {data.source}",
         got=str(path.absolute()),
         allowed=f"{STDLIB}, a file, a directory, or a name on the Hugging Face hub (user/name)",
-        hint=hint,
+        changes=changes,
+        hint=None if changes else hint,
     )
 
 
@@ -592,7 +595,8 @@ def _of_one_kind(root: Path, files: list[Path], format_: str, stage: str) -> lis
             got=suffixes,
             allowed="one of text, JSON, parquet, CSV"
             + ("; or set data.format to select one (text: all files)" if stage == "pt" else ""),
-            hint=f"data.format={next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}"
+            changes={"data.format": next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)},
+            hint=None
             if stage == "pt"
             else "name one file in `data.source`, or move the files of other types to another directory",
         )
@@ -603,7 +607,7 @@ def _of_one_kind(root: Path, files: list[Path], format_: str, stage: str) -> lis
             where=f"data.source: {root}",
             got=suffixes,
             allowed=sorted(suffix for suffix, kind in KINDS.items() if kind in kinds),
-            hint="data.format=auto",
+            changes={"data.format": "auto"},
         )
     return chosen
 
@@ -642,9 +646,8 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
         got=sorted(record),
         allowed="a name that ends in .jsonl"
         + (", or data.format: text, which trains on the JSON as text" if stage == "pt" else ""),
-        hint=f"data.format={'jsonl' if shape == 'records' else shape}"
-        if is_file and fits
-        else "give the files names that end in .jsonl",
+        changes={"data.format": "jsonl" if shape == "records" else shape},
+        hint=None if is_file and fits else "give the files names that end in .jsonl",
     )
 
 
@@ -660,5 +663,5 @@ def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> N
             where=where,
             got=sorted(map(str, record)),
             allowed="a key of the records",
-            hint=shlex.quote(f"data.columns.{name}={as_value(near[0])}") if near else None,
+            changes={f"data.columns.{name}": as_value(near[0])} if near else None,
         )
