@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import sys
 from dataclasses import dataclass
 from functools import cache

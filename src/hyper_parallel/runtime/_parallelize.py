@@ -8,10 +8,10 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from torch import nn
 
 import hyper_parallel
 from hyper_parallel.backends.torch import Ranks, Routing, apply_plan, read_model
-from hyper_parallel.errors import BadValue, HyperParallelError
+from hyper_parallel.errors import BadValue, Caller, overrides, reported_by, value_text
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.planner import default_workload, parse_strategy, plan
 from hyper_parallel.runtime._world import World
@@ -128,45 +128,48 @@ def plan_of(
             **dict.fromkeys(("compute_dtype", "param_dtype", "reduce_dtype"), spec.dtype),
             microbatch=2 if strategy.overlap.half_batch else None,
         )
-    try:
+    with nullcontext() if words is None else reported_by(StrategyText(words)):
         return plan(spec, topology, workload, strategy=strategy)
-    except HyperParallelError as error:
-        if words is not None:
-            _say_in_words(error, words)
-        raise
 
 
-def _say_in_words(error: HyperParallelError, words: str) -> None:
-    """Replace recipe keys in an error of `plan_of`, in place, by keys of the strategy text `words`."""
-    if error.where is not None and error.where.startswith("parallel."):
-        error.where = f"strategy: {error.where.removeprefix('parallel.')}"
-    changes = error.changes
-    if match := re.fullmatch(r"'parallel\.rules=\{(.*)\}'", error.hint or ""):
-        changes = {"parallel.rules": dict(pair.split(": ") for pair in match[1].split(", "))}
-    keys = {key.removeprefix("parallel.").removeprefix("training."): key for key in changes}
-    if not changes or not all(
-        key in (f"parallel.{k}", "training.recompute") or key.split(".")[0] == "overlap" for k, key in keys.items()
-    ):
-        return
-    words_by_name: dict[str, Any] = {}
-    for word in shlex.split(words):
-        if ("rules" in keys and "rules." in word) or ("overlap" in keys and word.startswith("overlap.")):
-            continue
-        name, _, value = word.removeprefix("parallel.").removeprefix("training.").partition("=")
-        words_by_name["tp" if name == "tp_x" else name] = value
-    for name, key in keys.items():
-        words_by_name["tp" if name == "tp_x" else name] = changes[key]
-    rules = words_by_name.pop("rules", None)
-    words_text = [f"{name}={_word(value)}" for name, value in words_by_name.items()]
-    words_text += [f"rules.{glob}={style}" for glob, style in (rules or {}).items()]
-    text = " ".join(words_text)
-    error.hint = f'hp.plan_of(model, "{text}")'
+@dataclass(frozen=True, slots=True)
+class StrategyText(Caller):
+    """Call of `plan_of` with the strategy `text`: recipe keys are words of this text."""
 
+    text: str
 
-def _word(value: object) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(str, value))}]"
-    return str(value).replace(" ", "")
+    def where(self, text: str) -> str:
+        """Return the word of the strategy in place of a key of the recipe's section `parallel`."""
+        return f"strategy: {text.removeprefix('parallel.')}" if text.startswith("parallel.") else text
+
+    def hint(self, changes: Mapping[str, object]) -> str:
+        """Return a call with the changed strategy; overrides, if a strategy has not all of the keys."""
+        words = self.changed(changes)
+        if words is None:
+            return overrides(changes)
+        text = " ".join(f"{name}={value}" for name, value in words.items())
+        return f'hp.plan_of(model, "{text}")'
+
+    def changed(self, changes: Mapping[str, object]) -> dict[str, str] | None:
+        """Return the words of the changed strategy, as a dict from key to value; None if a key is in no strategy."""
+        keys = {key.removeprefix("parallel.").removeprefix("training."): key for key in changes}
+        if not all(
+            key in (f"parallel.{k}", "training.recompute") or key.split(".")[0] == "overlap" for k, key in keys.items()
+        ):
+            return None
+        words: dict[str, str] = {}
+        for word in shlex.split(self.text):
+            if ("rules" in keys and "rules." in word) or ("overlap" in keys and word.startswith("overlap.")):
+                continue
+            name, _, value = word.removeprefix("parallel.").removeprefix("training.").partition("=")
+            words["tp" if name == "tp_x" else name] = value
+        for name, key in keys.items():
+            value = changes[key]
+            if isinstance(value, Mapping):
+                words |= {f"{name}.{glob}": style for glob, style in value.items()}
+            else:
+                words["tp" if name == "tp_x" else name] = value_text(value).replace(" ", "")
+        return words
 
 
 _DEFAULTS: Final = {

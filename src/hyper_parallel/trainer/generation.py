@@ -102,7 +102,7 @@ def pick_device(device: str) -> torch.device:
             got=device,
             allowed=f"auto, cpu, {accelerator.type}" if accelerator else "auto, cpu",
             where="--device",
-            hint="--device auto",
+            changes={"--device": "auto"},
         ) from error
     present = accelerator is not None and accelerator.type == chosen.type
     if chosen.type != "cpu" and (not present or (chosen.index or 0) >= torch.accelerator.device_count()):
@@ -110,7 +110,7 @@ def pick_device(device: str) -> torch.device:
             f"this machine has no device `{device}`",
             got=device,
             allowed=f"auto, cpu, {accelerator.type}" if accelerator else "auto, cpu",
-            hint="--device auto",
+            changes={"--device": "auto"},
             where="--device",
         )
     return chosen
@@ -201,7 +201,8 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
             "the exported model cannot be loaded",
             where=str(export),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            hint="--trust-remote-code" if "trust_remote_code" in str(error) else _export_hint(export),
+            changes={"--trust-remote-code": True},
+            hint=None if "trust_remote_code" in str(error) else _export_hint(export),
         ) from error
     if report["missing_keys"]:
         raise WeightsUnreadable(

@@ -7,24 +7,22 @@ pp   the key-value cache is sharded by layers; the last stage chooses the token 
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import check_flow, check_pretrained, data_share, load_pretrained
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
-from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
+from hyper_parallel.errors import UnsupportedSharding, overrides, reported_by
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import read_config, read_generation_config
 from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime import (
+    StrategyText,
     World,
     check_rank_count,
     gather_objects,
@@ -46,8 +44,6 @@ from hyper_parallel.trainer.signals import StopRequest
 from hyper_parallel.trainer.text_codec import Generation, PromptBatch, TextCodec
 
 _WHERE = "--parallel"
-_PLAN_CALL: Final = re.compile(r'hp\.plan_of\(model, (".*")\)')
-"""Hint of an error of `plan_of`; the group is the text of the strategy, in quotes."""
 _Sequences = dict[int, DecodingSequence]
 """Sequences by the index of their prompt."""
 
@@ -87,7 +83,7 @@ def generate_on_ranks(
         check_rank_count(strategy.world_size, local_capacity(kind), _WHERE, hint)
     export = find_export(directory)
     check_dtype(dtype, DTYPES)
-    with _option_hints(parallel):
+    with reported_by(_ParallelOption(parallel)):
         model, plan = _model_and_plan(export, parallel, dtype, trusted=trusted)
     tokenizer = load_tokenizer(export, trusted=trusted, other=OTHER_TOKENIZER, code="--trust-remote-code")
     texts = TextCodec(tokenizer, model.config, model.generation_config.eos_token_id)
@@ -130,23 +126,20 @@ def _check_axes(strategy: Strategy) -> None:
         )
 
 
-@contextmanager
-def _option_hints(parallel: str) -> Iterator[None]:
-    """Write location and hint of errors about the layout `parallel` for the option `--parallel`."""
-    try:
-        yield
-    except HyperParallelError as error:
-        if call := _PLAN_CALL.fullmatch(error.hint or ""):
-            error.hint = f"{_WHERE} {call[1]}"
-        elif error.changes and all(key.startswith("parallel.") for key in error.changes):
-            words = dict(word.removeprefix("parallel.").split("=", 1) for word in shlex.split(parallel))
-            words |= {"tp_x": words.pop("tp")} if "tp" in words else {}
-            words |= {key.removeprefix("parallel."): f"{v}".replace(" ", "") for key, v in error.changes.items()}
-            text = " ".join(f"{key}={value}" for key, value in words.items() if value not in ("1", "()", ""))
-            error.hint = f'{_WHERE} "{text}"' if text else f"leave out {_WHERE}"
-        if error.where is not None and error.where.startswith(("strategy: ", "parallel.")):
-            error.where = _WHERE
-        raise
+class _ParallelOption(StrategyText):
+    """Option `--parallel` with a text of a strategy."""
+
+    def where(self, text: str) -> str:
+        """Return the option in place of a key of the strategy."""
+        return _WHERE if text.startswith(("strategy: ", "parallel.")) else text
+
+    def hint(self, changes: Mapping[str, object]) -> str:
+        """Return the option with the changed strategy, or overrides if a strategy has not all of the keys."""
+        words = self.changed(changes)
+        if words is None:
+            return overrides(changes)
+        text = " ".join(f"{name}={value}" for name, value in words.items() if value not in ("1", "[]", ""))
+        return f'{_WHERE} "{text}"' if text else f"leave out {_WHERE}"
 
 
 def _model_and_plan(export: Path, parallel: str, dtype: str | None, *, trusted: bool) -> tuple[Any, Plan]:

@@ -166,12 +166,16 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=trusted)
     except BadValue as error:
         # transformers and tokenizers raise many exception classes for damaged files.
-        cause, hint = error.__cause__, "fetch the tokenizer files again from where the model was published"
+        cause, changes = error.__cause__, dict[str, object]()
+        hint: str | None = "fetch the tokenizer files again from where the model was published"
         if isinstance(cause, ImportError):
             hint = "install the package that the message names"
         elif not trusted and "trust_remote_code" in str(cause):
-            hint = code or "use a tokenizer that needs no Python code of its own, because this code is not run"
-        raise NoData("the tokenizer cannot be loaded", where=where, got=error.got, hint=hint) from error
+            changes = {code: True} if code else {}
+            other_tokenizer = "use a tokenizer that needs no Python code of its own, because this code is not run"
+            hint = None if code else other_tokenizer
+        problem = "the tokenizer cannot be loaded"
+        raise NoData(problem, where=where, got=error.got, changes=changes, hint=hint) from error
     if tokenizer.is_fast:
         check_parts(tokenizer.backend_tokenizer, where, other)
     return tokenizer

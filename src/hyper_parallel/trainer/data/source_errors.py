@@ -37,7 +37,7 @@ class SourceKey(Caller):
         return text.replace(f"`{MAIN}`", f"`{self.key}`")
 
     def hint(self, changes: Mapping[str, object]) -> str:
-        """Return overrides if they change only the source `key`, else a sentence."""
+        """Return overrides, or a sentence where overrides would also change how other sources are read."""
         if self.key == MAIN or not all(key == "stage" or key.startswith("data.") for key in changes):
             return overrides(changes)
         return _validation_hint(changes) if self.key == VALIDATION else self._entry_hint(changes)
