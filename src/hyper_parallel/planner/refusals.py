@@ -37,19 +37,16 @@ MAX_REFUSALS: Final = 12
 """Maximum number of errors whose suggested changes are applied in turn to make a strategy legal."""
 
 
-def check_objective(objective: str, allowed: Sequence[str], purpose: str = "", *, from_python: bool = False) -> None:
-    """Raise BadValue (HP102) if an objective is not among the `allowed` ones; `purpose` ends the error sentence.
-
-    With `from_python`, the hint is an argument of `hyper_parallel.plan`, else an option of the plan command.
-    """
+def check_objective(objective: str, allowed: Sequence[str], purpose: str = "") -> None:
+    """Raise BadValue (HP102) if an objective is not among the `allowed` ones; `purpose` ends the error sentence."""
     if objective not in allowed:
         near = get_close_matches(objective, allowed, 1) or allowed
         raise BadValue(
             f"unknown objective `{objective}`{purpose}",
             got=objective,
             allowed=allowed,
-            hint=f'objective="{near[0]}"' if from_python else f"--objective {near[0]}",
-            where="objective" if from_python else "--objective",
+            changes={"--objective": near[0]},
+            where="--objective",
         )
 
 
@@ -161,7 +158,7 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
     reasons = ", ".join(_impossible_pins(request)) or ", ".join(
         f"{reason} ({n} combination{'' if n == 1 else 's'})" for reason, n in ruled_out.items()
     )
-    hint = allowed = None
+    changes, allowed = dict[str, object](), None
     fixed = ("pp", "cp") if request.group_sequences > 1 else ()  # stage grpo supports no other value
     for name in (n for n in pins if n not in fixed):
         legal = _legal_values(request, name)
@@ -169,25 +166,25 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
             allowed = [shown_pin(name, v) for v in legal]
             near = min(legal, key=lambda v: (abs(v - pins[name]), v))
             key = PINNABLE[name]
-            hint = request.hint(f"--pin {name}=", key.recipe_key, key.shown(near))
+            changes = request.change(f"--pin {name}", key.recipe_key, key.shown(near))
             break
-    if hint is None:
+    if not changes:
         unit = workload.seq_len * devices
         tokens = max(1, round((workload.tokens_per_step or 0) / unit)) * unit
         if _any_legal(replace(request, workload=replace(workload, tokens_per_step=tokens))):
-            hint = request.hint("--tokens-per-step ", "training.tokens_per_step", tokens)
-    if hint is None and request.supernode.name != LOCAL:
+            changes = request.change("--tokens-per-step", "training.tokens_per_step", tokens)
+    if not changes and request.supernode.name != LOCAL:
         # The nearest number of devices, fewer first.
         near_by = (n for d in range(1, devices) for n in (devices - d, devices + d))
         legal_devices = (n for n in near_by if _any_legal(replace(request, num_devices=n)))
         if near_devices := next(legal_devices, None):
-            hint = request.hint("--devices ", "parallel.world_size", near_devices)
+            changes = request.change("--devices", "parallel.world_size", near_devices)
     return NoLegalStrategy(
         f"no combination of degrees is legal for {request.model.name} on {devices} devices"
         + (f": {reasons}" if reasons else ""),
         got=f"{shown}; seq_len={workload.seq_len}, tokens_per_step={workload.tokens_per_step}",
         allowed=allowed,
-        hint=hint,
+        changes=changes,
     )
 
 
@@ -236,56 +233,53 @@ def _any_legal(request: PlanRequest) -> bool:
 def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
     """Return the error if no strategy of a request fits.
 
-    Its hint is the first result of `_single_changes` with which a strategy fits, else several changes at once.
+    It suggests the first result of `_single_changes` with which a strategy fits, else several changes at once.
     `least_bytes` is the least peak of the fullest device, over all strategies.
     """
     return DoesNotFit(
         f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
         got=f"{format_bytes(least_bytes)} on the fullest device at best",
         allowed=f"up to {format_bytes(request.machine.memory_bytes)}",
-        hint=next((hint for hint, r in _single_changes(request) if fits(r)), None) or _changes_together(request),
+        **next((remedy for remedy, r in _single_changes(request) if fits(r)), {"hint": _changes_together(request)}),
     )
 
 
 def _changes_together(request: PlanRequest) -> str:
     """Return the hint for a request for which no single change suffices."""
     if request.supernode.name == LOCAL:
-        option = "topology=" if request.from_recipe else "the topology " if request.from_python else "--topology "
-        return f"a smaller model, or {topology_hint(option)}"
+        return f"a smaller model, or {topology_hint('topology=' if request.from_recipe else '--topology ')}"
     pins = ", no pins" if request.pins else ""
     return f"a smaller model, or several changes at once: a shorter sequence, more devices{pins}"
 
 
-def _single_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield (hint, changed request) for single changes with which a strategy may fit, in order of preference."""
+def _single_changes(request: PlanRequest) -> Iterator[tuple[dict[str, Any], PlanRequest]]:
+    """Yield (`hint` or `changes` of the error, changed request) for single changes, in order of preference."""
     pins, workload = request.pins, request.workload
+    single_sequence = {"changes": request.change("--pin microbatch", "training.microbatch", 1)}
     if request.headroom and not request.from_recipe:
-        hint = "memory_headroom=0" if request.from_python else "--memory-headroom 0%"
-        yield hint, replace(request, headroom=0.0)
+        yield {"changes": {"--memory-headroom": "0%"}}, replace(request, headroom=0.0)
     for name in sorted(pins, key=lambda n: (n != "recompute", n != "microbatch")):
         without = replace(request, pins={k: v for k, v in pins.items() if k != name})
         if name == "recompute":
-            yield request.hint("--pin recompute=", "training.recompute", "full"), without
+            yield {"changes": request.change("--pin recompute", "training.recompute", "full")}, without
             continue
         if name == "microbatch":
-            hint = request.hint("--pin microbatch=", "training.microbatch", 1)
-            yield hint, _pinned(request, name, 1)
+            yield single_sequence, _pinned(request, name, 1)
         if leave_out := _without_pin(request, name):
-            yield leave_out, without
+            yield {"hint": leave_out}, without
     if workload.microbatch not in (None, 1):
-        hint = request.hint("--pin microbatch=", "training.microbatch", 1)
-        yield hint, replace(request, workload=replace(workload, microbatch=1))
+        yield single_sequence, replace(request, workload=replace(workload, microbatch=1))
     if request.supernode.name != LOCAL:
         # Twice as many devices, 4 times as many, ... with the same tokens per device.
         for factor in (1 << doubling for doubling in range(1, MAX_DOUBLINGS + 1)):
             devices, tokens = request.num_devices * factor, workload.tokens_per_step
             scaled = replace(workload, tokens_per_step=tokens * factor if tokens else None)
-            hint = request.hint("--devices ", "parallel.world_size", devices)
-            yield hint, replace(request, num_devices=devices, workload=scaled)
+            changes = request.change("--devices", "parallel.world_size", devices)
+            yield {"changes": changes}, replace(request, num_devices=devices, workload=scaled)
     while workload.seq_len >= 512 and workload.seq_len % 2 == 0:
         workload = replace(workload, seq_len=workload.seq_len // 2)
-        hint = request.hint("--seq-len ", "data.seq_len", workload.seq_len)
-        yield hint, replace(request, workload=workload)
+        changes = request.change("--seq-len", "data.seq_len", workload.seq_len)
+        yield {"changes": changes}, replace(request, workload=workload)
 
 
 def _without_pin(request: PlanRequest, name: str) -> str | None:
