@@ -167,7 +167,7 @@ class _GenerateCall(Caller):
         """Return the name of the function in place of an option."""
         return "hyper_parallel.generate" if text.startswith("--") else text
 
-    def hint(self, changes: Mapping[str, object]) -> str:
+    def hint(self, changes: Mapping[str, object]) -> str | None:
         """Return arguments, or a sentence for options that are no argument or are left out."""
         if "--trust-remote-code" in changes:
             return "use the command `hyper-parallel generate` with --trust-remote-code"

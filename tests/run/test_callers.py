@@ -12,7 +12,6 @@ from hyper_parallel.planner import plan
 from hyper_parallel.runtime import StrategyText
 from hyper_parallel.runtime._submodels import _SubmodelLayouts
 from hyper_parallel.trainer.data.source_errors import VALIDATION, SourceKey
-from hyper_parallel.trainer.generation_ranks import _ParallelOption
 
 pytestmark = pytest.mark.torch
 
@@ -66,10 +65,13 @@ def test_overrides_are_read_back_from_a_shell(changes, hint, values, tmp_path):
         ),
         (StrategyText("tp=2"), "x", {"data.seq_len": 8}, ("x", "data.seq_len=8")),
         (
-            _ParallelOption("tp=4 dp_shard=2"), "parallel.tp", {"parallel.tp": 1, "parallel.dp_shard": 8},
+            StrategyText("tp=4 dp_shard=2", "--parallel"), "parallel.tp", {"parallel.tp": 1, "parallel.dp_shard": 8},
             ("--parallel", '--parallel "dp_shard=8"'),
         ),
-        (_ParallelOption("tp=4"), "strategy: tp", {"parallel.tp_x": 1}, ("--parallel", "leave out --parallel")),
+        (
+            StrategyText("tp=4", "--parallel"), "parallel.tp", {"parallel.tp_x": 1},
+            ("--parallel", "leave out --parallel"),
+        ),
         (
             _SubmodelLayouts(), "parallel.submodels.vision.ranks", RANKS,
             ("parallelize_submodels: vision.ranks", "ranks={'vision': [0, 1]}"),

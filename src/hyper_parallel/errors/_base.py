@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Final
 
-from hyper_parallel.errors._callers import Caller
+from hyper_parallel.errors._callers import Caller, overrides
 from hyper_parallel.errors._printable import plain, printable
 
 _MOST_CHARACTERS: Final = 20_000
@@ -29,8 +29,8 @@ class HyperParallelError(Exception):
         where: Origin of the wrong value: `recipe.yaml: parallel.tp_x (set by command line)`, a file, a module.
         got: The actual value or values.
         allowed: The accepted values.
-        hint: One line that can be pasted: a command, a recipe line, a sentence. None: the hint shows `changes`, if
-            there are any.
+        hint: One line that can be pasted: a command, a recipe line, a sentence; or `changes`. None: the hint shows
+            `changes`, if there are any.
         changes: Values that fix the problem by recipe key or option, as data: `{"parallel.ep": 4}`; see `overrides`.
         others: Further problems, one sentence each.
     """
@@ -48,7 +48,7 @@ class HyperParallelError(Exception):
         where: str | None = None,
         got: object = None,
         allowed: object = None,
-        hint: str | None = None,
+        hint: str | Mapping[str, object] | None = None,
         changes: Mapping[str, object] | None = None,
         others: Sequence[str] = (),
     ) -> None:
@@ -57,8 +57,8 @@ class HyperParallelError(Exception):
         self.where = where
         self.got = got
         self.allowed = allowed
-        self.changes = dict(changes or {})
-        self.hint = hint
+        self.changes = dict(hint if isinstance(hint, Mapping) else changes or {})
+        self.hint = hint if isinstance(hint, str) else None
         self.others = tuple(others)
 
     @property
@@ -73,7 +73,7 @@ class HyperParallelError(Exception):
     def hint(self) -> str | None:
         if self._hint is not None:
             return self.caller.sentence(self._hint)
-        return self.caller.hint(self.changes) if self.changes else None
+        return (self.caller.hint(self.changes) or overrides(self.changes)) if self.changes else None
 
     @hint.setter
     def hint(self, text: str | None) -> None:

@@ -14,9 +14,9 @@ class Caller:
     Subclasses are for callers with other names, such as a Python function with arguments. See `reported_by`.
     """
 
-    def hint(self, changes: Mapping[str, object]) -> str:
-        """Return the hint for `changes`, at least one, whose keys are recipe keys and options."""
-        return overrides(changes)
+    def hint(self, changes: Mapping[str, object]) -> str | None:
+        """Return the hint for `changes`, at least one, by recipe key or option; None: `overrides`."""
+        return None
 
     def where(self, text: str) -> str:
         """Return the location of an error, given the location in a recipe or command."""

@@ -214,10 +214,10 @@ def fetch_dataset(repository: str, config: str | None, split: str | None, where:
     answer = _run_download(*words, folder=cache_folder(), is_shown=_is_shown())
     if "directory" in answer:
         return
-    hints = {
+    hints: dict[str, str | dict[str, str]] = {
         "absent": "`hf auth login` if it is private; otherwise correct the name",
         "gated": f"request access on https://huggingface.co/datasets/{repository}, then: hf auth login",
-        "config": None,
+        "config": {"data.name": (answer.get("allowed") or [""])[0]},
         "split": "use one of the splits that the message names",
     }
     raise NoData(
@@ -225,7 +225,6 @@ def fetch_dataset(repository: str, config: str | None, split: str | None, where:
         where=where,
         got=answer.get("text"),
         allowed=answer.get("allowed"),
-        changes={"data.name": (answer.get("allowed") or [""])[0]} if answer.get("kind") == "config" else None,
         hint=hints.get(str(answer.get("kind")), f"hf download --repo-type dataset {repository}"),
     )
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from hyper_parallel.errors import BadValue, Caller, DeadlineMissed, NoLegalStrategy, abbreviated, overrides, reported_by
+from hyper_parallel.errors import BadValue, Caller, DeadlineMissed, NoLegalStrategy, abbreviated, reported_by
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec, Tower
 from hyper_parallel.planner.pins import check_exclusions, check_pins
@@ -117,28 +117,11 @@ class _PlanCall(Caller):
         """Return a sentence with arguments in place of options."""
         return text.replace("--topology ", "the topology ").replace("--exclude", "exclude")
 
-    def hint(self, changes: Mapping[str, object]) -> str:
-        """Return arguments such as `pins={"tp": 8}`; overrides, for keys of a recipe."""
-        if not all(key.startswith("--") for key in changes):
-            return overrides(changes)
-        names = {key: _ARGUMENTS.get(key, key.strip("-").replace("-", "_")) for key in changes}
-        return ", ".join(f"{names[key]}={_literal(value)}" for key, value in changes.items())
-
-
-def _literal(value: object) -> str:
-    """Return the value of an option as Python: `4`, `"zbv"`, `("cp",)`, `{"tp": 8}`, and `0.05` for `5%`."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_literal(k)}: {_literal(v)}' for k, v in value.items())}}}"
-    if isinstance(value, tuple):
-        return f"({' '.join(f'{_literal(item)},' for item in value)})"
-    if not isinstance(value, str):
-        return str(value)
-    if value.endswith("%"):
-        return f"{float(value[:-1]) / 100:g}"
-    with suppress(ValueError):
-        float(value)
-        return value
-    return f'"{value}"'
+    def hint(self, changes: Mapping[str, object]) -> str | None:
+        """Return arguments such as `pins={"tp": 8}`; None for keys of a recipe."""
+        values = {_ARGUMENTS.get(k, k[2:].replace("-", "_")): 0 if v == "0%" else v for k, v in changes.items()}
+        texts = (f"{name}={value!r}".replace("'", '"') for name, value in values.items())
+        return ", ".join(texts) if all(key.startswith("--") for key in changes) else None
 
 
 def _find_executable(request: PlanRequest, find: Callable[[PlanRequest], Plan], or_priced: bool) -> Plan:
@@ -158,10 +141,11 @@ def _find_executable(request: PlanRequest, find: Callable[[PlanRequest], Plan], 
 def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:
     check_objective(objective, OBJECTIVES)
     if (objective == "fewest-devices") != (deadline_s is not None) and objective != "memory":
+        seconds = deadline_s or 10
         raise BadValue(
             f"the objective {objective} {'needs' if deadline_s is None else 'does not accept'} a deadline",
             got=f"objective={objective}, deadline={deadline_s}",
-            changes={"--objective": "fewest-devices", "--deadline": f"{deadline_s or 10.0:g}"},
+            changes={"--objective": "fewest-devices", "--deadline": int(seconds) if seconds % 1 == 0 else seconds},
             where="--deadline",
         )
     if objective == "step-time":

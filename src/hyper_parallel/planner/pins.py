@@ -108,7 +108,7 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
                 f"`{name}` is not a degree or choice that can be pinned",
                 got=f"{name}={value}",
                 allowed=tuple(PINNABLE),
-                changes={"--pin": {near[0]: value}} if near else None,
+                changes={"--pin": {near[0]: int(value) if str(value).isdigit() else value}} if near else None,
                 where="--pin",
             )
         indices = {str(v): i for i, v in enumerate(key.values)}
@@ -147,8 +147,7 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
                 f"`{name}` is not an axis or choice that can be excluded",
                 got=name,
                 allowed=allowed,
-                changes={"--exclude": tuple(near)},
-                hint=None if near else f"leave `{name}` out of --exclude",
+                hint={"--exclude": tuple(near)} if near else f"leave `{name}` out of --exclude",
                 where="--exclude",
             )
         for key in ("dp_replicate", "dp_shard") if name == "dp" else (name,):

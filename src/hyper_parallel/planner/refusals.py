@@ -233,14 +233,14 @@ def _any_legal(request: PlanRequest) -> bool:
 def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
     """Return the error if no strategy of a request fits.
 
-    It suggests the first result of `_single_changes` with which a strategy fits, else several changes at once.
+    Its hint is the first result of `_single_changes` with which a strategy fits, else several changes at once.
     `least_bytes` is the least peak of the fullest device, over all strategies.
     """
     return DoesNotFit(
         f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
         got=f"{format_bytes(least_bytes)} on the fullest device at best",
         allowed=f"up to {format_bytes(request.machine.memory_bytes)}",
-        **next((remedy for remedy, r in _single_changes(request) if fits(r)), {"hint": _changes_together(request)}),
+        hint=next((hint for hint, r in _single_changes(request) if fits(r)), None) or _changes_together(request),
     )
 
 
@@ -252,21 +252,21 @@ def _changes_together(request: PlanRequest) -> str:
     return f"a smaller model, or several changes at once: a shorter sequence, more devices{pins}"
 
 
-def _single_changes(request: PlanRequest) -> Iterator[tuple[dict[str, Any], PlanRequest]]:
-    """Yield (`hint` or `changes` of the error, changed request) for single changes, in order of preference."""
+def _single_changes(request: PlanRequest) -> Iterator[tuple[str | dict[str, object], PlanRequest]]:
+    """Yield (hint, changed request) for single changes with which a strategy may fit, in order of preference."""
     pins, workload = request.pins, request.workload
-    single_sequence = {"changes": request.change("--pin microbatch", "training.microbatch", 1)}
+    single_sequence = request.change("--pin microbatch", "training.microbatch", 1)
     if request.headroom and not request.from_recipe:
-        yield {"changes": {"--memory-headroom": "0%"}}, replace(request, headroom=0.0)
+        yield {"--memory-headroom": "0%"}, replace(request, headroom=0.0)
     for name in sorted(pins, key=lambda n: (n != "recompute", n != "microbatch")):
         without = replace(request, pins={k: v for k, v in pins.items() if k != name})
         if name == "recompute":
-            yield {"changes": request.change("--pin recompute", "training.recompute", "full")}, without
+            yield request.change("--pin recompute", "training.recompute", "full"), without
             continue
         if name == "microbatch":
             yield single_sequence, _pinned(request, name, 1)
         if leave_out := _without_pin(request, name):
-            yield {"hint": leave_out}, without
+            yield leave_out, without
     if workload.microbatch not in (None, 1):
         yield single_sequence, replace(request, workload=replace(workload, microbatch=1))
     if request.supernode.name != LOCAL:
@@ -274,12 +274,12 @@ def _single_changes(request: PlanRequest) -> Iterator[tuple[dict[str, Any], Plan
         for factor in (1 << doubling for doubling in range(1, MAX_DOUBLINGS + 1)):
             devices, tokens = request.num_devices * factor, workload.tokens_per_step
             scaled = replace(workload, tokens_per_step=tokens * factor if tokens else None)
-            changes = request.change("--devices", "parallel.world_size", devices)
-            yield {"changes": changes}, replace(request, num_devices=devices, workload=scaled)
+            hint = request.change("--devices", "parallel.world_size", devices)
+            yield hint, replace(request, num_devices=devices, workload=scaled)
     while workload.seq_len >= 512 and workload.seq_len % 2 == 0:
         workload = replace(workload, seq_len=workload.seq_len // 2)
-        changes = request.change("--seq-len", "data.seq_len", workload.seq_len)
-        yield {"changes": changes}, replace(request, workload=workload)
+        hint = request.change("--seq-len", "data.seq_len", workload.seq_len)
+        yield hint, replace(request, workload=workload)
 
 
 def _without_pin(request: PlanRequest, name: str) -> str | None:

@@ -544,27 +544,22 @@ def _fitting_step(
         f"{request.supernode.name}",
         got=f"{format_bytes(needed)} on the fullest device, with {media} images or recordings per sequence",
         allowed=f"up to {format_bytes(capacity)}",
-        **_remedy_for_encoders(request, towers, media, find),
+        hint=_hint_of_encoders(request, towers, media, find),
     )
 
 
-def _remedy_for_encoders(
+def _hint_of_encoders(
     request: PlanRequest, towers: Sequence[Tower], media: int, find: Callable[[PlanRequest], Plan]
-) -> dict[str, Any]:
-    """Return the hint or changes of an error: to halve `media` until a step fits.
-
-    If not even one item fits, the hint is to choose another machine.
-    """
+) -> str | dict[str, object]:
+    """Return the hint to halve `media` until a step fits, or to choose another machine if not even one item fits."""
     if media < 2:
         more = "" if request.supernode.name == LOCAL else "more devices, or "
-        return {"hint": f"{more}{topology_hint('--topology ')}"}
+        return f"{more}{topology_hint('--topology ')}"
     try:
         _fitting_step(request, towers, media // 2, find)
     except (DoesNotFit, NoLegalStrategy) as error:
-        if error.changes:
-            return {"changes": error.changes}
-        return {"hint": error.hint} if error.hint else _remedy_for_encoders(request, towers, 1, find)
-    return {"changes": {"--media": media // 2}}
+        return error.changes or error.hint or _hint_of_encoders(request, towers, 1, find)
+    return {"--media": media // 2}
 
 
 def _inline_step(request: PlanRequest, plan: Plan, towers: Sequence[Tower], media: int) -> DividedStep:

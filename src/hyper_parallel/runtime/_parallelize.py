@@ -19,7 +19,7 @@ from torch import nn
 
 import hyper_parallel
 from hyper_parallel.backends.torch import Ranks, Routing, apply_plan, read_model
-from hyper_parallel.errors import BadValue, Caller, overrides, reported_by, value_text
+from hyper_parallel.errors import BadValue, Caller, reported_by, value_text
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.planner import default_workload, parse_strategy, plan
 from hyper_parallel.runtime._world import World
@@ -134,42 +134,42 @@ def plan_of(
 
 @dataclass(frozen=True, slots=True)
 class StrategyText(Caller):
-    """Call of `plan_of` with the strategy `text`: recipe keys are words of this text."""
+    """Caller with the strategy `text`, an argument of `plan_of` or an `option`: recipe keys are words of this text."""
 
     text: str
+    option: str | None = None
 
     def where(self, text: str) -> str:
-        """Return the word of the strategy in place of a key of the recipe's section `parallel`."""
-        return f"strategy: {text.removeprefix('parallel.')}" if text.startswith("parallel.") else text
+        """Return the option, or the word of the strategy, in place of a key of the section `parallel`."""
+        if not text.startswith("parallel."):
+            return text
+        return self.option or f"strategy: {text.removeprefix('parallel.')}"
 
-    def hint(self, changes: Mapping[str, object]) -> str:
-        """Return a call with the changed strategy; overrides, if a strategy has not all of the keys."""
-        words = self.changed(changes)
-        if words is None:
-            return overrides(changes)
-        text = " ".join(f"{name}={value}" for name, value in words.items())
-        return f'hp.plan_of(model, "{text}")'
-
-    def changed(self, changes: Mapping[str, object]) -> dict[str, str] | None:
-        """Return the words of the changed strategy, as a dict from key to value; None if a key is in no strategy."""
+    def hint(self, changes: Mapping[str, object]) -> str | None:
+        """Return the call or option with the changed strategy; None if a key of `changes` is in no strategy."""
         keys = {key.removeprefix("parallel.").removeprefix("training."): key for key in changes}
         if not all(
             key in (f"parallel.{k}", "training.recompute") or key.split(".")[0] == "overlap" for k, key in keys.items()
         ):
             return None
-        words: dict[str, str] = {}
+        words: dict[str, object] = {}
         for word in shlex.split(self.text):
             if ("rules" in keys and "rules." in word) or ("overlap" in keys and word.startswith("overlap.")):
                 continue
             name, _, value = word.removeprefix("parallel.").removeprefix("training.").partition("=")
             words["tp" if name == "tp_x" else name] = value
-        for name, key in keys.items():
-            value = changes[key]
-            if isinstance(value, Mapping):
-                words |= {f"{name}.{glob}": style for glob, style in value.items()}
-            else:
-                words["tp" if name == "tp_x" else name] = value_text(value).replace(" ", "")
-        return words
+        words |= {"tp" if name == "tp_x" else name: changes[key] for name, key in keys.items()}
+        if isinstance(rules := words.pop("rules", None), Mapping):
+            words |= {f"rules.{glob}": style for glob, style in rules.items()}
+        texts = {name: value_text(value).replace(" ", "") for name, value in words.items()}
+        if self.option is None:
+            return f'hp.plan_of(model, "{_joined(texts)}")'
+        texts = {name: text for name, text in texts.items() if text not in ("1", "[]", "")}
+        return f'{self.option} "{_joined(texts)}"' if texts else f"leave out {self.option}"
+
+
+def _joined(words: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in words.items())
 
 
 _DEFAULTS: Final = {

@@ -40,7 +40,6 @@ from hyper_parallel.errors import (
     DegreesMismatch,
     ScheduleError,
     UnsupportedSharding,
-    overrides,
     reported_by,
     value_text,
 )
@@ -131,10 +130,10 @@ class _SubmodelLayouts(Caller):
         is_own = text.startswith(_KEY)
         return f"parallelize_submodels{text.removeprefix(_KEY).replace('.', ': ', 1)}" if is_own else text
 
-    def hint(self, changes: Mapping[str, object]) -> str:
+    def hint(self, changes: Mapping[str, object]) -> str | None:
         """Return for each change a phrase that names the argument."""
         if not all(key.startswith("parallel.") for key in changes):
-            return overrides(changes)
+            return None
         texts = []
         for key, value in changes.items():
             name = key.removeprefix("parallel.").removeprefix("submodels.")

@@ -201,8 +201,7 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
             "the exported model cannot be loaded",
             where=str(export),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            changes={"--trust-remote-code": True},
-            hint=None if "trust_remote_code" in str(error) else _export_hint(export),
+            hint={"--trust-remote-code": True} if "trust_remote_code" in str(error) else _export_hint(export),
         ) from error
     if report["missing_keys"]:
         raise WeightsUnreadable(

@@ -7,7 +7,7 @@ pp   the key-value cache is sharded by layers; the last stage chooses the token 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch import check_flow, check_pretrained, data_share, load_pretrained
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
-from hyper_parallel.errors import UnsupportedSharding, overrides, reported_by
+from hyper_parallel.errors import UnsupportedSharding, reported_by
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import read_config, read_generation_config
 from hyper_parallel.planner import parse_strategy
@@ -83,7 +83,7 @@ def generate_on_ranks(
         check_rank_count(strategy.world_size, local_capacity(kind), _WHERE, hint)
     export = find_export(directory)
     check_dtype(dtype, DTYPES)
-    with reported_by(_ParallelOption(parallel)):
+    with reported_by(StrategyText(parallel, _WHERE)):
         model, plan = _model_and_plan(export, parallel, dtype, trusted=trusted)
     tokenizer = load_tokenizer(export, trusted=trusted, other=OTHER_TOKENIZER, code="--trust-remote-code")
     texts = TextCodec(tokenizer, model.config, model.generation_config.eos_token_id)
@@ -124,22 +124,6 @@ def _check_axes(strategy: Strategy) -> None:
             allowed="pp, dp_replicate, dp_shard, tp, ep",
             hint="leave out cp and its options, or use tp, pp or dp_replicate in its place",
         )
-
-
-class _ParallelOption(StrategyText):
-    """Option `--parallel` with a text of a strategy."""
-
-    def where(self, text: str) -> str:
-        """Return the option in place of a key of the strategy."""
-        return _WHERE if text.startswith(("strategy: ", "parallel.")) else text
-
-    def hint(self, changes: Mapping[str, object]) -> str:
-        """Return the option with the changed strategy, or overrides if a strategy has not all of the keys."""
-        words = self.changed(changes)
-        if words is None:
-            return overrides(changes)
-        text = " ".join(f"{name}={value}" for name, value in words.items() if value not in ("1", "[]", ""))
-        return f'{_WHERE} "{text}"' if text else f"leave out {_WHERE}"
 
 
 def _model_and_plan(export: Path, parallel: str, dtype: str | None, *, trusted: bool) -> tuple[Any, Plan]:

@@ -125,21 +125,19 @@ def records_too_long(where: str, got: str, most: int, size: int | None = None, a
 
     `size` is the size of the record, None if unknown. `about` is the mean size of the records, 0 if unknown.
     """
-    changes: dict[str, object] = {}
-    hint: str | None = _larger(4 * max(most, about))
+    hint: str | dict[str, int] = _larger(4 * max(most, about))
     if size is not None:
-        hint = None if size <= TiB else "divide this record"
-        changes = {"data.max_record_bytes": size}
+        hint = {"data.max_record_bytes": size} if size <= TiB else "divide this record"
     return NoData(
         "a record is longer than `data.max_record_bytes`",
         where=where,
         got=got,
         allowed=f"at most {most:,} bytes",
-        changes=changes,
         hint=hint,
     )
 
 
+_Hint = str | Mapping[str, object] | None
 _SAVED = ("dataset_dict.json", "state.json")
 _CARDS = ("README.md", ".huggingface.yaml")
 _CARD_LIMITS = Limits(num_bytes=4 * 1024**2, num_elements=500_000, depth=30)
@@ -279,18 +277,18 @@ def open_table(data: Data, path: Path) -> Table:
         raise
     except Exception as error:
         # `datasets`, huggingface_hub and Arrow raise many exception classes for a missing name, split, file or column.
-        tried, choice, hint = [f"the path {path.absolute()}"], _choice(str(error), data.split), None
+        tried, hint = [f"the path {path.absolute()}"], _choice_hint(str(error), data.split)
         if not here:
             is_offline = os.environ.get("HF_HUB_OFFLINE") == "1"
             hub = f"the hub ({'offline' if is_offline else 'online'})"
             tried += [f"the cache {datasets.config.HF_DATASETS_CACHE}", hub]
-            if is_offline and choice is None:
+            if is_offline and hint is None:
                 hint = "run this command once with HF_HUB_OFFLINE=0, which downloads the dataset"
-        raise _missing(data, str(error), f"an existing dataset in {', '.join(tried)}", choice, hint) from error
+        raise _missing(data, str(error), f"an existing dataset in {', '.join(tried)}", hint) from error
     if not isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         if saved and (data.name or data.split):
-            changes = {f"data.{key}": None for key in ("name", "split") if getattr(data, key)}
-            raise _missing(data, "a saved table without splits", None, changes)
+            hint = {f"data.{key}": None for key in ("name", "split") if getattr(data, key)}
+            raise _missing(data, "a saved table without splits", None, hint)
         return Table(data.source, dataset)
     split = data.split or ("train" if len(dataset) > 1 else next(iter(dataset)))
     if split not in dataset:
@@ -299,7 +297,7 @@ def open_table(data: Data, path: Path) -> Table:
     return Table(f"{data.source} ({split})", dataset[split])
 
 
-def _choice(message: str, split: str | None) -> dict[str, str] | None:
+def _choice_hint(message: str, split: str | None) -> _Hint:
     """Return the change that selects a configuration or split named in an error of `datasets`; None without one."""
     choices = re.search(r"(Config name is missing|Unknown split)[^\[]*\[([^\]]*)\]", message)
     names = re.findall(r"'([^']+)'", choices[2]) if choices else []
@@ -421,9 +419,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _missing(
-    data: Data, got: str, allowed: object, changes: Mapping[str, object] | None, hint: str | None = None
-) -> NoData:
+def _missing(data: Data, got: str, allowed: object, hint: _Hint) -> NoData:
     selection = {"name": data.name, "split": data.split}
     keys = "".join(f", data.{key}: {value}" for key, value in selection.items() if value)
     return NoData(
@@ -431,6 +427,5 @@ def _missing(
         where=f"data.source: {data.source}{keys}",
         got=" ".join(got.split())[:200] or "nothing",
         allowed=allowed,
-        changes=changes,
         hint=hint,
     )

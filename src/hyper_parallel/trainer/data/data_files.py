@@ -120,8 +120,9 @@ def refuse_other_target(path: Path, *, is_source: bool) -> None:
             where=str(path),
             got=str(target),
             allowed=f"a file of format {kind_of(path)}",
-            changes={"data.source": target},
-            hint=None if is_source else f"remove the link, or give it a name that ends in {inner_suffix(target)}",
+            hint={"data.source": target}
+            if is_source
+            else f"remove the link, or give it a name that ends in {inner_suffix(target)}",
         )
 
 

@@ -143,8 +143,7 @@ def _too_short(flat: Flat, source: Source, num_train: int) -> NoData:
         where=where,
         got=f"{len(flat.tokens)} tokens, {len(flat.tokens) - num_train} of them held out, seq_len={data.seq_len}",
         allowed=f"more than {data.seq_len} tokens that are not held out",
-        changes={"data.seq_len": seq_len} if seq_len else None,
-        hint=None if seq_len else "add text to `data.source`",
+        hint={"data.seq_len": seq_len} if seq_len else "add text to `data.source`",
     )
 
 
@@ -169,18 +168,17 @@ def no_target(problem: str, counts: DataCounts, data: Data, needed: int | None =
         advice = "add conversations, or set `data.holdout=0`, which excludes `training.eval_every`"
         return NoData("no conversation is left to train on", where=where, got=got, hint=advice)
     reasons = counts.dropped.most_common()
-    hint, changes = None, dict[str, object]()
+    hint: str | dict[str, int] | None = None
     if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_MEDIA):
         factor = 4 if needed is None else max(2, -(-needed // data.seq_len))
-        changes = {"data.seq_len": factor * data.seq_len}
-        hint = None if needed is not None else f"a larger value, such as {overrides(changes)}"
+        hint = {"data.seq_len": factor * data.seq_len}
+        hint = hint if needed is not None else f"a larger value, such as {overrides(hint)}"
         hint = hint if factor * data.seq_len <= MOST_SEQ_LEN else "shorten the conversations"
     return NoData(
         f"{problem}: {reasons[0][0]}",
         where=where,
         got=", ".join(f"{count} left out: {reason}" for reason, count in reasons),
         allowed=ALLOWED[reasons[0][0]],
-        changes=changes,
         hint=hint,
     )
 

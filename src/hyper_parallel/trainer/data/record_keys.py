@@ -248,10 +248,9 @@ class RecordRules:
                 where=where,
                 got=f"{own}: {abbreviated(values[unknown[0]])}",
                 allowed=sorted(known),
-                changes=self.ignoring(map(self.own_name, unknown)),
                 hint="remove or rename this key, because `data.ignore_keys` would also ignore it elsewhere in a record"
                 if any(key in (_INNER_KEYS if item.startswith("a record") else _OUTER_KEYS) for key in unknown)
-                else None,
+                else self.ignoring(map(self.own_name, unknown)),
             )
 
     def refuse_media(self, record: Record, texts: Iterable[str], where: str) -> None:
@@ -324,8 +323,11 @@ def label_of(record: Record, where: str) -> bool:
             where=where,
             got=f"{labels[0]!r:.60}" if labels else sorted(record),
             allowed=f"true or false under {' or '.join(LABELS)}",
-            changes=None if labels or len(flags) != 1 else {"data.columns.label": as_value(str(flags[0]))},
-            hint=None if labels or len(flags) == 1 else "name the key of the label: data.columns.label=KEY",
+            hint=None
+            if labels
+            else {"data.columns.label": as_value(str(flags[0]))}
+            if len(flags) == 1
+            else "name the key of the label: data.columns.label=KEY",
         ) from error
 
 

@@ -532,6 +532,7 @@ def text_of(record: Record, text_key: str, where: str, *, later: bool = False) -
     if isinstance(value, str):
         return value
     texts = {key: len(text) for key, text in record.items() if isinstance(text, str)}
+    hint = {"data.text_key": max(texts, key=texts.__getitem__)} if texts else None
     raise NoData(
         f"a record has no text under `{text_key}`",
         where=where,
@@ -540,6 +541,5 @@ def text_of(record: Record, text_key: str, where: str, *, later: bool = False) -
         if later
         else f"a text under `{text_key}`; or, if `data.format` is auto, records of the format sharegpt, alpaca or "
         "prompt_completion",
-        changes={"data.text_key": max(texts, key=texts.__getitem__)} if texts else None,
-        hint="add the text to this record, or remove it" if later else None,
+        hint="add the text to this record, or remove it" if later else hint,
     )

@@ -166,16 +166,14 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=trusted)
     except BadValue as error:
         # transformers and tokenizers raise many exception classes for damaged files.
-        cause, changes = error.__cause__, dict[str, object]()
-        hint: str | None = "fetch the tokenizer files again from where the model was published"
+        hint: str | dict[str, object] = "fetch the tokenizer files again from where the model was published"
+        cause = error.__cause__
         if isinstance(cause, ImportError):
             hint = "install the package that the message names"
         elif not trusted and "trust_remote_code" in str(cause):
-            changes = {code: True} if code else {}
-            other_tokenizer = "use a tokenizer that needs no Python code of its own, because this code is not run"
-            hint = None if code else other_tokenizer
-        problem = "the tokenizer cannot be loaded"
-        raise NoData(problem, where=where, got=error.got, changes=changes, hint=hint) from error
+            hint = "use a tokenizer that needs no Python code of its own, because this code is not run"
+            hint = {code: True} if code else hint
+        raise NoData("the tokenizer cannot be loaded", where=where, got=error.got, hint=hint) from error
     if tokenizer.is_fast:
         check_parts(tokenizer.backend_tokenizer, where, other)
     return tokenizer

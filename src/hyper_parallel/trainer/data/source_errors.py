@@ -36,18 +36,18 @@ class SourceKey(Caller):
         """Return a sentence with `key` in place of `data.source`."""
         return text.replace(f"`{MAIN}`", f"`{self.key}`")
 
-    def hint(self, changes: Mapping[str, object]) -> str:
-        """Return overrides, or a sentence where overrides would also change how other sources are read."""
+    def hint(self, changes: Mapping[str, object]) -> str | None:
+        """Return a sentence where overrides would also change how other sources are read, else overrides."""
         if self.key == MAIN or not all(key == "stage" or key.startswith("data.") for key in changes):
-            return overrides(changes)
+            return None
         return _validation_hint(changes) if self.key == VALIDATION else self._entry_hint(changes)
 
-    def _entry_hint(self, changes: Mapping[str, object]) -> str:
+    def _entry_hint(self, changes: Mapping[str, object]) -> str | None:
         if "stage" in changes:
             return f"remove the entry `{self.key}`, or use a stage that reads its records"
         names = [key.removeprefix("data.").split(".", 1) for key in changes]
         if not all(name[0] in _OF_ENTRIES for name in names):
-            return overrides(changes)  # a key of all sources
+            return None  # a key of all sources
         if None in changes.values():
             shown = " and ".join(f"`{'.'.join(name)}`" for name in names)
             return f"set {shown} only in those entries of `{MAIN}` to which they apply"

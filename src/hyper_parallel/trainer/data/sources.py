@@ -13,8 +13,8 @@ import re
 import shlex
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -104,7 +104,7 @@ class Source:
         table: Table to read; None: the source has files.
         plain: Conversations that are concatenated without a chat template.
         special: Pattern of the tokenizer's special tokens; None: no special tokens.
-        key: Recipe key that names the source, for errors; see `source_errors`.
+        key: Recipe key that names the source, for errors.
     """
 
     data: Data
@@ -115,7 +115,7 @@ class Source:
     table: Table | None = None
     plain: PlainText = "never"
     special: re.Pattern[str] | None = None
-    key: str = MAIN
+    key: SourceKey = field(default_factory=SourceKey)
 
     @property
     def counts(self) -> DataCounts:
@@ -125,10 +125,6 @@ class Source:
     def with_own_counts(self) -> Source:
         """Return a copy whose `documents` do not change the counts of this source."""
         return replace(self, rules=replace(self.rules, counts=DataCounts()))
-
-    def naming(self) -> AbstractContextManager[None]:
-        """Return a context that writes errors for the recipe key that names this source."""
-        return reported_by(SourceKey(self.key))
 
     def head(self, num_bytes: int) -> Source:
         """Return a copy that reads at most `num_bytes` bytes of text."""
@@ -178,7 +174,7 @@ class Source:
             NoData: HP602 naming a record that is invalid or longer than `data.max_record_bytes`.
             MissingDependency: HP501 when a package that reads the records is not installed.
         """
-        with self.naming():
+        with reported_by(self.key):
             yield from self._documents()
 
     def _documents(self) -> Iterator[Document]:
@@ -352,7 +348,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = (), key: str = M
         MissingDependency: HP501 when a package that reads the source is not installed.
     """
     with reported_by(SourceKey(key)):
-        return replace(_resolve(data, stage, media), key=key)
+        return replace(_resolve(data, stage, media), key=SourceKey(key))
 
 
 def _resolve(data: Data, stage: str, media: tuple[str, ...]) -> Source:
@@ -512,20 +508,17 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
     if not several:
         near = nearest_path(data.source, [*below[:_MOST_FOLDERS], *folders], fits)
         near = near or nearest_path(data.source, fits=Path.exists)
-    changes: dict[str, object] = {}
+    hint: str | dict[str, object] | None = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
     if several and key == "data.source":  # `data.validation` is one source
-        changes = {key: several}
-    if near is not None and key:
-        changes = {key: near}
-    hint = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
-    hint = hint if near is None else f"write `{near}`"
+        hint = {key: several}
+    if near is not None:
+        hint = {key: near} if key else f"write `{near}`"
     raise NoData(
         "the data source does not exist",
         where=f"{key or 'data.source'}: {data.source}",
         got=str(path.absolute()),
         allowed=f"{STDLIB}, a file, a directory, or a name on the Hugging Face hub (user/name)",
-        changes=changes,
-        hint=None if changes else hint,
+        hint=hint,
     )
 
 
@@ -595,8 +588,7 @@ def _of_one_kind(root: Path, files: list[Path], format_: str, stage: str) -> lis
             got=suffixes,
             allowed="one of text, JSON, parquet, CSV"
             + ("; or set data.format to select one (text: all files)" if stage == "pt" else ""),
-            changes={"data.format": next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)},
-            hint=None
+            hint={"data.format": next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}
             if stage == "pt"
             else "name one file in `data.source`, or move the files of other types to another directory",
         )
@@ -646,8 +638,9 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
         got=sorted(record),
         allowed="a name that ends in .jsonl"
         + (", or data.format: text, which trains on the JSON as text" if stage == "pt" else ""),
-        changes={"data.format": "jsonl" if shape == "records" else shape},
-        hint=None if is_file and fits else "give the files names that end in .jsonl",
+        hint={"data.format": "jsonl" if shape == "records" else shape}
+        if is_file and fits
+        else "give the files names that end in .jsonl",
     )
 
 
