@@ -10,13 +10,11 @@ from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import BadValue, Caller, HyperParallelError, reported_by
 from hyper_parallel.planner import plan
 from hyper_parallel.runtime import StrategyText
-from hyper_parallel.runtime._submodels import _SubmodelLayouts
 from hyper_parallel.trainer.data.source_errors import VALIDATION, SourceKey
 
 pytestmark = pytest.mark.torch
 
 ENTRY = SourceKey("data.source[1]")
-RANKS = {"parallel.submodels.vision.ranks": [0, 1]}
 
 
 @pytest.mark.parametrize(
@@ -71,18 +69,6 @@ def test_overrides_are_read_back_from_a_shell(changes, hint, values, tmp_path):
         (
             StrategyText("tp=4", "--parallel"), "parallel.tp", {"parallel.tp_x": 1},
             ("--parallel", "leave out --parallel"),
-        ),
-        (
-            _SubmodelLayouts(), "parallel.submodels.vision.ranks", RANKS,
-            ("parallelize_submodels: vision.ranks", "ranks={'vision': [0, 1]}"),
-        ),
-        (
-            _SubmodelLayouts(), "parallel.submodels",
-            {"parallel.submodels.audio": None, "parallel.submodels.vision.dp_shard": 1, "parallel.pp": 1},
-            (
-                "parallelize_submodels",
-                "leave out `audio`, `dp_shard=1` in the layout of `vision`, `pp=1` in the layout of `language`",
-            ),
         ),
         (SourceKey(), "data.source: a", {"data.format": "text"}, ("data.source: a", "data.format=text")),
         (

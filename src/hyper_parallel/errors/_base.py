@@ -21,8 +21,7 @@ class HyperParallelError(Exception):
     A subclass defines one code: `class NoData(HyperParallelError, code="HP602")`. Its docstring documents the code:
     meaning, reason and fix. Constructor arguments describe one occurrence, and are attributes of the error.
 
-    The arguments `where`, `hint` and `changes` are those for a recipe or command. The attributes `where` and `hint` are
-    written as `caller` writes them, see `reported_by`.
+    Arguments are those for a recipe or command; `caller` writes the attributes `where` and `hint`, see `reported_by`.
 
     Args:
         what: The problem, in one sentence.

@@ -63,14 +63,13 @@ def check_degrees(
         return
     rest = size // strategy.dp_shard
     shown = " * ".join(f"{k}={v}" for k, v in strategy.mesh().axes if v > 1) or "all 1"
+    advice = f"start {size} ranks, or choose degrees that multiply to {num_devices}"
     raise DegreesMismatch(
         f"the degrees multiply to {size}, but there are {num_devices} ranks",
         where=where,
         got=shown,
         allowed=f"a product of {num_devices}",
-        changes=None if num_devices % rest else {"parallel.dp_shard": num_devices // rest},
-        hint=hint
-        or (f"start {size} ranks, or choose degrees that multiply to {num_devices}" if num_devices % rest else None),
+        hint=hint or (advice if num_devices % rest else {"parallel.dp_shard": num_devices // rest}),
     )
 
 
@@ -278,8 +277,7 @@ def _single_changes(request: PlanRequest) -> Iterator[tuple[str | dict[str, obje
             yield hint, replace(request, num_devices=devices, workload=scaled)
     while workload.seq_len >= 512 and workload.seq_len % 2 == 0:
         workload = replace(workload, seq_len=workload.seq_len // 2)
-        hint = request.change("--seq-len", "data.seq_len", workload.seq_len)
-        yield hint, replace(request, workload=workload)
+        yield request.change("--seq-len", "data.seq_len", workload.seq_len), replace(request, workload=workload)
 
 
 def _without_pin(request: PlanRequest, name: str) -> str | None:

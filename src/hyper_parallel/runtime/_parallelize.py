@@ -141,16 +141,14 @@ class StrategyText(Caller):
 
     def where(self, text: str) -> str:
         """Return the option, or the word of the strategy, in place of a key of the section `parallel`."""
-        if not text.startswith("parallel."):
-            return text
-        return self.option or f"strategy: {text.removeprefix('parallel.')}"
+        name = self.option or f"strategy: {text.removeprefix('parallel.')}"
+        return name if text.startswith("parallel.") else text
 
     def hint(self, changes: Mapping[str, object]) -> str | None:
         """Return the call or option with the changed strategy; None if a key of `changes` is in no strategy."""
         keys = {key.removeprefix("parallel.").removeprefix("training."): key for key in changes}
-        if not all(
-            key in (f"parallel.{k}", "training.recompute") or key.split(".")[0] == "overlap" for k, key in keys.items()
-        ):
+        others = [key for k, key in keys.items() if key not in (f"parallel.{k}", "training.recompute")]
+        if any(key.partition(".")[0] != "overlap" for key in others):
             return None
         words: dict[str, object] = {}
         for word in shlex.split(self.text):
@@ -162,14 +160,11 @@ class StrategyText(Caller):
         if isinstance(rules := words.pop("rules", None), Mapping):
             words |= {f"rules.{glob}": style for glob, style in rules.items()}
         texts = {name: value_text(value).replace(" ", "") for name, value in words.items()}
+        defaults = () if self.option is None else ("1", "[]", "")
+        text = " ".join(f"{name}={value}" for name, value in texts.items() if value not in defaults)
         if self.option is None:
-            return f'hp.plan_of(model, "{_joined(texts)}")'
-        texts = {name: text for name, text in texts.items() if text not in ("1", "[]", "")}
-        return f'{self.option} "{_joined(texts)}"' if texts else f"leave out {self.option}"
-
-
-def _joined(words: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in words.items())
+            return f'hp.plan_of(model, "{text}")'
+        return f'{self.option} "{text}"' if text else f"leave out {self.option}"
 
 
 _DEFAULTS: Final = {

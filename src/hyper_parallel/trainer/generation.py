@@ -80,6 +80,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 """Dtypes of the weights of a loaded model."""
+TRUST: Final = {"--trust-remote-code": True}
+"""Hint for a model or tokenizer whose code is not trusted."""
 OTHER_TOKENIZER: Final = "fetch the tokenizer files again from where the model was published"
 """Hint for a tokenizer of an exported model that is refused."""
 
@@ -168,7 +170,7 @@ def load(
     export = find_export(directory)
     check_dtype(dtype, DTYPES)
     target_device = pick_device(device)
-    tokenizer = load_tokenizer(export, trusted=trusted, other=OTHER_TOKENIZER, code="--trust-remote-code")
+    tokenizer = load_tokenizer(export, trusted=trusted, other=OTHER_TOKENIZER, code=TRUST)
     logging.disable_progress_bar()  # it would overwrite the generated text
     base = base_of(export) if (export / ADAPTER_CONFIG).is_file() else str(export)
     model = _load_model(export, base, dtype, trusted=trusted)
@@ -201,7 +203,7 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
             "the exported model cannot be loaded",
             where=str(export),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            hint={"--trust-remote-code": True} if "trust_remote_code" in str(error) else _export_hint(export),
+            hint=TRUST if "trust_remote_code" in str(error) else _export_hint(export),
         ) from error
     if report["missing_keys"]:
         raise WeightsUnreadable(

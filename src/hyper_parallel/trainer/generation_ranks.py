@@ -37,7 +37,7 @@ from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.decoding import SLOTS, DecodingSequence, Sampling
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.recipe_model import check_parameters
-from hyper_parallel.trainer.generation import DTYPES, OTHER_TOKENIZER, decode, find_export
+from hyper_parallel.trainer.generation import DTYPES, OTHER_TOKENIZER, TRUST, decode, find_export
 from hyper_parallel.trainer.job import under_torchrun
 from hyper_parallel.trainer.model_properties import properties_of
 from hyper_parallel.trainer.signals import StopRequest
@@ -85,7 +85,7 @@ def generate_on_ranks(
     check_dtype(dtype, DTYPES)
     with reported_by(StrategyText(parallel, _WHERE)):
         model, plan = _model_and_plan(export, parallel, dtype, trusted=trusted)
-    tokenizer = load_tokenizer(export, trusted=trusted, other=OTHER_TOKENIZER, code="--trust-remote-code")
+    tokenizer = load_tokenizer(export, trusted=trusted, other=OTHER_TOKENIZER, code=TRUST)
     texts = TextCodec(tokenizer, model.config, model.generation_config.eos_token_id)
     batch = PromptBatch(texts, prompts, sampling, chat=chat)
 

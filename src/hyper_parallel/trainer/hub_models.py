@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,11 +124,11 @@ def _folder(loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dic
     return str(fetch(name, part, where=loaded.where(key), key=key))
 
 
-def _path_hint(text: str, key: str, near: str | None) -> str:
+def _path_hint(text: str, key: str, near: str | None) -> str | dict[str, str]:
     if (hint := export_hint(text)) is not None:
         return hint
     if near is not None:
-        return shlex.quote(f"{key}={near}")
+        return {key: near}
     return f"hf download {text} --local-dir {text}" if is_name(text) else "check the path"
 
 

@@ -137,7 +137,6 @@ def records_too_long(where: str, got: str, most: int, size: int | None = None, a
     )
 
 
-_Hint = str | Mapping[str, object] | None
 _SAVED = ("dataset_dict.json", "state.json")
 _CARDS = ("README.md", ".huggingface.yaml")
 _CARD_LIMITS = Limits(num_bytes=4 * 1024**2, num_elements=500_000, depth=30)
@@ -297,7 +296,7 @@ def open_table(data: Data, path: Path) -> Table:
     return Table(f"{data.source} ({split})", dataset[split])
 
 
-def _choice_hint(message: str, split: str | None) -> _Hint:
+def _choice_hint(message: str, split: str | None) -> str | dict[str, object] | None:
     """Return the change that selects a configuration or split named in an error of `datasets`; None without one."""
     choices = re.search(r"(Config name is missing|Unknown split)[^\[]*\[([^\]]*)\]", message)
     names = re.findall(r"'([^']+)'", choices[2]) if choices else []
@@ -419,7 +418,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _missing(data: Data, got: str, allowed: object, hint: _Hint) -> NoData:
+def _missing(data: Data, got: str, allowed: object, hint: str | Mapping[str, object] | None) -> NoData:
     selection = {"name": data.name, "split": data.split}
     keys = "".join(f", data.{key}: {value}" for key, value in selection.items() if value)
     return NoData(

@@ -18,8 +18,6 @@ _OF_ENTRIES: Final = ("source", "name", "split", "format", "text_key", "columns"
 """Keys of `data` that an entry of a list of sources may have."""
 _OF_BOTH: Final = ("name", "format", "text_key", "columns", "roles")
 """Keys of `data` that describe the records of the training data and of `data.validation`."""
-_OF_VALIDATION: Final = {MAIN: VALIDATION, "data.split": f"{VALIDATION}_split"}
-"""Keys of `data` for `data.validation` by key for `data.source`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +65,5 @@ def _validation_hint(changes: Mapping[str, object]) -> str:
         return f"set `{VALIDATION}_split` to the split for evaluation"
     if "seq_len" in names:
         return f"add data to `{VALIDATION}`, or train with {overrides(changes)}"
-    return overrides({_OF_VALIDATION.get(key, key): value for key, value in changes.items()})
+    own = {MAIN: VALIDATION, "data.split": f"{VALIDATION}_split"}
+    return overrides({own.get(key, key): value for key, value in changes.items()})
