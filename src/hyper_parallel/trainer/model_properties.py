@@ -106,7 +106,7 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
             where=loaded.where("data.mask_documents"),
             got=f"{properties.model_class}, data.packing=true, independent: {measured}",
             allowed="data.packing=false, or data.mask_documents=false to accept attention across documents",
-            hint="data.packing=false data.mask_documents=null",
+            changes={"data.packing": False, "data.mask_documents": None},
         )
     if plan.strategy.overlap.half_batch and not properties.half_batches.holds:
         may = "" if properties.half_batches.holds is False else "may "

@@ -156,7 +156,7 @@ def _join(data: Data, parts: list[PackedData]) -> PackedData:
             where="data.source",
             got="data.packing=true",
             allowed="sources that all have them, or none; or conversations in rows of their own",
-            hint="data.packing=false data.mask_documents=null",
+            changes={"data.packing": False, "data.mask_documents": None},
         )
     holdouts = [part.holdout for part in parts if part.holdout]
     return replace(
