@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, overload
 
-from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError, Unwritten, abbreviated
+from hyper_parallel.errors import BadValue, Caller, Contradiction, Unwritten, abbreviated, reported_by
 from hyper_parallel.received import Limits, parse_json
 
 if TYPE_CHECKING:
@@ -145,36 +144,35 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
     from hyper_parallel.trainer.generation import Generator, Sampling
 
     _check_prompts(prompts)
-    label, hint = "hyper_parallel.generate", 'hp.generate("runs/run", "Once")'
     if not isinstance(model, TrainingRun):
-        _check_path(model, label, "the model", hint, "a string, a path, or a `TrainingRun`")
+        allowed = "a string, a path, or a `TrainingRun`"
+        _check_path(model, "hyper_parallel.generate", "the model", 'hp.generate("runs/run", "Once")', allowed)
     place = {key: choices.pop(key) for key in ("device", "dtype") if key in choices}
     chat = bool(choices.pop("chat", False))
     _check_options(choices, Sampling.__dataclass_fields__)
     if isinstance(stop := choices.get("stop"), (str, list)):
         choices["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    try:
+    with reported_by(_GenerateCall()):
         generator = Generator(model.output_dir if isinstance(model, TrainingRun) else model, **place)
         generations = generator.generate_batch(texts, Sampling(**choices), chat=chat)
-    except HyperParallelError as error:
-        _say_in_python(error, label)
-        raise
     answers = [generation.text for generation in generations]
     return answers[0] if isinstance(prompts, str) else answers
 
 
-def _say_in_python(error: HyperParallelError, label: str) -> None:
-    """Replace options of the command `generate` in an error, in place, by arguments of the function `label`."""
-    if (error.where or "").startswith("--"):
-        error.where = label
-    if option := re.fullmatch("--([a-z-]+) (.+)", error.hint or ""):
-        value = option[2] if option[2].isdecimal() else repr(option[2])
-        error.hint = f"{option[1].replace('-', '_')}={value}"
-    elif error.hint == "leave out --chat":
-        error.hint = "leave out `chat`"
-    elif error.hint == "--trust-remote-code":
-        error.hint = "use the command `hyper-parallel generate` with --trust-remote-code"
+class _GenerateCall(Caller):
+    """Call of `generate`: options of the command are its arguments."""
+
+    def where(self, text: str) -> str:
+        """Return the name of the function in place of an option."""
+        return "hyper_parallel.generate" if text.startswith("--") else text
+
+    def hint(self, changes: Mapping[str, object]) -> str | None:
+        """Return arguments, or a sentence for options that are no argument or are left out."""
+        if "--trust-remote-code" in changes:
+            return "use the command `hyper-parallel generate` with --trust-remote-code"
+        arguments = {key.strip("-").replace("-", "_"): value for key, value in changes.items()}
+        return ", ".join(f"leave out `{k}`" if v is None else f"{k}={v!r}" for k, v in arguments.items())
 
 
 def _check_prompts(prompts: object) -> None:

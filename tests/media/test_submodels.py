@@ -18,7 +18,7 @@ from hyper_parallel.backends.torch.submodels.channel import Channel, pack
 from hyper_parallel.backends.torch.weights.initialization import is_adapter
 from hyper_parallel.backends.torch.weights.lora import has_adapters
 from hyper_parallel.config import Data
-from hyper_parallel.errors import BadValue, DegreesMismatch, ScheduleError, UnsupportedSharding
+from hyper_parallel.errors import BadValue, DegreesMismatch, HyperParallelError, ScheduleError, UnsupportedSharding
 from hyper_parallel.ir import Action, Schedule, StageCost
 from hyper_parallel.mpmd import TowerLanes, check_submodel_schedule, submodel_schedule
 from hyper_parallel.planner import parse_strategy
@@ -541,6 +541,36 @@ def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             submodel_strategies(model, layouts, 2, ranks)
     with pytest.raises(UnsupportedSharding, match="has no encoder"):
         submodel_strategies(Case().build(), {"vision": "", "language": ""}, 2)
+
+
+@pytest.mark.torch
+def test_errors_of_layouts_name_arguments_and_in_a_recipe_keys(tmp_path: Path) -> None:
+    write_model("llava", tmp_path / "model")
+    model = _model(tmp_path, frozen=False)
+    world = hp.World.join("cpu")
+    stages = "pp=2 schedule=interleaved virtual_stages=2"
+    for layouts, ranks, where, hint, override in (
+        (
+            {"audio": "", "language": ""}, None, "parallelize_submodels",
+            "leave out `audio`, `dp_shard=1` in the layout of `vision`",
+            "parallel.submodels.audio=null parallel.submodels.vision.dp_shard=1",
+        ),
+        (
+            {"vision": "", "language": ""}, {"vision": (0, 1), "language": (0,)},
+            "parallelize_submodels: vision.ranks", "ranks={'vision': [0]}", "'parallel.submodels.vision.ranks=[0]'",
+        ),
+        (
+            {"vision": "", "language": stages}, None, "parallelize_submodels: language.pp",
+            "`schedule=1f1b` in the layout of `language`, `virtual_stages=1` in the layout of `language`",
+            "parallel.schedule=1f1b parallel.virtual_stages=1",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(HyperParallelError) as caught:
+            hp.parallelize_submodels(model, layouts, world, ranks=ranks)
+        assert (caught.value.where, caught.value.hint) == (where, hint)
+        with pytest.raises(HyperParallelError) as caught:
+            submodel_strategies(model, layouts, 1, ranks)
+        assert caught.value.hint == override
 
 
 def test_weights_are_read_saved_and_exported_as_those_of_one_model(tmp_path: Path) -> None:

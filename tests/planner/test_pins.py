@@ -50,10 +50,12 @@ def test_values_are_in_the_order_of_their_columns():
             assert PINNABLE[name].values[0] == getattr(usual, name)
     with pytest.raises(BadValue):
         check_pins({"schedule": "fastest"})
-    for where, hint in (("--pin", "--pin tp_x=8"), ("pins", 'pins={"tp_x": 8}')):
-        with pytest.raises(UnknownKey) as caught:
-            check_pins({"tpx": 8}, where)
-        assert (caught.value.where, caught.value.hint) == (where, hint)
+    with pytest.raises(UnknownKey) as caught:
+        check_pins({"tpx": 8})
+    assert (caught.value.where, caught.value.hint) == ("--pin", "--pin tp_x=8")
+    with pytest.raises(UnknownKey) as caught:
+        plan(small_model(), machine(), pins={"tpx": 8})
+    assert (caught.value.where, caught.value.hint) == ("pins", 'pins={"tp_x": 8}')
 
 
 def test_offload_can_be_excluded_and_hints_name_the_section_of_a_key():

@@ -26,6 +26,8 @@ def texts(node: ast.expr) -> list[str]:
     if isinstance(node, ast.JoinedStr):
         parts = [part.value if isinstance(part, ast.Constant) else "VALUE" for part in node.values]
         return ["".join(map(str, parts))]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):  # changes of two dictionaries
+        return [*texts(node.left), *texts(node.right)]
     if isinstance(node, ast.BinOp):
         return [a + b for a in texts(node.left) for b in texts(node.right) or ["VALUE"]]
     if isinstance(node, ast.IfExp):

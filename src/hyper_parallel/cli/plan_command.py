@@ -16,7 +16,7 @@ import typer
 from hyper_parallel.cli import plan_options as options
 from hyper_parallel.cli.app import NoCode, is_quiet, say
 from hyper_parallel.cli.schedule_command import check_schedule_file, pipeline_text, write_schedule
-from hyper_parallel.errors import BadValue, Contradiction, written
+from hyper_parallel.errors import BadValue, Caller, Contradiction, reported_by, written
 
 if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
@@ -176,23 +176,23 @@ def _plan_model(model: str, topology: str, params: Mapping[str, Any], headroom: 
         workload = planner.default_workload(spec, supernode, devices, seq_len=seq_len, tokens_per_step=tokens_per_step)
     excluded = ",".join(params["exclude"] or ()).split(",")
     towers = _towers(spec, model, media, params["image_size"])
-    plan = planner.plan(
-        spec,
-        supernode,
-        workload,
-        num_devices=devices,
-        pins=_pins(params["pin"] or ()),
-        exclude=[axis.strip() for axis in excluded if axis.strip()],
-        objective=params["objective"],
-        deadline_s=params["deadline"],
-        top=params["top"],
-        offload=params["offload"],
-        all_layouts=params["all_layouts"],
-        memory_headroom=headroom,
-        towers=towers,
-        media=planner.MEDIA if media is None else media,
-        from_command=True,
-    )
+    with reported_by(Caller()):  # options, not arguments of `plan`
+        plan = planner.plan(
+            spec,
+            supernode,
+            workload,
+            num_devices=devices,
+            pins=_pins(params["pin"] or ()),
+            exclude=[axis.strip() for axis in excluded if axis.strip()],
+            objective=params["objective"],
+            deadline_s=params["deadline"],
+            top=params["top"],
+            offload=params["offload"],
+            all_layouts=params["all_layouts"],
+            memory_headroom=headroom,
+            towers=towers,
+            media=planner.MEDIA if media is None else media,
+        )
     return replace(plan, notes=(*plan.notes, *_tower_notes(spec, towers, media)))
 
 

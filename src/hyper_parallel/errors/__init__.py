@@ -9,7 +9,10 @@ from types import MappingProxyType
 
 from hyper_parallel.errors._base import HyperParallelError as HyperParallelError
 from hyper_parallel.errors._base import all_codes as all_codes
-from hyper_parallel.errors._base import overrides as overrides
+from hyper_parallel.errors._base import reported_by as reported_by
+from hyper_parallel.errors._callers import Caller as Caller
+from hyper_parallel.errors._callers import overrides as overrides
+from hyper_parallel.errors._callers import value_text as value_text
 from hyper_parallel.errors._printable import PrintableFormatter as PrintableFormatter
 from hyper_parallel.errors._printable import abbreviated as abbreviated
 from hyper_parallel.errors._printable import console as console

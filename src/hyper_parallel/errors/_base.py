@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, Final
 
+from hyper_parallel.errors._callers import Caller, overrides
 from hyper_parallel.errors._printable import plain, printable
 
 _MOST_CHARACTERS: Final = 20_000
@@ -19,18 +21,21 @@ class HyperParallelError(Exception):
     A subclass defines one code: `class NoData(HyperParallelError, code="HP602")`. Its docstring documents the code:
     meaning, reason and fix. Constructor arguments describe one occurrence, and are attributes of the error.
 
+    Arguments are those for a recipe or command; `caller` writes the attributes `where` and `hint`, see `reported_by`.
+
     Args:
         what: The problem, in one sentence.
         where: Origin of the wrong value: `recipe.yaml: parallel.tp_x (set by command line)`, a file, a module.
         got: The actual value or values.
         allowed: The accepted values.
-        hint: One line that can be pasted: a command, an override, a recipe line. None: the hint shows `changes`, if
-            there are any, as overrides.
-        changes: Recipe keys with values that fix the problem, as data: `{"parallel.ep": 4}`.
+        hint: One line that can be pasted: a command, a recipe line, a sentence; or `changes`. None: the hint shows
+            `changes`, if there are any.
+        changes: Values that fix the problem by recipe key or option, as data: `{"parallel.ep": 4}`; see `overrides`.
         others: Further problems, one sentence each.
     """
 
     code: ClassVar[str] = "HP000"
+    caller: Caller = Caller()
 
     def __init_subclass__(cls, *, code: str) -> None:
         cls.code = code
@@ -42,7 +47,7 @@ class HyperParallelError(Exception):
         where: str | None = None,
         got: object = None,
         allowed: object = None,
-        hint: str | None = None,
+        hint: str | Mapping[str, object] | None = None,
         changes: Mapping[str, object] | None = None,
         others: Sequence[str] = (),
     ) -> None:
@@ -51,9 +56,27 @@ class HyperParallelError(Exception):
         self.where = where
         self.got = got
         self.allowed = allowed
-        self.changes = dict(changes or {})
-        self.hint = overrides(self.changes) if hint is None and self.changes else hint
+        self.changes = dict(hint if isinstance(hint, Mapping) else changes or {})
+        self.hint = hint if isinstance(hint, str) else None
         self.others = tuple(others)
+
+    @property
+    def where(self) -> str | None:
+        return None if self._where is None else self.caller.where(self._where)
+
+    @where.setter
+    def where(self, text: str | None) -> None:
+        self._where = text
+
+    @property
+    def hint(self) -> str | None:
+        if self._hint is not None:
+            return self.caller.sentence(self._hint)
+        return (self.caller.hint(self.changes) or overrides(self.changes)) if self.changes else None
+
+    @hint.setter
+    def hint(self, text: str | None) -> None:
+        self._hint = text
 
     def __str__(self) -> str:
         return self.render()
@@ -78,10 +101,14 @@ class HyperParallelError(Exception):
         return printable("\n".join(lines))
 
 
-def overrides(changes: Mapping[str, object]) -> str:
-    """Return changes as overrides, with lists in quotes: `parallel.pp=2 'parallel.stage_layers=[4, 4]'`."""
-    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in changes.items()}
-    return " ".join(f"'{k}={v}'" if str(v).endswith("]") else f"{k}={v}" for k, v in plain.items())
+@contextmanager
+def reported_by(caller: Caller) -> Iterator[None]:
+    """Set the caller of coded errors in the block; of nested blocks, the outermost decides."""
+    try:
+        yield
+    except HyperParallelError as error:
+        error.caller = caller
+        raise
 
 
 def all_codes() -> dict[str, type[HyperParallelError]]:

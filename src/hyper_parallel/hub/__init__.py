@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -219,10 +218,10 @@ def fetch_dataset(repository: str, config: str | None, split: str | None, where:
     answer = _run_download(*words, folder=cache_folder(), is_shown=_is_shown())
     if "directory" in answer:
         return
-    hints = {
+    hints: dict[str, str | dict[str, str]] = {
         "absent": "`hf auth login` if it is private; otherwise correct the name",
         "gated": f"request access on https://huggingface.co/datasets/{repository}, then: hf auth login",
-        "config": shlex.quote(f"data.name={(answer.get('allowed') or [''])[0]}"),
+        "config": {"data.name": (answer.get("allowed") or [""])[0]},
         "split": "use one of the splits that the message names",
     }
     raise NoData(

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from hyper_parallel.errors import BadValue, DeadlineMissed, NoLegalStrategy, abbreviated
+from hyper_parallel.errors import BadValue, Caller, DeadlineMissed, NoLegalStrategy, abbreviated, reported_by
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec, Tower
 from hyper_parallel.planner.pins import check_exclusions, check_pins
@@ -60,7 +60,6 @@ def plan(
     memory_headroom: float | None = None,
     towers: Sequence[Tower] = (),
     media: int = MEDIA,
-    from_command: bool = False,
 ) -> Plan:
     """Return the Plan of the best strategy that trains a model within the memory of a machine, or of a given strategy.
 
@@ -83,7 +82,6 @@ def plan(
         memory_headroom: Fraction of device memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
         towers: Image or audio encoders of a multimodal model, from `model.towers_of`, to include in the search.
         media: Number of images or recordings per sequence, for every tower.
-        from_command: Whether hints of errors are options of the plan command instead of arguments of this function.
 
     Raises:
         BadValue: HP102 for an argument of an unsupported type or value.
@@ -97,14 +95,35 @@ def plan(
         return evaluate(resolve(model, topology, workload, strategy.world_size), strategy, num_devices=num_devices)
     request = resolve(model, topology, workload, num_devices).with_headroom(memory_headroom)
     local = request.supernode.name == LOCAL
-    places = ("--pin", "--exclude") if from_command else ("pins", "exclude")
-    fixed = {**check_pins(pins, places[0]), **check_exclusions(exclude, pins or {}, places[1])}
-    request = replace(request, pins=fixed, executable=local or not all_layouts, from_python=not from_command)
-    request = replace(request, offload=HostMemory() if offload else None)
+    request = replace(request, executable=local or not all_layouts, offload=HostMemory() if offload else None)
     find = partial(_best_for, objective=objective, deadline_s=deadline_s, top=top)
     if towers:
         find = partial(plan_with_towers, towers=towers, media=media, find=find)
-    return _find_executable(request, find, or_priced=bool(pins) and not local and not all_layouts)
+    with reported_by(_PlanCall()):
+        request = replace(request, pins={**check_pins(pins), **check_exclusions(exclude, pins or {})})
+        return _find_executable(request, find, or_priced=bool(pins) and not local and not all_layouts)
+
+
+_ARGUMENTS: Final = {"--devices": "num_devices", "--deadline": "deadline_s", "--pin": "pins"}
+"""Arguments of `plan` by option of the plan command, where the names differ."""
+
+
+class _PlanCall(Caller):
+    """Call of `plan`: options of the plan command are its arguments."""
+
+    def where(self, text: str) -> str:
+        """Return the argument in place of an option."""
+        return _ARGUMENTS.get(text, text.removeprefix("--"))
+
+    def sentence(self, text: str) -> str:
+        """Return a sentence with arguments in place of options."""
+        return text.replace("--topology ", "the topology ").replace("--exclude", "exclude")
+
+    def hint(self, changes: Mapping[str, object]) -> str | None:
+        """Return arguments such as `pins={"tp": 8}`; None for keys of a recipe."""
+        values = {_ARGUMENTS.get(k, k[2:].replace("-", "_")): 0 if v == "0%" else v for k, v in changes.items()}
+        texts = (f"{name}={value!r}".replace("'", '"') for name, value in values.items())
+        return ", ".join(texts) if all(key.startswith("--") for key in changes) else None
 
 
 def _find_executable(request: PlanRequest, find: Callable[[PlanRequest], Plan], or_priced: bool) -> Plan:
@@ -122,15 +141,14 @@ def _find_executable(request: PlanRequest, find: Callable[[PlanRequest], Plan], 
 
 
 def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:
-    check_objective(objective, OBJECTIVES, from_python=request.from_python)
+    check_objective(objective, OBJECTIVES)
     if (objective == "fewest-devices") != (deadline_s is not None) and objective != "memory":
+        seconds = deadline_s or 10
         raise BadValue(
             f"the objective {objective} {'needs' if deadline_s is None else 'does not accept'} a deadline",
             got=f"objective={objective}, deadline={deadline_s}",
-            hint=f'objective="fewest-devices", deadline_s={deadline_s or 10.0:g}'
-            if request.from_python
-            else f"--objective fewest-devices --deadline {deadline_s or 10.0:g}",
-            where="deadline_s" if request.from_python else "--deadline",
+            changes={"--objective": "fewest-devices", "--deadline": int(seconds) if seconds % 1 == 0 else seconds},
+            where="--deadline",
         )
     if objective == "step-time":
         return search(request, top)
@@ -200,5 +218,5 @@ def _deadline_missed(request: PlanRequest, subject: str, deadline_s: float | Non
         f"no {subject} meets the deadline for a step of {request.model.name}",
         got=f"deadline {format_seconds(deadline_s or 0.0)}",
         allowed=f"from {format_seconds(fastest_s)}{where}",
-        hint=request.hint("--deadline ", "", float(f"{fastest_s * 1.01:.3g}")),
+        changes={"--deadline": float(f"{fastest_s * 1.01:.3g}")},
     )

@@ -249,8 +249,7 @@ def _check_stages(p: Parallel, strategy: Strategy, where: Callable[[str], str], 
             f"`stage_layers` has {len(p.stage_layers)} numbers for {strategy.stages} stages",
             where=where("parallel.stage_layers"),
             got=list(p.stage_layers),
-            changes={"parallel.pp": pp} if is_legal else None,
-            hint=None if is_legal else f"give `stage_layers` {strategy.stages} numbers",
+            hint={"parallel.pp": pp} if is_legal else f"give `stage_layers` {strategy.stages} numbers",
         )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from hyper_parallel.config import Recipe
-from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding, overrides
+from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding
 from hyper_parallel.ir import Plan
 from hyper_parallel.mpmd import search_by_bound
 from hyper_parallel.planner._role_prices import Roles, Split, roles_plan
@@ -208,7 +208,7 @@ def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
         changes = {key.removeprefix("parallel."): value for key, value in error.changes.items()}
         error.where = where("grpo.rollout_ep" if "ep" in changes else "grpo.rollout_tp")
         error.changes = {f"grpo.{keys[k]}": v for k, v in changes.items() if k in keys}
-        error.hint = overrides(error.changes) or "grpo.rollout_tp=1 grpo.rollout_ep=1"
+        error.hint = None if error.changes else "grpo.rollout_tp=1 grpo.rollout_ep=1"
         raise
 
 

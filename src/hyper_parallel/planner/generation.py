@@ -221,7 +221,7 @@ def _check_explicit(request: PlanRequest, strategy: Strategy) -> None:
     except HyperParallelError as error:
         legal, _ = with_changes(strategy, stepped, follow_changes(error, strategy, stepped, check))
         text = layout_text(legal)
-        error.hint = f'--parallel "{text}"' if text and legal != strategy else f"leave out {_WHERE}"
+        error.hint = f'--parallel "{text}"' if text not in ("", layout_text(strategy)) else f"leave out {_WHERE}"
         raise
 
 

@@ -80,7 +80,7 @@ EXCLUDABLE: Final = ("attention_scatter", "gathered_inputs", "recompute", "offlo
 """Choices that `--exclude` pins to their first value, the default."""
 
 
-def check_pins(pins: Mapping[str, int | str] | None, where: str = "--pin") -> dict[str, int]:
+def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
     """Return pins as a dict from `Pinnable.name` to the pinned number, or to the index of the pinned value.
 
     A pin of `tp` alone also pins `tp_y` to 1. With a pin of `tp_y` but none of `tp_x`, a pin of `tp` applies to `tp_x`.
@@ -88,7 +88,6 @@ def check_pins(pins: Mapping[str, int | str] | None, where: str = "--pin") -> di
 
     Args:
         pins: Dict from a name in `PINNABLE` to the value; None: no pins.
-        where: Origin of the pins, for errors: `--pin`, or `pins` for the argument of `hyper_parallel.plan`.
 
     Raises:
         UnknownKey: HP101 for a name that is not in `PINNABLE`.
@@ -105,13 +104,12 @@ def check_pins(pins: Mapping[str, int | str] | None, where: str = "--pin") -> di
         key = PINNABLE.get(name)
         if key is None:
             near = get_close_matches(name, PINNABLE, 1)
-            hint = _pin_hint(where, near[0], value) if near else None
             raise UnknownKey(
                 f"`{name}` is not a degree or choice that can be pinned",
                 got=f"{name}={value}",
                 allowed=tuple(PINNABLE),
-                hint=hint,
-                where=where,
+                changes={"--pin": {near[0]: int(value) if str(value).isdigit() else value}} if near else None,
+                where="--pin",
             )
         indices = {str(v): i for i, v in enumerate(key.values)}
         if key.values and str(value) in indices:
@@ -124,29 +122,18 @@ def check_pins(pins: Mapping[str, int | str] | None, where: str = "--pin") -> di
                 f"`{name}` cannot be pinned to `{value}`",
                 got=f"{name}={value}",
                 allowed=examples or "an integer from 1",
-                hint=_pin_hint(where, name, key.values[0] if key.values else 1),
-                where=where,
+                changes={"--pin": {name: str(key.values[0]) if key.values else 1}},
+                where="--pin",
             )
     return checked
 
 
-def _pin_hint(where: str, name: str, value: object) -> str:
-    """Return a pin to paste, as an option or an argument; `where` as for `check_pins`."""
-    if where == "--pin":
-        return f"--pin {name}={value}"
-    shown = value if str(value).isdigit() else f'"{value}"'
-    return f'pins={{"{name}": {shown}}}'
-
-
-def check_exclusions(
-    excluded: Sequence[str], pins: Mapping[str, int | str], where: str = "--exclude"
-) -> dict[str, int]:
+def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> dict[str, int]:
     """Return exclusions as pins: axes pinned to 1, and other choices to the index of their first value.
 
     Args:
         excluded: Names of mesh axes and of choices in `EXCLUDABLE`.
         pins: Pins of the user by name, as for `check_pins`, for contradictions.
-        where: Origin of the names, for errors: `--exclude`, or `exclude` for the argument of `hyper_parallel.plan`.
 
     Raises:
         BadValue: HP102 for a name that cannot be excluded, or that `pins` sets to another value under the same name.
@@ -156,13 +143,12 @@ def check_exclusions(
     for name in excluded:
         if name not in allowed:
             near = get_close_matches(name, allowed, 1)
-            written = "--exclude {}" if where == "--exclude" else 'exclude=("{}",)'
             raise BadValue(
                 f"`{name}` is not an axis or choice that can be excluded",
                 got=name,
                 allowed=allowed,
-                hint=written.format(near[0]) if near else f"leave `{name}` out of {where}",
-                where=where,
+                hint={"--exclude": tuple(near)} if near else f"leave `{name}` out of --exclude",
+                where="--exclude",
             )
         for key in ("dp_replicate", "dp_shard") if name == "dp" else (name,):
             checked[key] = 0 if key in EXCLUDABLE else 1
@@ -171,8 +157,8 @@ def check_exclusions(
                 raise BadValue(
                     f"`{key}` is both excluded and pinned: an exclusion means {implied}",
                     got=pinned,
-                    hint=f"leave out the pin {pinned}, or leave `{name}` out of {where}",
-                    where=where,
+                    hint=f"leave out the pin {pinned}, or leave `{name}` out of --exclude",
+                    where="--exclude",
                 )
     return checked
 

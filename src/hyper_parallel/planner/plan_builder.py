@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from hyper_parallel.cost import step_collectives
-from hyper_parallel.errors import HyperParallelError, UnsupportedSharding, overrides
+from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
 from hyper_parallel.ir import Alternative, Certificate, Layout, Plan, Rejected, Strategy, Workload
 from hyper_parallel.mpmd import step_schedule
 from hyper_parallel.planner._explain import offload_note, search_note, sensitivity, slower_reason
@@ -149,7 +149,7 @@ def evaluate(
         check(strategy, request.workload)
     except HyperParallelError as error:
         if changes := follow_changes(error, strategy, request.workload, check):
-            error.changes, error.hint = changes, overrides(changes)
+            error.changes, error.hint = changes, None
         raise
     workload = request.workload.resolve(strategy.dp)
     _check_symmetric_memory(request, strategy, workload)

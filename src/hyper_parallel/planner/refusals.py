@@ -19,7 +19,7 @@ from hyper_parallel.errors import (
     NoLegalStrategy,
     NotDivisible,
 )
-from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.ir import Rule, Strategy, Workload
 from hyper_parallel.mpmd import check_pipeline
 from hyper_parallel.planner.bounds import count, tuples
 from hyper_parallel.planner.pins import EXCLUDABLE, PINNABLE, shown_pin
@@ -37,19 +37,16 @@ MAX_REFUSALS: Final = 12
 """Maximum number of errors whose suggested changes are applied in turn to make a strategy legal."""
 
 
-def check_objective(objective: str, allowed: Sequence[str], purpose: str = "", *, from_python: bool = False) -> None:
-    """Raise BadValue (HP102) if an objective is not among the `allowed` ones; `purpose` ends the error sentence.
-
-    With `from_python`, the hint is an argument of `hyper_parallel.plan`, else an option of the plan command.
-    """
+def check_objective(objective: str, allowed: Sequence[str], purpose: str = "") -> None:
+    """Raise BadValue (HP102) if an objective is not among the `allowed` ones; `purpose` ends the error sentence."""
     if objective not in allowed:
         near = get_close_matches(objective, allowed, 1) or allowed
         raise BadValue(
             f"unknown objective `{objective}`{purpose}",
             got=objective,
             allowed=allowed,
-            hint=f'objective="{near[0]}"' if from_python else f"--objective {near[0]}",
-            where="objective" if from_python else "--objective",
+            changes={"--objective": near[0]},
+            where="--objective",
         )
 
 
@@ -66,14 +63,13 @@ def check_degrees(
         return
     rest = size // strategy.dp_shard
     shown = " * ".join(f"{k}={v}" for k, v in strategy.mesh().axes if v > 1) or "all 1"
+    advice = f"start {size} ranks, or choose degrees that multiply to {num_devices}"
     raise DegreesMismatch(
         f"the degrees multiply to {size}, but there are {num_devices} ranks",
         where=where,
         got=shown,
         allowed=f"a product of {num_devices}",
-        changes=None if num_devices % rest else {"parallel.dp_shard": num_devices // rest},
-        hint=hint
-        or (f"start {size} ranks, or choose degrees that multiply to {num_devices}" if num_devices % rest else None),
+        hint=hint or (advice if num_devices % rest else {"parallel.dp_shard": num_devices // rest}),
     )
 
 
@@ -143,6 +139,8 @@ def with_changes(strategy: Strategy, workload: Workload, changes: Mapping[str, A
         elif (key, value) == ("overlap.tp", "none"):
             overlap = replace(strategy.overlap, half_batch=False, tp_chunks=1, tp_symmetric=False)
             strategy = replace(strategy, overlap=overlap)
+        elif key == "parallel.rules":
+            strategy = replace(strategy, rules=tuple(Rule(*rule) for rule in value.items()))
         else:
             strategy = replace(strategy, **{"tp_x" if name == "tp" else name: value})
     return strategy, workload
@@ -159,7 +157,7 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
     reasons = ", ".join(_impossible_pins(request)) or ", ".join(
         f"{reason} ({n} combination{'' if n == 1 else 's'})" for reason, n in ruled_out.items()
     )
-    hint = allowed = None
+    changes, allowed = dict[str, object](), None
     fixed = ("pp", "cp") if request.group_sequences > 1 else ()  # stage grpo supports no other value
     for name in (n for n in pins if n in PINNABLE and n not in fixed):
         legal = _legal_values(request, name)
@@ -167,25 +165,25 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
             allowed = [shown_pin(name, v) for v in legal]
             near = min(legal, key=lambda v: (abs(v - pins[name]), v))
             key = PINNABLE[name]
-            hint = request.hint(f"--pin {name}=", key.recipe_key, key.shown(near))
+            changes = request.change(f"--pin {name}", key.recipe_key, key.shown(near))
             break
-    if hint is None:
+    if not changes:
         unit = workload.seq_len * devices
         tokens = max(1, round((workload.tokens_per_step or 0) / unit)) * unit
         if _any_legal(replace(request, workload=replace(workload, tokens_per_step=tokens))):
-            hint = request.hint("--tokens-per-step ", "training.tokens_per_step", tokens)
-    if hint is None and request.supernode.name != LOCAL:
+            changes = request.change("--tokens-per-step", "training.tokens_per_step", tokens)
+    if not changes and request.supernode.name != LOCAL:
         # The nearest number of devices, fewer first.
         near_by = (n for d in range(1, devices) for n in (devices - d, devices + d))
         legal_devices = (n for n in near_by if _any_legal(replace(request, num_devices=n)))
         if near_devices := next(legal_devices, None):
-            hint = request.hint("--devices ", "parallel.world_size", near_devices)
+            changes = request.change("--devices", "parallel.world_size", near_devices)
     return NoLegalStrategy(
         f"no combination of degrees is legal for {request.model.name} on {devices} devices"
         + (f": {reasons}" if reasons else ""),
         got=f"{shown}; seq_len={workload.seq_len}, tokens_per_step={workload.tokens_per_step}",
         allowed=allowed,
-        hint=hint,
+        changes=changes,
     )
 
 
@@ -248,42 +246,38 @@ def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
 def _changes_together(request: PlanRequest) -> str:
     """Return the hint if no single change suffices: a smaller model, and another machine or several changes."""
     if request.supernode.name == LOCAL:
-        option = "topology=" if request.from_recipe else "the topology " if request.from_python else "--topology "
-        return f"a smaller model, or {topology_hint(option)}"
+        return f"a smaller model, or {topology_hint('topology=' if request.from_recipe else '--topology ')}"
     pins = ", no pins" if request.pins else ""
     return f"a smaller model, or several changes at once: a shorter sequence, more devices{pins}"
 
 
-def _single_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _single_changes(request: PlanRequest) -> Iterator[tuple[str | dict[str, object], PlanRequest]]:
     """Yield (hint, changed request) for single changes with which a strategy may fit, in order of preference."""
     pins, workload = request.pins, request.workload
+    single_sequence = request.change("--pin microbatch", "training.microbatch", 1)
     if request.headroom and not request.from_recipe:
-        hint = "memory_headroom=0" if request.from_python else "--memory-headroom 0%"
-        yield hint, replace(request, headroom=0.0)
+        yield {"--memory-headroom": "0%"}, replace(request, headroom=0.0)
     for name in sorted(pins, key=lambda n: (n != "recompute", n != "microbatch")):
         without = replace(request, pins={k: v for k, v in pins.items() if k != name})
         if name == "recompute":
-            yield request.hint("--pin recompute=", "training.recompute", "full"), without
+            yield request.change("--pin recompute", "training.recompute", "full"), without
             continue
         if name == "microbatch":
-            hint = request.hint("--pin microbatch=", "training.microbatch", 1)
-            yield hint, _pinned(request, name, 1)
+            yield single_sequence, _pinned(request, name, 1)
         if leave_out := _without_pin(request, name):
             yield leave_out, without
     if workload.microbatch not in (None, 1):
-        hint = request.hint("--pin microbatch=", "training.microbatch", 1)
-        yield hint, replace(request, workload=replace(workload, microbatch=1))
+        yield single_sequence, replace(request, workload=replace(workload, microbatch=1))
     if request.supernode.name != LOCAL:
         # Twice as many devices, 4 times as many, ... with the same tokens per device.
         for factor in (1 << doubling for doubling in range(1, MAX_DOUBLINGS + 1)):
             devices, tokens = request.num_devices * factor, workload.tokens_per_step
             scaled = replace(workload, tokens_per_step=tokens * factor if tokens else None)
-            hint = request.hint("--devices ", "parallel.world_size", devices)
+            hint = request.change("--devices", "parallel.world_size", devices)
             yield hint, replace(request, num_devices=devices, workload=scaled)
     while workload.seq_len >= 512 and workload.seq_len % 2 == 0:
         workload = replace(workload, seq_len=workload.seq_len // 2)
-        hint = request.hint("--seq-len ", "data.seq_len", workload.seq_len)
-        yield hint, replace(request, workload=workload)
+        yield request.change("--seq-len", "data.seq_len", workload.seq_len), replace(request, workload=workload)
 
 
 def _without_pin(request: PlanRequest, name: str) -> str | None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Final
 
 from hyper_parallel.cost import Machine, ModelNumbers
 from hyper_parallel.errors import HyperParallelError
@@ -45,8 +44,6 @@ class PlanRequest:
     notes: tuple[str, ...] = ()  # assumptions, as sentences
     # whether hints are overrides of a recipe, not options of the plan command
     from_recipe: bool = False
-    # whether hints are arguments of `hyper_parallel.plan`
-    from_python: bool = False
     offload: HostMemory | None = None  # limits of offload to host memory; None: no offload
     capacity_bytes: float | None = None  # usable memory of a device; None: all except `headroom`
     headroom: float = 0.0  # fraction of the device's memory that a search leaves free
@@ -86,11 +83,10 @@ class PlanRequest:
             if b.layers
         )
 
-    def hint(self, option: str, key: str, value: object) -> str:
-        """Return a hint to paste: `key=value` if `from_recipe`, else `option` of the plan command, or its argument."""
-        if self.from_recipe:
-            return f"{key}={value}"
-        return argument(option, value) if self.from_python else f"{option}{value}"
+    def change(self, option: str, key: str, value: object) -> dict[str, object]:
+        """Return a change for a hint: of the recipe key `key` if `from_recipe`, else of an option or `--pin NAME`."""
+        name, _, pin = option.partition(" ")
+        return {key: value} if self.from_recipe else {name: {pin: value} if pin else value}
 
     @cached_property
     def machine(self) -> Machine:
@@ -169,19 +165,6 @@ class PlanRequest:
         except HyperParallelError as error:
             return error.what
         return None
-
-
-_ARGUMENTS: Final = {"--devices": "num_devices", "--deadline": "deadline_s"}
-"""Arguments of `hyper_parallel.plan` by option, where the names differ."""
-
-
-def argument(option: str, value: object) -> str:
-    """Return an option of the plan command as an argument of `hyper_parallel.plan`: `--pin tp=` as `pins={"tp": 8}`."""
-    name, _, pin = option.strip().partition(" ")
-    shown = f'"{value}"' if isinstance(value, str) else str(value)
-    if pin:
-        return f'pins={{"{pin.removesuffix("=")}": {shown}}}'
-    return f"{_ARGUMENTS.get(name, name.strip('-').replace('-', '_'))}={shown}"
 
 
 def rules_of(model: ModelSpec) -> tuple[Rule, ...]:

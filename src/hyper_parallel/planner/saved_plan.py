@@ -5,7 +5,6 @@ Launch settings are the text of a HyperParallel recipe, or flags of Megatron-LM.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -13,7 +12,7 @@ from typing import Any, Final
 import yaml
 
 from hyper_parallel.config import Recipe
-from hyper_parallel.errors import BadValue, PlanMismatch
+from hyper_parallel.errors import BadValue, PlanMismatch, value_text
 from hyper_parallel.ir import AXES, Overlap, Plan, Strategy
 from hyper_parallel.planner.request import unimplemented
 from hyper_parallel.units import format_bytes
@@ -238,7 +237,7 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
     }
     if plan.strategy.offload and not recipe.offload.on:
         overrides["offload.budget"] = "auto"
-    return [f"{key}={_as_yaml(value)}" for key, value in overrides.items()]
+    return [f"{key}={value_text(value)}" for key, value in overrides.items()]
 
 
 def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
@@ -272,7 +271,3 @@ def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
                 got=f"plan: {planned}; run: {own}",
                 hint=f"hyper-parallel plan --recipe RECIPE.yaml -o {shlex.quote(file)}, with the recipe of the run",
             )
-
-
-def _as_yaml(value: object) -> str:
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

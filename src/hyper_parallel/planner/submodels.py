@@ -545,16 +545,16 @@ def _fitting_step(
 
 def _hint_of_encoders(
     request: PlanRequest, towers: Sequence[Tower], media: int, find: Callable[[PlanRequest], Plan]
-) -> str:
+) -> str | dict[str, object]:
     """Return the hint to halve `media` until a step fits, or to choose another machine if not even one item fits."""
     if media < 2:
         more = "" if request.supernode.name == LOCAL else "more devices, or "
-        return f"{more}{topology_hint('the topology ' if request.from_python else '--topology ')}"
+        return f"{more}{topology_hint('--topology ')}"
     try:
         _fitting_step(request, towers, media // 2, find)
     except (DoesNotFit, NoLegalStrategy) as error:
-        return error.hint or _hint_of_encoders(request, towers, 1, find)
-    return request.hint("--media ", "", media // 2)
+        return error.changes or error.hint or _hint_of_encoders(request, towers, 1, find)
+    return {"--media": media // 2}
 
 
 def _inline_step(request: PlanRequest, plan: Plan, towers: Sequence[Tower], media: int) -> DividedStep:

@@ -17,7 +17,7 @@ from hyper_parallel.backends.torch import (
     token_logprobs,
 )
 from hyper_parallel.backends.torch.memory import CommCounter
-from hyper_parallel.runtime._parallelize import parallelize, plan_of
+from hyper_parallel.runtime._parallelize import StrategyText, parallelize, plan_of
 from hyper_parallel.runtime._submodels import (
     parallelize_submodels,
     submodel_strategies,
@@ -50,6 +50,7 @@ __all__ = [
     "HeartbeatWriter",
     "Routing",
     "RoutingStatistics",
+    "StrategyText",
     "World",
     "accumulate",
     "agree_on_plan",

@@ -8,10 +8,10 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from torch import nn
 
 import hyper_parallel
 from hyper_parallel.backends.torch import Ranks, Routing, apply_plan, read_model
-from hyper_parallel.errors import BadValue, HyperParallelError
+from hyper_parallel.errors import BadValue, Caller, reported_by, value_text
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.planner import default_workload, parse_strategy, plan
 from hyper_parallel.runtime._world import World
@@ -130,45 +130,43 @@ def plan_of(
             **dict.fromkeys(("compute_dtype", "param_dtype", "reduce_dtype"), spec.dtype),
             microbatch=2 if strategy.overlap.half_batch else None,
         )
-    try:
+    with nullcontext() if words is None else reported_by(StrategyText(words)):
         return plan(spec, topology, workload, strategy=strategy)
-    except HyperParallelError as error:
-        if words is not None:
-            _say_in_words(error, words)
-        raise
 
 
-def _say_in_words(error: HyperParallelError, words: str) -> None:
-    """Replace recipe keys in an error of `plan_of`, in place, by keys of the strategy text `words`."""
-    if error.where is not None and error.where.startswith("parallel."):
-        error.where = f"strategy: {error.where.removeprefix('parallel.')}"
-    changes = error.changes
-    if match := re.fullmatch(r"'parallel\.rules=\{(.*)\}'", error.hint or ""):
-        changes = {"parallel.rules": dict(pair.split(": ") for pair in match[1].split(", "))}
-    keys = {key.removeprefix("parallel.").removeprefix("training."): key for key in changes}
-    if not changes or not all(
-        key in (f"parallel.{k}", "training.recompute") or key.split(".")[0] == "overlap" for k, key in keys.items()
-    ):
-        return
-    words_by_name: dict[str, Any] = {}
-    for word in shlex.split(words):
-        if ("rules" in keys and "rules." in word) or ("overlap" in keys and word.startswith("overlap.")):
-            continue
-        name, _, value = word.removeprefix("parallel.").removeprefix("training.").partition("=")
-        words_by_name["tp" if name == "tp_x" else name] = value
-    for name, key in keys.items():
-        words_by_name["tp" if name == "tp_x" else name] = changes[key]
-    rules = words_by_name.pop("rules", None)
-    words_text = [f"{name}={_word(value)}" for name, value in words_by_name.items()]
-    words_text += [f"rules.{glob}={style}" for glob, style in (rules or {}).items()]
-    text = " ".join(words_text)
-    error.hint = f'hp.plan_of(model, "{text}")'
+@dataclass(frozen=True, slots=True)
+class StrategyText(Caller):
+    """Caller with the strategy `text`, an argument of `plan_of` or an `option`: recipe keys are words of this text."""
 
+    text: str
+    option: str | None = None
 
-def _word(value: object) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(str, value))}]"
-    return str(value).replace(" ", "")
+    def where(self, text: str) -> str:
+        """Return the option, or the word of the strategy, in place of a key of the section `parallel`."""
+        name = self.option or f"strategy: {text.removeprefix('parallel.')}"
+        return name if text.startswith("parallel.") else text
+
+    def hint(self, changes: Mapping[str, object]) -> str | None:
+        """Return the call or option with the changed strategy; None if a key of `changes` is in no strategy."""
+        keys = {key.removeprefix("parallel.").removeprefix("training."): key for key in changes}
+        others = [key for k, key in keys.items() if key not in (f"parallel.{k}", "training.recompute")]
+        if any(key.partition(".")[0] != "overlap" for key in others):
+            return None
+        words: dict[str, object] = {}
+        for word in shlex.split(self.text):
+            if ("rules" in keys and "rules." in word) or ("overlap" in keys and word.startswith("overlap.")):
+                continue
+            name, _, value = word.removeprefix("parallel.").removeprefix("training.").partition("=")
+            words["tp" if name == "tp_x" else name] = value
+        words |= {"tp" if name == "tp_x" else name: changes[key] for name, key in keys.items()}
+        if isinstance(rules := words.pop("rules", None), Mapping):
+            words |= {f"rules.{glob}": style for glob, style in rules.items()}
+        texts = {name: value_text(value).replace(" ", "") for name, value in words.items()}
+        defaults = () if self.option is None else ("1", "[]", "")
+        text = " ".join(f"{name}={value}" for name, value in texts.items() if value not in defaults)
+        if self.option is None:
+            return f'hp.plan_of(model, "{text}")'
+        return f'{self.option} "{text}"' if text else f"leave out {self.option}"
 
 
 _DEFAULTS: Final = {

@@ -7,9 +7,7 @@ joint schedule, all towers encode the microbatches of a step in synchronous roun
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -31,11 +29,12 @@ from hyper_parallel.backends.torch.submodels.parts import (
 )
 from hyper_parallel.errors import (
     BadValue,
+    Caller,
     DegreesMismatch,
-    HyperParallelError,
     ScheduleError,
     UnsupportedSharding,
-    overrides,
+    reported_by,
+    value_text,
 )
 from hyper_parallel.ir import Schedule, Strategy, Workload
 from hyper_parallel.mpmd import JointLayout, check_submodel_schedule
@@ -94,7 +93,7 @@ def parallelize_submodels(
         ScheduleError: HP320 for an invalid `schedule`, or one whose layouts do not permit a joint schedule.
         HyperParallelError: Errors of `plan_of` and `parallelize` for a sub-model.
     """
-    with _python_errors():
+    with reported_by(_SubmodelLayouts()):
         strategies = _validated_strategies(division := divide(model), layouts, world.world_size, ranks)
     members = _members(strategies, ranks)
     strategies[LANGUAGE] = _with_stage_layers(model, strategies[LANGUAGE], division)
@@ -116,33 +115,29 @@ def parallelize_submodels(
     return _rank_module(roles, joint)
 
 
-@contextmanager
-def _python_errors() -> Iterator[None]:
-    """Replace recipe keys in errors by the arguments of `parallelize_submodels`."""
-    try:
-        yield
-    except HyperParallelError as error:
-        _say_in_python(error)
-        raise
+class _SubmodelLayouts(Caller):
+    """Call of `parallelize_submodels`: keys of `parallel.submodels` are keys of its arguments."""
 
+    def where(self, text: str) -> str:
+        """Return the name of the function in place of `parallel.submodels`."""
+        is_own = text.startswith(_KEY)
+        return f"parallelize_submodels{text.removeprefix(_KEY).replace('.', ': ', 1)}" if is_own else text
 
-def _say_in_python(error: HyperParallelError) -> None:
-    where = error.where or ""
-    if where.startswith(_KEY):
-        error.where = f"parallelize_submodels{where.removeprefix(_KEY).replace('.', ': ', 1)}"
-    words, texts = shlex.split(error.hint or ""), list[str]()
-    if not words or not all(word.startswith("parallel.") for word in words):
-        return
-    for word in words:
-        key, _, value = word.removeprefix("parallel.").removeprefix("submodels.").partition("=")
-        name, _, option = key.rpartition(".")
-        text = f"`{option}={value}` in the layout of `{name or LANGUAGE}`"
-        if value == "null":
-            text = f"leave out `{key}`"
-        elif option == "ranks":
-            text = f"ranks={{'{name}': {value}}}"
-        texts.append(text)
-    error.hint = ", ".join(texts)
+    def hint(self, changes: Mapping[str, object]) -> str | None:
+        """Return for each change a phrase that names the argument."""
+        if not all(key.startswith("parallel.") for key in changes):
+            return None
+        texts = []
+        for key, value in changes.items():
+            name = key.removeprefix("parallel.").removeprefix("submodels.")
+            part, _, option = name.rpartition(".")
+            text = f"`{option}={value_text(value)}` in the layout of `{part or LANGUAGE}`"
+            if value is None:
+                text = f"leave out `{name}`"
+            elif option == "ranks":
+                text = f"ranks={{'{part}': {value_text(value)}}}"
+            texts.append(text)
+        return ", ".join(texts)
 
 
 def _parts(model: nn.Module, division: Division, sides: Mapping[str, Tower | Reader]) -> list[nn.Module]:
@@ -330,14 +325,12 @@ def _validated_strategies(
     names = {*division.kinds, LANGUAGE}
     unknown, missing = sorted(layouts.keys() - names), sorted(names - layouts.keys())
     if unknown or missing:
-        key, changes = _KEY, [f"{name}=null" for name in unknown]
-        changes += [f"{name}.dp_shard=1" for name in missing]
         raise BadValue(
             f"the model has no sub-model `{unknown[0]}`" if unknown else f"the sub-model `{missing[0]}` has no layout",
-            where=key,
+            where=_KEY,
             got=", ".join(layouts) or "no sub-models",
             allowed=" and ".join(sorted(names)),
-            hint=" ".join(f"{key}.{change}" for change in changes),
+            changes={f"{_KEY}.{name}": None for name in unknown} | {f"{_KEY}.{name}.dp_shard": 1 for name in missing},
         )
     strategies = {
         name: parse_strategy(layout) if isinstance(layout, str) else layout for name, layout in layouts.items()
@@ -377,7 +370,7 @@ def _check_stages(language: Strategy) -> None:
             where="parallel.submodels.language.pp",
             got=f"pp={language.pp}, virtual_stages={language.virtual_stages}",
             allowed="pp=1, or one stage per rank",
-            hint=overrides({"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | _unset_stages(language)),
+            changes={"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | _unset_stages(language),
         )
 
 
@@ -400,7 +393,7 @@ def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequenc
                 where=f"parallel.submodels.{name}.ranks",
                 got=f"{own} for {strategy.world_size} ranks",
                 allowed=f"{strategy.world_size} different ranks",
-                hint=shlex.quote(f"parallel.submodels.{name}.ranks={proposed}"),
+                changes={f"{_KEY}.{name}.ranks": proposed},
             )
     used = {rank for name in strategies for rank in ranks[name]}
     towers = {rank for name in strategies if name != LANGUAGE for rank in ranks[name]}
@@ -414,7 +407,7 @@ def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequenc
             where="parallel.submodels.language.pp",
             got="; ".join(texts),
             allowed=_JOINT,
-            hint=overrides(changes | _unset_stages(language)),
+            changes=changes | _unset_stages(language),
         )
     if used != {*range(world_size)}:
         raise DegreesMismatch(

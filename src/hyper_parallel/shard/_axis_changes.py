@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hyper_parallel.errors import UnsupportedSharding, overrides
+from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Overlap, Strategy
 
 _AXES = {"parallel.pp": "pp", "parallel.cp": "cp", "parallel.tp": "tp", "parallel.tp_x": "tp", "parallel.ep": "ep"}
@@ -48,7 +48,7 @@ def _complete(error: UnsupportedSharding, strategy: Strategy) -> None:
         removed = without_axes(strategy, *used)
         rest = {key: value for key, value in error.changes.items() if key not in (*_AXES, *removed)}
         error.changes = removed | rest
-        error.hint = overrides(error.changes)
+        error.hint = None
 
 
 @contextmanager

@@ -6,7 +6,6 @@ combinations are refused.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -100,12 +99,9 @@ def starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def rule_hint(rules: Mapping[str, str], user_rules: Iterable[Rule] = ()) -> str:
-    """Return the override that adds `rules`, a dict from pattern to style, in front of `user_rules`."""
-    merged = {**rules, **{rule.pattern: rule.style for rule in user_rules if rule.pattern not in rules}}
-    # YAML reads an initial `*` as an alias.
-    words = (f"{p if re.match('[A-Za-z0-9_]', p) else json.dumps(p)}: {s}" for p, s in merged.items())
-    return f"'parallel.rules={{{', '.join(words)}}}'"
+def with_rules(rules: Mapping[str, str], user_rules: Iterable[Rule] = ()) -> dict[str, object]:
+    """Return the recipe change that adds `rules`, a dict from pattern to style, in front of `user_rules`."""
+    return {"parallel.rules": {**rules, **{r.pattern: r.style for r in user_rules if r.pattern not in rules}}}
 
 
 def is_covered(params: list[Param]) -> bool:
@@ -209,8 +205,9 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
                 f"the styles of `{starred(parent)}` are inconsistent: `{odd[0].pattern}` is {odd[0].style or 'whole'}",
                 got=", ".join(f"{p.leaf}={p.style}" for p in matrices),
                 allowed="colwise input projections and rowwise output projections",
-                changes=sizes.without_tp if odd[0].in_attention else None,
-                hint=None if odd[0].in_attention else rule_hint({starred(parent): "replicate"}, sizes.strategy.rules),
+                changes=sizes.without_tp
+                if odd[0].in_attention
+                else with_rules({starred(parent): "replicate"}, sizes.strategy.rules),
             )
 
 
@@ -237,7 +234,7 @@ def check_widths(params: list[Param], sizes: Sizes) -> None:
                 f"`{param.pattern}` is {param.style} but no {other} projection of its layer has the same width",
                 got=f"width {min(odd)}",
                 allowed="colwise input projections and rowwise output projections",
-                hint=rule_hint({param.pattern: "replicate"}, sizes.strategy.rules),
+                changes=with_rules({param.pattern: "replicate"}, sizes.strategy.rules),
             )
 
 

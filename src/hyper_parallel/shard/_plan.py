@@ -38,8 +38,8 @@ from hyper_parallel.shard._fit import (
     keep_whole,
     module_of,
     refuse_shapes,
-    rule_hint,
     starred,
+    with_rules,
 )
 from hyper_parallel.shard._grid import shards_hidden_over_y, tensor_axes
 from hyper_parallel.shard._rules import REFUSED, STYLES, WHOLE, applies
@@ -195,7 +195,7 @@ def _check_tied(layouts: Mapping[str, Layout], tied: Mapping[str, str], rules: S
             raise RuleError(
                 f"`{name}` and `{source}` are one parameter but get two layouts",
                 got=f"{layouts[name]} and {layouts[source]}",
-                hint=rule_hint({module_of(name): "replicate", module_of(source): "replicate"}, rules),
+                changes=with_rules({module_of(name): "replicate", module_of(source): "replicate"}, rules),
             )
 
 
@@ -208,7 +208,7 @@ def _check_rules(rules: Sequence[Rule], names: Sequence[str]) -> None:
                 f"the rule for `{rule.pattern}` names a style that does not exist",
                 got=rule.style,
                 allowed=tuple(STYLES),
-                hint=rule_hint({rule.pattern: near[0] if near else "replicate"}, remaining),
+                changes=with_rules({rule.pattern: near[0] if near else "replicate"}, remaining),
             )
         if not any(applies(rule, name) for name in names):
             modules = sorted({starred(module_of(name)) for name in names})
@@ -217,7 +217,7 @@ def _check_rules(rules: Sequence[Rule], names: Sequence[str]) -> None:
                 f"the rule for `{rule.pattern}` matches no module",
                 got=rule.pattern,
                 allowed=modules,
-                hint=rule_hint({near[0]: rule.style}, remaining) if near else None,
+                changes=with_rules({near[0]: rule.style}, remaining) if near else None,
             )
 
 

@@ -27,7 +27,7 @@ from hyper_parallel.ir import (
     qkv_parts,
 )
 from hyper_parallel.shard._boundary import TokenCut
-from hyper_parallel.shard._fit import Param, Sizes, rule_hint
+from hyper_parallel.shard._fit import Param, Sizes, with_rules
 from hyper_parallel.shard._grid import block_shape, shards_queries_by_token
 from hyper_parallel.shard._rules import COLUMN_STYLES, PACKED
 from hyper_parallel.units import divisors
@@ -283,7 +283,7 @@ def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
         raise RuleError(
             f"style `kv_replicate` applies to key and value projections only, not to `{param.pattern}`",
             got=f"shape {param.shape}",
-            hint=rule_hint({param.pattern: "colwise"}, sizes.strategy.rules),
+            changes=with_rules({param.pattern: "colwise"}, sizes.strategy.rules),
         )
     # A head norm is sharded over all ranks; for heads that several ranks compute, its scale is replicated.
     on_x = s.tp_y > 1 and s.attention_shape != "1d" and param.style != "norm_heads"
@@ -309,7 +309,7 @@ def packed_parts(param: Param, sizes: Sizes) -> tuple[Part, ...]:
             f"the rows of `{param.pattern}` do not match style `{param.style}`",
             got=f"{rows} rows",
             allowed=f"{' + '.join(str(p.rows) for p in parts)} rows",
-            hint=rule_hint({param.pattern: "colwise"}, sizes.strategy.rules),
+            changes=with_rules({param.pattern: "colwise"}, sizes.strategy.rules),
         )
     return parts
 

@@ -80,6 +80,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 """Dtypes of the weights of a loaded model."""
+TRUST: Final = {"--trust-remote-code": True}
+"""Hint for a model or tokenizer whose code is not trusted."""
 OTHER_TOKENIZER: Final = "fetch the tokenizer files again from where the model was published"
 """Hint for a tokenizer of an exported model that is refused."""
 
@@ -102,7 +104,7 @@ def pick_device(device: str) -> torch.device:
             got=device,
             allowed=f"auto, cpu, {accelerator.type}" if accelerator else "auto, cpu",
             where="--device",
-            hint="--device auto",
+            changes={"--device": "auto"},
         ) from error
     present = accelerator is not None and accelerator.type == chosen.type
     if chosen.type != "cpu" and (not present or (chosen.index or 0) >= torch.accelerator.device_count()):
@@ -110,7 +112,7 @@ def pick_device(device: str) -> torch.device:
             f"this machine has no device `{device}`",
             got=device,
             allowed=f"auto, cpu, {accelerator.type}" if accelerator else "auto, cpu",
-            hint="--device auto",
+            changes={"--device": "auto"},
             where="--device",
         )
     return chosen
@@ -168,7 +170,7 @@ def load(
     export = find_export(directory)
     check_dtype(dtype, DTYPES)
     target_device = pick_device(device)
-    tokenizer = load_tokenizer(export, trusted=trusted, other=OTHER_TOKENIZER, code="--trust-remote-code")
+    tokenizer = load_tokenizer(export, trusted=trusted, other=OTHER_TOKENIZER, code=TRUST)
     logging.disable_progress_bar()  # it would overwrite the generated text
     base = base_of(export) if (export / ADAPTER_CONFIG).is_file() else str(export)
     model = _load_model(export, base, dtype, trusted=trusted)
@@ -201,7 +203,7 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
             "the exported model cannot be loaded",
             where=str(export),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            hint="--trust-remote-code" if "trust_remote_code" in str(error) else _export_hint(export),
+            hint=TRUST if "trust_remote_code" in str(error) else _export_hint(export),
         ) from error
     if report["missing_keys"]:
         raise WeightsUnreadable(

@@ -7,24 +7,22 @@ pp   the key-value cache is sharded by layers; the last stage chooses the token 
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import check_flow, check_pretrained, data_share, load_pretrained
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
-from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
+from hyper_parallel.errors import UnsupportedSharding, reported_by
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import read_config, read_generation_config
 from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime import (
+    StrategyText,
     World,
     check_rank_count,
     gather_objects,
@@ -39,15 +37,13 @@ from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.decoding import SLOTS, DecodingSequence, Sampling
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.recipe_model import check_parameters
-from hyper_parallel.trainer.generation import DTYPES, OTHER_TOKENIZER, decode, find_export
+from hyper_parallel.trainer.generation import DTYPES, OTHER_TOKENIZER, TRUST, decode, find_export
 from hyper_parallel.trainer.job import under_torchrun
 from hyper_parallel.trainer.model_properties import properties_of
 from hyper_parallel.trainer.signals import StopRequest
 from hyper_parallel.trainer.text_codec import Generation, PromptBatch, TextCodec
 
 _WHERE = "--parallel"
-_PLAN_CALL: Final = re.compile(r'hp\.plan_of\(model, (".*")\)')
-"""Hint of an error of `plan_of`; the group is the text of the strategy, in quotes."""
 _Sequences = dict[int, DecodingSequence]
 """Sequences by the index of their prompt."""
 
@@ -87,9 +83,9 @@ def generate_on_ranks(
         check_rank_count(strategy.world_size, local_capacity(kind), _WHERE, hint)
     export = find_export(directory)
     check_dtype(dtype, DTYPES)
-    with _option_hints(parallel):
+    with reported_by(StrategyText(parallel, _WHERE)):
         model, plan = _model_and_plan(export, parallel, dtype, trusted=trusted)
-    tokenizer = load_tokenizer(export, trusted=trusted, other=OTHER_TOKENIZER, code="--trust-remote-code")
+    tokenizer = load_tokenizer(export, trusted=trusted, other=OTHER_TOKENIZER, code=TRUST)
     texts = TextCodec(tokenizer, model.config, model.generation_config.eos_token_id)
     batch = PromptBatch(texts, prompts, sampling, chat=chat)
 
@@ -128,25 +124,6 @@ def _check_axes(strategy: Strategy) -> None:
             allowed="pp, dp_replicate, dp_shard, tp, ep",
             hint="leave out cp and its options, or use tp, pp or dp_replicate in its place",
         )
-
-
-@contextmanager
-def _option_hints(parallel: str) -> Iterator[None]:
-    """Write location and hint of errors about the layout `parallel` for the option `--parallel`."""
-    try:
-        yield
-    except HyperParallelError as error:
-        if call := _PLAN_CALL.fullmatch(error.hint or ""):
-            error.hint = f"{_WHERE} {call[1]}"
-        elif error.changes and all(key.startswith("parallel.") for key in error.changes):
-            words = dict(word.removeprefix("parallel.").split("=", 1) for word in shlex.split(parallel))
-            words |= {"tp_x": words.pop("tp")} if "tp" in words else {}
-            words |= {key.removeprefix("parallel."): f"{v}".replace(" ", "") for key, v in error.changes.items()}
-            text = " ".join(f"{key}={value}" for key, value in words.items() if value not in ("1", "()", ""))
-            error.hint = f'{_WHERE} "{text}"' if text else f"leave out {_WHERE}"
-        if error.where is not None and error.where.startswith(("strategy: ", "parallel.")):
-            error.where = _WHERE
-        raise
 
 
 def _model_and_plan(export: Path, parallel: str, dtype: str | None, *, trusted: bool) -> tuple[Any, Plan]:

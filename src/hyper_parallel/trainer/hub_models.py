@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
 from hyper_parallel.config import LoadedRecipe, Recipe, read_mapping
-from hyper_parallel.errors import Contradiction, RecipeUnreadable, UnknownModel
+from hyper_parallel.errors import Contradiction, RecipeUnreadable, UnknownModel, reported_by
 from hyper_parallel.hub import (
     HubName,
     Part,
@@ -26,7 +25,7 @@ from hyper_parallel.hub import (
 from hyper_parallel.model import find_preset
 from hyper_parallel.near_paths import export_hint, nearest_path
 from hyper_parallel.trainer.checkpoints.manifest import steps
-from hyper_parallel.trainer.data.source_errors import named_by
+from hyper_parallel.trainer.data.source_errors import SourceKey
 from hyper_parallel.trainer.data.sources import refuse_missing
 
 
@@ -87,7 +86,7 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
     for number, (key, source, config, split) in enumerate(named):
         repository = parse_dataset(source)
         if repository is not None:
-            with named_by(f"{key}[{number}]" if one_of_several and key == "data.source" else key):
+            with reported_by(SourceKey(f"{key}[{number}]" if one_of_several and key == "data.source" else key)):
                 fetch_dataset(repository, config, split, loaded.where(key))
             continue
         one = data.model_copy(update={"source": source, "name": config, "split": split})
@@ -125,11 +124,11 @@ def _folder(loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dic
     return str(fetch(name, part, where=loaded.where(key), key=key))
 
 
-def _path_hint(text: str, key: str, near: str | None) -> str:
+def _path_hint(text: str, key: str, near: str | None) -> str | dict[str, str]:
     if (hint := export_hint(text)) is not None:
         return hint
     if near is not None:
-        return shlex.quote(f"{key}={near}")
+        return {key: near}
     return f"hf download {text} --local-dir {text}" if is_name(text) else "check the path"
 
 

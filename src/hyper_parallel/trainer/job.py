@@ -650,7 +650,7 @@ def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: boo
             where=loaded.where("data.balance"),
             got="data.balance=cost",
             allowed="records with images or audio; all other sequences have equal work",
-            hint="data.balance=auto",
+            changes={"data.balance": "auto"},
         )
     return packed
 

@@ -20,7 +20,7 @@ from torch import nn
 from hyper_parallel.backends.torch import measure_properties as measuring
 from hyper_parallel.backends.torch.driver import driver_untouched
 from hyper_parallel.config import LoadedRecipe, Recipe
-from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError, RankFailed, overrides
+from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError, RankFailed
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
 from hyper_parallel.runtime import launch
@@ -106,7 +106,7 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
             where=loaded.where("data.mask_documents"),
             got=f"{properties.model_class}, data.packing=true, independent: {measured}",
             allowed="data.packing=false, or data.mask_documents=false to accept attention across documents",
-            hint="data.packing=false data.mask_documents=null",
+            changes={"data.packing": False, "data.mask_documents": None},
         )
     if plan.strategy.overlap.half_batch and not properties.half_batches.holds:
         may = "" if properties.half_batches.holds is False else "may "
@@ -128,7 +128,7 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
             where=loaded.where("model.attn_implementation"),
             got=f"model.attn_implementation={attention}, {rows} sequences in a microbatch",
             allowed="training.microbatch=1, model.attn_implementation=sdpa, data.packing=false",
-            hint=overrides(with_microbatch(recipe, 1, sequences)),
+            changes=with_microbatch(recipe, 1, sequences),
         )
     return properties
 

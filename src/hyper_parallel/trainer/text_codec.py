@@ -91,7 +91,7 @@ class TextCodec:
                     "the tokenizer has no chat template",
                     where=self.tokenizer.name_or_path,
                     got="--chat" if chat else "turns of a conversation",
-                    hint="leave out --chat" if chat else "pass the prompt as a text",
+                    hint={"--chat": None} if chat else "pass the prompt as a text",
                 )
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             text = render(self.tokenizer, turns, prompt=True)
@@ -126,7 +126,7 @@ class TextCodec:
                 where=f"prompt {number}" if number else None,
                 got=f"{len(ids)} + {limit} tokens",
                 allowed=f"{self._context} tokens in all",
-                hint=f"--max-new-tokens {available}" if available > 0 else "a shorter prompt",
+                hint={"--max-new-tokens": available} if available > 0 else "a shorter prompt",
             )
         number = number if previous is None else previous.number
         sequence = DecodingSequence(number, ids, len(ids), limit, draws_of(sampling, number), media=media)

@@ -98,8 +98,7 @@ def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
         "a router gets only some of the tokens and cannot tell which of them are padding",
         where="experts chosen by token type",
         got=got,
-        changes={"parallel.tp_x": 1, "parallel.tp_y": 1} if key == "tp" else None,
-        hint=None
+        hint={"parallel.tp_x": 1, "parallel.tp_y": 1}
         if key == "tp"
         else "set `training.microbatch=1`, and multiply `training.accumulation_steps` by the former microbatch",
     )

@@ -54,7 +54,7 @@ def score_every_token(model: nn.Module) -> None:
             f"{type(model).__name__} has no head `{SCORE}` that is a linear map of the last hidden state to one number",
             where="stage=rm",
             got=getattr(model.config, "model_type", None),
-            hint="stage=dpo",
+            changes={"stage": "dpo"},
         )
     model.__dict__[_SCORES] = True
     model.loss_function = lambda logits, *_, **__: logits.sum()  # replaced by `apply_plan`

@@ -59,7 +59,7 @@ def check_dtype(dtype: str | None, allowed: Collection[str]) -> None:
             where="--dtype",
             got=dtype,
             allowed=[*allowed],
-            hint="--dtype float32",
+            changes={"--dtype": "float32"},
         )
 
 

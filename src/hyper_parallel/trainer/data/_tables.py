@@ -15,7 +15,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,9 +125,9 @@ def records_too_long(where: str, got: str, most: int, size: int | None = None, a
 
     `size` is the size of the record, None if unknown. `about` is the mean size of the records, 0 if unknown.
     """
-    hint = _larger(4 * max(most, about))
+    hint: str | dict[str, int] = _larger(4 * max(most, about))
     if size is not None:
-        hint = f"data.max_record_bytes={size}" if size <= TiB else "divide this record"
+        hint = {"data.max_record_bytes": size} if size <= TiB else "divide this record"
     return NoData(
         "a record is longer than `data.max_record_bytes`",
         where=where,
@@ -288,27 +288,26 @@ def open_table(data: Data, path: Path) -> Table:
         raise _missing(data, str(error), f"an existing dataset in {', '.join(tried)}", hint) from error
     if not isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         if saved and (data.name or data.split):
-            hints = [f"data.{key}=null" for key in ("name", "split") if getattr(data, key)]
-            raise _missing(data, "a saved table without splits", None, " ".join(hints))
+            hint = {f"data.{key}": None for key in ("name", "split") if getattr(data, key)}
+            raise _missing(data, "a saved table without splits", None, hint)
         return Table(data.source, dataset)
     split = data.split or ("train" if len(dataset) > 1 else next(iter(dataset)))
     if split not in dataset:
         near = difflib.get_close_matches(split, dataset, n=1) or [name for name in ("train",) if name in dataset]
-        hint = shlex.quote(f"data.split={(near or [*dataset])[0]}")
-        raise _missing(data, f"split {split}", sorted(dataset), hint)
+        raise _missing(data, f"split {split}", sorted(dataset), {"data.split": (near or [*dataset])[0]})
     return Table(f"{data.source} ({split})", dataset[split])
 
 
-def _choice_hint(message: str, split: str | None) -> str | None:
-    """Return the override that selects a configuration or split named in an error of `datasets`; None without one."""
+def _choice_hint(message: str, split: str | None) -> str | dict[str, object] | None:
+    """Return the change that selects a configuration or split named in an error of `datasets`; None without one."""
     choices = re.search(r"(Config name is missing|Unknown split)[^\[]*\[([^\]]*)\]", message)
     names = re.findall(r"'([^']+)'", choices[2]) if choices else []
     if not choices or not names:
         return None
     if choices[1].startswith("Config"):
-        return shlex.quote(f"data.name={names[0]}")
+        return {"data.name": names[0]}
     near = difflib.get_close_matches(split or "", names, n=1) or [name for name in names if name == "train"]
-    return shlex.quote(f"data.split={(near or names)[0]}")
+    return {"data.split": (near or names)[0]}
 
 
 def _undecoded(feature: Any) -> Any:
@@ -421,7 +420,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _missing(data: Data, got: str, allowed: object, hint: str | None) -> NoData:
+def _missing(data: Data, got: str, allowed: object, hint: str | Mapping[str, object] | None) -> NoData:
     selection = {"name": data.name, "split": data.split}
     keys = "".join(f", data.{key}: {value}" for key, value in selection.items() if value)
     return NoData(

@@ -71,7 +71,7 @@ def encode_conversation(
             where="data.tokenizer",
             got=type(tokenizer).__name__,
             allowed="a directory with a tokenizer.json",
-            hint="data.tokenizer=TOKENIZER_DIR",
+            changes={"data.tokenizer": "TOKENIZER_DIR"},
         )
     trained = conversation.answer_turns(num_context)
     text, spans = locate_answers(tokenizer, conversation, trained, where)

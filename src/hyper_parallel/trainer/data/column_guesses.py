@@ -7,7 +7,6 @@ or if no key of the record has such a name.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -46,13 +45,12 @@ _ROLE_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
 """For each role, substrings of unknown role names that probably mean this role."""
 
 
-def column_hint(columns: Mapping[str, str], section: str = "columns") -> str | None:
-    """Return recipe overrides for `columns`, such as `data.columns.prompt=question`; None if `columns` is empty.
+def column_changes(columns: Mapping[str, str], section: str = "columns") -> dict[str, object]:
+    """Return recipe changes for `columns`, such as `{"data.columns.prompt": "question"}`.
 
     `columns` is a dict from canonical key or role to its name in the records; `section` is `columns` or `roles`.
     """
-    pairs = (f"data.{section}.{name}={as_value(key)}" for name, key in columns.items())
-    return " ".join(map(shlex.quote, pairs)) or None
+    return {f"data.{section}.{name}": as_value(key) for name, key in columns.items()}
 
 
 def own_columns(columns: Mapping[str, str], renamed: Mapping[str, str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from hyper_parallel.config import PAIRED_STAGES
 from hyper_parallel.errors import NoData, abbreviated
 from hyper_parallel.trainer.data.column_guesses import (
     QUESTIONS,
-    column_hint,
+    column_changes,
     guess_named_pair,
     guess_pair,
     guess_texts,
@@ -328,7 +328,7 @@ def shape_of(record: Record, text_key: str, where: str, stage: str = "pt", rules
                 where=where,
                 got=sorted(map(str, record)),
                 allowed=_FORMATS["preference"][1],
-                hint=column_hint(own_columns(columns, rules.columns)),
+                changes=column_changes(own_columns(columns, rules.columns)),
             )
     if shape is None:
         _check_names(values, text, stage, where, rules)
@@ -413,7 +413,7 @@ def _check_names(values: Values, text: bool, stage: str, where: str, rules: Reco
         where=where,
         got=names,
         allowed=_allowed_formats(stage),
-        hint=column_hint(own_columns(columns, rules.columns)),
+        changes=column_changes(own_columns(columns, rules.columns)),
     )
 
 
@@ -474,7 +474,7 @@ def conversations_of(
             where=where,
             got=sorted(map(str, record)),
             allowed=allowed,
-            hint=f"data.format={actual}" if fits and not detected else None,
+            changes={"data.format": actual} if fits and not detected else None,
         )
     parts = list(reader(values, rules, where))
     read_keys = _read_keys(values, shape)
@@ -524,7 +524,7 @@ def _with_system(part: Part, system: str, values: Values, rules: RecordRules, wh
             where=where,
             got=f"{key}: {abbreviated(system, 60)}; turn: {abbreviated(own[0]['content'], 60)}",
             allowed="one of them, or equal texts",
-            hint=rules.ignore_hint(rules.own_name(key) for key in SYSTEMS if key in values),
+            changes=rules.ignoring(rules.own_name(key) for key in SYSTEMS if key in values),
         )
     return [first, *turns], None if count is None else count + 1
 
@@ -574,7 +574,7 @@ def _check_unread(
             where=where,
             got=f"{own}: {abbreviated(value, 60)}",
             allowed=f"{_FORMATS[shape][1]}; further keys may repeat a turn",
-            hint=rules.ignore_hint(foreign),
+            changes=rules.ignoring(foreign),
         )
     rules.refuse_unknown(values, known, f"a record of the format {shape}", where)
 
@@ -621,13 +621,12 @@ def check_flags(one: Conversation, num_context: int, record: Record, where: str,
         if i < num_context:
             names = flag_names(record)
             # No hint to ignore the flags if they also exclude turns, which would then be trained on.
-            hint = rules.ignore_hint(names) if names and not one.untrained else None
             raise NoData(
                 "a flag marks a turn of the prompt as trained on, but only turns after the prompt are trained on",
                 where=f"{where}, turn {i + 1}",
                 got=abbreviated(one.messages[i]["content"], 60),
                 allowed="flags (`weight`, `train`, ...) that are 1 or true only in answers after the prompt",
-                hint=hint,
+                changes=rules.ignoring(names) if names and not one.untrained else None,
             )
 
 

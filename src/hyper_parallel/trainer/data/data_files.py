@@ -120,7 +120,7 @@ def refuse_other_target(path: Path, *, is_source: bool) -> None:
             where=str(path),
             got=str(target),
             allowed=f"a file of format {kind_of(path)}",
-            hint=shlex.quote(f"data.source={target}")
+            hint={"data.source": target}
             if is_source
             else f"remove the link, or give it a name that ends in {inner_suffix(target)}",
         )
@@ -147,7 +147,7 @@ def refuse_splits(root: Path, files: Sequence[Path]) -> None:
             where=f"data.source: {root}",
             got=[trained[0], held_out[0]],
             allowed="a file, a directory with one split, or a list of sources",
-            hint="data.split=train",
+            changes={"data.split": "train"},
         )
 
 

@@ -74,7 +74,7 @@ class RowMedia:
 
 def _changed(problem: str, where: str, got: str) -> NoData:
     folder = free_path("prepared-again")
-    return NoData(problem, where=where, got=got, hint=f"data.cache_dir={folder}")
+    return NoData(problem, where=where, got=got, changes={"data.cache_dir": folder})
 
 
 _MASK = "attention_mask"

@@ -12,7 +12,6 @@ import base64
 import binascii
 import hashlib
 import io
-import shlex
 from collections.abc import Mapping, Sequence
 from math import gcd, isfinite
 from pathlib import Path
@@ -36,7 +35,7 @@ _SMALL: Final = (96, 96)
 """Maximum width and height of a thumbnail for reports, in pixels."""
 _FORMATS: Final = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Image formats to decode; for some other formats, Pillow would start external programs."""
-_SKIP: Final = "data.bad_media=skip"
+_SKIP: Final = {"data.bad_media": "skip"}
 _REFERENCES: Final = "a file name below the media folder, or encoded bytes as {bytes, path}"
 
 
@@ -74,7 +73,7 @@ def take_media(
             where=where,
             got=f"{kind.plural}: {num_items}, placeholders: {num_marks}",
             allowed=f"one `{kind.text_mark}` in the texts, or one part of type {kind.name}, for each",
-            hint=_SKIP,
+            changes=_SKIP,
         )
     names = [MEDIA_MARK.findall(turn["content"]) for turn in turns]
     for number, (turn, marks) in enumerate(zip(turns, names, strict=True), start=1):
@@ -108,7 +107,7 @@ def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> Me
         reference = reference.get("path") or reference.get("url")
     if not isinstance(reference, str) or not reference:
         got, problem = abbreviated(reference, 60), f"{kind.one} has no file name"
-        raise BadMedia(problem, where=where, got=got, allowed=_REFERENCES, hint=_SKIP)
+        raise BadMedia(problem, where=where, got=got, allowed=_REFERENCES, changes=_SKIP)
     if root is None:
         return MediaFile(kind.name, str(Path(reference).expanduser().absolute()), Path())
     path, folder = Path(reference), Path(reference).parent
@@ -120,7 +119,7 @@ def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> Me
             where=where,
             got=abbreviated(reference),
             allowed=f"names of files below {root}; URLs are not read",
-            hint=shlex.quote(f"data.media_dir={folder}")
+            changes={"data.media_dir": folder}
             if path.is_absolute() and not folder.is_relative_to(root) and not outside_target(path, folder)
             else None,
         )
@@ -135,13 +134,13 @@ def _from_base64(text: str, kind: MediaKind, where: str) -> bytes:
             where=where,
             got=f"{len(text):,} characters",
             allowed=f"at most {most:,} characters",
-            hint=_SKIP,
+            changes=_SKIP,
         )
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
         problem = f"{kind.one} is not encoded as base64"
-        raise BadMedia(problem, where=where, got=abbreviated(text, 40), hint=_SKIP) from error
+        raise BadMedia(problem, where=where, got=abbreviated(text, 40), changes=_SKIP) from error
 
 
 def content_of(item: MediaFile, where: str) -> bytes:
@@ -158,7 +157,7 @@ def content_of(item: MediaFile, where: str) -> bytes:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         problem = f"{KINDS[item.kind].one} cannot be read"
         got = f"{item.folder / item.name}: {reason}"
-        raise BadMedia(problem, where=where, got=got, hint=_SKIP) from error
+        raise BadMedia(problem, where=where, got=got, changes=_SKIP) from error
 
 
 def checksum(content: bytes) -> str:
@@ -197,7 +196,7 @@ def decoded(item: MediaFile, where: str, rate: int = 0) -> Any:
             where=where,
             got=f"{item.name or 'bytes of the record'}: {str(error)[:160]}",
             allowed=", ".join(_FORMATS) if kind is IMAGE else "WAV, FLAC, OGG, MP3",
-            hint=_SKIP,
+            changes=_SKIP,
         ) from error
 
 

@@ -63,7 +63,7 @@ def decoded_media(tokenizer: Any, conversation: Conversation, where: str) -> lis
                 f"the chat template writes nothing for {KINDS[kind].one}",
                 where=where,
                 allowed=f"a template that reads parts of type {kind}",
-                hint="data.chat_template=FILE",
+                changes={"data.chat_template": "FILE"},
             )
     rate = rate_of(processor_of(tokenizer))
     return [(item.kind, decoded(item, where, rate)) for item in conversation.media]

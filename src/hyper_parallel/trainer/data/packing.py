@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.config import MOST_SEQ_LEN, PAIRED_STAGES, Data
-from hyper_parallel.errors import NoData
+from hyper_parallel.errors import NoData, overrides
 from hyper_parallel.trainer.data._cache import byte_bar
 from hyper_parallel.trainer.data.chat import (
     complete_text,
@@ -140,7 +140,7 @@ def _too_short(flat: Flat, source: Source, num_train: int) -> NoData:
         where=where,
         got=f"{len(flat.tokens)} tokens, {len(flat.tokens) - num_train} of them held out, seq_len={data.seq_len}",
         allowed=f"more than {data.seq_len} tokens that are not held out",
-        hint=f"data.seq_len={seq_len}" if seq_len else "add text to `data.source`",
+        hint={"data.seq_len": seq_len} if seq_len else "add text to `data.source`",
     )
 
 
@@ -165,11 +165,11 @@ def no_target(problem: str, counts: DataCounts, data: Data, needed: int | None =
         advice = "add conversations, or set `data.holdout=0` (evaluation then needs `data.validation`)"
         return NoData("no conversation is left to train on", where=where, got=got, hint=advice)
     reasons = counts.dropped.most_common()
-    hint: str | None = None
+    hint: str | dict[str, int] | None = None
     if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_MEDIA):
         factor = 4 if needed is None else max(2, -(-needed // data.seq_len))
-        hint = f"data.seq_len={factor * data.seq_len}"
-        hint = hint if needed is not None else f"a larger value, such as {hint}"
+        hint = {"data.seq_len": factor * data.seq_len}
+        hint = hint if needed is not None else f"a larger value, such as {overrides(hint)}"
         hint = hint if factor * data.seq_len <= MOST_SEQ_LEN else "shorten the conversations"
     return NoData(
         f"{problem}: {reasons[0][0]}",

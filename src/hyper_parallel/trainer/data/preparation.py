@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config import PAIRED_STAGES, Data
-from hyper_parallel.errors import Contradiction, NoData
+from hyper_parallel.errors import Contradiction, NoData, reported_by
 from hyper_parallel.trainer.data._cache import cache_root, digest, entry
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.packing import pack, tokenize
@@ -156,7 +156,7 @@ def _join(data: Data, parts: list[PackedData]) -> PackedData:
             where="data.source",
             got="data.packing=true",
             allowed="sources that all have them, or none; or conversations in rows of their own",
-            hint="data.packing=false data.mask_documents=null",
+            changes={"data.packing": False, "data.mask_documents": None},
         )
     holdouts = [part.holdout for part in parts if part.holdout]
     return replace(
@@ -191,7 +191,7 @@ def _pack_validation(data: Data, stage: str, setup: _Setup) -> PackedData:
 def _pack_source(source: Source, setup: _Setup) -> PackedData:
     data, tokenizer = source.data, setup.tokenizer
     key = _cache_key(source, setup)
-    with source.naming():
+    with reported_by(source.key):
         directory, meta = entry(setup.cache / "packed", key, lambda target: _build(target, source, setup))
     for note in meta["notes"]:
         logger.warning("%s: %s", data.source, note)

@@ -68,7 +68,7 @@ def encode_parts(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> tuple[li
         return _encoded(tokenizer, turns, kinds)
     except HyperParallelError as error:
         if not isinstance(error, MissingDependency):
-            error.hint = None  # most hints are recipe overrides, for training
+            error.hint, error.changes = None, {}  # most hints are recipe overrides, for training
         raise
 
 

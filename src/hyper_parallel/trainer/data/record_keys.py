@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -201,18 +200,16 @@ class RecordRules:
             where=where,
             got=sorted(keys),
             allowed="one of these keys, or equal values",
-            hint=self.ignore_hint(rest),
+            changes=self.ignoring(rest),
         )
 
     def own_name(self, key: str) -> str:
         """Return the name of a canonical key in the records."""
         return next((own for own, name in self.columns.items() if name == key), key)
 
-    def ignore_hint(self, keys: Iterable[str]) -> str:
-        """Return the recipe override that ignores `keys` of the records, in addition to the ignored keys."""
-        names = sorted({*self.ignored, *keys})
-        override = f"data.ignore_keys=[{','.join(map(as_value, names))}]"
-        return override if all(as_value(name) == name for name in names) else shlex.quote(override)
+    def ignoring(self, keys: Iterable[str]) -> dict[str, object]:
+        """Return the recipe change that ignores `keys` of the records, in addition to the ignored keys."""
+        return {"data.ignore_keys": f"[{','.join(map(as_value, sorted({*self.ignored, *keys})))}]"}
 
     def refuse_unknown(self, values: Record, known: Collection[str], item: str, where: str) -> None:
         """Raise if `values` has a nonempty value under a key that is neither known, ignored nor metadata.
@@ -238,7 +235,7 @@ class RecordRules:
                     where=where,
                     got=f"{own}: {abbreviated(value)}",
                     allowed=f"stage={_OF_STAGES[key]}, or records without this key",
-                    hint=self.ignore_hint([own]),
+                    changes=self.ignoring([own]),
                 )
             if key in WITHOUT_INFLUENCE:
                 self.counts.ignored_keys[key] += 1
@@ -253,7 +250,7 @@ class RecordRules:
                 allowed=sorted(known),
                 hint="remove or rename this key, because `data.ignore_keys` would also ignore it elsewhere in a record"
                 if any(key in (_INNER_KEYS if item.startswith("a record") else _OUTER_KEYS) for key in unknown)
-                else self.ignore_hint(map(self.own_name, unknown)),
+                else self.ignoring(map(self.own_name, unknown)),
             )
 
     def refuse_media(self, record: Record, texts: Iterable[str], where: str) -> None:
@@ -287,7 +284,7 @@ class RecordRules:
             where=where,
             got=key,
             allowed=_SUPPORTED,
-            hint=self.ignore_hint([key]),
+            changes=self.ignoring([key]),
         )
 
 
@@ -328,7 +325,7 @@ def label_of(record: Record, where: str) -> bool:
             allowed=f"true or false under {' or '.join(LABELS)}",
             hint=None
             if labels
-            else shlex.quote(f"data.columns.label={as_value(str(flags[0]))}")
+            else {"data.columns.label": as_value(str(flags[0]))}
             if len(flags) == 1
             else "name the key of the label: data.columns.label=KEY",
         ) from error

@@ -532,7 +532,7 @@ def text_of(record: Record, text_key: str, where: str, *, later: bool = False) -
     if isinstance(value, str):
         return value
     texts = {key: len(text) for key, text in record.items() if isinstance(text, str)}
-    hint = shlex.quote(f"data.text_key={max(texts, key=texts.__getitem__)}") if texts else None
+    hint = {"data.text_key": max(texts, key=texts.__getitem__)} if texts else None
     raise NoData(
         f"a record has no text under `{text_key}`",
         where=where,

@@ -128,7 +128,7 @@ def media_of_processor(directory: str | Path | None) -> tuple[str, ...]:
 
 
 def load_tokenizer(
-    directory: str | Path, *, trusted: bool = False, other: str | None = None, code: str | None = None
+    directory: str | Path, *, trusted: bool = False, other: str | None = None, code: Mapping[str, object] | None = None
 ) -> Any:
     """Load a transformers tokenizer from a local directory; Python code in it runs only if `trusted`.
 
@@ -166,7 +166,8 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=trusted)
     except BadValue as error:
         # transformers and tokenizers raise many exception classes for damaged files.
-        cause, hint = error.__cause__, "fetch the tokenizer files again from where the model was published"
+        hint: str | Mapping[str, object] = "fetch the tokenizer files again from where the model was published"
+        cause = error.__cause__
         if isinstance(cause, ImportError):
             hint = "install the package that the message names"
         elif not trusted and "trust_remote_code" in str(cause):

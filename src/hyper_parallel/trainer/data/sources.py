@@ -13,13 +13,13 @@ import re
 import shlex
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
 from hyper_parallel.config import PREFERENCE_STAGES, Data
-from hyper_parallel.errors import Contradiction, HyperParallelError, NoData
+from hyper_parallel.errors import Contradiction, HyperParallelError, NoData, reported_by
 from hyper_parallel.near_paths import nearest_path
 from hyper_parallel.trainer.data._tables import (
     Table,
@@ -58,7 +58,7 @@ from hyper_parallel.trainer.data.record_keys import (
     margin_of,
 )
 from hyper_parallel.trainer.data.records import read_records, text_of, unreadable_file
-from hyper_parallel.trainer.data.source_errors import MAIN, named_by
+from hyper_parallel.trainer.data.source_errors import MAIN, SourceKey
 from hyper_parallel.trainer.data.source_errors import VALIDATION as VALIDATION
 
 STDLIB = "python-stdlib"
@@ -104,7 +104,7 @@ class Source:
         table: Table to read; None: the source has files.
         plain: Conversations that are concatenated without a chat template.
         special: Pattern of the tokenizer's special tokens; None: no special tokens.
-        key: Recipe key that names the source, for errors; see `source_errors`.
+        key: Recipe key that names the source, for errors.
     """
 
     data: Data
@@ -115,7 +115,7 @@ class Source:
     table: Table | None = None
     plain: PlainText = "never"
     special: re.Pattern[str] | None = None
-    key: str = MAIN
+    key: SourceKey = field(default_factory=SourceKey)
 
     @property
     def counts(self) -> DataCounts:
@@ -125,10 +125,6 @@ class Source:
     def with_own_counts(self) -> Source:
         """Return a copy whose `documents` do not change the counts of this source."""
         return replace(self, rules=replace(self.rules, counts=DataCounts()))
-
-    def naming(self) -> AbstractContextManager[None]:
-        """Return a context that changes errors for the recipe key that names this source; see `named_by`."""
-        return named_by(self.key)
 
     def head(self, num_bytes: int) -> Source:
         """Return a copy that reads at most `num_bytes` bytes of text."""
@@ -178,7 +174,7 @@ class Source:
             NoData: HP602 naming a file that is unreadable, or a record that is invalid or too long.
             MissingDependency: HP501 when a package that reads the records is not installed.
         """
-        with self.naming():
+        with reported_by(self.key):
             yield from self._documents()
 
     def _documents(self) -> Iterator[Document]:
@@ -288,7 +284,7 @@ class Source:
                 where=where,
                 got=sorted(map(str, record)),
                 allowed="a prompt and a completion, both texts",
-                hint="data.chat_template=auto",
+                changes={"data.chat_template": "auto"},
             )
         self.counts.remarks[_JOINED] += 1
         return False
@@ -351,8 +347,8 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = (), key: str = M
         Contradiction: HP104 when source, format and stage contradict each other.
         MissingDependency: HP501 when a package that reads the source is not installed.
     """
-    with named_by(key):
-        return replace(_resolve(data, stage, media), key=key)
+    with reported_by(SourceKey(key)):
+        return replace(_resolve(data, stage, media), key=SourceKey(key))
 
 
 def _resolve(data: Data, stage: str, media: tuple[str, ...]) -> Source:
@@ -361,7 +357,7 @@ def _resolve(data: Data, stage: str, media: tuple[str, ...]) -> Source:
             f"`data.source: {STDLIB}` is text",
             where="data.format",
             got=f"data.format={data.format}",
-            hint="data.format=text",
+            changes={"data.format": "text"},
         )
     path = Path(data.source).expanduser()
     table = open_table(data, path) if data.source != STDLIB and is_table(data, path) else None
@@ -372,7 +368,7 @@ def _resolve(data: Data, stage: str, media: tuple[str, ...]) -> Source:
                 where=f"data.source: {data.source}",
                 got=f"data.{key}={value}",
                 allowed="a folder with a dataset, or a name on the Hugging Face hub",
-                hint=" ".join(f"data.{k}=null" for k in ("name", "split") if getattr(data, k) is not None),
+                changes={f"data.{k}": None for k in ("name", "split") if getattr(data, k) is not None},
             )
     files = _files(data, stage) if table is None else []
     by_document = stage == "pt" and (data.masks(stage) or not data.packing)
@@ -398,7 +394,7 @@ def _media_root(data: Data, path: Path) -> Path:
     folder = Path(data.media_dir).expanduser().absolute()
     if not folder.is_dir():
         problem = "the folder of the media does not exist, or is a file"
-        raise NoData(problem, where="data.media_dir", got=str(folder), hint="data.media_dir=null")
+        raise NoData(problem, where="data.media_dir", got=str(folder), changes={"data.media_dir": None})
     return folder
 
 
@@ -415,7 +411,7 @@ def _check_stage(source: Source) -> None:
             where=f"data.source: {source.data.source}",
             got=f"stage={stage}, records={source.shape}",
             allowed="sharegpt, alpaca, prompt_completion" if wants_turns else allowed,
-            hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
+            changes={"stage": "dpo" if pairs else "sft" if source.is_conversations else "pt"},
         )
 
 
@@ -512,11 +508,11 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
     if not several:
         near = nearest_path(data.source, [*below[:_MOST_FOLDERS], *folders], fits)
         near = near or nearest_path(data.source, fits=Path.exists)
-    hint = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
+    hint: str | dict[str, object] | None = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
     if several and key == "data.source":  # `data.validation` is one source
-        hint = shlex.quote(f"{key}=[{', '.join(several)}]")
+        hint = {key: several}
     if near is not None:
-        hint = shlex.quote(f"{key}={near}") if key else f"write `{near}`"
+        hint = {key: near} if key else f"write `{near}`"
     raise NoData(
         "the data source does not exist",
         where=f"{key or 'data.source'}: {data.source}",
@@ -592,7 +588,7 @@ def _of_one_kind(root: Path, files: list[Path], format_: str, stage: str) -> lis
             got=suffixes,
             allowed="one of text, JSON, parquet, CSV"
             + ("; or set data.format to select one (text: all files)" if stage == "pt" else ""),
-            hint=f"data.format={next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}"
+            hint={"data.format": next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}
             if stage == "pt"
             else "name one file in `data.source`, or move the files of other types to another directory",
         )
@@ -603,7 +599,7 @@ def _of_one_kind(root: Path, files: list[Path], format_: str, stage: str) -> lis
             where=f"data.source: {root}",
             got=suffixes,
             allowed=sorted(suffix for suffix, kind in KINDS.items() if kind in kinds),
-            hint="data.format=auto",
+            changes={"data.format": "auto"},
         )
     return chosen
 
@@ -642,7 +638,7 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
         got=sorted(record),
         allowed="a name that ends in .jsonl"
         + (", or data.format: text, which trains on the JSON as text" if stage == "pt" else ""),
-        hint=f"data.format={'jsonl' if shape == 'records' else shape}"
+        hint={"data.format": "jsonl" if shape == "records" else shape}
         if is_file and fits
         else "give the files names that end in .jsonl",
     )
@@ -660,5 +656,5 @@ def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> N
             where=where,
             got=sorted(map(str, record)),
             allowed="a key of the records",
-            hint=shlex.quote(f"data.columns.{name}={as_value(near[0])}") if near else None,
+            changes={f"data.columns.{name}": as_value(near[0])} if near else None,
         )

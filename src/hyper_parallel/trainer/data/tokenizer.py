@@ -287,7 +287,7 @@ def _read_template(path: Path) -> str:
             where=f"data.chat_template: {path}" + (f", line {line}" if line else ""),
             got=str(error)[:200] or type(error).__name__,
             allowed="auto, none, or a file with a Jinja template",
-            hint="data.chat_template=auto",
+            changes={"data.chat_template": "auto"},
         ) from error
     return text
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from hyper_parallel.errors import NoData, abbreviated
 from hyper_parallel.received import LimitExceeded, Limits, parse_json
 from hyper_parallel.trainer.data.column_guesses import (
-    column_hint,
+    column_changes,
     guess_role,
     guess_turn_columns,
     own_columns,
@@ -151,7 +151,7 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
             where=where,
             got=sorted(map(str, turn)),
             allowed="a role under role or from, and a text under content or value",
-            hint=column_hint(own_columns(guess_turn_columns(values), rules.turn_columns)),
+            changes=column_changes(own_columns(guess_turn_columns(values), rules.turn_columns)),
         )
     rules.refuse_unknown(values, _KEYS, "a turn", where)
     word = _role_of(values, rules, where)
@@ -209,9 +209,9 @@ def _role_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> str:
     got = unknown[0] if unknown else sorted(values)
     role = guess_role(got) if isinstance(got, str) else None
     has_word = any(role == other and ROLES.get(w) != other for w, other in rules.roles.items())
-    hint = None if role is None or has_word else column_hint({role: got}, "roles")
+    changes = None if role is None or has_word else column_changes({role: got}, "roles")
     problem = "a turn has no known role"
-    raise NoData(problem, where=where, got=got, allowed=sorted(rules.roles), hint=hint)
+    raise NoData(problem, where=where, got=got, allowed=sorted(rules.roles), changes=changes)
 
 
 def _role(word: Any, rules: RecordRules) -> str | None:

@@ -6,7 +6,6 @@ import difflib
 import inspect
 import json
 import logging
-import shlex
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -257,7 +256,7 @@ def check_resumed_state(training: Training, saved_args: dict[str, Any], director
             where=str(directory),
             got=f"training.optimizer_args={json.dumps(training.optimizer_args)}",
             allowed=json.dumps(saved_args),
-            hint=shlex.quote(f"training.optimizer_args={json.dumps(saved_args)}"),
+            changes={"training.optimizer_args": json.dumps(saved_args)},
         )
 
 

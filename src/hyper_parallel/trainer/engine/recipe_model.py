@@ -127,7 +127,7 @@ def refuse_submodels(loaded: LoadedRecipe, problem: str, *words: str) -> None:
             problem,
             where=loaded.where("parallel.submodels"),
             got=", ".join(("parallel.submodels", *words)),
-            hint="parallel.submodels=null",
+            changes={"parallel.submodels": None},
         )
 
 

@@ -46,7 +46,6 @@ from hyper_parallel.errors import (
     Contradiction,
     MissingDependency,
     UnsupportedSharding,
-    overrides,
 )
 from hyper_parallel.ir import Layout, Plan, Strategy
 from hyper_parallel.runtime import World, parallelize
@@ -368,7 +367,7 @@ def _check_layout(recipe: Recipe, strategy: Strategy, where: str) -> None:
             f"the back end {recipe.backend} runs one pipeline stage per rank",
             where=where,
             got=str(strategy),
-            hint=overrides({"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | _without_stages(recipe)),
+            changes={"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | _without_stages(recipe),
         )
     axes = [a for a in ("cp", "tp_y") if getattr(strategy, a) > 1]
     if 1 < strategy.pp < strategy.world_size:
@@ -384,7 +383,7 @@ def _check_layout(recipe: Recipe, strategy: Strategy, where: str) -> None:
         "or ep",
         where=where,
         got=str(strategy),
-        hint=_layout_hint(recipe, strategy, degrees),
+        changes=_layout_changes(recipe, strategy, degrees),
     )
 
 
@@ -394,8 +393,8 @@ def _without_stages(recipe: Recipe) -> dict[str, object]:
     return {f"parallel.{key}": value for key, value in unset.items() if getattr(recipe.parallel, key)}
 
 
-def _layout_hint(recipe: Recipe, strategy: Strategy, degrees: Mapping[str, int]) -> str:
-    """Return overrides of a supported layout, with changes of other keys that would contradict it."""
+def _layout_changes(recipe: Recipe, strategy: Strategy, degrees: Mapping[str, int]) -> dict[str, object]:
+    """Return recipe changes for a supported layout, with changes of other keys that would contradict it."""
     changes: dict[str, object] = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
     if degrees.get("pp") == 1 and strategy.pp > 1:
         changes |= {"parallel.virtual_stages": 1} if recipe.parallel.virtual_stages > 1 else {}
@@ -407,7 +406,7 @@ def _layout_hint(recipe: Recipe, strategy: Strategy, degrees: Mapping[str, int])
             changes["training.accumulation_steps"] = "null"
         if training.tokens_per_step % unit:
             changes["training.tokens_per_step"] = max(1, round(training.tokens_per_step / unit)) * unit
-    return overrides(changes)
+    return changes
 
 
 def _check_shared(recipe: Recipe, strategy: Strategy, stages: StageModules, where: str) -> None:
@@ -418,7 +417,7 @@ def _check_shared(recipe: Recipe, strategy: Strategy, stages: StageModules, wher
             where=where,
             got=f"pp={strategy.pp}, {stages.shared[0]}",
             allowed="pp=1 or pp=2",
-            hint=_layout_hint(recipe, strategy, {"pp": 1, "dp_replicate": strategy.pp}),
+            changes=_layout_changes(recipe, strategy, {"pp": 1, "dp_replicate": strategy.pp}),
         )
 
 

@@ -6,7 +6,6 @@ sub-models reject are dropped. The schedules of the remaining candidates are sim
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -92,12 +91,11 @@ def choose_submodels(
 
 def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> UnsupportedSharding:
     """Return the error for an encoder whose time cannot be predicted; its hint sets the layout `parts`."""
-    hint = json.dumps(parts).replace('"', "")
     return UnsupportedSharding(
         "the time of the encoder cannot be predicted",
         where=loaded.where("parallel.submodels"),
         got=f"an encoder that does not run on meta tensors ({cause})",
-        hint=f"'parallel.submodels={hint}'",
+        changes={"parallel.submodels": parts},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hyper_parallel.config import PAIRED_STAGES, Grpo, LoadedRecipe, Recipe
-from hyper_parallel.errors import Contradiction, overrides
+from hyper_parallel.errors import Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data import PackedData, Stream
 from hyper_parallel.trainer.user_code import load_function
@@ -35,7 +35,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
             where=loaded.where("training.tokens_per_step"),
             got=f"{rows} sequences per step, {dp} data-parallel ranks, {what} of {size} sequences",
             allowed=f"a multiple of {size * dp} sequences",
-            hint=overrides(_whole_step(loaded, plan, rows, size)),
+            changes=_whole_step(loaded, plan, rows, size),
         )
     if recipe.stage in PAIRED_STAGES and (work.microbatch or 1) % 2:
         raise Contradiction(
@@ -43,7 +43,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
             where=loaded.where("training.microbatch"),
             got=f"microbatch={work.microbatch}",
             allowed="an even number",
-            hint=overrides(with_microbatch(loaded.recipe, 2, rows)),
+            changes=with_microbatch(loaded.recipe, 2, rows),
         )
 
 
@@ -120,7 +120,7 @@ def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> No
             "microbatches of training",
             where=loaded.where("grpo.exact_logprobs"),
             got=f"{rows // shares} sequences per data-parallel sampling rank, microbatch={microbatch}",
-            hint=overrides(with_microbatch(loaded.recipe, math.gcd(rows // shares, microbatch), rows)),
+            changes=with_microbatch(loaded.recipe, math.gcd(rows // shares, microbatch), rows),
         )
 
 

@@ -53,7 +53,7 @@ class SpanAttention:
                 where=name,
                 got=inner,
                 allowed="sdpa, eager",
-                hint="parallel.attention_shape=2d parallel.attention_scatter=head",
+                changes={"parallel.attention_shape": "2d", "parallel.attention_scatter": "head"},
             )
         AttentionInterface.register(_INTERFACE, _attend)
         # The config is copied, because other modules and the mask builder keep the model's implementation.

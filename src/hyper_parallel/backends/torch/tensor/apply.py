@@ -131,7 +131,7 @@ def apply_tensor_parallel(
         raise UnsupportedSharding(
             "two-dimensional tensor parallelism needs a Hugging Face model with a list of decoder layers",
             where=type(model).__name__,
-            hint=f"parallel.tp_x={strategy.tp} parallel.tp_y=1",
+            changes={"parallel.tp_x": strategy.tp, "parallel.tp_y": 1},
         )
 
 
