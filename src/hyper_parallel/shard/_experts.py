@@ -54,7 +54,7 @@ def check_experts(params: list[Param], strategy: Strategy) -> None:
 
     Raises:
         UnsupportedSharding: HP205 if experts are absent or in an unknown form.
-        NotDivisible: HP203 if `ep` does not divide dp_shard * cp * tp, its ranks, or the experts; its hint divides both.
+        NotDivisible: HP203 if `ep` does not divide dp_shard * cp * tp or the experts; the hint divides both.
     """
     if strategy.ep == 1:
         return
