@@ -60,6 +60,23 @@ def test_a_recipe_is_trained_after_what_its_next_lines_say(name, tmp_path, monke
     assert all(v in named or any(v.startswith(out) for out in trained) for v in missing)
 
 
+def test_init_says_which_files_existed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "written: recipes/quickstart.yaml\n" in call("init", "quickstart")
+    again = call("init", "quickstart")
+    assert "unchanged: recipes/quickstart.yaml\n" in again
+    assert "written:" not in again
+
+
+def test_a_plan_without_a_file_is_no_argument_of_the_next_command(saved, tmp_path):
+    """A dry run of `plan` writes no plan, so the next command reads none."""
+    words = ("plan", "--recipe", str(saved / "recipe.yaml"), "-o", str(tmp_path / "plan.json"))
+    lines = " ".join(next_lines(call(*words, "--dry-run")))
+    assert "hyper-parallel train" in lines
+    assert "--plan" not in lines
+    assert not (tmp_path / "plan.json").exists()
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_accepts_records_of_another_format_in_place_of_its_own(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -102,3 +102,34 @@ def test_what_the_system_refuses_has_a_code(words, output, says):
     assert done.stderr.startswith(says), done.stderr
     assert done.returncode == 1
     assert len(done.stderr) < 1000
+
+
+UNREADABLE = """
+import os, sys
+from pathlib import Path
+from hyper_parallel.cli import app as frame
+import typer
+
+def read(name: str) -> None:
+    Path(name).read_text() if name else os.read(os.open(".", os.O_RDONLY), 1)
+
+app = typer.Typer()
+app.command()(read)
+frame.run(app)
+"""
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("absent", "error[HP105]: a file cannot be read or written\n  --> absent"),
+        ("", "error[HP105]: a file or stream cannot be opened, read or written"),
+    ],
+)
+def test_a_failed_read_is_not_called_a_failed_write(name, says, tmp_path):
+    command = [sys.executable, "-c", UNREADABLE, name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stderr.startswith(says), done.stderr
+    assert done.returncode == 1
+    assert ("df -h" in done.stderr) == bool(name)

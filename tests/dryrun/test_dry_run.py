@@ -12,6 +12,7 @@ from hyper_parallel.backends.torch.memory import CommCounter
 from hyper_parallel.config import Training, load_recipe
 from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch
 from hyper_parallel.ir import Strategy
+from hyper_parallel.planner import plan_recipe
 from hyper_parallel.runtime import World
 from hyper_parallel.trainer import differences, dry_run, trace_rank
 from tests.e2e.runs import command
@@ -136,6 +137,17 @@ def test_what_does_not_fit_is_said(recipe):
     (recipe.parent / "model.json").write_text(json.dumps(wide))
     values = ["training.microbatch=1024", "parallel.dp_shard=1", "parallel.tp=1"]
     assert "does NOT fit" in _run(recipe, *values, "--dry-run", "-t", "cloudmatrix384")
+
+
+def test_a_saved_plan_determines_the_layout_of_the_trace(recipe):
+    overrides = ["parallel.dp_shard=2", "parallel.tp=4"]
+    saved = recipe.parent / "plan.json"
+    plan_recipe(load_recipe(recipe, [*overrides, "topology=cloudmatrix384"]).recipe, 8).save(saved)
+    other = recipe.with_name("other.yaml")
+    other.write_text(recipe.read_text().replace("dp_shard: 2048, tp: 4", "dp_shard: 8"))
+    found = json.loads(_run(other, "--dry-run", "-t", "cloudmatrix384", "--json", "--plan", saved))
+    strategy = found["plan"]["strategy"]
+    assert (strategy["dp_shard"], strategy["tp_x"] * strategy["tp_y"]) == (2, 4)
 
 
 def test_mistakes_are_refused(recipe):

@@ -57,6 +57,17 @@ def _logits(model):
         return model(torch.arange(60)[None] % 97).logits
 
 
+def test_an_export_with_a_model_does_not_look_up_the_base_of_the_run(place, one_rank, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(one_rank, run)
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["model"]["path"] = "acme/cannot-be-fetched"
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    words = ("checkpoint", "export", str(run), "--model", str(place / "base" / "export"))
+    command(*words, "--out", str(tmp_path / "out"))
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
 @pytest.mark.slow
 def test_a_run_on_two_layouts_with_recompute_equals_one_rank(place, one_rank, tmp_path):
     words = (*LORA, "training.eval_tokens=100")

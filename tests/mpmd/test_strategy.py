@@ -123,3 +123,31 @@ def test_a_schedule_file_that_cannot_be_text_is_refused(tmp_path, damage):
     with pytest.raises(ScheduleError, match="HP320") as caught:
         step_schedule(Strategy(pp=2, schedule_file=str(path)), 4)
     assert "cannot be read" in str(caught.value)
+
+
+def test_a_schedule_file_without_gradient_reductions_gets_them(tmp_path):
+    """A file that has messages, and no reductions, is the schedule of the strategy."""
+    strategy, path = Strategy(pp=2, dp_shard=2), tmp_path / "s.csv"
+    made = step_schedule(strategy, 4)
+    cells = [row.split(",") for row in made.to_csv().splitlines()]
+    kept = [[cell for cell in row if "REDUCE_GRAD" not in cell] for row in cells]
+    assert kept != cells
+    path.write_text("".join(",".join(row) + "\n" for row in kept))
+    read = step_schedule(replace(strategy, schedule_file=str(path)), 4)
+    assert any(leaf.kind == "REDUCE_GRAD" for _, _, leaf in read.leaves())
+
+
+def test_too_few_microbatches_of_dualpipev_name_those_it_supports():
+    strategy = Strategy(pp=4, schedule="dualpipev", virtual_stages=2)
+    with pytest.raises(BatchMismatch) as caught:
+        check_pipeline(strategy, 8, 2)
+    check_pipeline(strategy, 8, caught.value.changes["training.accumulation_steps"])
+
+
+def test_errors_of_a_stage_graph_name_the_file_and_the_row():
+    with pytest.raises(ScheduleError) as caught:
+        Schedule.from_csv("0F0,0B0\ngraph,0>x\n", "mine.csv")
+    assert caught.value.where == "mine.csv: row 2"
+    with pytest.raises(ScheduleError) as caught:
+        Schedule.from_csv("0F0,0B0\ngraph,0>9\n", "mine.csv")
+    assert caught.value.where.startswith("mine.csv")

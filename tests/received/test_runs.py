@@ -66,6 +66,8 @@ def changed(place, *path, value):
         (("workload", "seq_len"), 0),
         (("notes",), ["x"] * 2_000_000),
         (("step_s",), "x"),
+        (("memory_capacity_bytes",), 0),
+        (("memory_capacity_bytes",), -1),
     ],
 )  # fmt: skip
 def test_a_plan_of_huge_numbers_is_refused(place, path, value):

@@ -92,6 +92,7 @@ def test_a_rule_names_experts_of_any_module() -> None:
         (Strategy(dp_shard=6, ep=6), 9, "experts=9, ep=6", "parallel.ep=3"),
         (Strategy(dp_shard=4, ep=8), 8, "dp_shard=4, cp=1, tp=1, ep=8", "parallel.ep=4"),
         (Strategy(dp_replicate=4, ep=2), 8, "dp_shard=1, cp=1, tp=1, ep=2", "parallel.ep=1"),
+        (Strategy(dp_shard=4, ep=6), 9, "dp_shard=4, cp=1, tp=1, ep=6", "parallel.ep=1"),
         (Strategy(dp_shard=4, ep=6), 6, "dp_shard=4, cp=1, tp=1, ep=6", "parallel.ep=2"),
     ],
 )

@@ -19,6 +19,7 @@ from hyper_parallel import __version__
 from hyper_parallel.cli import overview
 from hyper_parallel.cli.pipes import sink_stream
 from hyper_parallel.errors import (
+    DISK_ERRORS,
     BadValue,
     HyperParallelError,
     MissingDependency,
@@ -152,8 +153,10 @@ def error_of_file(error: OSError) -> HyperParallelError:
     if errno.errorcode.get(error.errno or 0, "") not in _FILE_ERRORS:
         _defect(error)
     if error.filename is None:
-        return OutputNotWritable("the output cannot be written", got=error.strerror, hint="df -h .")
-    return not_writable(error, error.filename)
+        if error.errno in DISK_ERRORS:
+            return OutputNotWritable("the output cannot be written", got=error.strerror, hint="df -h .")
+        return OutputNotWritable("a file or stream cannot be opened, read or written", got=error.strerror)
+    return not_writable(error, error.filename, "a file cannot be read or written")
 
 
 def _defect(error: Exception) -> NoReturn:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from hyper_parallel.cli.app import say
-from hyper_parallel.errors import Contradiction
+from hyper_parallel.cli.option_conflicts import refuse_ignored
+
+_EXCLUDED: Final = {"runs": ("ranks", "check", "steps")}
+"""For a parameter, the parameters without effect beside it: fitting a CSV file measures nothing on this machine."""
+_NEEDED: Final = {"steps": "check"}
+"""For a parameter, the parameter without which it has no effect."""
 
 
 def calibrate(
+    ctx: typer.Context,
     runs: Annotated[
         Path | None,
         typer.Option(help="Fit the shipped cards to the runs in this CSV file.", dir_okay=False),
@@ -41,13 +47,8 @@ def calibrate(
     Without --runs this machine is measured: matmul, attention, element-wise operators, collectives, and training steps
     of small models. Without --output, `plan` and `train` on the topology `local` then use the card.
     """
+    refuse_ignored(ctx, _EXCLUDED, _NEEDED)
     if runs is not None:
-        if check is not None or ranks is not None:
-            raise Contradiction(
-                "--runs fits a CSV file and measures nothing on this machine, so --check and --ranks do not apply",
-                got="--runs with --check or --ranks",
-                hint="leave out --check and --ranks, or --runs",
-            )
         _from_runs(runs, output)
         return
     from hyper_parallel.trainer import calibrate_local

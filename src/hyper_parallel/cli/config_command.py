@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hyper_parallel.cli.app import say
+from hyper_parallel.cli.option_conflicts import refuse_ignored
 from hyper_parallel.cli.train_options import Overrides
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 
 @app.command()
 def show(
+    ctx: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="Recipe, YAML or JSON.")],
     overrides: Overrides = None,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the resolved recipe as a valid recipe.")] = False,
@@ -33,6 +35,7 @@ def show(
     from hyper_parallel.config import load_recipe, recipe_to_yaml, refuse_data_file
     from hyper_parallel.serde import flatten
 
+    refuse_ignored(ctx, {"as_yaml": ("as_json",)})
     refuse_data_file(recipe, "config show")
     loaded = load_recipe(recipe, overrides or [])
     if as_yaml:

@@ -46,9 +46,10 @@ def init(
     for target, text in _needed(folder, f"{name}.yaml").items():
         with written(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            if not target.exists():
+            exists = target.exists()
+            if not exists:
                 target.write_text(text, encoding="utf-8")
-        say(f"written: {target}")
+        say(f"unchanged: {target}" if exists else f"written: {target}")
     say("\nnext:\n" + "\n".join(_next_lines(folder, name, names)))
 
 

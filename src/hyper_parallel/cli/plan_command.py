@@ -15,6 +15,7 @@ import typer
 
 from hyper_parallel.cli import plan_options as options
 from hyper_parallel.cli.app import NoCode, is_quiet, say
+from hyper_parallel.cli.option_conflicts import refuse_ignored, typed_options
 from hyper_parallel.cli.schedule_command import check_schedule_file, pipeline_text, write_schedule
 from hyper_parallel.errors import BadValue, Caller, Contradiction, reported_by, written
 
@@ -30,6 +31,19 @@ _IN_RECIPE: Final = (
     "memory_headroom", "media", "image_size",
 )  # fmt: skip
 """Parameters that `--recipe` excludes, because the recipe determines their values."""
+_DETAILS: Final = ("explain", "gantt")
+_EXCLUDED: Final = {
+    "diff": (
+        *_IN_RECIPE, *_DETAILS, "topology", "devices", "top", "recipe", "output", "schedule_csv", "as_json", "dry_run",
+        "launch", "no_code",
+    ),
+    "launch": (*_DETAILS, "as_json"),
+    "as_json": _DETAILS,
+    "quiet": _DETAILS,
+}  # fmt: skip
+"""For a parameter, the parameters without effect beside it."""
+_NEEDED: Final = {"no_code": "recipe"}
+"""For a parameter, the parameter without which it has no effect."""
 _NOT_REPEATED: Final = ("explain", "gantt", "dry_run", "top", "output", "launch")
 """Parameters omitted from the suggested next command."""
 
@@ -78,6 +92,7 @@ def plan(
 
         plan_to_generate(ctx, _read, free, WIDTH)
         return
+    refuse_ignored(ctx, _EXCLUDED, _NEEDED)
     if diff is not None:
         say(_difference(*diff))
         return
@@ -128,7 +143,7 @@ def _choose_plan(ctx: typer.Context, recipe: Path | None, headroom: float | None
     """Return the plan of `recipe` or, if it is None, of the model in `ctx`; and the names of model and topology."""
     params = ctx.params
     if recipe is not None:
-        if replaced := sorted(options.typed_options(ctx).keys() & {*_IN_RECIPE}):
+        if replaced := sorted(typed_options(ctx).keys() & {*_IN_RECIPE}):
             names = ["model" if n == "model" else f"--{n.replace('_', '-')}" for n in replaced]
             raise Contradiction(
                 "a recipe already determines the model, the workload and the search",
@@ -295,7 +310,7 @@ def _wrapped_lines(words: list[str]) -> Iterator[str]:
 
 def _current_command(ctx: typer.Context, omitted: Collection[str] = _NOT_REPEATED) -> list[str]:
     """Return the words of the running command, without the parameters named in `omitted`."""
-    words, typed = ["hyper-parallel", "plan"], options.typed_options(ctx)
+    words, typed = ["hyper-parallel", "plan"], typed_options(ctx)
     for param in ctx.command.params:
         if param.name in omitted or param.name not in typed:
             continue

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from typer import Argument, Context, Option
-
-
-def typed_options(ctx: Context) -> dict[str, Any]:
-    """Return a dict from name to value of the options and arguments on the command line, without defaults."""
-    names = [param.name or "" for param in ctx.command.params]
-    typed = [n for n in names if str(ctx.get_parameter_source(n)).endswith("COMMANDLINE")]
-    return {name: ctx.params[name] for name in typed}
-
+from typer import Argument, Option
 
 Model = Annotated[
     str | None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from hyper_parallel.cli.app import is_quiet, say
-from hyper_parallel.cli.plan_options import typed_options
+from hyper_parallel.cli.option_conflicts import typed_options
 from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import GenerateWorkload
 from hyper_parallel.planner.generation import GenerationLayout, GenerationPlan, plan_generation

@@ -14,6 +14,7 @@ import typer
 
 from hyper_parallel.cli import train_options as options
 from hyper_parallel.cli.app import NoCode, enable_garbage_collection, is_quiet, say
+from hyper_parallel.cli.option_conflicts import refuse_ignored
 from hyper_parallel.cli.pipes import broken_pipe_safe_output, check_output
 from hyper_parallel.errors import BadValue, Contradiction, Unwritten
 from hyper_parallel.errors import console as printing_console
@@ -29,8 +30,12 @@ if TYPE_CHECKING:
 _MAX_KERNELS: Final = 12
 """Maximum number of fused kernels that the printed results list."""
 
+_EXCLUDED: Final = dict.fromkeys(("trace", "topology", "ranks", "rank", "as_json"), ("no_calibrate", "launcher"))
+"""For a parameter, the parameters without effect beside it: tracing starts no ranks."""
+
 
 def train(
+    ctx: typer.Context,
     recipe: options.RecipePath,
     overrides: options.Overrides = None,
     dry_run: options.DryRun = False,
@@ -60,6 +65,7 @@ def train(
             )
         from hyper_parallel.cli.dry_run_command import print_dry_run
 
+        refuse_ignored(ctx, _EXCLUDED)
         traced = [*(overrides or []), *([f"topology={topology}"] if topology else [])]
         print_dry_run(_load_with_plan(recipe, traced, plan, no_code)[0], ranks, rank, as_json)
         return

@@ -22,19 +22,21 @@ _log = logging.getLogger(__name__)
 class OutputNotWritable(HyperParallelError, code="HP105"):
     """A file or directory cannot be written: missing permissions, a full disk, or existing files of the user.
 
+    Commands also use this code for other failures of the file system, such as a file that cannot be read.
+
     Why: files that the command has not written are never replaced. For optional outputs, the error is reported after
     the rest of the work is done. Fix: choose another path, move the existing files, change the permissions, or free
     disk space; a run then resumes from its newest checkpoint.
     """
 
 
-def not_writable(error: OSError, place: str | Path) -> OutputNotWritable:
+def not_writable(error: OSError, place: str | Path, problem: str = "a file cannot be written") -> OutputNotWritable:
     """Return the coded error for a failed write; `place` is the written path, used if `error` names no file."""
     name = str(error.filename or place)
     hint = f"ls -ld {shlex.quote(name)}; df -h {shlex.quote(_existing(name))}"
     if error.errno == errno.ENAMETOOLONG:
         hint, name = "choose a shorter path", f"{name:.120}..."
-    return OutputNotWritable("a file cannot be written", where=name, got=error.strerror or str(error), hint=hint)
+    return OutputNotWritable(problem, where=name, got=error.strerror or str(error), hint=hint)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class RolesPlan:
     max_staleness: int
     sample_s: float
     learn_s: float
-    step_s: float
+    step_s: Annotated[float, Field(gt=0)]
     sampler_bytes: int
     rejected: tuple[RejectedRoles, ...] = ()
 
@@ -143,7 +143,7 @@ class SubmodelsPlan:
     """
 
     parts: Annotated[tuple[PartPlan, ...], Field(min_length=1)]
-    step_s: float
+    step_s: Annotated[float, Field(gt=0)]
     bubble: float
     lower_s: float
     schedule: str = ""
@@ -378,7 +378,7 @@ class Plan:
     step_s: Annotated[float, Field(gt=0)]
     cost: tuple[CostTerm, ...]
     memory: tuple[MemoryTerm, ...]
-    memory_capacity_bytes: int
+    memory_capacity_bytes: Annotated[int, Field(gt=0)]
     collectives: tuple[Collective, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     stages: tuple[Stage, ...] = ()

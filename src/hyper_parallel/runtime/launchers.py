@@ -256,6 +256,22 @@ def launch_words(ranks: int, node_ranks: int | None = None) -> str:
     return f"launch.nnodes={ranks // per_node} launch.nproc_per_node={per_node}"
 
 
+def connect_ray(ray: Any, address: str | None, **options: Any) -> None:
+    """Connect to the Ray cluster at `address`, None: of RAY_ADDRESS; raise DeviceUnavailable (HP502) if that fails."""
+    target = address or os.environ["RAY_ADDRESS"]
+    try:
+        ray.init(address, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if address == "local":
+            raise
+        raise DeviceUnavailable(
+            f"the program cannot connect to the Ray cluster: {error!s:.200}",
+            where="launch.ray_address" if address else "RAY_ADDRESS",
+            got=target,
+            allowed="host:port of a running cluster, or auto for the cluster of this machine",
+        ) from error
+
+
 PLACED_S: Final = 60.0
 """Seconds within which a cluster must reserve machines for the ranks, or schedule the actors of a role."""
 _GRACE_S: Final = 2.0
@@ -318,10 +334,9 @@ def launch_on_ray(
 
     Raises:
         MissingDependency: HP501 when the package `ray` is not installed.
-        DeviceUnavailable: HP502 when the cluster cannot reserve the machines.
+        DeviceUnavailable: HP502 when the cluster cannot be reached, or cannot reserve the machines.
         RankFailed: HP601 with the machine of the first actor that died or failed.
         HyperParallelError: Coded error of a rank.
-        ConnectionError, RuntimeError, ValueError: From `ray.init`, for an address that is unreachable or malformed.
     """
     ray = import_ray("launch.launcher")
     per_node, cluster_options = ranks // nnodes, {}
@@ -329,7 +344,7 @@ def launch_on_ray(
         address, cores = "local", max(ranks, os.cpu_count() or 1)
         cluster_options = {"num_cpus": cores, **LOCAL_CLUSTER}
     with ExitStack() as stack:
-        ray.init(address, **cluster_options)
+        connect_ray(ray, address, **cluster_options)
         stack.callback(ray.shutdown)
         actors = _start_actors(stack, nnodes, per_node)
         places = ray.get([actor.place.remote() for actor in actors])

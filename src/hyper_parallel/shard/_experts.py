@@ -49,15 +49,13 @@ def mark_experts(params: list[Param]) -> list[Param]:
     ]
 
 
-def check_folding(strategy: Strategy) -> None:
-    """Raise NotDivisible (HP203) unless `ep` divides dp_shard * cp * tp, the ranks over which experts are sharded."""
-    s = strategy
-    divided = f"dp_shard * cp * tp = {_inner(s)}, the ranks over which ep shards experts"
-    _check_divides(s, _inner(s), divided, f"dp_shard={s.dp_shard}, cp={s.cp}, tp={s.tp}")
-
-
 def check_experts(params: list[Param], strategy: Strategy) -> None:
-    """Raise HP205 if `ep` > 1 and experts are absent or in an unknown form, HP203 if `ep` does not divide them."""
+    """Raise an error if experts cannot be sharded over `ep` > 1.
+
+    Raises:
+        UnsupportedSharding: HP205 if experts are absent or in an unknown form.
+        NotDivisible: HP203 if `ep` does not divide dp_shard * cp * tp or the experts; the hint divides both.
+    """
     if strategy.ep == 1:
         return
     experts = [p for p in params if p.style == EXPERTS]
@@ -76,23 +74,25 @@ def check_experts(params: list[Param], strategy: Strategy) -> None:
                 changes={"parallel.ep": 1},
             )
     number = math.gcd(*(p.shape[0] for p in experts if not _index(p)), *_lengths(experts))
-    _check_divides(strategy, number, f"the {number} experts of a layer", f"experts={number}")
+    _check_divides(strategy, number)
 
 
-def _inner(strategy: Strategy) -> int:
-    return strategy.dp_shard * strategy.cp * strategy.tp
-
-
-def _check_divides(strategy: Strategy, number: int, divided: str, got: str) -> None:
-    if number % strategy.ep:
-        allowed = divisors(math.gcd(number, _inner(strategy)))
-        raise NotDivisible(
-            f"ep={strategy.ep} does not divide {divided}",
-            got=f"{got}, ep={strategy.ep}",
-            allowed=f"ep {', '.join(map(str, allowed))}",
-            # A divisor of `ep` satisfies the other of the two checks if `ep` does.
-            changes={"parallel.ep": max(e for e in allowed if strategy.ep % e == 0)},
-        )
+def _check_divides(strategy: Strategy, number: int) -> None:
+    s = strategy
+    inner = s.dp_shard * s.cp * s.tp
+    legal = divisors(math.gcd(number, inner))
+    ranks = f"dp_shard * cp * tp = {inner}, the ranks over which ep shards experts"
+    for size, divided, got in (
+        (inner, ranks, f"dp_shard={s.dp_shard}, cp={s.cp}, tp={s.tp}"),
+        (number, f"the {number} experts of a layer", f"experts={number}"),
+    ):
+        if size % s.ep:
+            raise NotDivisible(
+                f"ep={s.ep} does not divide {divided}",
+                got=f"{got}, ep={s.ep}",
+                allowed=f"ep {', '.join(map(str, legal))}",
+                changes={"parallel.ep": max(e for e in legal if s.ep % e == 0)},
+            )
 
 
 def _lengths(experts: list[Param]) -> list[int]:

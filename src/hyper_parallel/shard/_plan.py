@@ -22,7 +22,6 @@ from hyper_parallel.ir import Layout, Rule, Strategy
 from hyper_parallel.shard._experts import (
     EXPERTS,
     check_experts,
-    check_folding,
     container,
     even_dim,
     expert_layout,
@@ -103,7 +102,6 @@ def plan_layouts(
     """
     listed = list(params)
     try:
-        check_folding(strategy)
         check_context(strategy, num_heads)
         _check_rules(strategy.rules, [name for name, _, _ in listed])
         assigned = mark_experts([_find(p, (*strategy.rules, *rules)) for p in listed])

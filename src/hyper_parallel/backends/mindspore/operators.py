@@ -81,6 +81,10 @@ def _of_floats(node: Node) -> bool:
     return node.types[0].dtype.startswith("float")
 
 
+def _sums(node: Node) -> bool:
+    return str(node.args[1]) == "sum"
+
+
 def _has_one_dim(node: Node) -> bool:
     forward = node.op == "aten.convolution.default"
     stride, _, _, transposed = node.args[3:7] if forward else node.args[4:8]
@@ -95,13 +99,19 @@ def _sorts_integers(node: Node) -> bool:
 
 _CONVOLUTION: Final = "one dimension, a stride of 1", _has_one_dim
 _FLOATS: Final = "floating-point numbers except bfloat16", _of_floats
+_REALS: Final = "floating-point numbers", lambda node: "float" in node.types[0].dtype
+_SUMS: Final = "the reduction sum", _sums
 LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
+    "_c10d_functional.all_reduce.default": _SUMS,
+    "_c10d_functional.reduce_scatter_tensor.default": _SUMS,
     "_c10d_functional.all_to_all_single.default": (
         "equal parts",
         lambda node: len({*node.args[1], *node.args[2]}) == 1,
     ),
     "aten.convolution.default": _CONVOLUTION,
     "aten.convolution_backward.default": _CONVOLUTION,
+    "aten.fmod.Scalar": _REALS,
+    "aten.fmod.Tensor": _REALS,
     "aten.linalg_solve_triangular.default": (
         "matrix on the left",
         lambda node: node.kwargs.get("left", True),

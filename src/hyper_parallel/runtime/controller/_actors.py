@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from hyper_parallel.errors import DeviceUnavailable, RankFailed
 from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
-from hyper_parallel.runtime.launchers import LOCAL_CLUSTER, PLACED_S, Rank, import_ray, rank_environment
+from hyper_parallel.runtime.launchers import LOCAL_CLUSTER, PLACED_S, Rank, connect_ray, import_ray, rank_environment
 from hyper_parallel.runtime.supervision import GONE, STOPPED, process_state
 
 _ENDED_S: Final = 5.0
@@ -49,7 +49,7 @@ class RayEngine:
 
     Raises:
         MissingDependency: HP501 when the package `ray` is not installed.
-        ConnectionError, RuntimeError, ValueError: From `ray.init`, for a RAY_ADDRESS that is unreachable or malformed.
+        DeviceUnavailable: HP502 when the cluster of RAY_ADDRESS cannot be reached.
     """
 
     most_ranks = None
@@ -62,7 +62,7 @@ class RayEngine:
             if "RAY_ADDRESS" not in os.environ:
                 address, self._is_local = "local", True
                 local_options = LOCAL_CLUSTER
-            ray.init(address, log_to_driver=False, **local_options)
+            connect_ray(ray, address, log_to_driver=False, **local_options)
 
     def start(self, spec: RoleSpec, size: int) -> ActorRanks:
         """Start the actors of a role; each actor reserves a GPU if the cluster has GPUs.
