@@ -113,3 +113,9 @@ def test_plans_of_training_do_not_load_it():
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_given_layout_beyond_memory_is_not_counted_as_fitting():
+    panel = planned("llama-3-70b", "-t", "dgx-h100", "--for", "generate", "--devices", "1", "--parallel", "")
+    assert "does not fit" in panel
+    assert "; 0 fit" in panel

@@ -313,3 +313,11 @@ def test_what_is_ruled_out_is_counted():
 def test_a_strategy_with_an_open_quote_is_refused(text):
     with pytest.raises(BadValue, match="cannot be split into words"):
         plan_generation(small_model(), machine(), LONG, strategy=text)
+
+
+def test_the_hint_without_cp_keeps_the_number_of_devices():
+    asked = (small_model(), machine(), LONG)
+    with pytest.raises(UnsupportedSharding) as caught:
+        plan_generation(*asked, num_devices=8, strategy="cp=2 tp=4")
+    assert caught.value.hint == '--parallel "dp_shard=2 tp=4"'
+    plan_generation(*asked, num_devices=8, strategy="dp_shard=2 tp=4")

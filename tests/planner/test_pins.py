@@ -147,3 +147,9 @@ def test_the_note_of_offload_names_the_bytes_that_stay_on_the_device():
         notes = [note for note in made.notes if note.startswith("offload:")]
         assert all(f"offload: {format_bytes(made.memory_bytes)} on" in note for note in notes)
         assert bool(notes) == (objective == "memory")
+
+
+def test_a_pin_of_accumulation_steps_is_the_number_of_a_workload_without_tokens():
+    workload = Workload(512, microbatch=1)
+    chosen = plan(small_model(), machine(), workload, num_devices=4, pins={"accumulation_steps": 4})
+    assert chosen.workload.accumulation_steps == 4

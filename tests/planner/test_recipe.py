@@ -7,8 +7,8 @@ import json
 import pytest
 
 from hyper_parallel.config import Recipe
-from hyper_parallel.errors import DegreesMismatch, DoesNotFit, NotDivisible, UnsupportedSharding
-from hyper_parallel.planner import plan_recipe
+from hyper_parallel.errors import BadValue, DegreesMismatch, DoesNotFit, NotDivisible, UnsupportedSharding
+from hyper_parallel.planner import parse_strategy, plan_recipe
 from hyper_parallel.units import GiB
 
 pytestmark = pytest.mark.unit
@@ -161,3 +161,17 @@ def test_with_offload_auto_counts_on_host_memory(recipe, tmp_path):
     assert small.memory_capacity_bytes == budget["budget"] >= small.memory_bytes
     slow = plan_recipe(recipe(**machine(64, 8), offload={**budget, "bandwidth": 10**6}))
     assert slow.step_s > small.step_s >= fits.step_s
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("tp=2 parallel.tp=4", "parallel.tp=4"),
+        ("rules.a=colwise dp_shard=2 rules.a=rowwise", "rules.a=rowwise dp_shard=2"),
+    ],
+)
+def test_a_key_of_a_strategy_that_is_set_twice_is_refused(text, hint):
+    with pytest.raises(BadValue, match="is set twice") as caught:
+        parse_strategy(text)
+    assert caught.value.hint == hint
+    parse_strategy(hint)

@@ -198,10 +198,24 @@ def test_pins_exclusions_and_choices():
         plan("llama-3-8b", machine(), pins={"cp": 2}, exclude=("cp",))
 
 
-def test_least_memory_within_a_deadline_needs_the_tokens_of_a_step():
+@pytest.mark.parametrize("objective", ["memory", "fewest-devices"])
+def test_a_deadline_needs_the_tokens_of_a_step_and_may_be_zero(objective):
     workload = Workload(512, microbatch=1, accumulation_steps=4)
-    with pytest.raises(BadValue, match="tokens per step"):
-        plan(small_model(), machine(), workload, num_devices=16, objective="memory", deadline_s=1e-6)
+    asked = {"num_devices": 16, "objective": objective}
+    with pytest.raises(BadValue, match="tokens per step") as caught:
+        plan(small_model(), machine(), workload, deadline_s=1e-6, **asked)
+    assert caught.value.hint == "tokens_per_step=32768"
+    with pytest.raises(DeadlineMissed):
+        plan(small_model(), machine(), Workload(512, 32768), deadline_s=0.0, **asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("memory_headroom", 1.5), ("memory_headroom", -1.0), ("num_devices", 0), ("num_devices", -8)]
+)
+def test_numbers_out_of_range_are_refused(name, value):
+    with pytest.raises(BadValue) as caught:
+        plan(small_model(), machine(), **{name: value})
+    assert caught.value.where == name
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def _rows(plan: GenerationPlan) -> list[tuple[str, str]]:
         ("throughput", f"{p.tokens_s:,.0f} tokens/s, {p.tokens_s_device:,.0f} per device, prefill included"),
         ("memory", f"{memory}, total {total}{fits}; largest batch that fits: {p.largest_batch:,} sequences"),
         *(("next best", _one_line(other)) for other in plan.runners_up),
-        ("searched", f"all {layouts} layouts, ranked by {plan.objective}; {plan.priced} fit"),
+        ("searched", f"all {layouts} layouts, ranked by {plan.objective}; {0 if fits else plan.priced} fit"),
         *(("note", note) for note in plan.notes),
     ]  # fmt: skip
 

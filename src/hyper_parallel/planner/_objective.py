@@ -153,14 +153,16 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
     if objective == "step-time":
         return search(request, top)
     tokens = request.workload.tokens_per_step
-    if objective == "memory" and deadline_s and not tokens:
+    if deadline_s is not None and not tokens:
+        w = request.workload
+        sequences = request.num_devices * (w.microbatch or 1) * (w.accumulation_steps or 1)
         raise BadValue(
-            "the objective memory with a deadline needs a workload with a fixed number of tokens per step",
+            f"the objective {objective} with a deadline needs a workload with a fixed number of tokens per step",
             where="workload.tokens_per_step",
             got=tokens,
-            hint=f"tokens_per_step={request.workload.seq_len * request.num_devices}",
+            hint=f"tokens_per_step={w.seq_len * sequences}",
         )
-    limit = deadline_s / tokens if deadline_s and tokens else None
+    limit = deadline_s / tokens if deadline_s is not None and tokens else None
     if objective == "memory":
         return _least_memory(request, deadline_s, limit, top)
     best: tuple[float, PlanRequest, Outcome] | None = None

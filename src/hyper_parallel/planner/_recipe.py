@@ -325,8 +325,8 @@ def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
 
     Raises:
         UnknownKey: HP101 for an unknown key.
-        BadValue: HP102 for unpaired quotes, a word that is no `key=value`, a value that is not allowed, `auto`,
-            `world_size`, and with `of_step` also `overlap=auto`.
+        BadValue: HP102 for unpaired quotes, a word that is no `key=value`, a repeated key, a value that is not allowed,
+            `auto`, `world_size`, and with `of_step` also `overlap=auto`.
     """
     values = _values_by_key(text, nested=("rules", "overlap") if of_step else ("rules",))
     words = validated(
@@ -384,11 +384,18 @@ def _values_by_key(text: str, nested: Collection[str]) -> dict[str, Any]:
             )
         key = _plain_key(key)
         section, dot, name = key.partition(".")
+        inner = values.get(section)
+        inner = inner if isinstance(inner, dict) else {}
+        if key in values or (dot and section in nested and name in inner):
+            raise BadValue(
+                f"`{key}` is set twice",
+                where=_WHERE,
+                got=text,
+                hint=shlex.join({_plain_key(w.partition("=")[0]): w for w in words}.values()),
+            )
         if not dot or section not in nested:
             values[key] = _value(key, value)
             continue
-        inner = values.get(section)
-        inner = inner if isinstance(inner, dict) else {}
         values[section] = {**inner, name: value if section == "rules" else _value(key, value)}
     return values
 

@@ -192,8 +192,9 @@ def _request(
 def _check_axes(strategy: Strategy) -> None:
     """Raise UnsupportedSharding (HP205) for choices that generation cannot run or that have no prediction."""
     plain = Strategy(**{name: getattr(strategy, name) for name in (*LAYOUT_AXES, "stage_layers")})
+    plain = replace(plain, dp_shard=strategy.dp_shard * strategy.cp)
     names = [f.name for f in fields(Strategy)]
-    unpriced = [n for n in names if getattr(strategy, n) != getattr(plain, n)]
+    unpriced = [n for n in names if n != "dp_shard" and getattr(strategy, n) != getattr(plain, n)]
     if strategy.cp > 1:
         reason = "generation does not support cp: a step has one token per sequence, so no sequence can be sharded"
     elif unpriced:

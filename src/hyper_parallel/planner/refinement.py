@@ -67,7 +67,7 @@ def find_best(request: PlanRequest, keep: int = 1, max_s_per_token: float | None
     keep, full = max(keep, MIN_RANKED_STRATEGIES), _FullPrices(request)
     search = BranchAndBound(Space(request), keep, max_s_per_token, full.seconds)
     values, open_bound = full.price_until_proved(search.rows)
-    limit = (max_s_per_token or math.inf) * (1 + TIE)
+    limit = (math.inf if max_s_per_token is None else max_s_per_token) * (1 + TIE)
     best = [p for p in full.ranked(search.rows, values, keep) if p.per_token_s <= limit]
     return Outcome(search, tuple(best), min(search.bound, open_bound), len(full.prices))
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hyper_parallel.cost import Machine, ModelNumbers
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import BadValue, HyperParallelError
 from hyper_parallel.ir import AXES, ModelRef, Overlap, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec, load_model
 from hyper_parallel.shard import ShardPlan, family_rules, plan_layouts
@@ -113,7 +113,16 @@ class PlanRequest:
         """Return the request with the fraction `share` of device memory left free, with a note if it is above 0.
 
         None means `HEADROOM`, or 0 on a CPU. If `capacity_bytes` is set, no further memory is left free.
+        Raises BadValue (HP102) for a fraction below 0 or from 1.
         """
+        if not 0.0 <= (share or 0.0) < 1.0:
+            raise BadValue(
+                "the memory headroom must be a fraction of device memory",
+                where="memory_headroom",
+                got=share,
+                allowed="from 0 to below 1",
+                hint="memory_headroom=0.05",
+            )
         if share is None:
             share = 0.0 if self.supernode.device.kind == "cpu" else HEADROOM
         if not share or self.capacity_bytes is not None:
@@ -185,8 +194,11 @@ def resolve(
     A note states the workload if it is None, or the tokens per step if all batch numbers are None: both are assumed.
 
     Raises:
+        BadValue: HP102 when `num_devices` is below one.
         HyperParallelError: Errors of `load_model` and `load_topology`.
     """
+    if num_devices is not None and num_devices < 1:
+        raise BadValue("the number of devices is below one", where="num_devices", got=num_devices, hint="num_devices=1")
     spec = model if isinstance(model, ModelSpec) else load_model(model)
     supernode = topology
     if not isinstance(supernode, Supernode):

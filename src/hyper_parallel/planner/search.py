@@ -287,7 +287,7 @@ class BranchAndBound:
         """
         self.space, self.keep, self.full_s = space, keep, full_s
         self.pricer = Pricer(space)
-        self.completer = Completer(self.pricer, max_s_per_token or np.inf)
+        self.completer = Completer(self.pricer, np.inf if max_s_per_token is None else max_s_per_token)
         self.domains = link_domains(self.pricer.machine)
         self._is_plain = Overlap() in space.overlaps
         self.rows = self.slower = self.barred = join([])

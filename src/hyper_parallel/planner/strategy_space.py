@@ -204,7 +204,7 @@ class Space:
         set or pinned one, or if they have fewer microbatches than pipeline ranks.
         """
         w, ones = self.request.workload, np.ones(len(table))
-        steps = ones * (w.accumulation_steps or 1)
+        steps = ones * (w.accumulation_steps or self.request.pins.get("accumulation", 1))
         if w.tokens_per_step is None:
             micro = ones * (microbatch or 1)
         elif microbatch is None:
