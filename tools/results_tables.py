@@ -158,7 +158,7 @@ def moe_dispatch() -> str:
 def overlap() -> str:
     """Return the table of step times with overlapped communication within layers."""
     names = (
-        "overlap_tensor_580_cpu", "overlap_tensor_quiet_cpu", "overlap_experts_480_cpu", "overlap_experts_700_cpu",
+        "overlap_tensor_690_cpu", "overlap_tensor_quiet_cpu", "overlap_experts_620_cpu", "overlap_experts_880_cpu",
         "overlap_experts_zipf_cpu",
     )  # fmt: skip
     rows = []
