@@ -9,7 +9,7 @@ import yaml
 
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import BadValue
-from hyper_parallel.ir import Overlap, Strategy, Workload
+from hyper_parallel.ir import Overlap, Rule, Strategy, Workload
 from hyper_parallel.mpmd import make_schedule
 from hyper_parallel.planner import gantt, launch_settings, plan, plan_recipe
 
@@ -123,3 +123,10 @@ def test_our_recipe_has_the_overlap_of_the_plan():
     strategy = Strategy(tp_x=2, dp_shard=4, overlap=Overlap(tp_chunks=2))
     settings = launch_settings(plan("llama-3-8b", "dgx-h100", strategy=strategy), "ours")
     assert yaml.safe_load(settings)["overlap"] == {"tp": "chunks", "ep": "none", "chunks": 2}
+
+
+def test_our_recipe_names_the_rules_that_it_omits():
+    made = plan("llama-3-8b", "dgx-h100", strategy=Strategy(dp_shard=8))
+    assert "not written" not in launch_settings(made, "ours")
+    ruled = replace(made, strategy=replace(made.strategy, rules=(Rule("layers.*.up", "replicate"),)))
+    assert "# not written: parallel.rules" in launch_settings(ruled, "ours")
