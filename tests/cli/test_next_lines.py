@@ -135,3 +135,15 @@ def test_a_saved_plan_that_does_not_fit_is_refused(saved, override):
     hint = caught.value.hint
     if not hint.startswith("hyper-parallel"):
         applied(saved, override, hint)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ("parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "parallel.dp_shard=4"),
+        ("parallel.dp_shard=8", "parallel.zero=1"),
+        ("parallel.cp=4", "parallel.cp_kind=hybrid", "parallel.cp_ulysses=2", "parallel.dp_shard=2"),
+    ],
+)
+def test_choices_of_a_recipe_give_way_to_a_saved_plan(saved, own):
+    assert str(applied(saved, *own).strategy) == str(Plan.load(saved / "plan.json").strategy)

@@ -236,3 +236,14 @@ def test_devices_share_what_host_memory_moves():
     assert MemoryPool("dram", quantity(1e12), link, 8).shared_bytes_s == 50e9
     assert MemoryPool("dram", quantity(1e12), link, 8, memory).shared_bytes_s == 25e9
     assert MemoryPool("dram", quantity(1e12), link, 2, memory).shared_bytes_s == 50e9
+
+
+def test_matmuls_write_values_as_wide_as_keys_and_not_the_output_of_attention():
+    """Residual and queries (256 each), both inputs of the gate (768 each), keys and values (32 per head each)."""
+    made = []
+    for kv_heads in (2, 8):
+        strategy, workload = Strategy(offload=True), Workload(512, microbatch=8, accumulation_steps=1)
+        scores = score_strategy(small_model(kv_heads=kv_heads), machine(memory_gib=0.125), strategy, workload)
+        term = next(t for t in scores.cost_at(0) if t.name == COPIES)
+        made.append(float(OffloadDemand.of_term(term).products_bytes[0]))
+    assert made[1] / made[0] == pytest.approx((2048 + 2 * 8 * 32) / (2048 + 2 * 2 * 32))

@@ -321,3 +321,18 @@ def test_the_hint_without_cp_keeps_the_number_of_devices():
         plan_generation(*asked, num_devices=8, strategy="cp=2 tp=4")
     assert caught.value.hint == '--parallel "dp_shard=2 tp=4"'
     plan_generation(*asked, num_devices=8, strategy="dp_shard=2 tp=4")
+
+
+@pytest.mark.parametrize(("text", "where"), [("cp", "--parallel"), ("tp=x", "--parallel: tp_x"), ("'", "--parallel")])
+def test_an_error_in_the_text_of_a_layout_names_its_option(text, where):
+    with pytest.raises(BadValue) as caught:
+        plan_generation("llama-3-8b", "dgx-h100", strategy=text)
+    assert caught.value.where == where
+
+
+def test_prompts_that_need_more_devices_are_answered_with_a_number_that_fits():
+    asked = ("llama-3-70b", "dgx-h100", GenerateWorkload(prompts=512, prompt_len=6000))
+    with pytest.raises(DoesNotFit) as caught:
+        plan_generation(*asked, num_devices=1, objective="latency")
+    assert caught.value.hint == "--devices 32"
+    plan_generation(*asked, num_devices=32, objective="latency")

@@ -9,7 +9,7 @@ import yaml
 
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import BadValue
-from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.ir import Overlap, Rule, Strategy, Workload
 from hyper_parallel.mpmd import make_schedule
 from hyper_parallel.planner import gantt, launch_settings, plan, plan_recipe
 
@@ -117,3 +117,16 @@ def test_the_chart_has_a_line_for_every_pipeline_rank():
     assert [line.split()[:2] for line in lines[1:]] == [["rank", str(r)] for r in range(4)]
     assert {len(line) for line in lines[1:]} == {70}
     assert all({"F", "I", "W"} <= set(line) for line in lines[1:])
+
+
+def test_our_recipe_has_the_overlap_of_the_plan():
+    strategy = Strategy(tp_x=2, dp_shard=4, overlap=Overlap(tp_chunks=2))
+    settings = launch_settings(plan("llama-3-8b", "dgx-h100", strategy=strategy), "ours")
+    assert yaml.safe_load(settings)["overlap"] == {"tp": "chunks", "ep": "none", "chunks": 2}
+
+
+def test_our_recipe_names_the_rules_that_it_omits():
+    made = plan("llama-3-8b", "dgx-h100", strategy=Strategy(dp_shard=8))
+    assert "not written" not in launch_settings(made, "ours")
+    ruled = replace(made, strategy=replace(made.strategy, rules=(Rule("layers.*.up", "replicate"),)))
+    assert "# not written: parallel.rules" in launch_settings(ruled, "ours")

@@ -153,3 +153,49 @@ def test_a_pin_of_accumulation_steps_is_the_number_of_a_workload_without_tokens(
     workload = Workload(512, microbatch=1)
     chosen = plan(small_model(), machine(), workload, num_devices=4, pins={"accumulation_steps": 4})
     assert chosen.workload.accumulation_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("pins", "hint"),
+    [
+        ({"schedul": "foo"}, {"schedule": "gpipe"}),
+        ({"schedul": "zbv"}, {"schedule": "zbv"}),
+        ({"tpx": "8"}, {"tp_x": 8}),
+        ({"tpx": "a"}, {"tp_x": 1}),
+        ({"tp": "²"}, {"tp": 1}),
+        ({"pp": "1" * 5000}, {"pp": 1}),
+        ({"vpp": 0}, {"vpp": 1}),
+        ({"virtual_stages": 0}, {"virtual_stages": 1}),
+    ],
+)
+def test_the_hint_of_a_refused_pin_is_allowed(pins, hint):
+    with pytest.raises((BadValue, UnknownKey)) as caught:
+        plan(small_model(), machine(), pins=pins)
+    assert caught.value.hint == f"pins={json.dumps(hint)}"
+    check_pins(hint)
+
+
+def test_two_values_of_one_choice_are_refused():
+    assert check_pins({"virtual_stages": 2, "vpp": "2"}) == {"vpp": 2}
+    with pytest.raises(BadValue, match="another name") as caught:
+        plan(small_model(), machine(), pins={"virtual_stages": 2, "vpp": 4})
+    assert (caught.value.where, caught.value.hint) == ("pins", "leave out the pin vpp=4")
+
+
+def test_the_note_of_a_search_for_memory_states_its_accuracy():
+    made = plan(small_model(), machine(), Workload(512, 512 * 8), num_devices=4, objective="memory")
+    assert any("by at most 1/1024" in note for note in made.notes)
+    assert not any("nothing better" in note for note in made.notes)
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_without_offload():
+    with pytest.raises(NoLegalStrategy):
+        plan(small_model(), machine(), Workload(4096, tokens_per_step=4097), num_devices=4, exclude=("offload",))
+
+
+def test_more_recomputed_layers_than_layers_cost_no_more_than_all():
+    def step_s(layers: int) -> float:
+        strategy = Strategy(dp_shard=8, recompute="full", recompute_layers=layers)
+        return plan("llama-3-8b", "dgx-h100", Workload(4096), strategy=strategy).step_s
+
+    assert step_s(100) == step_s(32)

@@ -175,3 +175,23 @@ def test_a_key_of_a_strategy_that_is_set_twice_is_refused(text, hint):
         parse_strategy(text)
     assert caught.value.hint == hint
     parse_strategy(hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("dp_shard=2 submodels=auto", "dp_shard=2"),
+        ("parallel.one_order=false tp=2", "tp=2"),
+        ("submodels=auto", "dp_shard=4 tp=2"),
+    ],
+)
+def test_a_strategy_refuses_keys_of_a_recipe_that_it_cannot_hold(text, hint):
+    with pytest.raises(BadValue, match="not of a strategy") as caught:
+        parse_strategy(text)
+    assert caught.value.hint == hint
+    parse_strategy(hint)
+
+
+def test_a_strategy_refuses_two_sizes_of_one_axis():
+    with pytest.raises(BadValue, match="two names of one degree"):
+        parse_strategy("tp=2 tp_x=4")

@@ -132,6 +132,10 @@ def test_the_outermost_caller_decides_and_sentences_stay():
     [
         ({"pins": {"tpx": 8}}, "pins", 'pins={"tp_x": 8}', "--pin tp_x=8"),
         ({"pins": {"schedule": "x"}}, "pins", 'pins={"schedule": "gpipe"}', "--pin schedule=gpipe"),
+        (
+            {"pins": {"order": "x"}}, "pins", 'pins={"order": "pp>dp_replicate>dp_shard>cp>tp_x>tp_y"}',
+            "--pin 'order=pp>dp_replicate>dp_shard>cp>tp_x>tp_y'",
+        ),
         ({"exclude": ("recomputed",)}, "exclude", 'exclude=("recompute",)', "--exclude recompute"),
         ({"exclude": ("xyz",)}, "exclude", "leave `xyz` out of exclude", "leave `xyz` out of --exclude"),
         ({"objective": "memry"}, "objective", 'objective="memory"', "--objective memory"),

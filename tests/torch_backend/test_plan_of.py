@@ -58,8 +58,8 @@ def test_words_are_the_keys_of_a_recipe() -> None:
         ("tp", BadValue, "key=value"),
         ("tp=two", BadValue, "an integer >= 1"),
         ("tp=2 tp_x=4", BadValue, "two names of one degree"),
-        ("auto=true", BadValue, "needs explicit degrees"),
-        ("dp_shard=4 tp=2 world_size=8", BadValue, "`world_size` are for a search"),
+        ("auto=true", BadValue, "not of a strategy"),
+        ("dp_shard=4 tp=2 world_size=8", BadValue, "not of a strategy"),
     ],
 )
 def test_wrong_words(words: str, error: type[HyperParallelError], says: str) -> None:

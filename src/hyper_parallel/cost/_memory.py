@@ -460,7 +460,7 @@ def _recomputable_bytes(s: PricingCase) -> tuple[Array, Array]:
     routed = n.experts_per_token * n.expert_width
     passing = (2.0 * n.hidden + n.mlp_width + routed) * width + stack.eager * n.eager_bytes(width)
     wide = n.mlp_saved_width - n.mlp_width + np.maximum(n.expert_saved_width - routed, 0.0)
-    products = (n.hidden + n.q_width + n.k_width + n.v_width + wide) * width
+    products = (n.hidden + n.q_width + 2.0 * n.k_width + wide) * width
     return scale * passing, scale * products
 
 

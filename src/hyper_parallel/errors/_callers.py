@@ -40,7 +40,7 @@ def _option(name: str, value: object) -> str:
     if value is None:
         return f"leave out {name}"
     if isinstance(value, Mapping):
-        return " ".join(f"{name} {key}={item}" for key, item in value.items())
+        return " ".join(f"{name} {shlex.quote(f'{key}={item}')}" for key, item in value.items())
     return name if value is True else f"{name} {','.join(value) if isinstance(value, tuple) else value}"
 
 

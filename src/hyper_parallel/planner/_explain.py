@@ -86,7 +86,10 @@ def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
 def search_note(certificate: Certificate) -> str:
     """Return the note about a search: its optimality gap, and the numbers of priced, pruned and illegal strategies."""
     c = certificate
-    proof = "nothing better exists" if c.gap < 1e-9 else f"nothing is more than {c.gap:.2%} better"
+    if c.objective == "memory":
+        proof = "the peak memory exceeds the least by at most 1/1024 of the fastest strategy's"
+    else:
+        proof = "nothing better exists" if c.gap < 1e-9 else f"nothing is more than {c.gap:.2%} better"
     note = f"searched: {proof} within the cost model; {c.priced:,} strategies priced in full"
     if c.gap >= 1e-9:
         note += " (stopped before the search was complete)"

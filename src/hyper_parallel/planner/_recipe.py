@@ -326,7 +326,7 @@ def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
     Raises:
         UnknownKey: HP101 for an unknown key.
         BadValue: HP102 for unpaired quotes, a word that is no `key=value`, a repeated key, a value that is not allowed,
-            `auto`, `world_size`, and with `of_step` also `overlap=auto`.
+            `auto`, `world_size`, `submodels`, `one_order=false`, and with `of_step` also `overlap=auto`.
     """
     values = _values_by_key(text, nested=("rules", "overlap") if of_step else ("rules",))
     words = validated(
@@ -343,13 +343,13 @@ def parse_strategy(text: str, *, of_step: bool = False) -> Strategy:
             got=text,
             hint=_without(text, ("overlap", "overlap.auto")) or "overlap=none",
         )
-    if words.auto or words.world_size is not None:
+    if words.auto or words.world_size is not None or words.submodels is not None or not words.one_order:
         raise BadValue(
-            "`auto` and `world_size` are for a search, but a strategy needs explicit degrees",
+            "`auto`, `world_size`, `submodels` and `one_order` are keys of a recipe, not of a strategy",
             where=_WHERE,
             got=text,
-            allowed="degrees, whose product is the number of ranks",
-            hint=_without(text, ("auto", "world_size")) or "dp_shard=4 tp=2",
+            allowed="degrees, whose product is the number of ranks, and choices such as `schedule`",
+            hint=_without(text, ("auto", "world_size", "submodels", "one_order")) or "dp_shard=4 tp=2",
         )
     return strategy_of(
         words,

@@ -97,7 +97,7 @@ def plan_generation(
         DoesNotFit: HP401 when no layout fits in memory.
     """
     check_objective(objective, GENERATE_OBJECTIVES, " for generation")
-    explicit = parse_strategy(strategy) if isinstance(strategy, str) else strategy
+    explicit = _parsed(strategy) if isinstance(strategy, str) else strategy
     if explicit is not None:
         _check_axes(explicit)
         check_degrees(explicit, num_devices, _WHERE, f"--devices {explicit.world_size}")
@@ -118,6 +118,15 @@ def plan_generation(
         r.model.name, r.supernode.name, r.num_devices, work, objective, r.machine.memory_bytes,
         ranked[0], tuple(ranked[1 : top + 1]), len(ranked), dict(+ruled_out), r.notes,
     )  # fmt: skip
+
+
+def _parsed(text: str) -> Strategy:
+    """Return the strategy of a text; an error names the option."""
+    try:
+        return parse_strategy(text)
+    except HyperParallelError as error:
+        error.where = (error.where or "").replace("strategy", _WHERE, 1)
+        raise
 
 
 def _ranked(

@@ -37,6 +37,18 @@ class Pinnable:
         """Return the value of a pin that is stored as the number `pinned`."""
         return self.values[pinned] if self.values else pinned
 
+    def stored(self, value: int | str) -> int | None:
+        """Return the number that is stored for a pin; None if the value is not allowed."""
+        text = str(value)
+        if self.values:
+            return next((i for i, v in enumerate(self.values) if str(v) == text), None)
+        return int(text) if text.isdecimal() and len(text) < 19 and int(text) >= 1 else None
+
+    def usable(self, value: int | str) -> object:
+        """Return the allowed value that `value` denotes; if there is none, the first allowed value."""
+        stored = self.stored(value)
+        return self.shown(stored if stored is not None else 0 if self.values else 1)
+
 
 _COLUMNS: Final = {**COLUMN_OF, "accumulation_steps": "accumulation", "cp_kind": "cp_gather"}
 """Dict from recipe key to column of `cost.Candidates`, where the names differ."""
@@ -91,7 +103,7 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
 
     Raises:
         UnknownKey: HP101 for a name that is not in `PINNABLE`.
-        BadValue: HP102 for a value that is not allowed.
+        BadValue: HP102 for a value that is not allowed, or two values of one choice under two names.
     """
     checked: dict[str, int] = {}
     named = dict(pins or {})
@@ -104,25 +116,29 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
         key = PINNABLE.get(name)
         if key is None:
             near = get_close_matches(name, PINNABLE, 1)
+            likely = PINNABLE[near[0]].usable(value) if near else None
             raise UnknownKey(
                 f"`{name}` is not a degree or choice that can be pinned",
                 got=f"{name}={value}",
                 allowed=tuple(PINNABLE),
-                changes={"--pin": {near[0]: int(value) if str(value).isdigit() else value}} if near else None,
+                changes={"--pin": {near[0]: likely}} if near else None,
                 where="--pin",
             )
-        indices = {str(v): i for i, v in enumerate(key.values)}
-        if key.values and str(value) in indices:
-            checked[key.name] = indices[str(value)]
-        elif not key.values and str(value).isdecimal() and int(value) >= 1:
-            checked[key.name] = int(value)
-        else:
+        stored = key.stored(value)
+        if stored is None:
             examples = (*key.values[:3], "...") if len(key.values) >= 10 else key.values
             raise BadValue(
                 f"`{name}` cannot be pinned to `{value}`",
                 got=f"{name}={value}",
                 allowed=examples or "an integer from 1",
                 changes={"--pin": {name: str(key.values[0]) if key.values else 1}},
+                where="--pin",
+            )
+        if checked.setdefault(key.name, stored) != stored:
+            raise BadValue(
+                f"`{name}` is another name of a choice that is pinned to `{key.shown(checked[key.name])}`",
+                got=f"{name}={value}",
+                hint=f"leave out the pin {name}={value}",
                 where="--pin",
             )
     return checked

@@ -48,6 +48,8 @@ def launch_settings(plan: Plan, stack: str) -> str:
         )
     if stack == "ours":
         comments = [f"# not supported: {text}" for text in unimplemented(plan.strategy)]
+        omitted = {"parallel.rules": plan.strategy.rules, "parallel.schedule_file": plan.strategy.schedule_file}
+        comments += [f"# not written: {key} of the plan" for key, value in omitted.items() if value]
         settings = _recipe(plan)
     else:
         comments = [f"# not expressed: {text}" for text in _not_in_megatron(plan)]
