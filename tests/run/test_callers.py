@@ -80,6 +80,10 @@ def test_overrides_are_read_back_from_a_shell(changes, hint, values, tmp_path):
             ("a.jsonl:1", 'set in the entry `data.source[1]`: columns: {a: x y, b: "1"}, text_key: t'),
         ),
         (
+            ENTRY, "a", {"data.name": "no", "data.split": "2023"},
+            ("a", 'set in the entry `data.source[1]`: name: "no", split: "2023"'),
+        ),
+        (
             ENTRY, "a", {"data.name": None, "data.split": None},
             ("a", "set `name` and `split` only in those entries of `data.source` to which they apply"),
         ),

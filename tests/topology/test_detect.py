@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hyper_parallel.errors import BadValue, DeviceUnavailable, UnknownDevice
-from hyper_parallel.topology import detect_local, find_accelerators, load_topology
+from hyper_parallel.topology import detect_local, find_accelerators, load_topology, rank_threads
 from hyper_parallel.topology.cpu_machine import cache_dir, cpu_rates, read_cpu
 from hyper_parallel.topology.loading import parse_npu_smi, parse_nvidia_smi
 
@@ -114,9 +114,16 @@ def test_a_rank_computes_with_the_threads_it_has(tools, monkeypatch):
     assert every.peak_flops("float32") == pytest.approx(alone.peak_flops("float32"))
     assert alone.device.memory_bytes_s.value == every.device.memory_bytes_s.value
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(os, "cpu_count", lambda: cpu.cores)
     whole = detect_local(1)
     assert whole.peak_flops("float32") == pytest.approx(cpu_rates(cpu)["float32"])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs CPU affinity")
+def test_ranks_share_the_cores_that_the_process_may_use(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert [rank_threads(ranks) for ranks in (1, 2, 4)] == [2, 1, 1]
 
 
 def test_damaged_cache_is_measured_again(tools):

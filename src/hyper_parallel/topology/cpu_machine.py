@@ -132,12 +132,12 @@ def rank_capacity(num_accelerators: int) -> RankCapacity:
 
 
 def rank_threads(num_ranks: int) -> int:
-    """Return the CPU threads of each local rank: OMP_NUM_THREADS, else an equal share of the cores, at least one.
+    """Return the CPU threads of each local rank: OMP_NUM_THREADS, else a share of `read_cpu().cores`, at least 1.
 
     Of a list such as `4,2`, which gives the threads of nested levels, the first number counts.
     """
     outer = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return (int(outer) if outer.isdecimal() else 0) or max(1, (os.cpu_count() or 1) // num_ranks)
+    return (int(outer) if outer.isdecimal() else 0) or max(1, read_cpu().cores // num_ranks)
 
 
 def _facts(path: str) -> dict[str, str]:

@@ -167,7 +167,8 @@ def no_target(problem: str, counts: DataCounts, data: Data, needed: int | None =
     reasons = counts.dropped.most_common()
     hint: str | dict[str, int] | None = None
     if reasons[0][0] in (BEHIND_SEQ_LEN, LONG_MEDIA):
-        factor = 4 if needed is None else max(2, -(-needed // data.seq_len))
+        factor = 4 if needed is None else max(2, 1 << (-(-needed // data.seq_len) - 1).bit_length())
+        # A power of two usually keeps `training.tokens_per_step` a multiple of the sequence length.
         hint = {"data.seq_len": factor * data.seq_len}
         hint = hint if needed is not None else f"a larger value, such as {overrides(hint)}"
         hint = hint if factor * data.seq_len <= MOST_SEQ_LEN else "shorten the conversations"

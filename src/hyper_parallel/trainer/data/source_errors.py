@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from hyper_parallel.errors import Caller, overrides, value_text
+from hyper_parallel.trainer.data.record_keys import as_value
 
 MAIN: Final = "data.source"
 VALIDATION: Final = "data.validation"
 _OF_ENTRIES: Final = ("source", "name", "split", "format", "text_key", "columns", "roles", "ignore_keys")
 """Keys of `data` that an entry of a list of sources may have."""
+_TEXTS: Final = ("name", "split", "text_key")
+"""Keys whose overrides are literal texts, which YAML could read as another type."""
 _OF_BOTH: Final = ("name", "format", "text_key", "columns", "roles")
 """Keys of `data` that describe the records of the training data and of `data.validation`."""
 
@@ -52,6 +55,7 @@ class SourceKey(Caller):
         entry: dict[str, object] = {}
         for (name, *inner), value in zip(names, changes.values(), strict=True):
             former = entry.get(name)
+            value = as_value(value) if name in _TEXTS and isinstance(value, str) else value
             entry[name] = {**(former if isinstance(former, dict) else {}), inner[0]: value} if inner else value
         lines = (f"{name}: {value_text(value)}" for name, value in entry.items())
         return f"set in the entry `{self.key}`: {', '.join(lines)}"
