@@ -158,8 +158,8 @@ def test_a_pin_of_accumulation_steps_is_the_number_of_a_workload_without_tokens(
 @pytest.mark.parametrize(
     ("pins", "hint"),
     [
-        ({"schedul": "foo"}, {"schedule": "gpipe"}),
-        ({"schedul": "zbv"}, {"schedule": "zbv"}),
+        ({"schedules": "foo"}, {"schedule": "gpipe"}),
+        ({"schedules": "zbv"}, {"schedule": "zbv"}),
         ({"tpx": "8"}, {"tp_x": 8}),
         ({"tpx": "a"}, {"tp_x": 1}),
         ({"tp": "²"}, {"tp": 1}),

@@ -11,7 +11,7 @@ from hyper_parallel.cli.app import say
 from hyper_parallel.cli.option_conflicts import refuse_ignored
 
 _EXCLUDED: Final = {"runs": ("ranks", "check", "steps")}
-"""For a parameter, the parameters without effect beside it: fitting a CSV file measures nothing on this machine."""
+"""For a parameter, the parameters that it leaves without effect: a fit to a CSV file measures nothing."""
 _NEEDED: Final = {"steps": "check"}
 """For a parameter, the parameter without which it has no effect."""
 

@@ -25,7 +25,7 @@ def refuse_ignored(
 
     Args:
         ctx: Context of the running command. Options are named by their parameters; `quiet` is `--quiet`.
-        excluded: For an option, the options that have no effect beside it.
+        excluded: For an option, the options that it leaves without effect.
         needed: For an option, the option without which it has no effect.
 
     Raises:

@@ -41,7 +41,7 @@ _EXCLUDED: Final = {
     "as_json": _DETAILS,
     "quiet": _DETAILS,
 }  # fmt: skip
-"""For a parameter, the parameters without effect beside it."""
+"""For a parameter, the parameters that it leaves without effect."""
 _NEEDED: Final = {"no_code": "recipe"}
 """For a parameter, the parameter without which it has no effect."""
 _NOT_REPEATED: Final = ("explain", "gantt", "dry_run", "top", "output", "launch")

@@ -31,7 +31,7 @@ _MAX_KERNELS: Final = 12
 """Maximum number of fused kernels that the printed results list."""
 
 _EXCLUDED: Final = dict.fromkeys(("trace", "topology", "ranks", "rank", "as_json"), ("no_calibrate", "launcher"))
-"""For a parameter, the parameters without effect beside it: tracing starts no ranks."""
+"""For a parameter, the parameters that it leaves without effect: tracing starts no ranks."""
 
 
 def train(
