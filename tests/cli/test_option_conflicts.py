@@ -31,13 +31,11 @@ def recipe(tmp_path, monkeypatch):
         (f"plan {MACHINE} --launch ours --explain --gantt", "--explain, --gantt have no effect with --launch"),
         (f"plan {MACHINE} --json --gantt", "--gantt has no effect with --json"),
         (f"--quiet plan {MACHINE} --explain", "--explain has no effect with --quiet"),
-        (f"plan {MACHINE} --no-code", "--no-code has no effect without --recipe"),
         ("config show r.yaml --yaml --json", "--json has no effect with --yaml"),
         ("calibrate --steps 20", "--steps has no effect without --check"),
         ("calibrate --runs runs.csv --steps 20", "--steps has no effect with --runs"),
         ("calibrate --runs runs.csv --ranks 2 --check r.yaml", "--ranks, --check have no effect with --runs"),
         ("train r.yaml --dry-run --trace --launcher slurm", "--launcher has no effect with --trace"),
-        ("train r.yaml --dry-run --rank 0 --no-calibrate", "--no-calibrate has no effect with --rank"),
     ],
 )
 def test_an_option_without_effect_is_refused(recipe, words, problem):
@@ -54,6 +52,11 @@ def test_leaving_out_the_option_of_the_hint_succeeds(recipe, name):
     assert caught.value.hint == f"leave out {name}, or --json"
     assert call(f"plan {MACHINE} --devices 8 --json").exit_code == 0
     assert call(f"plan {MACHINE} --devices 8 {name}").exit_code == 0
+
+
+def test_options_that_are_satisfied_are_accepted(recipe):
+    assert call(f"plan {MACHINE} --devices 8 --no-code").exit_code == 0
+    assert call("plan --recipe r.yaml --no-code --json").exit_code == 0
 
 
 def test_options_with_an_effect_are_accepted(recipe):

@@ -28,6 +28,8 @@ def refuse_ignored(
         excluded: For an option, the options that it leaves without effect.
         needed: For an option, the option without which it has no effect.
 
+    Options that forbid something, such as `--no-code`, are satisfied if it does not happen anyway: do not list them.
+
     Raises:
         Contradiction: HP104 for the first option of `excluded`, else of `needed`, whose rule is broken.
     """

@@ -35,15 +35,13 @@ _DETAILS: Final = ("explain", "gantt")
 _EXCLUDED: Final = {
     "diff": (
         *_IN_RECIPE, *_DETAILS, "topology", "devices", "top", "recipe", "output", "schedule_csv", "as_json", "dry_run",
-        "launch", "no_code",
+        "launch",
     ),
     "launch": (*_DETAILS, "as_json"),
     "as_json": _DETAILS,
     "quiet": _DETAILS,
 }  # fmt: skip
 """For a parameter, the parameters that it leaves without effect."""
-_NEEDED: Final = {"no_code": "recipe"}
-"""For a parameter, the parameter without which it has no effect."""
 _NOT_REPEATED: Final = ("explain", "gantt", "dry_run", "top", "output", "launch")
 """Parameters omitted from the suggested next command."""
 
@@ -92,7 +90,7 @@ def plan(
 
         plan_to_generate(ctx, _read, free, WIDTH)
         return
-    refuse_ignored(ctx, _EXCLUDED, _NEEDED)
+    refuse_ignored(ctx, _EXCLUDED)
     if diff is not None:
         say(_difference(*diff))
         return

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _MAX_KERNELS: Final = 12
 """Maximum number of fused kernels that the printed results list."""
 
-_EXCLUDED: Final = dict.fromkeys(("trace", "topology", "ranks", "rank", "as_json"), ("no_calibrate", "launcher"))
+_EXCLUDED: Final = dict.fromkeys(("trace", "topology", "ranks", "rank", "as_json"), ("launcher",))
 """For a parameter, the parameters that it leaves without effect: tracing starts no ranks."""
 
 
