@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from hyper_parallel.config import FOREIGN_KEYS, Lora, Recipe, leaves, load_recipe
+from hyper_parallel.config import Lora, Recipe, leaves, load_recipe
+from hyper_parallel.config.foreign_keys import FOREIGN_KEYS
 from hyper_parallel.errors import UnknownKey
 
 pytestmark = pytest.mark.unit

@@ -20,12 +20,10 @@ from hyper_parallel.config._read import parse_yaml, read_mapping
 from hyper_parallel.config._recipe import NAMES_OF_EXPERTS, Lora, Offload, Recipe, time_limit_s
 from hyper_parallel.config._sections import Checkpoint, Data, Model, Overlap, Parallel, Section, Training
 from hyper_parallel.config._values import LEAST_TRAINED_VOCABULARY, MOST_SEQ_LEN
-from hyper_parallel.config.foreign_keys import FOREIGN_KEYS
 from hyper_parallel.config.schedules import SCHEDULE_ARGS
 
 __all__ = [
     "DEGREES",
-    "FOREIGN_KEYS",
     "KNOWN_REWARDS",
     "LEAST_TRAINED_VOCABULARY",
     "MOST_SEQ_LEN",
