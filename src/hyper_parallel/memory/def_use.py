@@ -141,7 +141,7 @@ def live_bytes(program: MemoryProgram, uses: Sequence[Sequence[int]]) -> np.ndar
 
 
 def dependencies(program: MemoryProgram) -> list[set[int]]:
-    """Return, per operator, the set of operators that must run before it, derived from the recorded order.
+    """Return, per operator, the set of its direct predecessors in the recorded order; others follow by transitivity.
 
     Dependencies are true (read after write), anti (write after read) and output (write after write) dependencies.
     Operators that communicate also keep their mutual order, and so do other operators with `ordered`. An operator that

@@ -126,7 +126,7 @@ def _layers_per_rank(plan: Plan) -> list[int]:
 
 
 def _megatron(plan: Plan) -> str:
-    """Return a `torchrun` command with the flags of Megatron-LM."""
+    """Return a `torchrun` line to complete, with Megatron-LM's flags for layout, batch, dtype and recomputation."""
     s, w = plan.strategy, plan.workload
     sequences = (w.tokens_per_step or 0) // w.seq_len
     flags: list[str] = [

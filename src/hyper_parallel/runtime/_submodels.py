@@ -119,7 +119,7 @@ class _SubmodelLayouts(Caller):
     """Call of `parallelize_submodels`: keys of `parallel.submodels` are keys of its arguments."""
 
     def where(self, text: str) -> str:
-        """Return the name of the function in place of `parallel.submodels`."""
+        """Return a location in `parallel.submodels` as `parallelize_submodels: PART`, and any other unchanged."""
         is_own = text.startswith(_KEY)
         return f"parallelize_submodels{text.removeprefix(_KEY).replace('.', ': ', 1)}" if is_own else text
 

@@ -96,7 +96,7 @@ class MindSporeRunner:
             self._scheduler.wait()
 
     def facts(self) -> dict[str, Any]:
-        """Return the version of MindSpore, and the kernels built so far."""
+        """Return the version of MindSpore and, with operator fusion, the kernels built so far that fuse operators."""
         facts: dict[str, Any] = {"mindspore": ms.__version__}
         if self._kernels is not None:
             facts["fused_kernels"] = [asdict(kernel) for kernel in self._kernels.kernels()]
