@@ -164,29 +164,17 @@ def test_with_offload_auto_counts_on_host_memory(recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "hint"),
+    ("text", "problem", "hint"),
     [
-        ("tp=2 parallel.tp=4", "parallel.tp=4"),
-        ("rules.a=colwise dp_shard=2 rules.a=rowwise", "rules.a=rowwise dp_shard=2"),
+        ("tp=2 parallel.tp=4", "is set twice", "parallel.tp=4"),
+        ("rules.a=colwise dp_shard=2 rules.a=rowwise", "is set twice", "rules.a=rowwise dp_shard=2"),
+        ("dp_shard=2 submodels=auto", "not of a strategy", "dp_shard=2"),
+        ("parallel.one_order=false tp=2", "not of a strategy", "tp=2"),
+        ("submodels=auto", "not of a strategy", "dp_shard=4 tp=2"),
     ],
 )
-def test_a_key_of_a_strategy_that_is_set_twice_is_refused(text, hint):
-    with pytest.raises(BadValue, match="is set twice") as caught:
-        parse_strategy(text)
-    assert caught.value.hint == hint
-    parse_strategy(hint)
-
-
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("dp_shard=2 submodels=auto", "dp_shard=2"),
-        ("parallel.one_order=false tp=2", "tp=2"),
-        ("submodels=auto", "dp_shard=4 tp=2"),
-    ],
-)
-def test_a_strategy_refuses_keys_of_a_recipe_that_it_cannot_hold(text, hint):
-    with pytest.raises(BadValue, match="not of a strategy") as caught:
+def test_repeated_keys_and_keys_of_a_recipe_are_refused_in_a_strategy(text, problem, hint):
+    with pytest.raises(BadValue, match=problem) as caught:
         parse_strategy(text)
     assert caught.value.hint == hint
     parse_strategy(hint)
