@@ -18,7 +18,7 @@ from trl.trainer.dpo_config import FDivergenceType
 import hyper_parallel as hp
 from hyper_parallel.backends.torch.token_scores import score_every_token
 from hyper_parallel.config import Data, Dpo, Kto, Rm
-from hyper_parallel.trainer.data import Batches, load_tokenizer, prepare
+from hyper_parallel.trainer.data import Batches, Order, StepRows, load_tokenizer, prepare
 from hyper_parallel.trainer.stages.dpo import WITHOUT_REFERENCE, DpoStage
 from hyper_parallel.trainer.stages.kto import KtoStage
 from hyper_parallel.trainer.stages.reference import Reference
@@ -98,8 +98,8 @@ def make_step(name, place):
     model = deepcopy(before)
     plan = hp.plan_of(model, "", WORK)
     hp.parallelize(model, plan)
-    batches = Batches(packed.train, sequences_per_step=ROWS, shuffle=False, group_size=2)
-    reference = Reference(model, plan, 0, True, place, None, torch.device("cpu"))
+    batches = Batches(packed.train, sequences_per_step=ROWS, order=Order(shuffle=False), rows=StepRows(group_size=2))
+    reference = Reference(model, plan, True, place, None)
     reference.begin(packed.train)
     reference.source = place  # the run goes on: its model is another one now
     with torch.no_grad():
@@ -126,7 +126,7 @@ def ours(step, stage):
     """Loss and record of a step by our stage."""
     stage.begin(step.batches)
     parts = [{"input_ids": i, "shift_labels": t} for i, t in zip(step.ids.split(4), step.targets.split(4), strict=True)]
-    parts, _ = stage.inputs(parts, step.rows, 1)
+    parts, _ = stage.inputs(parts, step.rows, step.batches, 1)
     loss = hp.forward_backward(step.model, parts, objective=stage.objective)
     step.model.zero_grad()
     return float(loss), stage.record()["preference"]
@@ -170,7 +170,7 @@ def test_losses_of_pairs_are_trls(pairs, kind):
 def test_the_loss_of_good_and_bad_answers_is_trls(answers):
     step = answers
     settings = Kto(beta=BETA, desirable_weight=GOOD, undesirable_weight=BAD)
-    loss, record = ours(step, KtoStage(settings, step.reference))
+    loss, record = ours(step, KtoStage(step.plan, torch.device("cpu"), settings, step.reference))
     good = torch.from_numpy(step.batches.sequences.desirable(step.rows[0::2]))
     assert 0 < good.sum() < len(good)
     trl = SimpleNamespace(
@@ -216,7 +216,7 @@ def test_the_loss_of_a_reward_model_is_trls(tmp_path, coefficient):
     hp.parallelize(mine, plan)
     rm = Rm(center_rewards_coefficient=coefficient)
     stage = RewardModelStage(plan, torch.device("cpu"), rm)
-    batches = Batches(packed.train, sequences_per_step=ROWS, shuffle=False, group_size=2)
+    batches = Batches(packed.train, sequences_per_step=ROWS, order=Order(shuffle=False), rows=StepRows(group_size=2))
     step = SimpleNamespace(model=mine, batches=batches, ids=ids, targets=targets, rows=at)
     loss, record = ours(step, stage)
     metrics = trl._metrics["train"]
