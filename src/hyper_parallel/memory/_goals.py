@@ -238,26 +238,28 @@ def _capacity_error(search: Search, budget: int, finish: _Finish, error: BudgetI
 
 
 def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, int]:
-    """Return, per tier (`dram`, `flash`), a capacity in bytes that suffices if the other tier is unchanged.
+    """Return, per tier (`dram`, `flash`), a capacity in bytes with which `plan` succeeds; the other tier is unchanged.
 
-    A tier without a sufficient capacity is omitted. `plan` plans on a machine with other capacities; it returns None if
-    planning fails.
+    A tier is omitted if its capacity is unlimited, or if no sufficient capacity was found. `plan` plans for a machine,
+    and returns None on failure.
     """
     result = dict[str, int]()
-    if machine.dram_bytes is not None:
-        unlimited = plan(replace(machine, dram_bytes=None))
-        if unlimited is not None:
-            most = max(unlimited.dram_bytes, machine.dram_bytes + 1)
-            # With flash, bytes in flight to and from flash also pass through DRAM, so `most` may not be enough.
-            sizes = (most, 2 * most, 4 * most)
-            fits = (n for n in sizes if plan(replace(machine, dram_bytes=n)) is not None)
-            enough = most if machine.copy_out is None else next(fits, None)
-            if enough is not None:
-                result["dram"] = enough
-    if machine.copy_out is not None and machine.flash_bytes is not None:
-        unlimited = plan(replace(machine, flash_bytes=None))
-        if unlimited is not None:
-            result["flash"] = max(unlimited.peaks["flash"], machine.flash_bytes + 1)
+    limited = {"dram": machine.dram_bytes, "flash": None if machine.copy_out is None else machine.flash_bytes}
+    for tier, capacity in limited.items():
+        if capacity is None:
+            continue
+        field = f"{tier}_bytes"
+        unlimited = plan(replace(machine, **{field: None}))
+        if unlimited is None:
+            continue
+        used = unlimited.dram_bytes if tier == "dram" else unlimited.peaks["flash"]
+        most = max(used, capacity + 1)
+        # With a limit, the search may choose other storages, and buffers for flash copies also take DRAM. So each
+        # capacity is tried.
+        sizes = (most, 2 * most, 4 * most)
+        enough = next((n for n in sizes if plan(replace(machine, **{field: n})) is not None), None)
+        if enough is not None:
+            result[tier] = enough
     return result
 
 
