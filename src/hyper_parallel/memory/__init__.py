@@ -11,11 +11,7 @@ A step is a `MemoryProgram` (`ir`): operators over storages, which are device al
 """
 
 from hyper_parallel.memory._address import assign_addresses, find_overlap, wrong_address
-from hyper_parallel.memory._goals import (
-    merge_errors,
-    sufficient_device_bytes,
-    with_capacity_hint,
-)
+from hyper_parallel.memory._goals import merge_errors, sufficient_device_bytes, with_capacity_hint
 from hyper_parallel.memory._order import order_peak, order_seconds, overlapped, refine_order
 from hyper_parallel.memory.def_use import (
     UseDef,

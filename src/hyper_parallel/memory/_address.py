@@ -20,8 +20,8 @@ from hyper_parallel.ir import Extent, MemoryPlan
 _TIGHT = 1.002  # ratio of arena to live peak at which packing stops
 _MANY_ITEMS = 3000  # more items are stacked instead of placed by first fit
 _ROUNDS = 12  # rounds of first fit
-_HOT_FRACTION = 0.9  # fraction of the live peak; ranges live at times above it are placed first
-_PROMOTION = 0.65  # factor on the rank of an item that ends at an address above the live peak
+_HOT_FRACTION = 0.9  # items that are live when this fraction of the live peak is live are placed first
+_PROMOTION = 0.65  # factor on the place in the order of an item that ends above the live peak
 _HEAT_CLASSES = 10  # number of classes of stacked ranges, by the maximum of bytes live with them
 
 Item = tuple[Extent, ...]
@@ -54,7 +54,11 @@ def assign_addresses(ranges: Sequence[Extent], sizes: Sequence[int]) -> tuple[tu
 
 
 def wrong_address(plan: MemoryPlan) -> str | None:
-    """Return a message about an invalid address of a plan, or None; errors as for `MemoryPlan.replayed`."""
+    """Return a message about an invalid address of a plan; None if all addresses are valid.
+
+    Raises:
+        MemoryPlanInvalid: HP404 for an illegal action of the plan.
+    """
     placed = [(e.storage, e.start, e.stop) for e in plan.addresses]
     if placed != [(e.storage, e.start, e.stop) for e in plan.replayed.residency]:
         return "the addresses do not match the live ranges of the actions"
@@ -90,7 +94,7 @@ def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: in
 
 
 def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
-    """Group live ranges into items; the last and first range of a storage resident at both ends form one item."""
+    """Group live ranges into items; the last and the first range of a storage form one item if they touch both ends."""
     first = {e.storage: e for e in ranges if e.start == 0 and e.stop < end}
     last = {e.storage: e for e in ranges if e.start > 0 and e.stop == end and e.storage in first}
     wrapped = {e: (last[s], e) for s, e in first.items() if s in last}
@@ -153,7 +157,6 @@ def _pack_in_stacks(
     times: np.ndarray,
     live: np.ndarray,
 ) -> tuple[np.ndarray, int]:
-    """Return the `_tightest` result of `_stack` for three orders of the items: offsets, and bytes of the arena."""
     floor = int(live.max())
     most = [max(int(live[e.start : max(e.stop, e.start + 1)].max()) for e in item) for item in items]
     hot = np.array(most, np.int64) * _HEAT_CLASSES // max(floor, 1)
@@ -167,7 +170,7 @@ def _pack_in_stacks(
 
 
 def _tightest(attempts: Iterator[np.ndarray], size: np.ndarray, floor: int) -> tuple[np.ndarray, int]:
-    """Return the first offsets that are close to the live peak `floor`, or the best ones, and the arena's bytes."""
+    """Return the first offsets with an arena of at most `_TIGHT * floor` bytes, else those of the smallest arena."""
     best = np.zeros(len(size), np.int64), int(size.sum()) + 1
     for low in attempts:
         best = min(best, (low, int((low + size).max(initial=0))), key=lambda fit: fit[1])
@@ -177,7 +180,7 @@ def _tightest(attempts: Iterator[np.ndarray], size: np.ndarray, floor: int) -> t
 
 
 def _stack(clashes: Sequence[np.ndarray], size: np.ndarray, order: np.ndarray, preference: float) -> np.ndarray:
-    """Return offsets by stacking: each item lies above all items placed before that it overlaps in time.
+    """Return offsets by stacking: each item lies above all previously placed items that overlap it in time.
 
     `clashes` has, for each item, the items that it overlaps in time. The item with the lowest possible address is
     placed next. Early items of `order` are preferred: the last item is treated as if its address were `preference`

@@ -23,12 +23,13 @@ _LARGE_PROGRAM = 300  # maximum number of operators of a small program
 _MAX_TARGETS = 5  # maximum number of targets tried for a budget
 # Divisors of the budget for the bytes left free for gaps between addresses: at the first target, at later targets.
 _PACKING_RESERVES = (256, 50)
-# The search ends if the fastest emitted program takes more than this fraction of the time of the best that fits.
+# The search ends if the fastest emitted program takes more than this fraction of the time of the best program that fits
+# the budget; at the first target, the second fraction applies.
 _FAST_ENOUGH, _FAST_ENOUGH_AT_FIRST = 0.97, 0.998
 _MAX_BISECTIONS = 12
-# Divisors of the peak and of the saving for the interval at which bisection ends.
+# Bisection ends when its interval is at most 1/100 of its upper bound, and 1/40 of the largest possible saving.
 _PEAK_RESOLUTION, _SAVING_RESOLUTION = 100, 40
-# A refusal only needs sufficient bytes, so its search is coarser and raises targets in larger steps.
+# An error message only needs sufficient bytes, so its search is coarser and raises targets in larger steps.
 _REFUSAL_RESOLUTION, _REFUSAL_GROWTH = 32, 4
 
 _PlannedProgram = tuple[EmittedProgram, MemoryPlan]
@@ -103,7 +104,7 @@ def _fastest_within(search: Search, budget: int, finish: _Finish, limit_s: float
 
 
 def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _PlannedProgram:
-    """Return the fastest fitting program among programs of least peak and programs for one lower target.
+    """Return the fastest program that fits the budget, with its plan: of least peak, or for one lower target.
 
     The lower target is halfway between the working set and the budget. The search for the least peak does not depend on
     the budget.
@@ -143,9 +144,9 @@ def _quality(result: _PlannedProgram) -> tuple[float, float]:
 def least_peak(search: Search, limit_s: float, finish: _Finish) -> _PlannedProgram:
     """Return the program of least peak found that takes at most `limit_s` seconds, with its plan.
 
-    A program with a slightly higher peak is returned if its arena is smaller. The result is `search.identity`, without
-    offload and recomputation, if no program is better, even if it takes more than `limit_s`. `finish` assigns addresses
-    and returns the plan of a program.
+    If a program with a slightly higher peak needs a smaller arena, that program is returned. If no program is better
+    than `search.identity` (no offload and no recomputation), identity is returned, even if it exceeds `limit_s`.
+    `finish` assigns addresses to a program and returns its plan.
     """
     identity = search.identity
     programs = {identity.actions: identity}
@@ -166,9 +167,9 @@ def least_peak(search: Search, limit_s: float, finish: _Finish) -> _PlannedProgr
 def _descending_peaks(search: Search, limit_s: float, *, refused: bool = False) -> list[EmittedProgram]:
     """Return `search.identity`, then programs with descending peaks that take at most `limit_s` seconds.
 
-    The target is bisected twice: first with the linear program alone, then with emitted programs. An emitted program
-    counts with its own peak, which may differ from the target. With `refused`, the bisection is coarser and tries fewer
-    infeasible targets, which take longest.
+    The target is bisected twice: first with the linear program alone, then with emitted programs. The peak of an
+    emitted program may differ from its target. With `refused`, the bisection is coarser and tries fewer infeasible
+    targets, because these take longest.
     """
     best = search.identity
     low, high = working_set_bytes(search.program), best.peak
@@ -264,7 +265,7 @@ def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, in
 
 
 def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFull:
-    """Set the hint of `error`, in place, to recipe keys of which any one is sufficient, and return `error`.
+    """Set hint and `enough_bytes` of `error` in place, and return `error`; one key of the hint is enough.
 
     `sufficient` maps tiers (`dram`, `flash`, `device`) to sufficient bytes.
     """
@@ -276,9 +277,10 @@ def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFu
 
 
 def merge_errors(errors: Sequence[HyperParallelError]) -> HyperParallelError | None:
-    """Return one error for several failed plans; None for []. Hints of TierFull are changed in place.
+    """Return one error for several failed plans; None for []. Hints of TierFull errors are changed in place.
 
-    The capacities in its hint suffice for every plan that more capacity can make possible.
+    If all are TierFull, the hint has the largest capacity of each tier that all of them state. Otherwise, more DRAM or
+    flash does not help every plan, so the result is the error that requires the most device bytes.
     """
     full = [error for error in errors if isinstance(error, TierFull)]
     other_errors = [error for error in errors if error not in full]
@@ -290,7 +292,7 @@ def merge_errors(errors: Sequence[HyperParallelError]) -> HyperParallelError | N
 
 
 def sufficient_device_bytes(error: HyperParallelError) -> int:
-    """Return the device bytes that an error requires; 0 for an error that no budget resolves."""
+    """Return the device bytes with which planning succeeds, according to an error; 0 if no budget resolves it."""
     if isinstance(error, TierFull):
         return error.enough_bytes["device"]
     return error.least_bytes if isinstance(error, BudgetImpossible) else 0

@@ -25,7 +25,7 @@ from hyper_parallel.memory.timeline import ProgramClock
 
 
 class CommsInFlight:
-    """Collectives and messages in flight during emission, and releases of storages, deferred until these are joined."""
+    """Collectives and messages in flight during emission, and releases of storages that must wait for their joins."""
 
     def __init__(self, program: MemoryProgram) -> None:
         self._program = program
@@ -191,8 +191,8 @@ def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[Memo
     """Return the actions of a step without offload and recomputation, in an order.
 
     Every operator runs once, and every storage without `at_end` is freed after its last use. A collective is joined
-    before an operator uses its results or changes its operands. If a `free` waits for the collective, it is joined
-    before the first operator after its end.
+    before an operator uses its results or changes its operands. A collective that delays a `free` is joined before the
+    first operator that begins after the collective has ended.
     """
     uses = use_definitions(program, order).uses
     freed = [s for s, storage in enumerate(program.storages) if not storage.at_end]

@@ -144,8 +144,8 @@ class Search:
     def programs(self, target: int, limit_s: float = float("inf"), lowers: bool = False) -> list[EmittedProgram]:
         """Return emitted programs for a target in device bytes that respect the capacities of DRAM and flash.
 
-        The programs may miss the target or the time limit; the caller checks. The search ends at the first program that
-        meets both. With `lowers`, it lowers `limit_s` to the time of this program and continues.
+        The programs may miss the target or the time limit, so the caller must check both. The search ends at the first
+        program that meets both. With `lowers`, the search lowers `limit_s` to the time of this program and continues.
         """
         result: list[EmittedProgram] = []
         emissions: list[tuple[ResidencyChoice, EmittedProgram]] = []
@@ -183,7 +183,10 @@ class Search:
         *,
         lowers: bool,
     ) -> EmittedProgram:
-        """Return the program improved by local search, which reverses decisions whose fractions are closest to 0.5."""
+        """Return the best program of a local search that reverses decisions with fractions closest to 0.5.
+
+        The result is `best` if the search does not improve it.
+        """
         enough = 0, 0, 0.0 if lowers else limit_s
         for _ in range(_POLISH_PASSES):
             before = best
@@ -204,7 +207,7 @@ class Search:
         return best
 
     def _refine(self, aim: int, target: int, limit_s: float) -> Iterator[tuple[ResidencyChoice, EmittedProgram]]:
-        """Yield (choice, program) pairs for one target `aim` of the linear program.
+        """Yield (choice, program) pairs for one target `aim` of the linear program, which is at most `target`.
 
         Each round reserves more bytes where the previous choice exceeded `target` or its program waited unexpectedly.
         """

@@ -88,7 +88,11 @@ def peak_by_kind(plan: MemoryPlan) -> dict[StorageKind, int]:
 
 
 def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
-    """Return a plan's timeline for a chart: phases merged, copies named by storage kind, only changes of counters."""
+    """Return a shorter timeline of a plan, for a chart.
+
+    Consecutive operators of one phase are merged, copies are named by storage kind, and samples of counters that repeat
+    the previous value are omitted.
+    """
     operators = plan.program.operators
     runs = iter(
         operators[a.target] for a in plan.actions if a.kind in ("run", "recompute") and not operators[a.target].group
@@ -144,7 +148,7 @@ class Copied:
 class ProgramClock:
     """Simulated clock of one step, advanced action by action.
 
-    `machine` None: only for programs whose actions include no copies.
+    `machine` has the channels of the copies; None is allowed if no action is a copy.
 
     Attributes:
         wait_s: Seconds that the compute lane waited for copies.
