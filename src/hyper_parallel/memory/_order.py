@@ -291,7 +291,7 @@ def _sink_bookkeeping(program: MemoryProgram, before: list[set[int]], order: Seq
     def run(index: int) -> None:
         deferred.pop(index, None)
         result.append(index)
-        clock.stand_until(ready_s[index])
+        clock.wait_until(ready_s[index])
         clock.apply(MemoryAction("run", index))
         if operators[index].group:
             running.add(index)

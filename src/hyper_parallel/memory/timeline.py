@@ -185,11 +185,11 @@ class ProgramClock:
         elif kind in COPIES:
             self._copy(kind, target)
         elif kind == "wait":
-            self.wait_s += self.stand_until(self.arrival_s[target, action.tier])
+            self.wait_s += self.wait_until(self.arrival_s[target, action.tier])
         elif kind == "join":
-            self.join_s += self.stand_until(self.done_s[target])
+            self.join_s += self.wait_until(self.done_s[target])
 
-    def stand_until(self, time_s: float) -> float:
+    def wait_until(self, time_s: float) -> float:
         """Let the compute lane wait until a time, and return the seconds that it waited; 0 if the time has passed."""
         return float(self._schedule.hold("compute", time_s))
 

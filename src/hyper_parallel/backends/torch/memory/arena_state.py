@@ -118,7 +118,7 @@ class ArenaState:
             self.release(s)
         self.actions, self.arena = [], None
 
-    def _take_arena(self) -> StorageBytes:
+    def _allocate_arena(self) -> StorageBytes:
         """Allocate the arena, bind the actions to it, and return the ranges of storages there when a step begins."""
         self.arena = self.hardware.arena(self.plan.arena_bytes)
         binder = ActionBinder(self, self.arena)
@@ -158,7 +158,7 @@ class ArenaState:
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
                     # Inputs keep their bytes: the caller may pass the same tensors in the next step.
                     base.resize_(0)
-            for s, target in self._take_arena().items():
+            for s, target in self._allocate_arena().items():
                 target.copy_(staged[s])
                 self.mark_resident(s, target)
                 del staged[s]

@@ -145,7 +145,7 @@ class Hardware:
         module: Any = copies.module if isinstance(copies, DeviceApi) else None
         if hasattr(module, "max_memory_allocated"):
             self.gauge = AllocatorGauge(module, device)
-            _take_workspaces(device)
+            _allocate_workspaces(device)
 
     @property
     def timed(self) -> StreamLanes | None:
@@ -222,7 +222,7 @@ class Hardware:
         return tuple((meter.name, meter.live_bytes) for meter in self._tiers)
 
 
-def _take_workspaces(device: torch.device) -> None:
+def _allocate_workspaces(device: torch.device) -> None:
     """Run a matrix product, so that the matrix library allocates its permanent workspace before a step is measured."""
     small = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     torch.addmm(small[0], small, small @ small)
