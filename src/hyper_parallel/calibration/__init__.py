@@ -1,6 +1,6 @@
 """Calibration: fit of cost-model constants to published training runs or to measurements of this machine.
 
-A card has the fitted constants of a device or of a training framework (stack), see `cost`.
+A card has the constants of a device or of a training framework (stack); see `cost`.
 """
 
 from hyper_parallel.calibration._constants import (

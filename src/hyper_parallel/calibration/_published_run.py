@@ -24,7 +24,7 @@ from hyper_parallel.topology import Quantity, Supernode, load_topology, preset_n
 from hyper_parallel.units import TFLOP, GiB
 
 _TOO_MANY_SEQUENCES: Final = 100_000
-"""Value of column `gbs` from which a multiple of `seq` counts tokens, not sequences."""
+"""A `gbs` of at least this value that is a multiple of `seq` is assumed to count tokens, not sequences."""
 
 _PRECISIONS: Final = (
     (r"fp4", "nvfp4"), (r"mx-?fp8|fp8[-_ ]?mx", "mxfp8"), (r"fp8|float8|e4m3", "float8_e4m3fn"),
@@ -63,7 +63,7 @@ _LAST_UNFUSED: Final = 2022
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
-    """Training run of one row of a CSV, with missing values filled by assumptions."""
+    """Training run in one row of a CSV, with missing values filled by assumptions."""
 
     row: RunRow  # the row as read
     model: ModelSpec
@@ -96,7 +96,7 @@ class PublishedRun:
 
     @property
     def group(self) -> str:
-        """Key that is equal for near-duplicate runs: column `group`, else source, model, device and precision."""
+        """Key of near-duplicate runs, equal for them: column `group`, else source, model, device and precision."""
         row = self.row
         return row.group or "|".join((row.source, row.model, row.device, row.precision))
 
@@ -107,7 +107,7 @@ class PublishedRun:
         return (int(release[1]) - 20) * 12.0 + int(release[2]) - 1 if release else None
 
     def priced_as_unknown(self) -> PublishedRun:
-        """Return the run with the stack card that replaces unknown stacks for its ZeRO stage."""
+        """Return the run with the stack card that its ZeRO stage would get if its stack were unknown."""
         return replace(self, stack=_stand_in(self.zero), known_stack=False)
 
 
@@ -115,7 +115,8 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
     """Return the run of one row, a dict from column to text, with missing values filled by assumptions.
 
     Raises:
-        RowError: When a required value is missing, a cell is invalid, the device is unknown, or the run is impossible.
+        RowError: When a required value is missing, a cell is invalid, the run is impossible, or the device is unknown
+            and `peak_tflops` is not stated.
         ModelUnreadable: HP305 when no model has this shape.
     """
     row = RunRow.of(cells)
@@ -176,7 +177,7 @@ def _first(table: Sequence[tuple[str, str]], text: str) -> str | None:
 
 
 def _preset(row: RunRow, notes: list[str]) -> ModelSpec | None:
-    """Return the shipped model named in the row; None if there is none, or if the row states part of the shape."""
+    """Return the shipped model named in the row; None if there is none, or if the row states any of `SHAPE`."""
     if any(getattr(row, name) for name in SHAPE):
         return None
     dashed = re.sub(r"(?<=[a-zA-Z])(?=\d)", "-", row.model, count=1)
@@ -238,7 +239,10 @@ def _recomputation(row: RunRow, notes: list[str]) -> str | None:
 
 
 def _supernode(row: RunRow, notes: list[str]) -> Supernode:
-    """Return the topology of a run's device, else that of the nearest peak; peaks and memory are those of the row."""
+    """Return the topology of a run's device, else the topology with the nearest peak.
+
+    A peak in the row replaces that of the topology.
+    """
     text, peak = row.device.lower(), row.peak_tflops
     name = _first(_DEVICES, text)
     # Variants of a part are often named only in the notes.
@@ -361,7 +365,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
 
 
 def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
-    """Return a block whose MLP has no gate unless `gated`, with `shared` shared experts added if it has experts."""
+    """Return a block with an MLP without gate unless `gated`, and with `shared` shared experts if it has experts."""
     mlp, params = block.mlp, block.params
     if mlp is None:
         return block
@@ -384,7 +388,10 @@ def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
 
 
 def _named_as_tied(row: RunRow, values: dict[str, int]) -> bool:
-    """Return whether the billions of parameters in a dense model's name fit one vocabulary matrix (tied), not two."""
+    """Return whether the parameter count in a dense model's name, such as `7B`, implies tied embeddings.
+
+    It does if it equals the count with one vocabulary matrix within 1 %, and differs from that with two by over 3 %.
+    """
     billions = re.search(r"(\d+(?:\.\d+)?)B\b", row.model)
     if not billions:
         return False

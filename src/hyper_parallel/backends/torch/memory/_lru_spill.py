@@ -90,8 +90,9 @@ class _Record:
         current: True if the copy equals the content of the storage.
         fixed: True if the storage must not move: it cannot be resized, its owner resizes it, its address is known
             elsewhere, or a message uses it.
-        resized: True if its owner has resized it.
-        owner_may_resize: True for a storage from `empty` or from outside, until eviction looks it up in `owned`.
+        resized: True if its owner, FSDP, has resized it.
+        owner_may_resize: True for a storage that `torch.empty` or code outside of the context has allocated, until
+            eviction looks it up in `LruSpillMode.owned`.
         on_other_stream: True if another stream has used it.
     """
 
@@ -116,7 +117,7 @@ class LruSpillMode:
     A CPU only simulates a device. There, eviction stops as soon as an operator does not fit the limit.
 
     Args:
-        num_bytes: Limit of resident bytes; None: no limit, nothing is moved.
+        num_bytes: Limit of resident bytes; None: no limit, so nothing is evicted.
         device: The device; a CPU simulates one.
         keep_offloaded: Keep evicted storages in host memory at the end of the context, for the next context or a plan.
 
@@ -148,7 +149,7 @@ class LruSpillMode:
     # -- state in other tiers ------------------------------------------------------------------
 
     def track_offloaded(self, base: torch.UntypedStorage, num_bytes: int, content: Content) -> None:
-        """Track an empty storage of `num_bytes` when resident, whose content is in host memory or in a file."""
+        """Track `base` as an evicted storage: it is empty now, and `content` has its `num_bytes` bytes."""
         record = self._add(base)
         record.num_bytes = num_bytes
         record.resident = False
@@ -157,7 +158,7 @@ class LruSpillMode:
         self._lru.pop(base._cdata, None)
 
     def pop_content(self, base: torch.UntypedStorage) -> Content:
-        """Stop tracking a storage; return its copy in host memory or in a file if current, else the storage itself."""
+        """Stop tracking a storage; return its up-to-date copy in host memory or in a file, else `base` itself."""
         record = self._records.get(base._cdata)
         if record is None:
             return base
@@ -204,7 +205,7 @@ class LruSpillMode:
 
     @property
     def emptied_storages(self) -> list[weakref.ref[Any]]:
-        """Weak references to the live storages that their owner has emptied."""
+        """Weak references to the live storages that their owner, FSDP, has emptied."""
         self._update_sizes()
         records = list(self._records.values())
         return [record.ref for record in records if record.resized and not record.num_bytes]
@@ -217,7 +218,7 @@ class LruSpillMode:
                 self._on_resize(record, base.nbytes())
 
     def require(self, num_bytes: int) -> None:
-        """Increase `least_bytes` to `num_bytes`, the bytes that one operator needs, if `least_bytes` is smaller."""
+        """Raise `least_bytes` to at least `num_bytes`, the bytes that one operator needs."""
         self.least_bytes = max(self.least_bytes, num_bytes)
 
     # -- operators -----------------------------------------------------------------------------
@@ -274,7 +275,10 @@ class LruSpillMode:
         return out
 
     def _on_raw_access(self, tensor: torch.Tensor, values: bool) -> None:
-        """Make a tensor resident before Python code reads its values or address; never evict it after the latter."""
+        """Make a tensor resident before Python code reads its values or address.
+
+        Once its address was read (`values` False), it is never evicted.
+        """
         self.make_resident(tensor)
         if (record := self._record_use(tensor)) is not None and not values:
             record.current = False
@@ -303,7 +307,7 @@ class LruSpillMode:
         return record is not None and record.resident and bool(record.num_bytes)
 
     def _record_use(self, tensor: torch.Tensor) -> _Record | None:
-        """Mark a tensor's storage as most recently used and return its record; None if the storage is not managed."""
+        """Mark a tensor's storage as most recently used and return its record; None for other devices and classes."""
         if not self._is_managed(tensor):
             return None
         base = tensor.untyped_storage()
@@ -326,7 +330,7 @@ class LruSpillMode:
         return record
 
     def _on_destroy(self, key: int, ref: weakref.ref[Any]) -> None:
-        """Forget a destroyed storage; a new storage may have the same key already."""
+        """Stop tracking a destroyed storage, unless a new storage has its key already."""
         record = self._records.get(key)
         if record is not None and record.ref is ref:
             self._forget(key, record)
@@ -475,7 +479,7 @@ def _facts(value: Any) -> Any:
 
 
 def _traced_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Run a call on meta tensors and return the bytes that its new storages would have; None if the run fails."""
+    """Return the bytes of the storages that a call would allocate, by a run on meta tensors; None if that fails."""
     arguments: list[torch.Tensor] = []
 
     def shape(tensor: torch.Tensor) -> torch.Tensor:

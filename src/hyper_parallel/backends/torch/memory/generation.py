@@ -1,6 +1,6 @@
 """Generation under a device budget: prompt (prefill) and decode steps are captured on fake tensors, planned and run.
 
-Weights and KV cache are streamed from the tiers in which the plans keep them.
+Weights and KV cache may be in DRAM or in files; the plans copy them to the device for the operators that use them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MemoryLimits:
         device_bytes: Budget of device memory.
         machine: Capacities and channels of the memory tiers.
         roofline: Model of the operators' seconds, for the plans and the virtual clock.
-        flash: Parent of the file tier's folder; required when the machine has a file tier.
+        flash: Folder in which the files of the file tier are created; required when the machine has a file tier.
     """
 
     device_bytes: int
@@ -66,7 +66,7 @@ class MemoryUse:
     """Predicted and measured memory use of a generation.
 
     Attributes:
-        predicted_bytes: Predicted peak per tier, the largest of all plans; the device has arena and staging buffers.
+        predicted_bytes: Predicted peak per tier, the largest of all plans; for the device, arena and staging buffers.
         measured_bytes: Measured peak per tier over all steps.
         state_bytes: Bytes of weights, buffers and KV cache.
         seconds: Seconds of all steps.
@@ -84,7 +84,7 @@ class MemoryUse:
     simulated: bool = True
 
     def add(self, other: MemoryUse) -> None:
-        """Add the use of later steps on the same machine: take the maximum of bytes, the sum of seconds and steps."""
+        """Add the use of other steps on the same machine: keep the maximum of bytes, add seconds and steps."""
         self.state_bytes = max(self.state_bytes, other.state_bytes)
         for peaks, other_peaks in (
             (self.predicted_bytes, other.predicted_bytes),
@@ -116,7 +116,7 @@ class PlannedSlots(FixedPasses):
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
         BudgetImpossible: HP402 with a device budget that suffices for both steps.
-        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, with a DRAM size or device budget that suffices.
+        TierFull: HP403 when the offloaded bytes exceed DRAM or flash, with a DRAM size or device budget that suffices.
     """
 
     def __init__(self, model: Any, fixed: SlotSteps, limits: MemoryLimits, device: torch.device = _CPU) -> None:
