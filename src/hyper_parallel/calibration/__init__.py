@@ -3,12 +3,7 @@
 A card has the constants of a device or of a training framework (stack); see `cost`.
 """
 
-from hyper_parallel.calibration._constants import (
-    Constant,
-    check_card_file,
-    write_card,
-    write_local_cards,
-)
+from hyper_parallel.calibration._constants import Constant, check_card_file, write_card, write_local_cards
 from hyper_parallel.calibration._local import (
     LocalRates,
     MeasuredStep,

@@ -234,7 +234,6 @@ def _compute_dtype(supernode: Supernode) -> str:
 
 
 def _pricer(steps: Sequence[MeasuredStep], supernode: Supernode) -> Callable[[DeviceCard, StackCard], Array]:
-    """Return a function from (device card, stack card) to the predicted seconds of every step in `steps`."""
     prepared = [(s.workload, ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps]
 
     def seconds(card: DeviceCard, stack: StackCard) -> Array:

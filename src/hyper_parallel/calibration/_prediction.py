@@ -68,7 +68,7 @@ def read_cards(folder: str | Path | None = None) -> Cards:
     """Return all shipped cards and the cards in files `*.yaml` of `folder`, which replace cards of the same name.
 
     Raises:
-        CardUnreadable: HP313 when the folder has no file `*.yaml`, or a file is no valid card (see `read_card`).
+        CardUnreadable: HP313 when the folder has no file `*.yaml`. An invalid file raises the errors of `read_card`.
     """
     files = sorted(Path(folder).glob("*.yaml")) if folder else []
     if folder and not files:

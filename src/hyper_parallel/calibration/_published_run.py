@@ -12,14 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from hyper_parallel.calibration.csv_rows import MEASURED, REQUIRED, SHAPE, RowError, RunRow, stated
-from hyper_parallel.model import (
-    Block,
-    ModelSpec,
-    ParamSpec,
-    find_preset,
-    load_model,
-    spec_from_config,
-)
+from hyper_parallel.model import Block, ModelSpec, ParamSpec, find_preset, load_model, spec_from_config
 from hyper_parallel.topology import Quantity, Supernode, load_topology, preset_names
 from hyper_parallel.units import TFLOP, GiB
 
@@ -172,12 +165,10 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
 
 
 def _first(table: Sequence[tuple[str, str]], text: str) -> str | None:
-    """Return the value of the first (pattern, value) in `table` whose pattern occurs in `text`; None if none does."""
     return next((meant for pattern, meant in table if re.search(pattern, text)), None)
 
 
 def _preset(row: RunRow, notes: list[str]) -> ModelSpec | None:
-    """Return the shipped model named in the row; None if there is none, or if the row states any of `SHAPE`."""
     if any(getattr(row, name) for name in SHAPE):
         return None
     dashed = re.sub(r"(?<=[a-zA-Z])(?=\d)", "-", row.model, count=1)
@@ -216,7 +207,6 @@ def _check(model: ModelSpec, degrees: Mapping[str, int], seq_len: int) -> None:
 
 
 def _matmul_format(row: RunRow, notes: list[str]) -> str:
-    """Return the dtype of matmul inputs by column `precision`; bfloat16 if unknown or not stated."""
     text = row.precision.lower()
     if dtype := _first(_PRECISIONS, text):
         return dtype
@@ -273,7 +263,6 @@ def _supernode(row: RunRow, notes: list[str]) -> Supernode:
 
 
 def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
-    """Return (name of the stack card of a run, `PublishedRun.known_stack`)."""
     text = f"{row.stack} {row.notes}".lower()
     if name := _first(_STACKS, text):
         old = re.search(r"20(1\d|2[0-4])[01]\d", row.source)
@@ -290,7 +279,6 @@ def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
 
 
 def _stand_in(zero: int) -> str:
-    """Return the name of the stack card for runs of unknown stacks with a ZeRO stage."""
     return "torch-fsdp" if zero == 3 else "megatron"
 
 

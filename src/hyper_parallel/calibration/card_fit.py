@@ -82,8 +82,6 @@ def read_runs(path: str | Path) -> list[PublishedRun]:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Published run, prepared for prediction with many different cards."""
-
     run: PublishedRun
     numbers: ModelNumbers
     recompute: str
@@ -235,8 +233,6 @@ class _Solution:
 
 @dataclass(frozen=True)
 class _Problem:
-    """Robust least-squares problem: log factors of card constants, fitted to measured step times."""
-
     start: Cards  # cards with the prior values
     constants: Sequence[Constant]
     cases: list[_Case]
@@ -308,7 +304,6 @@ def _solve(now: Array, slopes: Array, factors: Array, weights: Array, prior_stds
     knee = np.concatenate([np.full(len(weights), HUBER**2), np.full(len(prior_stds), np.inf)])
 
     def loss(squares: Array) -> Any:
-        """Return Huber's loss of squared residuals, with first and second derivatives with respect to the square."""
         squares = np.maximum(squares, 1e-24)
         inside, reach = squares <= knee, HUBER / np.sqrt(squares)
         value = np.where(inside, squares, 2.0 * HUBER * np.sqrt(squares) - HUBER**2)

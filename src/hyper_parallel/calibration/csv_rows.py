@@ -85,7 +85,6 @@ def _peak(cell: str) -> float | None:
 
 
 def _measured(cell: str) -> float | None:
-    """Return the positive finite number in a cell; None for any other text, such as `OOM` or `0`."""
     value = _number(stated(cell))
     return value if value and value > 0.0 else None
 

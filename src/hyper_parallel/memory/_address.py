@@ -94,7 +94,6 @@ def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: in
 
 
 def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
-    """Group live ranges into items; the last and the first range of a storage form one item if they touch both ends."""
     first = {e.storage: e for e in ranges if e.start == 0 and e.stop < end}
     last = {e.storage: e for e in ranges if e.start > 0 and e.stop == end and e.storage in first}
     wrapped = {e: (last[s], e) for s, e in first.items() if s in last}
@@ -170,7 +169,6 @@ def _pack_in_stacks(
 
 
 def _tightest(attempts: Iterator[np.ndarray], size: np.ndarray, floor: int) -> tuple[np.ndarray, int]:
-    """Return the first offsets with an arena of at most `_TIGHT * floor` bytes, else those of the smallest arena."""
     best = np.zeros(len(size), np.int64), int(size.sum()) + 1
     for low in attempts:
         best = min(best, (low, int((low + size).max(initial=0))), key=lambda fit: fit[1])
@@ -202,7 +200,6 @@ def _stack(clashes: Sequence[np.ndarray], size: np.ndarray, order: np.ndarray, p
 
 
 def _first_fit(clashes: Sequence[np.ndarray], size: np.ndarray, order: Sequence[int]) -> np.ndarray:
-    """Return offsets by first fit: each item, in order, gets the lowest address that is free in all of its ranges."""
     low, high = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
     for i in order:
         neighbours = clashes[i][high[clashes[i]] > 0]

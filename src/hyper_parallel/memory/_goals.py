@@ -137,7 +137,6 @@ def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _Pl
 
 
 def _quality(result: _PlannedProgram) -> tuple[float, float]:
-    """Return the sort key of a plan: time first, then the ratio of arena to live peak."""
     return result[0].seconds, result[1].arena_bytes / max(result[0].peak, 1)
 
 
@@ -211,7 +210,6 @@ def _descending_peaks(search: Search, limit_s: float, *, refused: bool = False) 
 
 
 def _capacity_error(search: Search, budget: int, finish: _Finish, error: BudgetImpossible) -> TierFull | None:
-    """Return the error HP403 if the budget would suffice with more DRAM or flash; else None."""
     program, machine = search.program, search.machine
     if working_set_bytes(program) > budget - program.staging_bytes:
         return None

@@ -7,14 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hyper_parallel.ir import (
-    MemoryAction,
-    MemoryActionKind,
-    MemoryProgram,
-    MemoryTier,
-    Residency,
-    slab_bytes,
-)
+from hyper_parallel.ir import MemoryAction, MemoryActionKind, MemoryProgram, MemoryTier, Residency, slab_bytes
 from hyper_parallel.memory.copy_issue import Gap, OutgoingCopy, ReloadQueue
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.timeline import ProgramClock

@@ -55,7 +55,6 @@ def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ..
 
 
 def _measure(program: MemoryProgram, order: Sequence[int]) -> tuple[int, float]:
-    """Return the peak of device bytes in an order, and their mean over time."""
     actions = identity_actions(program, order)
     judged = replay(program, program.on_device, actions)
     seconds = [program.operators[a.target].seconds if a.kind == "run" else 0.0 for a in actions]
@@ -224,7 +223,6 @@ def _hoist_collectives(
 
 
 def _first_uses(program: MemoryProgram, order: Sequence[int], collectives: Sequence[int]) -> dict[int, int]:
-    """Return, per collective, the first position that needs its results or changes its operands, or `len(order)`."""
     chains = use_definitions(program, order)
     place = {index: position for position, index in enumerate(order)}
     first_use = {}
@@ -297,7 +295,6 @@ def _sink_bookkeeping(program: MemoryProgram, before: list[set[int]], order: Seq
             running.add(index)
 
     def flush(index: int) -> None:
-        """Run the deferred operators on which the operator `index` depends."""
         for waiter in [w for w in deferred if w in before[index]]:
             if waiter in deferred:
                 flush(waiter)

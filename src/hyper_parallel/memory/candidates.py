@@ -137,7 +137,6 @@ class OffloadCandidates:
         return [*result, OffloadCandidate((Gap(s, -1, first, "dram"), tail), size, idle)]
 
     def _profile(self) -> np.ndarray:
-        """Return the device bytes at every position, with recomputation and without offload."""
         profile = live_bytes(self.program, self.recomputes.uses)
         sizes = self.program.sizes
         for s, (dropped, recomputed) in self.recomputes.gaps.items():

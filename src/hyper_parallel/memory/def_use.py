@@ -58,7 +58,6 @@ class CommsInFlight:
         return self._conflicts({*operator.reads, *also_read}, {*changed, *recomputed})
 
     def _conflicts(self, reads: set[int], writes: set[int]) -> list[int]:
-        """Return the operators in flight that write a storage in `reads` or access a storage in `writes`."""
         result = []
         for index in self._running:
             operator = self._program.operators[index]

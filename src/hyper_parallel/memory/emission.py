@@ -127,7 +127,6 @@ class Emitter:
     # -- one operator --------------------------------------------------------------------------
 
     def _operator(self, position: int, index: int) -> None:
-        """Emit all actions of one operator: joins, waits for memory, reloads, recomputation, the run, and releases."""
         ledger, copies = self.ledger, self.copies
         operators, valid, sizes = self.program.operators, ledger.valid, self.program.sizes
         op = operators[index]
@@ -178,7 +177,6 @@ class Emitter:
                 self._release_or_evict(s, position, position)
 
     def _join(self, index: int, position: int) -> None:
-        """Join the operator `index` before a position, then apply the releases that were deferred to it."""
         if index in self.comms.running:  # else it was joined earlier, to make room
             self.ledger.emit("join", index)
             for s, since in self.comms.join(index):

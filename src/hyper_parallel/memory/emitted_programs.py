@@ -171,7 +171,6 @@ class Search:
         return result
 
     def _shortfall(self, emitted: EmittedProgram, target: int) -> tuple[int, int, float]:
-        """Return the sort key of a program: (bytes over the capacities, bytes over the target, seconds)."""
         return emitted.excess_bytes(self.machine), max(emitted.peak - target, 0), emitted.seconds
 
     def _polish(

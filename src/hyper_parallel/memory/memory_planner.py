@@ -242,7 +242,6 @@ def _to_plan(
     emitted: EmittedProgram,
     statement: tuple[str, ...],
 ) -> MemoryPlan:
-    """Return the plan of an emitted program, checked by replay, with addresses and a reason for each choice."""
     replayed = replay(program, emitted.homes, emitted.actions)
     counted = replayed.peak_bytes, slab_bytes(replayed.host_buffers)
     assert counted == (emitted.peaks, emitted.dram_bytes), "the emitter and the replay count differently"
@@ -396,7 +395,6 @@ def _read(path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, 
 
 
 def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _Goal) -> None:
-    """Raise ValueError if a plan misses its goal, exceeds a capacity, or has wrong addresses."""
     if goal.budget_bytes is not None and plan.device_bytes > goal.budget_bytes:
         raise ValueError(f"it takes {plan.device_bytes} bytes of the device, above the budget")
     if goal.max_slowdown is not None:

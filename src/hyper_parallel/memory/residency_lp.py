@@ -365,7 +365,6 @@ class ResidencyLP:
         return np.maximum.reduceat(num_bytes, np.concatenate(([0], self.positions[:-1] + 1)))
 
     def _add_sample_rows(self) -> None:
-        """Add the rows of every sample: running totals of the fractions, channel traffic, device bytes, waits."""
         lp, count = self.lp, len(self.positions)
         channels = (self._store, self._prefetch)
         unit_s = [self._unit / channel.bytes_s / self._unit_s for channel in channels]

@@ -211,7 +211,6 @@ class Rounding:
     def _residency_choice(
         self, builder: LPBuilder, optimum: LPOptimum, target_bytes: int, recomputed: tuple[int, ...]
     ) -> ResidencyChoice:
-        """Round the offloaded fractions of an optimum, given the storages to recompute."""
         candidates = self._candidates_for(recomputed)
         fractions = _fractions(builder, optimum, candidates)
         chosen = tuple(_error_diffusion_round(fractions))
@@ -289,6 +288,5 @@ def _error_diffusion_round(fractions: Mapping[OffloadCandidate, float]) -> list[
 
 
 def _subtract(profile: np.ndarray, c: OffloadCandidate) -> None:
-    """Subtract a candidate's bytes from `profile` in place, at the positions where it is offloaded."""
     for low, high in c.spans:
         profile[low:high] -= c.num_bytes

@@ -198,7 +198,6 @@ class ProgramClock:
         return bool(self._free[kind] <= self._free["compute"])
 
     def _append(self, lane: str, seconds: float, *ready_s: float) -> float:
-        """Append work to a lane, not to start before now or any of `ready_s`, and return the end time of the work."""
         self._schedule.append(lane, seconds, (self._free["compute"], *ready_s))
         return self._free[lane]  # type: ignore[no-any-return]
 

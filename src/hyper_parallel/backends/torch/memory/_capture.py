@@ -18,12 +18,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    is_fake,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, is_fake, unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hyper_parallel.backends.torch.collectives import current_purpose, is_coalesced
@@ -315,7 +310,6 @@ class StepCapture:
             )
 
     def _add_results(self, flat: Sequence[Any], name: str) -> list[tuple[int, View]]:
-        """Add the new storages among an operator's outputs, and return (flat output index, view) of each."""
         results: list[tuple[int, View]] = []
         for position, tensor in enumerate(flat):
             if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:
@@ -329,7 +323,6 @@ class StepCapture:
         self._staging_bytes = max(self._staging_bytes, sum(operator.scratch_bytes))
 
     def _end_messages(self) -> None:
-        """Record the current batch of point-to-point messages as one operator."""
         messages, self._messages = self._messages, []
         if messages:
             self._append(*coalesce(messages, self.phase))
@@ -523,8 +516,6 @@ def _refuse_non_tensors(inputs: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _marked_gradients(recorder: StepCapture, named: Named) -> Iterator[None]:
-    """Set the recorded kind of each gradient to `gradient` when autograd accumulates it."""
-
     def mark(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             recorder.mark(parameter.grad, "gradient")

@@ -19,11 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from hyper_parallel.backends.torch.memory._captured import storages_in, views_in
-from hyper_parallel.backends.torch.memory.operators import (
-    COMMUNICATION,
-    Call,
-    MessageBatch,
-)
+from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, Call, MessageBatch
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import Mesh, Operator, Phase
@@ -187,8 +183,6 @@ def _broadcast(named: dict[str, Any], out: torch.Tensor, group: dist.ProcessGrou
 
 
 def _in_place(source: torch.Tensor, out: torch.Tensor, begin: _Begin) -> _Begin:
-    """Return a call that copies the input to `out` and begins an in-place collective on `out`."""
-
     def run() -> Any:
         if source is not out:
             out.copy_(source)

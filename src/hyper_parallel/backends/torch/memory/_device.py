@@ -196,7 +196,6 @@ class PlannedDevice:
             yield
 
     def _compare(self, outputs: Any, expected: ReferenceStep) -> None:
-        """Raise StepChanged (HP512) if the first planned step's results differ from those of the eager step."""
         try:
             expected.check(StepOutcome.of(outputs, dict(self.state.named())))
         except StepChanged:

@@ -93,7 +93,6 @@ def grouped_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _round_robin(index: Tensor, choices: int) -> Tensor:
-    """Return indices in the shape of `index` that repeat 0, 1, ..., `choices` - 1 in turn."""
     with unset_fake_temporarily():
         return (torch.arange(index.numel()) % choices).view(index.shape)
 

@@ -302,7 +302,6 @@ class LruSpillMode:
         return type(tensor) in _PLAIN and tensor.device.type == self._device.type
 
     def _is_resident(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's storage is tracked, on the device and not empty."""
         record = self._records.get(tensor.untyped_storage()._cdata)
         return record is not None and record.resident and bool(record.num_bytes)
 
@@ -392,7 +391,6 @@ class LruSpillMode:
         self._grow(record.num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict least-recently-used storages until `num_bytes` fit."""
         if self._limit is None or (self._device.type == "cpu" and self.least_bytes > self._limit):
             return
         limit, owned = self._limit - num_bytes, None
@@ -415,7 +413,6 @@ class LruSpillMode:
                 self._evict(key, record, base)
 
     def _evict(self, key: int, record: _Record, base: torch.UntypedStorage) -> None:
-        """Empty a storage, after copying it to host memory unless a copy there is current."""
         self._wait_streams(record)
         with _disable_current_modes():
             if not record.current:
@@ -442,7 +439,6 @@ class LruSpillMode:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Make all live storages resident, unless evicted storages are kept offloaded."""
         self._raw_access.__exit__(*error)
         self._mode.__exit__(*error)
         self._resizes.__exit__(*error)
@@ -459,7 +455,6 @@ def _key_and_base(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
 
 @cache
 def _allocates(func: Any) -> bool:
-    """Return whether any result of an operator may have a new storage."""
     returns = func._schema.returns
     return any("Tensor" in str(r.type) and r.alias_info is None for r in returns)
 

@@ -20,12 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyper_parallel.backends.torch.collectives import current_purpose
-from hyper_parallel.backends.torch.memory._collectives import (
-    group_axes,
-    group_of,
-    kind_of,
-    sent_bytes,
-)
+from hyper_parallel.backends.torch.memory._collectives import group_axes, group_of, kind_of, sent_bytes
 from hyper_parallel.backends.torch.memory._fake_values import Workspace, run_with_known_values
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory.operators import (
@@ -250,7 +245,6 @@ class Recorder(OperatorMode):
         return tuple(dict.fromkeys(number for number in numbers if number is not None))
 
     def _add_existing(self, tensor: Tensor, name: str) -> int:
-        """Record a storage that no operator has allocated."""
         number = self.storages.add(tensor, self._entry(tensor, name))
         self._run(Operator(name, allocs=(number,)))
         return number
@@ -279,7 +273,6 @@ def _format(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 
 
 def _common(first: str, second: str) -> str:
-    """Return the common leading parts of two dotted names, followed by `*`."""
     pairs = zip(first.split("."), second.split("."), strict=False)
     same = [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
     return ".".join([*same, "*"])

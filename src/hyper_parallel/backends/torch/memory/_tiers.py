@@ -66,7 +66,6 @@ class Meter:
         self.add(size)
 
     def __contains__(self, base: torch.UntypedStorage) -> bool:
-        """Return whether a storage is counted."""
         return base._cdata in self._watch
 
     def _on_destroyed(self, ref: weakref.ref[Any]) -> None:
@@ -200,7 +199,6 @@ class FileTier:
             self._meter.add(self._sizes[storage])
 
     def __contains__(self, storage: object) -> bool:
-        """Return whether a storage has a file, complete or being written."""
         return storage in self._sizes
 
     def drop(self, storage: int) -> None:

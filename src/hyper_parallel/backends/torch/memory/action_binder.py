@@ -222,7 +222,6 @@ class ActionBinder:
 
 
 def _copy_staged(ready: Prepared, flat: list[Any]) -> None:
-    """Copy staged results to their addresses; raise HP512 if a size or a guarded value differs from the recording."""
     for position, view, target in ready.staged:
         result = flat[position]
         base = result.untyped_storage() if isinstance(result, torch.Tensor) else None

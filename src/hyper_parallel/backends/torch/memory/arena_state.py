@@ -20,13 +20,7 @@ from hyper_parallel.backends.torch.memory._tiers import FileTier
 from hyper_parallel.backends.torch.memory.action_binder import Act, ActionBinder
 from hyper_parallel.backends.torch.memory.hardware import Hardware, has_room
 from hyper_parallel.backends.torch.memory.tier_copies import finish
-from hyper_parallel.errors import (
-    HyperParallelError,
-    MemoryPlanInvalid,
-    StepChanged,
-    TierFull,
-    TransferFailed,
-)
+from hyper_parallel.errors import HyperParallelError, MemoryPlanInvalid, StepChanged, TierFull, TransferFailed
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import wrong_address
 
@@ -119,14 +113,12 @@ class ArenaState:
         self.actions, self.arena = [], None
 
     def _allocate_arena(self) -> StorageBytes:
-        """Allocate the arena, bind the actions to it, and return the ranges of storages there when a step begins."""
         self.arena = self.hardware.arena(self.plan.arena_bytes)
         binder = ActionBinder(self, self.arena)
         self.actions = [binder.bind(position) for position in range(len(self.plan.actions))]
         return binder.at_start
 
     def _acquire(self) -> None:
-        """Move the state out of its owner tensors, and turn them into stubs."""
         try:
             self.owners.check()
         except StepChanged:
@@ -205,7 +197,6 @@ class ArenaState:
             self.files.write(s, _copy(source, _HOST) if source is base else source)
 
     def _restore_partial_move(self, staged: StorageBytes, spill: LruSpillMode | None) -> None:
-        """Restore emptied owner tensors after a partial move, and close the planned device."""
         for s, tensor in self.captured.state.items():
             base = tensor.untyped_storage()
             num_bytes = base.nbytes() if spill is None else spill.num_bytes(base)
@@ -364,5 +355,4 @@ class ArenaState:
 
 
 def _copy(base: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    """Return a copy of a storage on a device; no tier counts it."""
     return torch.UntypedStorage(base.nbytes(), device=device).copy_(base)

@@ -28,20 +28,10 @@ from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import grouped_products
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._tiers import run_folder
-from hyper_parallel.backends.torch.static_cache import (
-    bind_cache,
-    cache_tensors,
-    why_no_static_cache,
-)
+from hyper_parallel.backends.torch.static_cache import bind_cache, cache_tensors, why_no_static_cache
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan
-from hyper_parallel.memory import (
-    MemoryMachine,
-    Roofline,
-    merge_errors,
-    plan_memory_cached,
-    sufficient_device_bytes,
-)
+from hyper_parallel.memory import MemoryMachine, Roofline, merge_errors, plan_memory_cached, sufficient_device_bytes
 
 
 @dataclass(frozen=True)
@@ -153,7 +143,6 @@ class PlannedSlots(FixedPasses):
         }
 
     def _capture(self) -> list[Captured]:
-        """Record the prompt step on fake tensors, and the decode step if there are tokens to decode."""
         model, fixed = self._model, self._fixed
         with fake_copy(model, self._target_device) as fake:
             cache = fixed.new_cache(fake)
@@ -249,7 +238,6 @@ def _record(model: Any, cache: Any, fixed: SlotSteps, named: Named, *, prompt: b
 
 
 def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Captured:
-    """Return the recorded step with real tensors as its state and inputs."""
     owners = {**real, **inputs}
     state = {}
     for s in captured.state:

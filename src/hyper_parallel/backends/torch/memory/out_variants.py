@@ -219,7 +219,6 @@ def _bind_pad(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Te
 
 
 def _bind_rsub(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    """Bind `rsub` as a subtraction with exchanged operands."""
     left, right = args[1], args[0]
     alpha = args[2] if len(args) > 2 else kwargs.get("alpha", 1)
     op = torch.ops.aten.sub.out._op
@@ -227,13 +226,11 @@ def _bind_rsub(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> 
 
 
 def _bind_sum(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    """Bind a full sum as a sum over an empty list of dims."""
     op = torch.ops.aten.sum.IntList_out._op
     return lambda: op(args[0], [], False, out=outs[0], **kwargs)
 
 
 def _bind_embedding(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    """Bind an embedding as `index_select` of its rows."""
     rows, width = args[1].reshape(-1), args[0].shape[1]
     table, flat = args[0], outs[0].view(-1, width)
     op = torch.ops.aten.index_select.out._op

@@ -16,10 +16,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hyper_parallel.backends.torch.memory._untracked_effects import (
-    TORCH_ATTRIBUTES,
-    python_attributes,
-)
+from hyper_parallel.backends.torch.memory._untracked_effects import TORCH_ATTRIBUTES, python_attributes
 from hyper_parallel.errors import StepChanged
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -87,7 +84,6 @@ class CaptureSource:
         )
 
     def _refuse_added(self, now: Sequence[_Fact]) -> NoReturn:
-        """Raise StepChanged (HP512) for a part of model or optimizers that was added, removed or moved."""
         before, after = (dict.fromkeys(owner for owner, *_ in facts) for facts in (self._recorded, now))
         added = next((owner for owner in after if owner not in before), None)
         gone = next((owner for owner in before if owner not in after), None)

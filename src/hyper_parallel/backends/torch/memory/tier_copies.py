@@ -23,8 +23,6 @@ _Task = Callable[[], Any] | Future[Any]
 
 
 class _DeferredWork:
-    """Deferred work that runs once, on the first call."""
-
     def __init__(self, dependency: _Task | None, move: Callable[[], Any]) -> None:
         self._dependency, self._pending = dependency, [move]
 
