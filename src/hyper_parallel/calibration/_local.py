@@ -269,9 +269,7 @@ def fit_stack(
     # If launches overlap kernels, they determine the time of a small layer; otherwise they are added to its work.
     floor = measured if card.launch_hidden else max(measured - work, 0.0)
     fitted = replace(
-        card,
-        kernel_s=max(floor, _TINY) / kernels / microbatches,
-        sources={**card.sources, "kernel_s": source},
+        card, kernel_s=max(floor, _TINY) / kernels / microbatches, sources={**card.sources, "kernel_s": source}
     )
     if measured < work and not card.launch_hidden:
         # The layer is faster than the sum of its kernels: the micro-benchmarks interfered more than a step does.

@@ -76,8 +76,7 @@ def read_cards(folder: str | Path | None = None) -> Cards:
         raise CardUnreadable("the folder has no card", where=str(folder), allowed="a folder of *.yaml files", hint=hint)
     pairs = [*map(load_card, card_names()), *map(read_card, files)]
     return Cards(
-        {device.name: device for device, _ in pairs if device},
-        {stack.name: stack for _, stack in pairs if stack},
+        {device.name: device for device, _ in pairs if device}, {stack.name: stack for _, stack in pairs if stack}
     )
 
 

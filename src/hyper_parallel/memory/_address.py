@@ -150,11 +150,7 @@ def _pack(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]
 
 
 def _pack_in_stacks(
-    items: Sequence[Item],
-    clashes: Sequence[np.ndarray],
-    size: np.ndarray,
-    times: np.ndarray,
-    live: np.ndarray,
+    items: Sequence[Item], clashes: Sequence[np.ndarray], size: np.ndarray, times: np.ndarray, live: np.ndarray
 ) -> tuple[np.ndarray, int]:
     floor = int(live.max())
     most = [max(int(live[e.start : max(e.stop, e.start + 1)].max()) for e in item) for item in items]

@@ -97,8 +97,7 @@ def _fastest_within(search: Search, budget: int, finish: _Finish, limit_s: float
         else:
             excess = max(min(arenas, default=arena_budget) - arena_budget, 0)
             aim -= max(
-                aim * excess // (2 * (arena_budget + excess)),
-                (count - 1) * arena_budget // _PACKING_RESERVES[-1],
+                aim * excess // (2 * (arena_budget + excess)), (count - 1) * arena_budget // _PACKING_RESERVES[-1]
             )
     return best
 

@@ -24,10 +24,7 @@ class EmissionLedger(Residency):
     """
 
     def __init__(
-        self,
-        program: MemoryProgram,
-        machine: MemoryMachine,
-        reserved: Mapping[int, int] | None = None,
+        self, program: MemoryProgram, machine: MemoryMachine, reserved: Mapping[int, int] | None = None
     ) -> None:
         super().__init__(program, reserved)
         self._dram_capacity = machine.dram_bytes

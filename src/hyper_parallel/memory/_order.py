@@ -119,10 +119,7 @@ def _results_late(program: MemoryProgram, before: list[set[int]], order: tuple[i
 
 
 def _sink(
-    program: MemoryProgram,
-    before: list[set[int]],
-    order: tuple[int, ...],
-    movable: Callable[[Operator], bool],
+    program: MemoryProgram, before: list[set[int]], order: tuple[int, ...], movable: Callable[[Operator], bool]
 ) -> tuple[int, ...]:
     """Return the order with every operator that is `movable`, and not `ordered`, right before its first dependent."""
     place = {index: position for position, index in enumerate(order)}

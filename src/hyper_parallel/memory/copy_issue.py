@@ -53,10 +53,7 @@ class OutgoingCopy:
 
 
 def issue_positions(
-    gaps: Sequence[Gap],
-    starts_s: np.ndarray,
-    program: MemoryProgram,
-    machine: MemoryMachine,
+    gaps: Sequence[Gap], starts_s: np.ndarray, program: MemoryProgram, machine: MemoryMachine
 ) -> list[tuple[int, Gap, MemoryActionKind]]:
     """Return the latest position at which to issue each reload, with copies of one direction in series.
 

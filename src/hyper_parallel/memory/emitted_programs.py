@@ -82,10 +82,7 @@ def identity_program(program: MemoryProgram, order: tuple[int, ...]) -> EmittedP
 
 
 def assign_tiers(
-    program: MemoryProgram,
-    machine: MemoryMachine,
-    chosen: Sequence[OffloadCandidate],
-    share: float,
+    program: MemoryProgram, machine: MemoryMachine, chosen: Sequence[OffloadCandidate], share: float
 ) -> list[Gap]:
     """Return the gaps of the chosen candidates, each with the tier to evict to.
 
@@ -174,13 +171,7 @@ class Search:
         return emitted.excess_bytes(self.machine), max(emitted.peak - target, 0), emitted.seconds
 
     def _polish(
-        self,
-        choice: ResidencyChoice,
-        best: EmittedProgram,
-        target: int,
-        limit_s: float,
-        *,
-        lowers: bool,
+        self, choice: ResidencyChoice, best: EmittedProgram, target: int, limit_s: float, *, lowers: bool
     ) -> EmittedProgram:
         """Return the best program of a local search that reverses decisions with fractions closest to 0.5.
 

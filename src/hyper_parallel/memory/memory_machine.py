@@ -63,10 +63,7 @@ def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> Me
     if measured is None:
         return program
     pairs = zip(program.operators, measured, strict=True)
-    return replace(
-        program,
-        operators=tuple(replace(op, seconds=s) if s and not op.group else op for op, s in pairs),
-    )
+    return replace(program, operators=tuple(replace(op, seconds=s) if s and not op.group else op for op, s in pairs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,10 +237,7 @@ def _plan_in_order(
 
 
 def _to_plan(
-    program: MemoryProgram,
-    machine: MemoryMachine,
-    emitted: EmittedProgram,
-    statement: tuple[str, ...],
+    program: MemoryProgram, machine: MemoryMachine, emitted: EmittedProgram, statement: tuple[str, ...]
 ) -> MemoryPlan:
     replayed = replay(program, emitted.homes, emitted.actions)
     counted = replayed.peak_bytes, slab_bytes(replayed.host_buffers)

@@ -158,11 +158,7 @@ class ResidencyLP:
     """
 
     def __init__(
-        self,
-        profile: np.ndarray,
-        seconds: Sequence[float],
-        machine: MemoryMachine,
-        positions: np.ndarray,
+        self, profile: np.ndarray, seconds: Sequence[float], machine: MemoryMachine, positions: np.ndarray
     ) -> None:
         self.lp = LinearProgram()
         self._ends = np.cumsum(seconds)

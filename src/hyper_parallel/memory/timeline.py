@@ -49,11 +49,7 @@ def predicted_timeline(plan: MemoryPlan, machine: MemoryMachine) -> Timeline:
 
 
 def _span(
-    program: MemoryProgram,
-    machine: MemoryMachine,
-    clock: ProgramClock,
-    action: MemoryAction,
-    begin_s: float,
+    program: MemoryProgram, machine: MemoryMachine, clock: ProgramClock, action: MemoryAction, begin_s: float
 ) -> Span | None:
     """Return the span of an action that `clock` has just applied, issued at `begin_s`; None if no span is shown."""
     kind, target = action.kind, action.target

@@ -342,8 +342,7 @@ class StepCapture:
             if not set(reads).isdisjoint(operator.allocs):
                 self._operators[index] = replace(operator, repeatable=False)
         self._append(
-            Operator("c10d.sent", reads, phase=self.phase, ordered=True, message=True),
-            Call(sends_complete, (), {}),
+            Operator("c10d.sent", reads, phase=self.phase, ordered=True, message=True), Call(sends_complete, (), {})
         )
 
     def __enter__(self) -> Self:
@@ -431,9 +430,7 @@ def model_state(model: torch.nn.Module) -> Named:
 
 
 def optimizer_state(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    other_params: Sequence[torch.Tensor] = (),
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, other_params: Sequence[torch.Tensor] = ()
 ) -> Named:
     """Return an optimizer's state tensors (local shards) by name.
 
@@ -480,17 +477,10 @@ def record(
     """
     _refuse_non_tensors(inputs)
     inputs = _unaliased(inputs, named)
-    tensors: dict[str, tuple[torch.Tensor, StorageKind]] = {
-        **{k: (t, "input") for k, t in inputs.items()},
-        **named,
-    }
+    tensors: dict[str, tuple[torch.Tensor, StorageKind]] = {**{k: (t, "input") for k, t in inputs.items()}, **named}
     make_resident = (lambda _: None) if spill is None else spill.make_resident
     recorder = StepCapture(
-        tensors,
-        training=training,
-        alignment_bytes=alignment_bytes,
-        empty=empty,
-        make_resident=make_resident,
+        tensors, training=training, alignment_bytes=alignment_bytes, empty=empty, make_resident=make_resident
     )
     with (
         _marked_gradients(recorder, named),

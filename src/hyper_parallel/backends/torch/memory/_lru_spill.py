@@ -261,10 +261,7 @@ class LruSpillMode:
         for tensor in written:
             if (record := self._record_use(tensor)) is not None:
                 record.current = False
-        used_records = {
-            **records,
-            **{id(k): k for t in tensors_in(out) if (k := self._record_use(t)) is not None},
-        }
+        used_records = {**records, **{id(k): k for t in tensors_in(out) if (k := self._record_use(t)) is not None}}
         for record in used_records.values():
             record.last_use = self._clock
             record.owner_may_resize |= func is EMPTY

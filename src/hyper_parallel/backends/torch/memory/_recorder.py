@@ -195,13 +195,7 @@ class Recorder(OperatorMode):
         return out
 
     def _record(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        out: Any,
-        workspace: int,
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], out: Any, workspace: int
     ) -> None:
         group = group_of(func, args)
         shared = shared_tensors(func, tensors)

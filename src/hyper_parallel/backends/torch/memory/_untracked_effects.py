@@ -34,10 +34,7 @@ _POINTERS: Final = _VALUES | {"data_ptr", "__dlpack__"}
 _PLAIN: Final = frozenset((Tensor, nn.Parameter))
 _DEPTH: Final = 4
 """Number of nested levels of lists, dicts and objects that are inspected in an attribute."""
-TORCH_ATTRIBUTES: Final = frozenset(vars(nn.Module())) | {
-    "_opt_called",
-    "_need_device_dtype_check_for_fused",
-}
+TORCH_ATTRIBUTES: Final = frozenset(vars(nn.Module())) | {"_opt_called", "_need_device_dtype_check_for_fused"}
 """Attributes that are not inspected: those of every module, and two that torch sets on optimizers."""
 _CHUNK: Final = 1 << 20
 """Words of a large tensor per chunk of its checksum."""
@@ -180,10 +177,7 @@ class UntrackedEffects:
             self._uninitialised.update(s for s in allocated if self._storages.entries[s].num_bytes)
 
     def refuse_state_changes(
-        self,
-        operators: Sequence[Operator],
-        state: Mapping[int, Tensor],
-        make_resident: Callable[[Tensor], None],
+        self, operators: Sequence[Operator], state: Mapping[int, Tensor], make_resident: Callable[[Tensor], None]
     ) -> None:
         """Raise HP511, after the step, for state that changed without a recorded operator.
 

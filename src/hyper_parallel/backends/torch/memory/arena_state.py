@@ -43,9 +43,7 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
         )
     if wrong := wrong_address(plan):  # replays the plan: raises HP404 for an illegal action
         raise MemoryPlanInvalid(
-            f"the buffer addresses of the memory plan are invalid: {wrong}",
-            where=plan.program.name,
-            hint="plan again",
+            f"the buffer addresses of the memory plan are invalid: {wrong}", where=plan.program.name, hint="plan again"
         )
     if plan.peak_bytes["flash"] and flash is None:
         raise MemoryPlanInvalid(
@@ -324,8 +322,7 @@ class ArenaState:
         """Raise StepChanged (HP512) if the planned device was closed or a step on it failed."""
         if self.closed or self.failed:
             raise StepChanged(
-                "the planned device was closed, or a step on it failed",
-                hint="capture and plan the step again",
+                "the planned device was closed, or a step on it failed", hint="capture and plan the step again"
             )
 
     def on_home_tier(self, tensor: torch.Tensor) -> torch.Tensor:

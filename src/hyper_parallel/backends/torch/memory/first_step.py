@@ -94,10 +94,7 @@ class ReferenceStep:
         for _ in range(1 if device.type == "cpu" else 2):
             changed = [bases[s] for s in captured.written_state]
             with _rolled_back(changed, device, captured.generators, allocated_bytes):
-                with (
-                    within_device(device, captured.owned),
-                    _RecordedDecisions(captured) as decisions,
-                ):
+                with within_device(device, captured.owned), _RecordedDecisions(captured) as decisions:
                     outputs = captured.run_eager(**inputs)
                 if decisions.error is not None:
                     raise decisions.error

@@ -167,10 +167,7 @@ class PlannedSlots(FixedPasses):
             try:
                 plans.append(
                     plan_memory_cached(
-                        program,
-                        limits.machine,
-                        measured=captured.seconds,
-                        budget_bytes=limits.device_bytes,
+                        program, limits.machine, measured=captured.seconds, budget_bytes=limits.device_bytes
                     )
                 )
             except (BudgetImpossible, TierFull) as error:
@@ -219,11 +216,7 @@ class PlannedSlots(FixedPasses):
         assert self._planned_device is not None
         measured: Measured
         logits, measured = self._planned_device.step(inputs)
-        peaks = {
-            "device": measured.device_bytes,
-            "dram": measured.dram_bytes,
-            "flash": measured.peak_bytes["flash"],
-        }
+        peaks = {"device": measured.device_bytes, "dram": measured.dram_bytes, "flash": measured.peak_bytes["flash"]}
         self.use.add(MemoryUse(measured_bytes=peaks, seconds=measured.seconds, wait_s=measured.wait_s, steps=1))
         result: Tensor = logits
         return result

@@ -351,11 +351,7 @@ def _is_written(func: Any, argument: Any) -> bool:
 
 
 def draws(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    phase: Phase = "forward",
-    drew: bool = False,
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase = "forward", drew: bool = False
 ) -> bool:
     """Return whether a call draws random numbers; attention without dropout does not, although torch tags it as random.
 

@@ -60,10 +60,7 @@ def out_variant(call: Call) -> OutVariant | None:
             return _fill_variant(call, _FILL[name])
         if name in _COPY:
             return _bind_copy
-        same = isinstance(first, View) and (first.dtype, first.size) == (
-            views[0].dtype,
-            views[0].size,
-        )
+        same = isinstance(first, View) and (first.dtype, first.size) == (views[0].dtype, views[0].size)
         if name in _IN_PLACE and same:
             change = _same_overload(func, f"{name}_")
             return None if change is None else _in_place_variant(change)

@@ -149,10 +149,7 @@ class _IdentityStamp:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        seen: dict[int, Any],
+        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], seen: dict[int, Any]
     ) -> None:
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
         # Attributes of a module except torch's own irrelevant ones; at least two, so that `itemgetter` returns a tuple.
