@@ -29,7 +29,7 @@ C = TypeVar("C", DeviceCard, StackCard)
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Unknown of a fit: a factor on one or several numbers of cards, such as on all link bandwidths."""
+    """Constant that a fit may change: a factor on one or several numbers of cards, such as all link bandwidths."""
 
     name: str  # key of `Fit.factors`
     sd: float  # standard deviation of the prior on the natural logarithm of the factor

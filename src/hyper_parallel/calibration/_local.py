@@ -250,7 +250,7 @@ def fit_stack(
 ) -> tuple[DeviceCard, StackCard]:
     """Return cards with kernel launch time and fixed time per step fitted to two small measured steps.
 
-    `StackCard.compute` is fitted too if launches do not overlap kernels and a layer is faster than its kernels in sum.
+    `StackCard.compute` is fitted too if launches do not overlap kernels and a layer is faster than its kernels.
 
     Args:
         steps: Two measured steps that differ only in their number of layers, the one with fewer layers first.

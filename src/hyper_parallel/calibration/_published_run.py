@@ -89,7 +89,7 @@ class PublishedRun:
 
     @property
     def group(self) -> str:
-        """Key of near-duplicate runs, equal for them: column `group`, else source, model, device and precision."""
+        """Key that near-duplicate runs share: column `group`, else source, model, device and precision."""
         row = self.row
         return row.group or "|".join((row.source, row.model, row.device, row.precision))
 
@@ -100,7 +100,7 @@ class PublishedRun:
         return (int(release[1]) - 20) * 12.0 + int(release[2]) - 1 if release else None
 
     def priced_as_unknown(self) -> PublishedRun:
-        """Return the run with the stack card that its ZeRO stage would get if its stack were unknown."""
+        """Return the run with the stack card for unknown stacks, which depends on the ZeRO stage."""
         return replace(self, stack=_stand_in(self.zero), known_stack=False)
 
 

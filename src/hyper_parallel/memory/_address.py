@@ -72,7 +72,10 @@ def wrong_address(plan: MemoryPlan) -> str | None:
 
 
 def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: int) -> str | None:
-    """Return an error message if two live ranges overlap in time and space, or one ends above the arena; else None."""
+    """Return an error message if two live ranges overlap in time and space, or one ends above the arena; else None.
+
+    Live ranges of 0 bytes are ignored.
+    """
     real = [e for e in ranges if sizes[e.storage]]
     events = sorted(
         [(e.start, 1, e.offset_bytes, sizes[e.storage]) for e in real]

@@ -164,7 +164,7 @@ class ReloadQueue:
     def copy_ended(self, storage: int, position: int) -> None:
         """Wake the reloads that wait for the end of a storage's outgoing copy.
 
-        Those that `due` has already passed at this position are tried at the next position.
+        Reloads that `due` has already tried at `position` are tried again at the next position.
         """
         for number in self._waiting_for_copy.pop(storage, ()):
             if number > self._current:

@@ -144,8 +144,8 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
 
     Dependencies are true (read after write), anti (write after read) and output (write after write) dependencies.
     Operators that communicate also keep their mutual order, and so do other operators with `ordered`. An operator that
-    needs a message stays after all collectives and message batches recorded before it, so that ranks never wait for
-    each other in a cycle.
+    accesses a received buffer stays after all collectives and message batches recorded before it, so that ranks never
+    wait for each other in a cycle.
     """
     before: list[set[int]] = []
     writer: dict[int, int] = {}

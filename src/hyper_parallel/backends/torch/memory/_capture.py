@@ -126,7 +126,10 @@ class StepCapture:
             self._owners[id(tensor)] = self._views[name].storage, tensor
 
     def view(self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input") -> View:
-        """Return the `View` that describes a tensor; if its storage is unknown or was resized, record it first."""
+        """Return the `View` that describes a tensor; record its storage first if it is unknown or was resized.
+
+        An unknown storage gets `name` and `kind`.
+        """
         self._make_resident(tensor)
         storage = self._find(tensor)
         base = tensor.untyped_storage()

@@ -309,7 +309,8 @@ class ArenaState:
     def close(self) -> None:
         """Return the state's bytes to the owner tensors.
 
-        After a failure all bits are set to one (NaN as floating point), because the state may be partially updated.
+        After a failure all bits of the owner tensors are set to one (NaN as floating point), because the state may be
+        partially updated.
         """
         if self.closed:
             return

@@ -40,7 +40,7 @@ class Entry:
         name: Name of a parameter, or of the operator that allocated the storage.
         num_bytes: Bytes; 0 while the owner (FSDP) has emptied the storage.
         shape: Shape of the first tensor on the storage; () if not recorded.
-        dtype: Its dtype without `torch.`; empty if not recorded.
+        dtype: Dtype of this tensor without `torch.`; empty if not recorded.
         recomputed: True if the storage was allocated by recomputation inside backward.
         sent: True if a collective read or wrote the storage.
         resized: True if the owner empties and refills the storage in place.
