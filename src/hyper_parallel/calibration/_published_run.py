@@ -60,7 +60,7 @@ class PublishedRun:
 
     row: RunRow  # the row as read
     model: ModelSpec
-    supernode: Supernode  # that of the device, or the preset with the nearest peak; with stated peak and memory
+    supernode: Supernode  # topology of the device, else of the nearest peak; with the peak that the row states
     stack: str  # name of the stack card
     known_stack: bool  # whether the row names a known stack, or a year up to `_LAST_UNFUSED`; else `stack` is a guess
     seq_len: int  # tokens per sequence

@@ -21,8 +21,8 @@ _TIGHT = 1.002  # ratio of arena to live peak at which packing stops
 _MANY_ITEMS = 3000  # more items are stacked instead of placed by first fit
 _ROUNDS = 12  # rounds of first fit
 _HOT_FRACTION = 0.9  # items that are live when this fraction of the live peak is live are placed first
-_PROMOTION = 0.65  # factor on the place in the order of an item that ends above the live peak
-_HEAT_CLASSES = 10  # number of classes of stacked ranges, by the maximum of bytes live with them
+_PROMOTION = 0.65  # factor on the index of an item in the order, if it ends above the live peak
+_HEAT_CLASSES = 10  # number of classes of stacked items, by the most bytes that are live while they are
 
 Item = tuple[Extent, ...]
 """Live ranges at one address: a single range, or the last and first range of a storage (see the module docstring)."""

@@ -17,11 +17,11 @@ from hyper_parallel.memory.emitted_programs import EmittedProgram, Search
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.units import format_bytes
 
-_PACKING_SLACK_OK = 1.02  # ratio of arena to live peak below which no further program is packed
-_PROGRAMS_PER_TARGET = 3  # programs packed per target; four times as many for small programs
+_PACKING_SLACK_OK = 1.02  # ratio of arena to live peak up to which no further program is tried
+_PROGRAMS_PER_TARGET = 3  # maximum of programs that get addresses, per target; four times as many if small
 _LARGE_PROGRAM = 300  # maximum number of operators of a small program
 _MAX_TARGETS = 5  # maximum number of targets tried for a budget
-# Divisors of the budget for the bytes left free for gaps between addresses: at the first target, at later targets.
+# The budget divided by these is left free for gaps between addresses: at the first target, and at later ones.
 _PACKING_RESERVES = (256, 50)
 # The search ends if the fastest emitted program takes more than this fraction of the time of the best program that fits
 # the budget; at the first target, the second fraction applies.

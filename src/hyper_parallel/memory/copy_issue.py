@@ -100,7 +100,7 @@ class ReloadQueue:
         self._alarms: dict[int, list[int]] = {}  # position -> reloads to try there at the latest
         self._needed_bytes: dict[int, int] = {}  # reload -> device bytes that it waits for
         self._in_line: dict[int, int] = {}  # reload -> size of the DRAM buffer that it waits for
-        # size -> heap of reloads that wait for such a buffer, woken ones included
+        # Size -> heap of reloads that wait, or have waited, for a DRAM buffer of this size.
         self._lines: dict[int, list[int]] = {}
         # Storage -> reloads that wait for its outgoing copy.
         self._waiting_for_copy: dict[int, list[int]] = {}

@@ -28,7 +28,7 @@ _POLISHED_OPERATORS, _POLISH_PASSES = 300, 3  # programs of up to 300 operators 
 # Targets of the linear program are lowered by these multiples of the mean size of an offloaded storage. Programs of up
 # to `_FAST_PROGRAM` operators try more multiples.
 _HEADROOMS, _FINER_HEADROOMS, _FAST_PROGRAM = (0, 2), (0, 1, 2, 4), 3000
-_ROUNDS = 6  # maximum of solutions of the linear program per lowered target
+_ROUNDS = 6  # maximum number of solutions of the linear program per lowered target
 # Every rank plans its own program while the others wait: a large one with collectives takes seconds per round.
 _SHARED_HEADROOMS, _SHARED_ROUNDS = (0,), 2
 _SLOWER_BY = 1.25  # factor on the time limit: slower programs do not help to find a faster one

@@ -148,7 +148,7 @@ class LaneProgram:
         free, excess, late = (np.zeros((columns, ranks.count, DRAWS)) for _ in range(3))
         link = np.zeros((columns, 1, DRAWS))
         ends: list[Array] = []
-        starts: dict[int, Array] = {}  # of collectives: all ranks have reached them
+        starts: dict[int, Array] = {}  # collective -> time at which all ranks have reached it
 
         def wait(tasks: Iterable[int]) -> None:
             nonlocal free, late
