@@ -122,7 +122,7 @@ class LruSpillMode:
         keep_offloaded: Keep evicted storages in host memory at the end of the context, for the next context or a plan.
 
     Attributes:
-        peak_bytes: Peak of the resident bytes inside the context.
+        peak_bytes: Peak of the resident bytes; storages that the end of the context makes resident do not count.
         moved_bytes: Evicted bytes, in total.
         least_bytes: Smallest limit known to be necessary: the largest sum of fixed storages, operands and results of an
             operator so far, or the bytes passed to `require`.
@@ -513,8 +513,9 @@ def spill_mode(
 def within_device(
     device: torch.device, owned: Callable[[], Iterable[torch.Tensor]] = tuple
 ) -> AbstractContextManager[Any]:
-    """Return a context that evicts storages when a step without a plan exceeds an accelerator's free memory.
+    """Return a context for a step without a plan that evicts storages if the step does not fit an accelerator.
 
-    The context has no effect on a CPU. See `LruSpillMode` for `owned`.
+    The limit is that of `spill_mode` without a budget. The context has no effect on a CPU. See `LruSpillMode` for
+    `owned`.
     """
     return nullcontext() if device.type == "cpu" else spill_mode(device, owned=owned)

@@ -192,7 +192,7 @@ class PlannedSlots(FixedPasses):
         return PlannedDevice(self._captured[index], self._plans[index], self.limits.machine, flash=self._files)
 
     def enter_decode(self) -> None:
-        """Move the state to the planned device of the decode step, unless it is there already."""
+        """Move the state to the planned device of the decode step, if there is one and the state is not there yet."""
         assert self._planned_device is not None
         if len(self._plans) > 1 and self._planned_device.plan is self._plans[0]:
             self._planned_device.close()
@@ -212,7 +212,7 @@ class PlannedSlots(FixedPasses):
         return self.run(inputs)
 
     def run(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Run a step and return its logits."""
+        """Run the step of the current planned device, and return its logits."""
         assert self._planned_device is not None
         measured: Measured
         logits, measured = self._planned_device.step(inputs)
