@@ -41,7 +41,7 @@ AXES: Final = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "
 _SATURATIONS: Final = (1e-3, 8.0)
 """Allowed range of `DeviceCard.saturation`, from none to fully memory-bound matmuls."""
 _HEADS: Final = (1e-3, 128.0)
-"""Allowed range of `DeviceCard.attention_head`, the head width with half of the attention rate."""
+"""Allowed range of `DeviceCard.attention_head`, the head width at which attention reaches half of its rate."""
 _PULL: Final = {"compute": 0.15, "latency": 0.05, "link": 0.10, "moe": 0.05}
 """Weight of the penalty on deviations from the micro-benchmark value; the relative error of one step has weight 1."""
 _HOST_PULL: Final = 0.01

@@ -87,8 +87,9 @@ def assign_tiers(
     """Return the gaps of the chosen candidates, each with the tier to evict to.
 
     Without flash, or with unlimited DRAM, all storages go to DRAM. Otherwise, DRAM gets the storages with the shortest
-    idle times that fit the fraction `share` of it; the others go to flash. The rest of the DRAM is for copies between
-    device and flash. All chosen candidates are assumed to be in DRAM at the same time, an upper bound.
+    idle times, up to the fraction `share` of its capacity, and flash gets the remaining storages. The rest of the DRAM
+    is for copies between device and flash. All chosen candidates are assumed to be off the device at the same time, an
+    upper bound.
     """
     flash = machine.copy_out is not None and machine.copy_in is not None
     room = machine.dram_bytes
@@ -116,7 +117,7 @@ class Search:
         order: Operator index at each position.
         rounding: Rounded linear program, which returns the choice for a target.
         identity: Program without offload and recomputation.
-        best_seen: Program of least peak so far.
+        best_seen: Program of least peak so far that respects the capacities of DRAM and flash.
     """
 
     program: MemoryProgram
@@ -135,7 +136,7 @@ class Search:
         self._headrooms = _SHARED_HEADROOMS if shared else _FINER_HEADROOMS if fast else _HEADROOMS
 
     def for_machine(self, machine: MemoryMachine) -> Search:
-        """Return the search on a machine, with an empty cache."""
+        """Return the same search on another machine, with an empty cache."""
         return replace(self, machine=machine, rounding=self.rounding.for_machine(machine), _emissions={})
 
     def programs(self, target: int, limit_s: float = float("inf"), lowers: bool = False) -> list[EmittedProgram]:

@@ -31,7 +31,7 @@ class LPBuilder:
 
     Attributes:
         offloaded_at_start: Dict from storage to the variable for the fraction off the device at both ends of the step.
-        offloads: Dict from storage to a list of (low, high, variable): its fractions offloaded at positions [low, high).
+        offloads: Dict from storage to a list of (low, high, variable), its fractions offloaded at [low, high).
         recomputed: Dict from storage to the variable for the fraction that is dropped and recomputed.
     """
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hyper_parallel.backends.torch.memory.arena_state import ArenaState
 
 _RESULTS_WITH_GRADIENTS: Final = {"mkldnn_rnn_layer": 4}
-"""Number of results with enabled gradients, by operator that then also returns tensors for backward."""
+"""Operators that return extra tensors for backward if gradients are enabled, with their number of results then."""
 Act = Callable[[], Any]
 """Call that executes one action of a plan."""
 
