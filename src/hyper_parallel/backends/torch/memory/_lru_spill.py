@@ -166,7 +166,7 @@ class LruSpillMode:
         return record.copy if record.current and record.copy is not None else base
 
     def num_bytes(self, base: torch.UntypedStorage) -> int:
-        """Return the bytes of a storage when resident, even if the storage is evicted and empty now."""
+        """Return the bytes that a storage has when resident, even if it is evicted and empty now."""
         record = self._records.get(base._cdata)
         return base.nbytes() if record is None or record.resident else record.num_bytes
 
