@@ -241,13 +241,17 @@ def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, in
     A tier is omitted if its capacity is unlimited, or if no sufficient capacity was found. `plan` plans for a machine,
     and returns None on failure.
     """
+
+    def plan_with(tier: str, num_bytes: int | None) -> EmittedProgram | None:
+        dram = tier == "dram"
+        return plan(replace(machine, dram_bytes=num_bytes) if dram else replace(machine, flash_bytes=num_bytes))
+
     result = dict[str, int]()
     limited = {"dram": machine.dram_bytes, "flash": None if machine.copy_out is None else machine.flash_bytes}
     for tier, capacity in limited.items():
         if capacity is None:
             continue
-        field = f"{tier}_bytes"
-        unlimited = plan(replace(machine, **{field: None}))
+        unlimited = plan_with(tier, None)
         if unlimited is None:
             continue
         used = unlimited.dram_bytes if tier == "dram" else unlimited.peaks["flash"]
@@ -255,7 +259,7 @@ def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, in
         # With a limit, the search may choose other storages, and buffers for flash copies also take DRAM. So each
         # capacity is tried.
         sizes = (most, 2 * most, 4 * most)
-        enough = next((n for n in sizes if plan(replace(machine, **{field: n})) is not None), None)
+        enough = next((n for n in sizes if plan_with(tier, n) is not None), None)
         if enough is not None:
             result[tier] = enough
     return result
