@@ -1,5 +1,6 @@
 """Plans are judged by replay: never declared, never above the budget, never slower than allowed."""
 
+import random
 import re
 from dataclasses import replace
 
@@ -124,6 +125,20 @@ def test_a_full_dram_is_named_with_what_is_enough():
         planned(plan.dram_bytes * 3 // 4)  # much less is not enough
     assert named(smaller.value)["dram"] <= enough["dram"]
     assert planned(1200, enough["budget"]).dram_bytes <= 1200
+
+
+def test_dram_of_the_plan_with_unlimited_dram_may_not_be_enough():
+    """With 10240 bytes, the DRAM of the plan for unlimited DRAM, the planner finds no plan."""
+    program, scale = training_chain(layers=4), random.Random(660340)
+    sizes = [int(s.num_bytes * scale.uniform(0.3, 2)) + 1 for s in program.storages]
+    storages = tuple(replace(s, num_bytes=size) for s, size in zip(program.storages, sizes, strict=True))
+    program = replace(program, storages=storages)
+    budget = order_peak(program, range(len(program.operators))) // 2
+    with pytest.raises(TierFull) as caught:
+        plan_memory(program, machine(300.0, dram_bytes=3200), budget_bytes=budget, recompute=False)
+    dram = named(caught.value)["dram"]
+    plan = plan_memory(program, machine(300.0, dram_bytes=dram), budget_bytes=budget, recompute=False)
+    assert plan.dram_bytes <= dram
 
 
 def test_with_files_every_named_capacity_is_enough():

@@ -1,14 +1,9 @@
 """Calibration: fit of cost-model constants to published training runs or to measurements of this machine.
 
-A card has the fitted constants of a device or of a training framework (stack), see `cost`.
+A card has the constants of a device or of a training framework (stack); see `cost`.
 """
 
-from hyper_parallel.calibration._constants import (
-    Constant,
-    check_card_file,
-    write_card,
-    write_local_cards,
-)
+from hyper_parallel.calibration._constants import Constant, check_card_file, write_card, write_local_cards
 from hyper_parallel.calibration._local import (
     LocalRates,
     MeasuredStep,

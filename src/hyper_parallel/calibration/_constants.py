@@ -1,6 +1,6 @@
-"""Constants of cards that a fit may change, with their priors; and writing of card files.
+"""Constants of cards that a fit may change, with the widths of their priors; and writing of card files.
 
-A card file contains every number that has a source, with this source, and fitted numbers also with their prior. The
+A card file contains the numbers that have a source, with this source; fitted numbers also have their prior value. The
 path of a number is its key in the file, such as `passes` or `matmul.bfloat16`.
 """
 
@@ -29,7 +29,7 @@ C = TypeVar("C", DeviceCard, StackCard)
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Constant of a fit: a factor on one or several numbers of cards, such as all link bandwidths."""
+    """Constant that a fit may change: a factor on one or several numbers of cards, such as all link bandwidths."""
 
     name: str  # key of `Fit.factors`
     sd: float  # standard deviation of the prior on the natural logarithm of the factor
@@ -93,7 +93,7 @@ CONSTANTS: Final = (
 
 
 def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANTS) -> Cards:
-    """Return cards with constants scaled as by `_scaled`; `factors` are the natural logarithms of their factors."""
+    """Return cards whose numbers are multiplied by the factors on `constants`; `factors` are natural logarithms."""
     device, stack = dict(cards.device), dict(cards.stack)
     for constant, log_factor in zip(constants, factors, strict=True):
         for name in constant.cards:
@@ -105,7 +105,7 @@ def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANT
 
 
 def _scaled(card: C, constant: Constant, factor: float) -> C:
-    """Return a card with the numbers of a constant (or 1 - x, see `Constant.rest`) multiplied by `factor`."""
+    """Return a card with every number x of a constant multiplied by `factor`; with `Constant.rest`, 1 - x is."""
     changed = {}
     for path, value in numbers_of(card).items():
         if {path, path.partition(".")[0]} & {*constant.attributes}:
@@ -123,7 +123,11 @@ def with_prior_values(cards: Cards) -> Cards:
 
 
 def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, name: str) -> None:
-    """Write a card file with a device card, a stack card or both; None omits one. Errors as in `write_local_cards`."""
+    """Write a card file with a device card, a stack card or both; None: omitted.
+
+    Raises:
+        OutputNotWritable: HP105 if the file cannot be written, or exists and is no card file.
+    """
     data: dict[str, Any] = {"name": name}
     if device is not None:
         data |= {"devices": list(device.devices), "device": _numbers_of(device)}
@@ -135,8 +139,10 @@ def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, n
 def write_local_cards(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
     """Write one file with this machine's cards; `by_ranks` is a dict from number of concurrent ranks to the cards.
 
-    The file has all constants for the largest number of ranks; for fewer ranks, only the constants that differ. Raise
-    OutputNotWritable (HP105) if it cannot be written, or exists and is no card file.
+    The file has all numbers for the largest number of ranks; for fewer ranks, only the numbers that differ.
+
+    Raises:
+        OutputNotWritable: HP105 if the file cannot be written, or exists and is no card file.
     """
     numbers = {ranks: [_numbers_of(card) for card in by_ranks[ranks]] for ranks in sorted(by_ranks)}
     max_ranks, (device, stack) = numbers.popitem()
@@ -171,7 +177,7 @@ def _dump(path: Path, data: dict[str, Any]) -> None:
 
 
 def _numbers_of(card: DeviceCard | StackCard) -> dict[str, Any]:
-    """Return the content of a card file for all numbers of a card that have a source, with 4 significant digits."""
+    """Return the content of a card file for the numbers of a card that have a source, with 4 significant digits."""
 
     def number(path: str, value: float) -> dict[str, Any]:
         prior = {"prior": card.priors[path]} if path in card.priors else {}

@@ -41,11 +41,11 @@ AXES: Final = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "
 _SATURATIONS: Final = (1e-3, 8.0)
 """Allowed range of `DeviceCard.saturation`, from none to fully memory-bound matmuls."""
 _HEADS: Final = (1e-3, 128.0)
-"""Allowed range of `DeviceCard.attention_head`, the head width with half of the attention rate."""
+"""Allowed range of `DeviceCard.attention_head`, the head width at which attention reaches half of its rate."""
 _PULL: Final = {"compute": 0.15, "latency": 0.05, "link": 0.10, "moe": 0.05}
-"""Weight of the penalty that pulls a constant to its micro-benchmark value; the error of one step has weight 1."""
+"""Weight of the penalty on deviations from the micro-benchmark value; the relative error of one step has weight 1."""
 _HOST_PULL: Final = 0.01
-"""Weight of the penalty that pulls constants of host work, which have no micro-benchmark, to 0."""
+"""Weight of the penalty on constants of host work, which have no micro-benchmark; it favors 0."""
 _UNITS: Final = {"kernel_s": 1e-5, "step_s": 1e-2, "moe_host_s": 1e-3}
 """Unit of each constant in seconds, such that all unknowns are near 1; `host_s` has the unit of `moe_host_s`."""
 _ON_DEVICE: Final = ("kernel_s", "latency", "link")
@@ -53,14 +53,14 @@ _ON_DEVICE: Final = ("kernel_s", "latency", "link")
 _ROUNDS: Final = 2
 """Rounds of the linear fit; more than one because the time of pipelines is not linear in the constants."""
 _FASTEST: Final = 1e9
-"""Multiple of a link's bandwidth that stands for a link of zero cost."""
+"""Maximum of the fitted `DeviceCard.link`, for links whose fitted cost is 0."""
 _TINY: Final = 1e-9
 """Substitute for zero in numbers that must be positive."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRates:
-    """Micro-benchmark results of one rank, or means over all ranks of a machine."""
+    """Micro-benchmark results of one rank, or means over the ranks of a machine."""
 
     # dtype to (rows, outputs, inputs, seconds of forward and both gradients)
     matmul: Mapping[str, tuple[tuple[int, int, int, float], ...]]
@@ -86,7 +86,7 @@ class MeasuredStep:
 
 
 def mean_rates(all_ranks: Sequence[LocalRates]) -> LocalRates:
-    """Return the mean of each measurement over the ranks that did not wait; all have the same sizes."""
+    """Return the mean of each measurement over ranks that measured the same sizes; nan of waiting ranks is ignored."""
     return _combined(all_ranks, lambda seconds: float(np.nanmean(seconds)))
 
 
@@ -113,7 +113,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
 
     Args:
         rates: Micro-benchmark results.
-        supernode: The machine with the peak rates, of which the rates on a card are fractions.
+        supernode: The machine; the rates on a card are fractions of its peak rates.
         source: Text to record as the source of the numbers.
     """
     device = supernode.device
@@ -169,7 +169,7 @@ def _fit_shares(
     Args:
         rates: Dict from dtype to rows of sizes, with the measured seconds last.
         supernode: The machine with the peak FLOP/s.
-        flops: Function from (size constant, columns of sizes) to FLOPs, increased by the overhead of small sizes.
+        flops: Function from (size constant, columns of sizes) to FLOPs; small sizes count as more FLOPs than they have.
         bounds: Range of the size constant.
 
     Returns:
@@ -204,7 +204,7 @@ def _attention_flops(head: float, sizes: list[Array]) -> Array:
 
 
 def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tuple[float, float]:
-    """Return (fraction of the link bandwidth, factor on the latency); without `rates.rings`, those of `base`."""
+    """Return (fraction of the link bandwidth, factor on the latency); without `rates.rings`, the values of `base`."""
     if not rates.rings:
         return base.link, base.latency
     ranks = float(supernode.num_devices)
@@ -218,9 +218,9 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
 
 
 def _fit_pace(rates: LocalRates) -> dict[str, float]:
-    """Return a dict from fraction of active ranks, as text, to the speed of one rank relative to its speed among all.
+    """Return a dict from fraction of active ranks, as text, to the speed of a rank; {} without `rates.layers`.
 
-    The speed is at least 1, and never lower than with more active ranks; {} without `rates.layers`.
+    The speed is relative to that with all ranks active. It is at least 1, and not lower than with more active ranks.
     """
     pace, slowest = dict[str, float](), 1.0
     for ranks, seconds in rates.layers[1:]:
@@ -234,7 +234,6 @@ def _compute_dtype(supernode: Supernode) -> str:
 
 
 def _pricer(steps: Sequence[MeasuredStep], supernode: Supernode) -> Callable[[DeviceCard, StackCard], Array]:
-    """Return a function from (device card, stack card) to the predicted seconds of every step."""
     prepared = [(s.workload, ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps]
 
     def seconds(card: DeviceCard, stack: StackCard) -> Array:
@@ -251,7 +250,7 @@ def fit_stack(
 ) -> tuple[DeviceCard, StackCard]:
     """Return cards with kernel launch time and fixed time per step fitted to two small measured steps.
 
-    `StackCard.compute` is fitted too if launches do not overlap kernels and a layer is faster than its kernels' sum.
+    `StackCard.compute` is fitted too if launches do not overlap kernels and a layer is faster than its kernels.
 
     Args:
         steps: Two measured steps that differ only in their number of layers, the one with fewer layers first.
@@ -270,9 +269,7 @@ def fit_stack(
     # If launches overlap kernels, they determine the time of a small layer; otherwise they are added to its work.
     floor = measured if card.launch_hidden else max(measured - work, 0.0)
     fitted = replace(
-        card,
-        kernel_s=max(floor, _TINY) / kernels / microbatches,
-        sources={**card.sources, "kernel_s": source},
+        card, kernel_s=max(floor, _TINY) / kernels / microbatches, sources={**card.sources, "kernel_s": source}
     )
     if measured < work and not card.launch_hidden:
         # The layer is faster than the sum of its kernels: the micro-benchmarks interfered more than a step does.
@@ -328,12 +325,12 @@ def fit_probes(
 def _with(values: Mapping[str, float], card: DeviceCard, base: StackCard) -> tuple[DeviceCard, StackCard]:
     """Return `card` and `base` with the constants in `values` replaced.
 
-    The step time is about linear in `values`: `link` is the inverse of a bandwidth, and `moe` a product with `compute`.
+    To make the step time about linear in `values`, `link` is the inverse of the card's number, and `moe` is multiplied
+    by `compute`.
     """
     device = {name: values[name] for name in _ON_DEVICE}
     device["link"] = 1.0 / max(values["link"], 1.0 / _FASTEST)
     stack = {name: value for name, value in values.items() if name not in device}
     stack["compute"] = max(values["compute"], _TINY)
-    # `compute` scales all kernels, so the linear constant is the product.
     stack["moe"] = values["moe"] / stack["compute"]
     return with_numbers(card, device), with_numbers(base, stack)

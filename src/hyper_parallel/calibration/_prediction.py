@@ -40,12 +40,12 @@ from hyper_parallel.units import GiB
 _SAFE: Final = 1.1
 """Fraction of device memory up to which a run is assumed to fit, if the row does not state its recomputation.
 
-It is above 1, because published runs use memory-saving options that the row does not state.
+It is above 1, because published runs use memory-saving options that rows do not state.
 """
 _FIRST: Final = {
     "predicted_step_s": 6, "predicted_tok_s_dev": 6, "predicted_mem_gib": 4, "interval_low_s": 6, "interval_high_s": 6,
 }  # fmt: skip
-"""Significant digits of each column that precedes the cost terms in the output."""
+"""Dict from output column before the cost terms to its number of significant digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class Cards:
     stack: Mapping[str, StackCard] = field(default_factory=dict)
 
     def device_for(self, name: str, kind: str) -> DeviceCard:
-        """Return the first card of this object that matches a device, else the shipped card by device or kind."""
+        """Return the first of these cards that matches a device name, else the shipped card for the name or `kind`."""
         return matching_card(self.device.values(), name) or device_card(name, kind)
 
     def stack_for(self, name: str) -> StackCard:
-        """Return the stack card `name` of this object, else the shipped one; raise HP313 if there is none."""
+        """Return the stack card `name` of these cards, else the shipped one; raise HP313 if there is none."""
         return self.stack.get(name) or stack_card(name)
 
 
@@ -68,7 +68,7 @@ def read_cards(folder: str | Path | None = None) -> Cards:
     """Return all shipped cards and the cards in files `*.yaml` of `folder`, which replace cards of the same name.
 
     Raises:
-        CardUnreadable: HP313 when the folder has no file `*.yaml`. Other errors are those of `read_card`.
+        CardUnreadable: HP313 when the folder has no file `*.yaml`. An invalid file raises the errors of `read_card`.
     """
     files = sorted(Path(folder).glob("*.yaml")) if folder else []
     if folder and not files:
@@ -76,8 +76,7 @@ def read_cards(folder: str | Path | None = None) -> Cards:
         raise CardUnreadable("the folder has no card", where=str(folder), allowed="a folder of *.yaml files", hint=hint)
     pairs = [*map(load_card, card_names()), *map(read_card, files)]
     return Cards(
-        {device.name: device for device, _ in pairs if device},
-        {stack.name: stack for _, stack in pairs if stack},
+        {device.name: device for device, _ in pairs if device}, {stack.name: stack for _, stack in pairs if stack}
     )
 
 
@@ -102,7 +101,7 @@ class Prediction:
         return float(self.scores.memory_bytes[0]) / GiB
 
     def columns(self) -> dict[str, str]:
-        """Return a dict from output column to text, to be added to the row of the run."""
+        """Return the predicted columns of the run's row, as a dict from column to text."""
         low, high = (self.step_s * math.exp(s * self.half_width) for s in (-1.0, 1.0))
         tokens_s = self.run.sequences * self.run.seq_len / self.step_s
         values = (self.step_s, tokens_s / self.run.devices, self.memory_gib, low, high)
@@ -133,7 +132,7 @@ def machine_of(run: PublishedRun, cards: Cards) -> Machine:
 
 
 def setting_of(run: PublishedRun, numbers: ModelNumbers, machine: Machine, recompute: str) -> PricingCase:
-    """Return the inputs of the cost formulas for one run; optimizer states and gradients are in float32."""
+    """Return the inputs of the cost formulas for one run with a recomputation (none, selective or full)."""
     d = run.degrees
     workload = Workload(
         run.seq_len, run.sequences * run.seq_len, run.microbatch, run.accumulation, machine.compute_dtype
@@ -181,8 +180,8 @@ def predict_file(source: str | Path, output: str | Path, cards: Cards | None = N
 
     Columns added: predicted_step_s, predicted_tok_s_dev, predicted_mem_gib, interval_low_s, interval_high_s, a column
     `term: NAME` per cost term (seconds), assumptions; also id, step_s, tok_s_dev and mem_gib if absent. A `step_s`,
-    `tok_s_dev` or `mem_gib` that is not stated is filled with the prediction; other text is kept. A row that is invalid
-    or describes an impossible run is not predicted; `assumptions` then has the reason.
+    `tok_s_dev` or `mem_gib` that the row does not state is filled with the prediction; other text is kept. A row that
+    is invalid or describes an impossible run is not predicted; `assumptions` then has the reason.
 
     Args:
         source: CSV file to read; see `RunRow` for its columns.

@@ -12,19 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from hyper_parallel.calibration.csv_rows import MEASURED, REQUIRED, SHAPE, RowError, RunRow, stated
-from hyper_parallel.model import (
-    Block,
-    ModelSpec,
-    ParamSpec,
-    find_preset,
-    load_model,
-    spec_from_config,
-)
+from hyper_parallel.model import Block, ModelSpec, ParamSpec, find_preset, load_model, spec_from_config
 from hyper_parallel.topology import Quantity, Supernode, load_topology, preset_names
 from hyper_parallel.units import TFLOP, GiB
 
 _TOO_MANY_SEQUENCES: Final = 100_000
-"""Value of column `gbs` from which a multiple of `seq` counts tokens, not sequences."""
+"""A `gbs` of at least this value that is a multiple of `seq` is assumed to count tokens, not sequences."""
 
 _PRECISIONS: Final = (
     (r"fp4", "nvfp4"), (r"mx-?fp8|fp8[-_ ]?mx", "mxfp8"), (r"fp8|float8|e4m3", "float8_e4m3fn"),
@@ -63,11 +56,11 @@ _LAST_UNFUSED: Final = 2022
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
-    """Training run of one row of a CSV, with missing values filled by assumptions."""
+    """Training run in one row of a CSV, with missing values filled by assumptions."""
 
     row: RunRow  # the row as read
     model: ModelSpec
-    supernode: Supernode  # that of the device, or the preset with the nearest peak; with stated peak and memory
+    supernode: Supernode  # topology of the device, else of the nearest peak; with the peak that the row states
     stack: str  # name of the stack card
     known_stack: bool  # whether the row names a known stack, or a year up to `_LAST_UNFUSED`; else `stack` is a guess
     seq_len: int  # tokens per sequence
@@ -96,7 +89,7 @@ class PublishedRun:
 
     @property
     def group(self) -> str:
-        """Key that is equal for near-duplicate runs: column `group`, else source, model, device and precision."""
+        """Key that near-duplicate runs share: column `group`, else source, model, device and precision."""
         row = self.row
         return row.group or "|".join((row.source, row.model, row.device, row.precision))
 
@@ -107,7 +100,7 @@ class PublishedRun:
         return (int(release[1]) - 20) * 12.0 + int(release[2]) - 1 if release else None
 
     def priced_as_unknown(self) -> PublishedRun:
-        """Return the run with the stack card that replaces unknown stacks for its ZeRO stage."""
+        """Return the run with the stack card for unknown stacks, which depends on the ZeRO stage."""
         return replace(self, stack=_stand_in(self.zero), known_stack=False)
 
 
@@ -115,7 +108,8 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
     """Return the run of one row, a dict from column to text, with missing values filled by assumptions.
 
     Raises:
-        RowError: When a required value is missing, a cell is invalid, the device is unknown, or the run is impossible.
+        RowError: When a required value is missing, a cell is invalid, the run is impossible, or the device is unknown
+            and `peak_tflops` is not stated.
         ModelUnreadable: HP305 when no model has this shape.
     """
     row = RunRow.of(cells)
@@ -171,12 +165,10 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
 
 
 def _first(table: Sequence[tuple[str, str]], text: str) -> str | None:
-    """Return the value of the first (pattern, value) in `table` whose pattern occurs in `text`; None if none does."""
     return next((meant for pattern, meant in table if re.search(pattern, text)), None)
 
 
 def _preset(row: RunRow, notes: list[str]) -> ModelSpec | None:
-    """Return the shipped model named in the row; None if there is none, or if the row states part of the shape."""
     if any(getattr(row, name) for name in SHAPE):
         return None
     dashed = re.sub(r"(?<=[a-zA-Z])(?=\d)", "-", row.model, count=1)
@@ -215,7 +207,6 @@ def _check(model: ModelSpec, degrees: Mapping[str, int], seq_len: int) -> None:
 
 
 def _matmul_format(row: RunRow, notes: list[str]) -> str:
-    """Return the dtype of matmul inputs by column `precision`; bfloat16 if unknown or not stated."""
     text = row.precision.lower()
     if dtype := _first(_PRECISIONS, text):
         return dtype
@@ -238,7 +229,10 @@ def _recomputation(row: RunRow, notes: list[str]) -> str | None:
 
 
 def _supernode(row: RunRow, notes: list[str]) -> Supernode:
-    """Return the topology of a run's device, else that of the nearest peak; peaks and memory are those of the row."""
+    """Return the topology of a run's device, else the topology with the nearest peak.
+
+    A peak in the row replaces that of the topology.
+    """
     text, peak = row.device.lower(), row.peak_tflops
     name = _first(_DEVICES, text)
     # Variants of a part are often named only in the notes.
@@ -269,7 +263,6 @@ def _supernode(row: RunRow, notes: list[str]) -> Supernode:
 
 
 def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
-    """Return (name of the stack card of a run, `PublishedRun.known_stack`)."""
     text = f"{row.stack} {row.notes}".lower()
     if name := _first(_STACKS, text):
         old = re.search(r"20(1\d|2[0-4])[01]\d", row.source)
@@ -286,7 +279,6 @@ def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
 
 
 def _stand_in(zero: int) -> str:
-    """Return the name of the stack card for runs of unknown stacks with a ZeRO stage."""
     return "torch-fsdp" if zero == 3 else "megatron"
 
 
@@ -361,7 +353,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
 
 
 def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
-    """Return a block whose MLP has no gate unless `gated`, with `shared` shared experts added if it has experts."""
+    """Return a block with an MLP without gate unless `gated`, and with `shared` shared experts if it has experts."""
     mlp, params = block.mlp, block.params
     if mlp is None:
         return block
@@ -384,7 +376,10 @@ def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
 
 
 def _named_as_tied(row: RunRow, values: dict[str, int]) -> bool:
-    """Return whether the billions of parameters in a dense model's name fit one vocabulary matrix (tied), not two."""
+    """Return whether the parameter count in a dense model's name, such as `7B`, implies tied embeddings.
+
+    It does if it equals the count with one vocabulary matrix within 1 %, and differs from that with two by over 3 %.
+    """
     billions = re.search(r"(\d+(?:\.\d+)?)B\b", row.model)
     if not billions:
         return False

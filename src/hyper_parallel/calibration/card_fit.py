@@ -1,9 +1,9 @@
 """Fit of cards to published runs: robust regression of a few constants, each with a prior.
 
-A constant x is fitted as a factor on its prior value (or on 1 - x), regularized by the width of the prior. A constant
-without informative runs therefore keeps its prior value. The residual of a run is the natural logarithm of predicted
-over measured step time. A group of near-duplicate runs has the weight of one run, and large residuals count linearly
-(Huber), so that an outlier has little effect.
+A number x of a card is fitted as a factor on its prior value (or on 1 - x), regularized by the width of the prior. A
+number that no run depends on therefore keeps its prior value. The residual of a run is the natural logarithm of
+predicted over measured step time. A group of near-duplicate runs has the weight of one run, and large residuals count
+linearly (Huber), so that an outlier has little effect.
 
 For cross-validation, runs are divided into folds, such as all runs of one model. The runs of a fold are predicted with
 cards that are fitted to the other folds.
@@ -41,7 +41,7 @@ Array = NDArray[np.float64]
 Names = NDArray[np.str_]
 
 NOISE: Final = 0.04
-"""Typical natural logarithm of the ratio of step times between two runs of one configuration."""
+"""Typical difference in step time of two runs of one configuration, as a natural logarithm of their ratio."""
 HUBER: Final = 1.5
 """Residual, in units of `NOISE`, above which a run counts linearly instead of quadratically."""
 _STEP: Final = 1e-3
@@ -51,7 +51,7 @@ _SETTLED: Final = 0.02
 """`_ROUNDS`: maximum number of Gauss-Newton steps. `_SETTLED`: change of all constants below which the steps end, in
 standard deviations of the priors."""
 _RESERVE_STEP: Final = 1e7
-"""Unit of `StackCard.reserve_bytes` in a fit: published memory is rounded to 0.01 GiB."""
+"""Fitted `StackCard.reserve_bytes` are a multiple of this: published memory is rounded to 0.01 GiB."""
 _FITTED: Final = "fitted to published runs; believed: "
 
 FOLDS: Final[Mapping[str, Callable[[PublishedRun], str]]] = {
@@ -62,11 +62,15 @@ FOLDS: Final[Mapping[str, Callable[[PublishedRun], str]]] = {
     # Dense runs are kept, to evaluate predictions for a mixture of experts without its own runs.
     "moe_model": lambda run: run.row.model if run.kind == "moe" else "",
 }
-"""Dict from kind of fold to the function from run to name of its fold; the fold "" is never left out."""
+"""Functions that return the name of a run's fold, by kind of fold; runs of the fold "" are never left out."""
 
 
 def read_runs(path: str | Path) -> list[PublishedRun]:
-    """Return the runs in the valid rows of a CSV file; invalid rows are skipped. Raise the errors of `read_rows`."""
+    """Return the runs in the valid rows of a CSV file; invalid rows are skipped.
+
+    Raises:
+        RunsUnreadable: HP314 when the file cannot be read; see `read_rows`.
+    """
     runs = []
     for row in read_rows(path)[1]:
         try:
@@ -78,8 +82,6 @@ def read_runs(path: str | Path) -> list[PublishedRun]:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Published run, prepared for prediction with many different cards."""
-
     run: PublishedRun
     numbers: ModelNumbers
     recompute: str
@@ -87,7 +89,7 @@ class _Case:
 
     @classmethod
     def of(cls, run: PublishedRun, cards: Cards) -> _Case:
-        """Return the case of a measured run; a recomputation that is not stated is chosen by `predict` with `cards`."""
+        """Return the case of a measured run; if the row states no recomputation, `predict` with `cards` chooses it."""
         assert run.step_s, "only measured runs are fitted"
         recompute = run.recompute or predict(run, cards).recompute
         return cls(run, ModelNumbers.of(run.model), recompute, run.step_s)
@@ -151,7 +153,11 @@ class Fit:
 
 
 def write_cards(folder: Path, fit: Fit) -> list[Path]:
-    """Write a file `NAME.yaml` for every card in `CONSTANTS` and return the paths; errors are those of `write_card`."""
+    """Write a file `NAME.yaml` for every card in `CONSTANTS`, and return the paths.
+
+    Raises:
+        OutputNotWritable: HP105 if a file cannot be written, or exists and is no card file.
+    """
     names = {name for constant in CONSTANTS for name in constant.cards}
     paths = {name: Path(folder) / f"{name}.yaml" for name in sorted(names)}
     for path in paths.values():
@@ -227,8 +233,6 @@ class _Solution:
 
 @dataclass(frozen=True)
 class _Problem:
-    """Robust least-squares problem: log factors of card constants, fitted to measured step times."""
-
     start: Cards  # cards with the prior values
     constants: Sequence[Constant]
     cases: list[_Case]
@@ -300,7 +304,6 @@ def _solve(now: Array, slopes: Array, factors: Array, weights: Array, prior_stds
     knee = np.concatenate([np.full(len(weights), HUBER**2), np.full(len(prior_stds), np.inf)])
 
     def loss(squares: Array) -> Any:
-        """Return Huber's loss of squared residuals, with first and second derivatives with respect to the square."""
         squares = np.maximum(squares, 1e-24)
         inside, reach = squares <= knee, HUBER / np.sqrt(squares)
         value = np.where(inside, squares, 2.0 * HUBER * np.sqrt(squares) - HUBER**2)
@@ -330,10 +333,10 @@ def _memory_not_too_low(cards: Cards, runs: Sequence[PublishedRun]) -> Cards:
 
 
 def half_width(residual: Array, weights: Array, folds: Names) -> float:
-    """Return the bound on the absolute residual that 80 % of future runs, by weight, are expected to satisfy.
+    """Return the absolute residual that 80 % of future runs, by weight, are expected not to exceed.
 
-    The bound is the quantile 0.8 (1 + 1/k), at most 1, of the given residuals. k is the number of folds, because the
-    runs of one fold are similar and count as one.
+    It is the quantile min(1, 0.8 (1 + 1/k)) of the absolute residuals. k is the number of folds, because the runs of
+    one fold are similar and count as one.
 
     Source: split conformal prediction, Papadopoulos et al. 2002.
     """
@@ -346,7 +349,7 @@ def half_width(residual: Array, weights: Array, folds: Names) -> float:
 
 
 def coverage(residual: Array, weights: Array, folds: Names) -> float:
-    """Return the fraction of the runs, by weight, whose absolute residual is within `half_width` of the other folds."""
+    """Return the fraction of runs, by weight, with an absolute residual of at most `half_width` of the other folds."""
     inside = 0.0
     for name in dict.fromkeys(folds):
         in_fold = folds == name
@@ -356,7 +359,7 @@ def coverage(residual: Array, weights: Array, folds: Names) -> float:
 
 
 def _described(start: Cards, fitted: Cards, constants: Sequence[Constant], interval: Mapping[str, float]) -> Cards:
-    """Return the fitted cards with prior value and source recorded for every changed number, and with intervals."""
+    """Return the fitted cards with prior value and source for every changed number, and with `interval` on stacks."""
     changed = {name for c in constants for name in c.cards}
     fold_text = {True: "stack was left out and priced as another", False: "model was left out"}
     of_interval = {

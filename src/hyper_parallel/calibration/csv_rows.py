@@ -29,13 +29,13 @@ _LIMITS: Final = Limits(64 * MiB)
 REQUIRED: Final = ("seq", "device", "n_dev")
 """Columns required for a prediction."""
 SURPLUS: Final = "more cells than columns"
-"""Key of a row for its cells beyond the last column."""
+"""Key under which a row has its cells beyond the last column."""
 _BLANKS: Final = ("", "nan", "n/a", "na", "#n/a", "-", "--", "none", "null", "?")
 _YES_NO: Final = {"true": "1", "yes": "1", "false": "0", "no": "0"}
 
 
 class RowError(ValueError):
-    """Error for a row that lacks a required value, has an invalid one, or describes an impossible run."""
+    """Error for a row that lacks a required value, has an invalid value, or describes an impossible run."""
 
 
 def stated(text: str | None) -> str:
@@ -55,7 +55,7 @@ def _number(text: str) -> float | None:
 
 
 def _whole(cell: str, maximum: int = 10**12) -> int | None:
-    """Return the whole number in a cell, None if not stated; raise ValueError unless it is from 0 to `maximum`."""
+    """Return the whole number in a cell; None if not stated. Raise ValueError unless it is from 0 to `maximum`."""
     text = stated(cell)
     value = _number(text) if text else 0.0
     if value is None or value < 0 or value != int(value):
@@ -66,7 +66,7 @@ def _whole(cell: str, maximum: int = 10**12) -> int | None:
 
 
 def _zero(cell: str) -> int | None:
-    """Return the ZeRO stage in a cell, such as 2, ZeRO-2 or FSDP (3), None if not stated; else raise ValueError."""
+    """Return the ZeRO stage in a cell such as `2`, `ZeRO-2` or `FSDP` (3); None if not stated, else ValueError."""
     text = stated(cell).lower()
     stage = re.fullmatch(r"(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])(?:\.0*)?", text)
     if text and not stage and "fsdp" not in text:
@@ -85,7 +85,6 @@ def _peak(cell: str) -> float | None:
 
 
 def _measured(cell: str) -> float | None:
-    """Return the positive finite number in a cell; None for any other text, such as `OOM` or `0`."""
     value = _number(stated(cell))
     return value if value and value > 0.0 else None
 
@@ -145,7 +144,8 @@ class RunRow(BaseModel):
         """Return the parsed row of a dict from column to text.
 
         Raises:
-            RowError: When a cell in a column of numbers is invalid (see the module docstring), or a cell is surplus.
+            RowError: When a cell in a column of numbers is invalid (see the module docstring), or the row has more
+                cells than the header has columns.
         """
         if cells.get(SURPLUS) is not None:
             raise RowError("the row has more cells than the header has columns")

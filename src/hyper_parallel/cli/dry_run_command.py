@@ -96,7 +96,7 @@ def _print_rank(rank: TracedRank, result: DryRun, console: Console) -> None:
         for t in peak.top:
             largest.add_row(
                 str(t.count), format_bytes(t.num_bytes), format_bytes(t.count * t.num_bytes),
-                " x ".join(map(str, t.shape)), t.dtype, t.made_by, t.category,
+                " x ".join(map(str, t.shape)), t.dtype, t.name, t.category,
             )  # fmt: skip
         console.print(largest)
     _print_collectives(rank, plan, console)

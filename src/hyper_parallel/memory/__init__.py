@@ -11,33 +11,12 @@ A step is a `MemoryProgram` (`ir`): operators over storages, which are device al
 """
 
 from hyper_parallel.memory._address import assign_addresses, find_overlap, wrong_address
-from hyper_parallel.memory._goals import (
-    merge_errors,
-    sufficient_device_bytes,
-    with_capacity_hint,
-)
+from hyper_parallel.memory._goals import merge_errors, sufficient_device_bytes, with_capacity_hint
 from hyper_parallel.memory._order import order_peak, order_seconds, overlapped, refine_order
-from hyper_parallel.memory.def_use import (
-    UseDef,
-    dependencies,
-    identity_actions,
-    use_definitions,
-    working_set_bytes,
-)
+from hyper_parallel.memory.def_use import UseDef, dependencies, identity_actions, use_definitions, working_set_bytes
 from hyper_parallel.memory.memory_machine import Channel, MemoryMachine, Roofline, with_seconds
-from hyper_parallel.memory.memory_planner import (
-    paused_garbage_collection,
-    plan_memory,
-    plan_memory_cached,
-)
-from hyper_parallel.memory.timeline import (
-    Copied,
-    ProgramClock,
-    clocked,
-    peak_by_kind,
-    predicted_timeline,
-    summarise,
-)
+from hyper_parallel.memory.memory_planner import paused_garbage_collection, plan_memory, plan_memory_cached
+from hyper_parallel.memory.timeline import Copied, ProgramClock, clocked, peak_by_kind, predicted_timeline, summarise
 
 __all__ = [
     "Channel",

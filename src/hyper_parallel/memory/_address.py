@@ -20,9 +20,9 @@ from hyper_parallel.ir import Extent, MemoryPlan
 _TIGHT = 1.002  # ratio of arena to live peak at which packing stops
 _MANY_ITEMS = 3000  # more items are stacked instead of placed by first fit
 _ROUNDS = 12  # rounds of first fit
-_HOT_FRACTION = 0.9  # fraction of the live peak; ranges live at times above it are placed first
-_PROMOTION = 0.65  # factor on the rank of an item that ends at an address above the live peak
-_HEAT_CLASSES = 10  # number of classes of stacked ranges, by the maximum of bytes live with them
+_HOT_FRACTION = 0.9  # items that are live when this fraction of the live peak is live are placed first
+_PROMOTION = 0.65  # factor on the index of an item in the order, if it ends above the live peak
+_HEAT_CLASSES = 10  # number of classes of stacked items, by the most bytes that are live while they are
 
 Item = tuple[Extent, ...]
 """Live ranges at one address: a single range, or the last and first range of a storage (see the module docstring)."""
@@ -54,7 +54,11 @@ def assign_addresses(ranges: Sequence[Extent], sizes: Sequence[int]) -> tuple[tu
 
 
 def wrong_address(plan: MemoryPlan) -> str | None:
-    """Return a message about an invalid address of a plan, or None; errors as for `MemoryPlan.replayed`."""
+    """Return a message about an invalid address of a plan; None if all addresses are valid.
+
+    Raises:
+        MemoryPlanInvalid: HP404 for an illegal action of the plan.
+    """
     placed = [(e.storage, e.start, e.stop) for e in plan.addresses]
     if placed != [(e.storage, e.start, e.stop) for e in plan.replayed.residency]:
         return "the addresses do not match the live ranges of the actions"
@@ -68,7 +72,10 @@ def wrong_address(plan: MemoryPlan) -> str | None:
 
 
 def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: int) -> str | None:
-    """Return an error message if two live ranges overlap in time and space, or one ends above the arena; else None."""
+    """Return an error message if two live ranges overlap in time and space, or one ends above the arena; else None.
+
+    Live ranges of 0 bytes are ignored.
+    """
     real = [e for e in ranges if sizes[e.storage]]
     events = sorted(
         [(e.start, 1, e.offset_bytes, sizes[e.storage]) for e in real]
@@ -90,7 +97,6 @@ def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: in
 
 
 def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
-    """Group live ranges into items; the last and first range of a storage resident at both ends form one item."""
     first = {e.storage: e for e in ranges if e.start == 0 and e.stop < end}
     last = {e.storage: e for e in ranges if e.start > 0 and e.stop == end and e.storage in first}
     wrapped = {e: (last[s], e) for s, e in first.items() if s in last}
@@ -147,13 +153,8 @@ def _pack(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]
 
 
 def _pack_in_stacks(
-    items: Sequence[Item],
-    clashes: Sequence[np.ndarray],
-    size: np.ndarray,
-    times: np.ndarray,
-    live: np.ndarray,
+    items: Sequence[Item], clashes: Sequence[np.ndarray], size: np.ndarray, times: np.ndarray, live: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """Return the `_tightest` result of `_stack` for three orders of the items: offsets, and bytes of the arena."""
     floor = int(live.max())
     most = [max(int(live[e.start : max(e.stop, e.start + 1)].max()) for e in item) for item in items]
     hot = np.array(most, np.int64) * _HEAT_CLASSES // max(floor, 1)
@@ -167,7 +168,6 @@ def _pack_in_stacks(
 
 
 def _tightest(attempts: Iterator[np.ndarray], size: np.ndarray, floor: int) -> tuple[np.ndarray, int]:
-    """Return the first offsets that are close to the live peak `floor`, or the best ones, and the arena's bytes."""
     best = np.zeros(len(size), np.int64), int(size.sum()) + 1
     for low in attempts:
         best = min(best, (low, int((low + size).max(initial=0))), key=lambda fit: fit[1])
@@ -177,7 +177,7 @@ def _tightest(attempts: Iterator[np.ndarray], size: np.ndarray, floor: int) -> t
 
 
 def _stack(clashes: Sequence[np.ndarray], size: np.ndarray, order: np.ndarray, preference: float) -> np.ndarray:
-    """Return offsets by stacking: each item lies above all items placed before that it overlaps in time.
+    """Return offsets by stacking: each item lies above all previously placed items that overlap it in time.
 
     `clashes` has, for each item, the items that it overlaps in time. The item with the lowest possible address is
     placed next. Early items of `order` are preferred: the last item is treated as if its address were `preference`
@@ -199,7 +199,6 @@ def _stack(clashes: Sequence[np.ndarray], size: np.ndarray, order: np.ndarray, p
 
 
 def _first_fit(clashes: Sequence[np.ndarray], size: np.ndarray, order: Sequence[int]) -> np.ndarray:
-    """Return offsets by first fit: each item, in order, gets the lowest address that is free in all of its ranges."""
     low, high = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
     for i in order:
         neighbours = clashes[i][high[clashes[i]] > 0]

@@ -17,18 +17,19 @@ from hyper_parallel.memory.emitted_programs import EmittedProgram, Search
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.units import format_bytes
 
-_PACKING_SLACK_OK = 1.02  # ratio of arena to live peak below which no further program is packed
-_PROGRAMS_PER_TARGET = 3  # programs packed per target; four times as many for small programs
+_PACKING_SLACK_OK = 1.02  # ratio of arena to live peak up to which no further program is tried
+_PROGRAMS_PER_TARGET = 3  # maximum of programs that get addresses, per target; four times as many if small
 _LARGE_PROGRAM = 300  # maximum number of operators of a small program
 _MAX_TARGETS = 5  # maximum number of targets tried for a budget
-# Divisors of the budget for the bytes left free for gaps between addresses: at the first target, at later targets.
+# The budget divided by these is left free for gaps between addresses: at the first target, and at later ones.
 _PACKING_RESERVES = (256, 50)
-# The search ends if the fastest emitted program takes more than this fraction of the time of the best that fits.
+# The search ends if the fastest emitted program takes more than this fraction of the time of the best program that fits
+# the budget; at the first target, the second fraction applies.
 _FAST_ENOUGH, _FAST_ENOUGH_AT_FIRST = 0.97, 0.998
 _MAX_BISECTIONS = 12
-# Divisors of the peak and of the saving for the interval at which bisection ends.
+# Bisection ends when its interval is at most 1/100 of its upper bound, and 1/40 of the largest possible saving.
 _PEAK_RESOLUTION, _SAVING_RESOLUTION = 100, 40
-# A refusal only needs sufficient bytes, so its search is coarser and raises targets in larger steps.
+# An error message only needs sufficient bytes, so its search is coarser and raises targets in larger steps.
 _REFUSAL_RESOLUTION, _REFUSAL_GROWTH = 32, 4
 
 _PlannedProgram = tuple[EmittedProgram, MemoryPlan]
@@ -96,14 +97,13 @@ def _fastest_within(search: Search, budget: int, finish: _Finish, limit_s: float
         else:
             excess = max(min(arenas, default=arena_budget) - arena_budget, 0)
             aim -= max(
-                aim * excess // (2 * (arena_budget + excess)),
-                (count - 1) * arena_budget // _PACKING_RESERVES[-1],
+                aim * excess // (2 * (arena_budget + excess)), (count - 1) * arena_budget // _PACKING_RESERVES[-1]
             )
     return best
 
 
 def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _PlannedProgram:
-    """Return the fastest fitting program among programs of least peak and programs for one lower target.
+    """Return the fastest program that fits the budget, with its plan: of least peak, or for one lower target.
 
     The lower target is halfway between the working set and the budget. The search for the least peak does not depend on
     the budget.
@@ -136,16 +136,15 @@ def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _Pl
 
 
 def _quality(result: _PlannedProgram) -> tuple[float, float]:
-    """Return the sort key of a plan: time first, then the ratio of arena to live peak."""
     return result[0].seconds, result[1].arena_bytes / max(result[0].peak, 1)
 
 
 def least_peak(search: Search, limit_s: float, finish: _Finish) -> _PlannedProgram:
     """Return the program of least peak found that takes at most `limit_s` seconds, with its plan.
 
-    A program with a slightly higher peak is returned if its arena is smaller. The result is `search.identity`, without
-    offload and recomputation, if no program is better, even if it takes more than `limit_s`. `finish` assigns addresses
-    and returns the plan of a program.
+    If a program with a slightly higher peak needs a smaller arena, that program is returned. If no program is better
+    than `search.identity` (no offload and no recomputation), identity is returned, even if it exceeds `limit_s`.
+    `finish` assigns addresses to a program and returns its plan.
     """
     identity = search.identity
     programs = {identity.actions: identity}
@@ -166,9 +165,9 @@ def least_peak(search: Search, limit_s: float, finish: _Finish) -> _PlannedProgr
 def _descending_peaks(search: Search, limit_s: float, *, refused: bool = False) -> list[EmittedProgram]:
     """Return `search.identity`, then programs with descending peaks that take at most `limit_s` seconds.
 
-    The target is bisected twice: first with the linear program alone, then with emitted programs. An emitted program
-    counts with its own peak, which may differ from the target. With `refused`, the bisection is coarser and tries fewer
-    infeasible targets, which take longest.
+    The target is bisected twice: first with the linear program alone, then with emitted programs. The peak of an
+    emitted program may differ from its target. With `refused`, the bisection is coarser and tries fewer infeasible
+    targets, because these take longest.
     """
     best = search.identity
     low, high = working_set_bytes(search.program), best.peak
@@ -210,7 +209,6 @@ def _descending_peaks(search: Search, limit_s: float, *, refused: bool = False) 
 
 
 def _capacity_error(search: Search, budget: int, finish: _Finish, error: BudgetImpossible) -> TierFull | None:
-    """Return the error HP403 if the budget would suffice with more DRAM or flash; else None."""
     program, machine = search.program, search.machine
     if working_set_bytes(program) > budget - program.staging_bytes:
         return None
@@ -238,31 +236,37 @@ def _capacity_error(search: Search, budget: int, finish: _Finish, error: BudgetI
 
 
 def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, int]:
-    """Return, per tier (`dram`, `flash`), a capacity in bytes that suffices if the other tier is unchanged.
+    """Return, per tier (`dram`, `flash`), a capacity in bytes with which `plan` succeeds; the other tier is unchanged.
 
-    A tier without a sufficient capacity is omitted. `plan` plans on a machine with other capacities; it returns None if
-    planning fails.
+    A tier is omitted if its capacity is unlimited, or if no sufficient capacity was found. `plan` plans for a machine,
+    and returns None on failure.
     """
+
+    def plan_with(tier: str, num_bytes: int | None) -> EmittedProgram | None:
+        dram = tier == "dram"
+        return plan(replace(machine, dram_bytes=num_bytes) if dram else replace(machine, flash_bytes=num_bytes))
+
     result = dict[str, int]()
-    if machine.dram_bytes is not None:
-        unlimited = plan(replace(machine, dram_bytes=None))
-        if unlimited is not None:
-            most = max(unlimited.dram_bytes, machine.dram_bytes + 1)
-            # With flash, bytes in flight to and from flash also pass through DRAM, so `most` may not be enough.
-            sizes = (most, 2 * most, 4 * most)
-            fits = (n for n in sizes if plan(replace(machine, dram_bytes=n)) is not None)
-            enough = most if machine.copy_out is None else next(fits, None)
-            if enough is not None:
-                result["dram"] = enough
-    if machine.copy_out is not None and machine.flash_bytes is not None:
-        unlimited = plan(replace(machine, flash_bytes=None))
-        if unlimited is not None:
-            result["flash"] = max(unlimited.peaks["flash"], machine.flash_bytes + 1)
+    limited = {"dram": machine.dram_bytes, "flash": None if machine.copy_out is None else machine.flash_bytes}
+    for tier, capacity in limited.items():
+        if capacity is None:
+            continue
+        unlimited = plan_with(tier, None)
+        if unlimited is None:
+            continue
+        used = unlimited.dram_bytes if tier == "dram" else unlimited.peaks["flash"]
+        most = max(used, capacity + 1)
+        # With a limit, the search may choose other storages, and buffers for flash copies also take DRAM. So each
+        # capacity is tried.
+        sizes = (most, 2 * most, 4 * most)
+        enough = next((n for n in sizes if plan_with(tier, n) is not None), None)
+        if enough is not None:
+            result[tier] = enough
     return result
 
 
 def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFull:
-    """Set the hint of `error`, in place, to recipe keys of which any one is sufficient, and return `error`.
+    """Set hint and `enough_bytes` of `error` in place, and return `error`; one key of the hint is enough.
 
     `sufficient` maps tiers (`dram`, `flash`, `device`) to sufficient bytes.
     """
@@ -274,9 +278,10 @@ def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFu
 
 
 def merge_errors(errors: Sequence[HyperParallelError]) -> HyperParallelError | None:
-    """Return one error for several failed plans; None for []. Hints of TierFull are changed in place.
+    """Return one error for several failed plans; None for []. Hints of TierFull errors are changed in place.
 
-    The capacities in its hint suffice for every plan that more capacity can make possible.
+    If all are TierFull, the hint has the largest capacity of each tier that all of them state. Otherwise, more DRAM or
+    flash does not help every plan, so the result is the error that requires the most device bytes.
     """
     full = [error for error in errors if isinstance(error, TierFull)]
     other_errors = [error for error in errors if error not in full]
@@ -288,7 +293,7 @@ def merge_errors(errors: Sequence[HyperParallelError]) -> HyperParallelError | N
 
 
 def sufficient_device_bytes(error: HyperParallelError) -> int:
-    """Return the device bytes that an error requires; 0 for an error that no budget resolves."""
+    """Return the device bytes with which planning succeeds, according to an error; 0 if no budget resolves it."""
     if isinstance(error, TierFull):
         return error.enough_bytes["device"]
     return error.least_bytes if isinstance(error, BudgetImpossible) else 0

@@ -7,14 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hyper_parallel.ir import (
-    MemoryAction,
-    MemoryActionKind,
-    MemoryProgram,
-    MemoryTier,
-    Residency,
-    slab_bytes,
-)
+from hyper_parallel.ir import MemoryAction, MemoryActionKind, MemoryProgram, MemoryTier, Residency, slab_bytes
 from hyper_parallel.memory.copy_issue import Gap, OutgoingCopy, ReloadQueue
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.timeline import ProgramClock
@@ -31,10 +24,7 @@ class EmissionLedger(Residency):
     """
 
     def __init__(
-        self,
-        program: MemoryProgram,
-        machine: MemoryMachine,
-        reserved: Mapping[int, int] | None = None,
+        self, program: MemoryProgram, machine: MemoryMachine, reserved: Mapping[int, int] | None = None
     ) -> None:
         super().__init__(program, reserved)
         self._dram_capacity = machine.dram_bytes
@@ -66,12 +56,13 @@ class EmissionLedger(Residency):
 class InFlightCopies:
     """Copies that were issued and not yet waited for.
 
-    The home tier of a storage is that of its gap in `gaps` at the start of the step, else `device`. `writes` has the
-    positions that write each storage. The queue `reloads` is notified when an outgoing copy has ended.
+    A storage with a gap in `gaps` that begins before the step has the tier of this gap as home tier; the home tier of
+    other storages is `device`. `writes` has the positions that write each storage. The queue `reloads` is notified when
+    an outgoing copy has ended.
 
     Attributes:
         position: Position whose actions are being emitted.
-        homes: Tier of every storage between steps.
+        homes: Home tier of every storage: the tier that holds it between steps.
         outgoing: Copies out of the device or out of DRAM.
         incoming: Copies towards the device, as (storage, destination tier).
         stored_early: Storages that were copied to DRAM before their eviction; the copy is kept until the eviction.
@@ -122,7 +113,7 @@ class InFlightCopies:
             self._ledger.emit("detach", s, "dram")
 
     def retain(self, s: int) -> None:
-        """Wait for the outgoing copies of a storage, and keep the sources of these copies."""
+        """Wait for the outgoing copies of a storage, without releasing the sources of these copies."""
         for item in [p for p in self.outgoing if p.storage == s]:
             item.detaches = False
             self.finish(item)
@@ -166,7 +157,10 @@ class InFlightCopies:
         self.incoming[s, "dram"] = None
 
     def await_arrival(self, s: int) -> None:
-        """Wait for the copy of a storage to the device; release host copies that neither home nor eviction needs."""
+        """Wait for the copy of a storage to the device, if in flight, and release host copies that are not needed.
+
+        A host copy is needed in the home tier, or if the next eviction can use it because the content stays unchanged.
+        """
         if (s, "device") not in self.incoming:
             return
         arrivals: tuple[MemoryTier, ...] = ("dram", "device")

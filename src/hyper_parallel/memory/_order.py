@@ -1,14 +1,14 @@
 """Execution order: move operators without changing their results.
 
-Every pass proposes an order that respects all dependencies. The order is accepted if the peak does not rise and the
-mean of device bytes falls. Optimizer updates move into the backward pass, right behind their gradient and the last
-reader of their weight. Weight gradients move to their consumer. Operators that free no operand move to the first use of
-their results.
+`refine_order` has three passes. Each proposes an order that respects all dependencies. The proposal is accepted if the
+peak does not rise and the mean of device bytes falls. Optimizer updates move into the backward pass, right behind their
+gradient and the last reader of their weight. Weight gradients move to their consumer. Operators that free no operand
+move to the first use of their results.
 
-With several ranks, collectives are then hoisted to overlap computation. They keep their recorded order on every rank,
-whatever its memory plan is (see `def_use`). Operators without FLOPs that prepare the operands of a collective move with
-it. An early collective keeps its result alive for longer, so each collective begins no earlier than needed to end
-before its first use. All communication is assumed to run in series.
+With several ranks, `overlapped` then hoists collectives to overlap computation. They keep their recorded order on every
+rank, whatever its memory plan is (see `def_use`). Operators without FLOPs that prepare the operands of a collective
+move with it. An early collective keeps its result alive for longer, so each collective begins no earlier than needed to
+end before the first use of its result. All communication is assumed to run in series.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ..
     """Apply each pass that lowers the mean of device bytes over time without raising the peak.
 
     Returns:
-        Operator indices in their new order, and sentences: one per proposed change, and one if updates cannot move
-        early.
+        Operator indices in their new order, and sentences: one per proposed change, and one if no optimizer update can
+        move into the backward pass.
     """
     before = dependencies(program)
     order = tuple(range(len(program.operators)))
@@ -55,7 +55,6 @@ def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ..
 
 
 def _measure(program: MemoryProgram, order: Sequence[int]) -> tuple[int, float]:
-    """Return the peak of device bytes in an order, and their mean over time."""
     actions = identity_actions(program, order)
     judged = replay(program, program.on_device, actions)
     seconds = [program.operators[a.target].seconds if a.kind == "run" else 0.0 for a in actions]
@@ -66,12 +65,19 @@ def _measure(program: MemoryProgram, order: Sequence[int]) -> tuple[int, float]:
 
 
 def order_peak(program: MemoryProgram, order: Sequence[int]) -> int:
-    """Return the peak of device bytes without offload and recompute; raise MemoryPlanInvalid for an illegal order."""
+    """Return the peak of device bytes in an order, without offload and recomputation.
+
+    Raises:
+        MemoryPlanInvalid: HP404 when the replay refuses the order.
+    """
     return _measure(program, order)[0]
 
 
 def order_seconds(program: MemoryProgram, order: Sequence[int]) -> float:
-    """Return the simulated seconds of a step in an order, with waits for collectives, without offload and recompute."""
+    """Return the simulated seconds of a step in an order, without offload and recomputation.
+
+    Waits for collectives are included.
+    """
     return clocked(program, None, identity_actions(program, order)).now_s
 
 
@@ -99,7 +105,7 @@ def _gradients_late(program: MemoryProgram, before: list[set[int]], order: tuple
 
 
 def _results_late(program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the order with operators that free no operand moved right before their first consumer."""
+    """Return the order with operators that neither free nor change an operand right before their first consumer."""
     last: dict[int, int] = {}
     for index in order:
         for s in program.operators[index].touched:
@@ -113,10 +119,7 @@ def _results_late(program: MemoryProgram, before: list[set[int]], order: tuple[i
 
 
 def _sink(
-    program: MemoryProgram,
-    before: list[set[int]],
-    order: tuple[int, ...],
-    movable: Callable[[Operator], bool],
+    program: MemoryProgram, before: list[set[int]], order: tuple[int, ...], movable: Callable[[Operator], bool]
 ) -> tuple[int, ...]:
     """Return the order with every operator that is `movable`, and not `ordered`, right before its first dependent."""
     place = {index: position for position, index in enumerate(order)}
@@ -136,7 +139,10 @@ def _sink(
 
 
 def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | None:
-    """Return a sentence if an optimizer operator, such as a gradient norm, needs all of at least two gradients."""
+    """Return a sentence if an optimizer operator, such as a gradient norm, needs every gradient; else None.
+
+    None also for fewer than two gradients.
+    """
     gradients = [s for s, storage in enumerate(program.storages) if storage.kind == "gradient"]
     bits = {s: 1 << k for k, s in enumerate(gradients)}
     if len(gradients) < 2:
@@ -160,14 +166,14 @@ def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | No
 
 
 DEPTHS = (1, 2)
-"""Values to try for `depth` in `overlapped`: the number of collectives of one kind that may await their first use."""
+"""Values of `depth` to try in `overlapped`, in addition to 0."""
 
 
 def overlapped(program: MemoryProgram, order: Sequence[int], depth: int) -> tuple[int, ...]:
     """Return `order`, a legal order, with communication moved to overlap computation.
 
     `depth` is the maximum number of collectives of one kind (operator and group) whose results await their first use.
-    0: collectives stay, only operators that wait for them move.
+    0: collectives stay in place. For any depth, operators without FLOPs that would wait for a collective are delayed.
     """
     before = dependencies(program)
     if depth:
@@ -180,7 +186,7 @@ def _hoist_collectives(
 ) -> tuple[int, ...]:
     """Return the order with collectives, but not messages, hoisted just early enough to end before their first use.
 
-    Dependencies and `depth` limit how far a collective moves, see `overlapped`.
+    Dependencies and `depth` (see `overlapped`) limit how early a collective may begin.
     """
     operators = program.operators
     starts = list(accumulate((operators[i].seconds for i in order), initial=0.0))
@@ -214,7 +220,6 @@ def _hoist_collectives(
 
 
 def _first_uses(program: MemoryProgram, order: Sequence[int], collectives: Sequence[int]) -> dict[int, int]:
-    """Return, per collective, the first position that needs its results or changes its operands, or `len(order)`."""
     chains = use_definitions(program, order)
     place = {index: position for position, index in enumerate(order)}
     first_use = {}
@@ -268,7 +273,8 @@ def _hoist_limit(
 def _sink_bookkeeping(program: MemoryProgram, before: list[set[int]], order: Sequence[int]) -> tuple[int, ...]:
     """Return the order with operators without FLOPs delayed while a collective that they depend on is in flight.
 
-    Operators with `ordered` stay. A delayed operator runs when the collective is done, or another needs its result.
+    Operators with `ordered` are not delayed. A delayed operator runs when the collective is done, or when another
+    operator needs its result.
     """
     operators = program.operators
     clock, running = ProgramClock(program), set[int]()
@@ -280,13 +286,12 @@ def _sink_bookkeeping(program: MemoryProgram, before: list[set[int]], order: Seq
     def run(index: int) -> None:
         deferred.pop(index, None)
         result.append(index)
-        clock.stand_until(ready_s[index])
+        clock.wait_until(ready_s[index])
         clock.apply(MemoryAction("run", index))
         if operators[index].group:
             running.add(index)
 
     def flush(index: int) -> None:
-        """Run the deferred operators on which the operator `index` depends."""
         for waiter in [w for w in deferred if w in before[index]]:
             if waiter in deferred:
                 flush(waiter)

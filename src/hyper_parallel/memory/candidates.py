@@ -25,8 +25,9 @@ class OffloadCandidate:
     """Possible offload of a storage: during one gap, or at both ends of the step if the storage exists between steps.
 
     Attributes:
-        gaps: One gap; two for both ends of the step; one over the whole step if no operator uses the storage.
-        num_bytes: Rounded bytes of the storage.
+        gaps: One gap inside the step; or two gaps, at both ends of the step; or one gap over the whole step, if no
+            operator uses the storage.
+        num_bytes: Bytes of the storage, rounded up as by the allocator.
         idle_s: Duration of the gaps in seconds.
     """
 
@@ -88,7 +89,8 @@ class OffloadCandidates:
     def content_since(self, gap: Gap) -> int:
         """Return the position from which the content at the start of a gap may be copied.
 
-        This is the position of its last write, else of its allocation; 0 if it exists from the start of the step.
+        This is the position of the last write before the gap. Without such a write, it is the position of the
+        allocation, or 0 if the storage exists at the start of the step.
         """
         s = gap.storage
         index = bisect_right(self.writes[s], gap.first)
@@ -97,10 +99,11 @@ class OffloadCandidates:
         return 0 if self.program.storages[s].at_start else self.recomputes.uses[s][0]
 
     def early_stores(self, gaps: Sequence[Gap]) -> list[list[Gap]]:
-        """Return, per position, the gaps whose storage is last written there before the gap, so its copy can start.
+        """Return, per position, the gaps whose storage may be copied to DRAM from there on, before the gap starts.
 
-        Excluded are gaps on flash, gaps that start before the step, and storages that are dropped for recomputation,
-        because no copy of a storage may be in flight when it is dropped.
+        The position is that of the last write before the gap, or of the allocation. Excluded are gaps on flash, gaps
+        that start before the step, and storages that are dropped for recomputation, because no copy of a storage may be
+        in flight when it is dropped.
         """
         early: list[list[Gap]] = [[] for _ in self.order]
         dropped = self.recomputes.dropped
@@ -134,7 +137,6 @@ class OffloadCandidates:
         return [*result, OffloadCandidate((Gap(s, -1, first, "dram"), tail), size, idle)]
 
     def _profile(self) -> np.ndarray:
-        """Return the device bytes at every position, with recomputation and without offload."""
         profile = live_bytes(self.program, self.recomputes.uses)
         sizes = self.program.sizes
         for s, (dropped, recomputed) in self.recomputes.gaps.items():

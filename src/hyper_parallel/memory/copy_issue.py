@@ -53,10 +53,7 @@ class OutgoingCopy:
 
 
 def issue_positions(
-    gaps: Sequence[Gap],
-    starts_s: np.ndarray,
-    program: MemoryProgram,
-    machine: MemoryMachine,
+    gaps: Sequence[Gap], starts_s: np.ndarray, program: MemoryProgram, machine: MemoryMachine
 ) -> list[tuple[int, Gap, MemoryActionKind]]:
     """Return the latest position at which to issue each reload, with copies of one direction in series.
 
@@ -87,12 +84,12 @@ def issue_positions(
 
 
 class ReloadQueue:
-    """Queue of the reloads of one emission. A reload that lacks memory sleeps until enough may be free.
+    """Queue of the reloads of one emission. A reload that lacks memory sleeps until enough memory may be free.
 
-    The methods name a reload by its index in `events`, called `number`.
+    The argument `number` of the methods is the index of a reload in `events`.
 
     Args:
-        events: Reloads as (position of issue, gap, kind), ascending.
+        events: Reloads as (position of issue, gap, kind), by ascending position.
     """
 
     def __init__(self, events: Sequence[tuple[int, Gap, MemoryActionKind]]) -> None:
@@ -103,7 +100,7 @@ class ReloadQueue:
         self._alarms: dict[int, list[int]] = {}  # position -> reloads to try there at the latest
         self._needed_bytes: dict[int, int] = {}  # reload -> device bytes that it waits for
         self._in_line: dict[int, int] = {}  # reload -> size of the DRAM buffer that it waits for
-        # size -> heap of reloads that wait for such a buffer, woken ones included
+        # Size -> heap of reloads that wait, or have waited, for a DRAM buffer of this size.
         self._lines: dict[int, list[int]] = {}
         # Storage -> reloads that wait for its outgoing copy.
         self._waiting_for_copy: dict[int, list[int]] = {}
@@ -112,7 +109,7 @@ class ReloadQueue:
     def due(
         self, position: int, free_bytes: Callable[[], int], has_dram_buffer: Callable[[int], bool]
     ) -> Iterator[tuple[int, Gap, MemoryActionKind]]:
-        """Yield the reloads to try at a position, as (index of the event, gap, kind).
+        """Yield the reloads to try at a position, as (number, gap, kind).
 
         `free_bytes` returns the free device bytes, `has_dram_buffer` whether DRAM has a free buffer of a size in bytes.
         """
@@ -165,7 +162,10 @@ class ReloadQueue:
         self._waiting_for_copy.setdefault(storage, []).append(number)
 
     def copy_ended(self, storage: int, position: int) -> None:
-        """Wake the reloads that wait for the end of a storage's outgoing copy."""
+        """Wake the reloads that wait for the end of a storage's outgoing copy.
+
+        Reloads that `due` has already tried at `position` are tried again at the next position.
+        """
         for number in self._waiting_for_copy.pop(storage, ()):
             if number > self._current:
                 self._wake(number)
@@ -180,7 +180,7 @@ class ReloadQueue:
             heappush(self._ready, number)
 
     def _next_in_line(self, size: int) -> None:
-        """Schedule the first reload that waits for a DRAM buffer of `size` bytes."""
+        """Put the first reload that waits for a DRAM buffer of `size` bytes into the heap of reloads to try."""
         line = self._lines[size]
         while line and line[0] not in self._in_line:
             heappop(line)

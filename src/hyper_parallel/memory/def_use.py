@@ -25,7 +25,7 @@ from hyper_parallel.memory.timeline import ProgramClock
 
 
 class CommsInFlight:
-    """Collectives and messages in flight during emission, and releases of storages, deferred until these are joined."""
+    """Collectives and messages in flight during emission, and releases of storages that must wait for their joins."""
 
     def __init__(self, program: MemoryProgram) -> None:
         self._program = program
@@ -58,7 +58,6 @@ class CommsInFlight:
         return self._conflicts({*operator.reads, *also_read}, {*changed, *recomputed})
 
     def _conflicts(self, reads: set[int], writes: set[int]) -> list[int]:
-        """Return the operators in flight that write a storage in `reads` or access a storage in `writes`."""
         result = []
         for index in self._running:
             operator = self._program.operators[index]
@@ -145,8 +144,8 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
 
     Dependencies are true (read after write), anti (write after read) and output (write after write) dependencies.
     Operators that communicate also keep their mutual order, and so do other operators with `ordered`. An operator that
-    needs a message stays after all collectives and message batches recorded before it, so that ranks never wait for
-    each other in a cycle.
+    accesses a received buffer stays after all collectives and message batches recorded before it, so that ranks never
+    wait for each other in a cycle.
     """
     before: list[set[int]] = []
     writer: dict[int, int] = {}
@@ -191,8 +190,8 @@ def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[Memo
     """Return the actions of a step without offload and recomputation, in an order.
 
     Every operator runs once, and every storage without `at_end` is freed after its last use. A collective is joined
-    before an operator uses its results or changes its operands. If a `free` waits for the collective, it is joined
-    before the first operator after its end.
+    before an operator uses its results or changes its operands. A collective that delays a `free` is joined before the
+    first operator that begins after the collective has ended.
     """
     uses = use_definitions(program, order).uses
     freed = [s for s, storage in enumerate(program.storages) if not storage.at_end]

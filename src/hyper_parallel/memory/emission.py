@@ -118,7 +118,7 @@ class Emitter:
         return tuple(self.ledger.actions)
 
     def _clear(self) -> None:
-        """Release copies of storages outside of their home tiers, which cancelled evictions leave."""
+        """Release copies outside of the home tiers that cancelled evictions have left, at the end of the step."""
         for s, storage in enumerate(self.program.storages):
             if storage.at_end and self.copies.homes[s] in self.ledger.valid[s]:
                 for tier in [t for t in self.ledger.valid[s] if t != self.copies.homes[s]]:
@@ -127,7 +127,6 @@ class Emitter:
     # -- one operator --------------------------------------------------------------------------
 
     def _operator(self, position: int, index: int) -> None:
-        """Emit all actions of one operator: joins, waits for memory, reloads, recomputation, the run, and releases."""
         ledger, copies = self.ledger, self.copies
         operators, valid, sizes = self.program.operators, ledger.valid, self.program.sizes
         op = operators[index]
@@ -178,7 +177,6 @@ class Emitter:
                 self._release_or_evict(s, position, position)
 
     def _join(self, index: int, position: int) -> None:
-        """Join the operator `index` before a position, then apply the releases that were deferred to it."""
         if index in self.comms.running:  # else it was joined earlier, to make room
             self.ledger.emit("join", index)
             for s, since in self.comms.join(index):
@@ -251,7 +249,7 @@ class Emitter:
             self.copies.finish(item)
 
     def _reload(self, number: int, gap: Gap, kind: MemoryActionKind, position: int) -> None:
-        """Issue a planned reload, unless it is no longer needed; let it sleep in the queue if it lacks memory."""
+        """Issue a planned reload unless its storage is resident or its gap is over; let it sleep if it lacks memory."""
         s = gap.storage
         self.late_reloads.pop(s, None)
         if position > gap.last:
@@ -299,9 +297,9 @@ class Emitter:
         return full is None
 
     def _earliest_fit(self, s: int, position: int, last: int) -> int | None:
-        """Return the first later position from which a storage fits on the device until its next use.
+        """Return the first later position from which a storage fits on the device until its next use, at `last`.
 
-        None means that it fits now; its bytes are then reserved.
+        None: the storage fits from now on, and its bytes are added to the planned bytes.
         """
         assert self.budget is not None
         ahead, size = self.planned[position:last], self.program.sizes[s]
@@ -328,7 +326,10 @@ class Emitter:
         self.copies.incoming[s, "device"] = None
 
     def _make_room(self, need: int, keep: set[int], position: int) -> None:
-        """Wait for stores and communication in flight, if any, until `need` more device bytes fit the budget."""
+        """Wait for stores and collectives until `need` more device bytes fit the budget, or none in flight frees bytes.
+
+        Storages in `keep` are not evicted.
+        """
         assert self.budget is not None
         clock = self.ledger.clock
         while self.ledger.live["device"] + need > self.budget:

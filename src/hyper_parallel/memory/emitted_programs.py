@@ -28,7 +28,7 @@ _POLISHED_OPERATORS, _POLISH_PASSES = 300, 3  # programs of up to 300 operators 
 # Targets of the linear program are lowered by these multiples of the mean size of an offloaded storage. Programs of up
 # to `_FAST_PROGRAM` operators try more multiples.
 _HEADROOMS, _FINER_HEADROOMS, _FAST_PROGRAM = (0, 2), (0, 1, 2, 4), 3000
-_ROUNDS = 6  # maximum of solutions of the linear program per lowered target
+_ROUNDS = 6  # maximum number of solutions of the linear program per lowered target
 # Every rank plans its own program while the others wait: a large one with collectives takes seconds per round.
 _SHARED_HEADROOMS, _SHARED_ROUNDS = (0,), 2
 _SLOWER_BY = 1.25  # factor on the time limit: slower programs do not help to find a faster one
@@ -82,16 +82,14 @@ def identity_program(program: MemoryProgram, order: tuple[int, ...]) -> EmittedP
 
 
 def assign_tiers(
-    program: MemoryProgram,
-    machine: MemoryMachine,
-    chosen: Sequence[OffloadCandidate],
-    share: float,
+    program: MemoryProgram, machine: MemoryMachine, chosen: Sequence[OffloadCandidate], share: float
 ) -> list[Gap]:
     """Return the gaps of the chosen candidates, each with the tier to evict to.
 
     Without flash, or with unlimited DRAM, all storages go to DRAM. Otherwise, DRAM gets the storages with the shortest
-    idle times that fit the fraction `share` of it; the others go to flash. The rest of the DRAM is for copies between
-    device and flash. All chosen candidates are assumed to be in DRAM at the same time, an upper bound.
+    idle times, up to the fraction `share` of its capacity, and flash gets the remaining storages. The rest of the DRAM
+    is for copies between device and flash. All chosen candidates are assumed to be off the device at the same time, an
+    upper bound.
     """
     flash = machine.copy_out is not None and machine.copy_in is not None
     room = machine.dram_bytes
@@ -119,7 +117,7 @@ class Search:
         order: Operator index at each position.
         rounding: Rounded linear program, which returns the choice for a target.
         identity: Program without offload and recomputation.
-        best_seen: Program of least peak so far.
+        best_seen: Program of least peak so far that respects the capacities of DRAM and flash.
     """
 
     program: MemoryProgram
@@ -138,14 +136,14 @@ class Search:
         self._headrooms = _SHARED_HEADROOMS if shared else _FINER_HEADROOMS if fast else _HEADROOMS
 
     def for_machine(self, machine: MemoryMachine) -> Search:
-        """Return the search on a machine, with an empty cache."""
+        """Return the same search on another machine, with an empty cache."""
         return replace(self, machine=machine, rounding=self.rounding.for_machine(machine), _emissions={})
 
     def programs(self, target: int, limit_s: float = float("inf"), lowers: bool = False) -> list[EmittedProgram]:
         """Return emitted programs for a target in device bytes that respect the capacities of DRAM and flash.
 
-        The programs may miss the target or the time limit; the caller checks. The search ends at the first program that
-        meets both. With `lowers`, it lowers `limit_s` to the time of this program and continues.
+        The programs may miss the target or the time limit, so the caller must check both. The search ends at the first
+        program that meets both. With `lowers`, the search lowers `limit_s` to the time of this program and continues.
         """
         result: list[EmittedProgram] = []
         emissions: list[tuple[ResidencyChoice, EmittedProgram]] = []
@@ -171,19 +169,15 @@ class Search:
         return result
 
     def _shortfall(self, emitted: EmittedProgram, target: int) -> tuple[int, int, float]:
-        """Return the sort key of a program: (bytes over the capacities, bytes over the target, seconds)."""
         return emitted.excess_bytes(self.machine), max(emitted.peak - target, 0), emitted.seconds
 
     def _polish(
-        self,
-        choice: ResidencyChoice,
-        best: EmittedProgram,
-        target: int,
-        limit_s: float,
-        *,
-        lowers: bool,
+        self, choice: ResidencyChoice, best: EmittedProgram, target: int, limit_s: float, *, lowers: bool
     ) -> EmittedProgram:
-        """Return the program improved by local search, which reverses decisions whose fractions are closest to 0.5."""
+        """Return the best program of a local search that reverses decisions with fractions closest to 0.5.
+
+        The result is `best` if the search does not improve it.
+        """
         enough = 0, 0, 0.0 if lowers else limit_s
         for _ in range(_POLISH_PASSES):
             before = best
@@ -204,7 +198,7 @@ class Search:
         return best
 
     def _refine(self, aim: int, target: int, limit_s: float) -> Iterator[tuple[ResidencyChoice, EmittedProgram]]:
-        """Yield (choice, program) pairs for one target `aim` of the linear program.
+        """Yield (choice, program) pairs for one target `aim` of the linear program, which is at most `target`.
 
         Each round reserves more bytes where the previous choice exceeded `target` or its program waited unexpectedly.
         """

@@ -31,7 +31,7 @@ class LPBuilder:
 
     Attributes:
         offloaded_at_start: Dict from storage to the variable for the fraction off the device at both ends of the step.
-        offloads: Dict from storage to (low, high, variable) of its fractions offloaded at positions [low, high).
+        offloads: Dict from storage to a list of (low, high, variable), its fractions offloaded at [low, high).
         recomputed: Dict from storage to the variable for the fraction that is dropped and recomputed.
     """
 
@@ -71,7 +71,7 @@ class LPBuilder:
         return cls(candidates, finder, np.array(fullest))
 
     def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
-        """Return the optimum of `ResidencyLP.solve`; None if the target is infeasible or the solver fails."""
+        """Return the optimum of `ResidencyLP.solve`; None if the target is infeasible, or the solver fails (logged)."""
         try:
             return self.model.solve(target_bytes, reserve)
         except SolverFailed as error:  # another target may still be solved
@@ -79,9 +79,9 @@ class LPBuilder:
             return None
 
     def add_store(self, s: int, since: int, leaves: int) -> int:
-        """Return the variable for the fraction of a storage that is copied to DRAM; there is one per content.
+        """Return the variable for the fraction of a storage that is copied to DRAM after its write at `since`.
 
-        `since` is the position of the last write of the content. The storage is on the device before `leaves`.
+        Later calls with the same `since` return the same variable. The storage stays on the device until `leaves`.
         """
         fraction, first = self._stored.get((s, since)) or (self.model.add_fraction(), leaves)
         self._stored[s, since] = fraction, min(first, leaves)

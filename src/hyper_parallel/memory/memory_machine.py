@@ -41,9 +41,10 @@ class Roofline:
         return self.overhead_s + max(op.flops / self.flops_s, op.access_bytes / self.bytes_s)
 
     def annotate(self, program: MemoryProgram, link: Channel | None = None) -> MemoryProgram:
-        """Return the program with the `seconds` of every operator from its FLOPs and access bytes.
+        """Return the program with the `seconds` of every operator computed from its FLOPs and access bytes.
 
-        `link` connects the ranks and times collectives (`comm_s`); None: collectives are timed like other operators.
+        With `link`, the channel between ranks, collectives get 0 seconds and a `comm_s`. None: collectives are timed
+        like other operators.
         """
 
         def timed(op: Operator) -> Operator:
@@ -55,17 +56,14 @@ class Roofline:
 
 
 def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> MemoryProgram:
-    """Return the program with measured seconds of its operators; None: with its present seconds.
+    """Return the program with measured seconds of its operators, one number per operator; None: unchanged.
 
-    `measured` has one number per operator. Collectives, and operators with 0 measured seconds, keep present seconds.
+    Collectives, and operators whose measured seconds are 0, keep the seconds of `program`.
     """
     if measured is None:
         return program
     pairs = zip(program.operators, measured, strict=True)
-    return replace(
-        program,
-        operators=tuple(replace(op, seconds=s) if s and not op.group else op for op, s in pairs),
-    )
+    return replace(program, operators=tuple(replace(op, seconds=s) if s and not op.group else op for op, s in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ class MemoryMachine:
         copy_out: Channel from DRAM to flash; None: there is no flash tier.
         copy_in: Channel from flash to DRAM; None: there is no flash tier.
         dram_bytes: Pinned bytes this device may use, counted in the slabs from which buffers are cut
-            (`MemoryPlan.dram_bytes`); None: unlimited.
+            (see `MemoryPlan.dram_bytes`); None: unlimited.
         flash_bytes: File bytes this device may use; None: unlimited.
     """
 

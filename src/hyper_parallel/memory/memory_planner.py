@@ -93,12 +93,12 @@ def plan_memory(
             `max_slowdown`, 0 for `budget_bytes`. `seconds` of the plan assume the channels of `machine`.
 
     Returns:
-        A plan whose replay passed. If offload and recomputation do not help, a plan without them, with the reason in
-        `statement`.
+        A plan that replay has checked. If offload and recomputation are not needed or do not help, they are absent, and
+        `statement` has the reason.
 
     Raises:
         BadValue: HP102 unless exactly one goal is set, or if the slowdown or the margin is negative.
-        BudgetImpossible: HP402 for a budget below the least bytes that a plan reached, which the error states.
+        BudgetImpossible: HP402 when no plan was found within the budget; the error states a budget that suffices.
         TierFull: HP403 when only the capacity of DRAM or flash is too small.
     """
     if (budget_bytes is None) == (max_slowdown is None):
@@ -158,7 +158,7 @@ def _plan_best_order(
     orders: Sequence[tuple[int, ...]],
     statement: tuple[str, ...],
 ) -> MemoryPlan:
-    """Return the better of the plans for two orders, those that are fastest and of least peak without offload."""
+    """Plan the order that is fastest without offload and the order of least peak, and return the better plan."""
     unmoved = {order: identity_program(program, order) for order in orders}
     fast = min(orders, key=lambda o: (unmoved[o].seconds, unmoved[o].peak))
     small = min(orders, key=lambda o: (unmoved[o].peak, unmoved[o].seconds))
@@ -237,12 +237,8 @@ def _plan_in_order(
 
 
 def _to_plan(
-    program: MemoryProgram,
-    machine: MemoryMachine,
-    emitted: EmittedProgram,
-    statement: tuple[str, ...],
+    program: MemoryProgram, machine: MemoryMachine, emitted: EmittedProgram, statement: tuple[str, ...]
 ) -> MemoryPlan:
-    """Return the plan of an emitted program, checked by replay, with addresses and a reason for each choice."""
     replayed = replay(program, emitted.homes, emitted.actions)
     counted = replayed.peak_bytes, slab_bytes(replayed.host_buffers)
     assert counted == (emitted.peaks, emitted.dram_bytes), "the emitter and the replay count differently"
@@ -310,10 +306,11 @@ def plan_memory_cached(
     recompute: bool = True,
     reorder: bool = True,
 ) -> MemoryPlan:
-    """Return the result of `plan_memory`, read from the cache after an earlier call with equal arguments.
+    """Return the result of `plan_memory`, read from the cache if an earlier call with equal arguments has written it.
 
     `cache` is the directory of the cache; None: `plans` in the user's cache directory. `measured` has measured seconds
-    of the operators, which vary between runs: a cached plan keeps the seconds with which it was planned.
+    of the operators; None: those of `program`. Measured seconds vary between runs, so they need not be equal: a cached
+    plan keeps the seconds with which it was planned.
 
     Raises:
         HyperParallelError: See `plan_memory`. A failure to read or write the cache is logged, not raised.
@@ -395,7 +392,6 @@ def _read(path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, 
 
 
 def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _Goal) -> None:
-    """Raise ValueError if a plan misses its goal, exceeds a capacity, or has wrong addresses."""
     if goal.budget_bytes is not None and plan.device_bytes > goal.budget_bytes:
         raise ValueError(f"it takes {plan.device_bytes} bytes of the device, above the budget")
     if goal.max_slowdown is not None:

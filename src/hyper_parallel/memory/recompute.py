@@ -26,7 +26,7 @@ class Recomputes:
     Attributes:
         uses: Positions that access each storage, including reads by recomputed operators.
         gaps: Dict from recomputed storage to (last use before it is dropped, first use after).
-        rerun: Dict from position to the operators to run again before it, in ascending position.
+        rerun: Dict from position to the operators to run again before it, in the order of their first run.
         helpers: Dict from position to recomputed results that exist only there.
     """
 
@@ -108,7 +108,10 @@ class ChainFinder:
         return self.find(storage, gap[1])
 
     def find(self, storage: int, until: int, depth: int = MAX_CHAIN) -> Chain | None:
-        """Return the chain that recomputes `storage` and up to `depth` levels of dead inputs before `until`, if any."""
+        """Return the chain that recomputes `storage` before position `until`; None if it cannot be recomputed.
+
+        The chain also recomputes dead inputs, up to `depth` levels.
+        """
         program, chains = self.program, self.chains
         producer = chains.producer[storage]
         if producer < 0:
@@ -147,9 +150,10 @@ class ChainFinder:
         return Chain(tuple(operators), tuple(helpers), tuple(inputs), tuple(retained), seconds)
 
     def _better_retained(self, s: int, chain: Chain | None) -> bool:
-        """Return whether a dead input `s` is retained instead of recomputed by `chain`: whether `self.retained` has it.
+        """Return whether to retain a dead input `s` instead of recomputing it by `chain` (None: impossible).
 
-        While `self.retained` is None, it is retained if `chain` is None, needs FLOPs, or retains more bytes than `s`.
+        During construction, when `self.retained` is None, an input is retained if `chain` is None, needs FLOPs, or
+        retains more bytes than `s`. Later, exactly the storages in `self.retained` are.
         """
         if self.retained is not None:
             return s in self.retained
@@ -160,7 +164,7 @@ class ChainFinder:
 
 
 def choose_recomputes(finder: ChainFinder, chosen: Collection[int]) -> Recomputes:
-    """Return the recomputation of the chosen storages; those that cannot be recomputed are omitted.
+    """Return the recomputation of the storages in `chosen`; storages that cannot be recomputed are omitted.
 
     Storages are added from the latest producer to the earliest, because recomputation reads results of earlier ones.
     """
@@ -199,7 +203,7 @@ def choose_recomputes(finder: ChainFinder, chosen: Collection[int]) -> Recompute
 
 
 def longest_gap(uses: list[int] | tuple[int, ...]) -> tuple[int, int] | None:
-    """Return the two consecutive uses with the most positions between them; None if all uses are adjacent."""
+    """Return the two consecutive uses with the most positions between them; None if no position is between any two."""
     gaps = [(b - a, a, b) for a, b in pairwise(uses) if b - a > 1]
     if not gaps:
         return None

@@ -158,11 +158,7 @@ class ResidencyLP:
     """
 
     def __init__(
-        self,
-        profile: np.ndarray,
-        seconds: Sequence[float],
-        machine: MemoryMachine,
-        positions: np.ndarray,
+        self, profile: np.ndarray, seconds: Sequence[float], machine: MemoryMachine, positions: np.ndarray
     ) -> None:
         self.lp = LinearProgram()
         self._ends = np.cumsum(seconds)
@@ -281,7 +277,10 @@ class ResidencyLP:
         self.lp.costs[fraction] += self._traffic_cost(self._prefetch.seconds(num_bytes))
 
     def add_gap_stall(self, fraction: int, low: int, high: int, num_bytes: int, stored: bool) -> None:
-        """Add a wait if prefetch (and store, if `stored`) of a fraction take longer than the positions [low, high)."""
+        """Add a wait if the copies of a fraction take longer than the operators at positions [low, high).
+
+        The copies are a prefetch and, if `stored`, a store.
+        """
         copies_s = self._prefetch.seconds(num_bytes)
         if stored:
             copies_s += self._store.seconds(num_bytes)
@@ -303,6 +302,9 @@ class ResidencyLP:
             target_bytes: Maximum of device bytes at the sampled positions.
             reserve: Dict from position to bytes to keep free there. The number of positions is the key for the end of
                 the step: there, the store channel stays free for the time in which it could copy that many bytes.
+
+        Raises:
+            SolverFailed: When the solver ends without an answer.
         """
         if not self._waits:
             self._num_fractions = len(self.lp.costs)
@@ -323,9 +325,10 @@ class ResidencyLP:
         return LPOptimum(result[: self._num_fractions], self.step_s + float(waits.sum()), waits)
 
     def violated_positions(self, optimum: LPOptimum, target_bytes: int) -> np.ndarray:
-        """Return the position with the most bytes of each interval between samples that clearly exceeds the target.
+        """Return the position with the most bytes in each interval between samples whose bytes exceed the target.
 
-        Adding these positions as samples is the separation step of the sampled program.
+        An excess of up to `_TARGET_TOLERANCE` is ignored. Adding these positions as samples is the separation step of
+        the sampled program.
         """
         change = np.zeros(len(self._full_profile) + 1)
         indices, lows, highs, sizes = np.array(self._spans, dtype=np.int64).reshape(-1, 4).T
@@ -346,16 +349,18 @@ class ResidencyLP:
         )
 
     def sum_by_sample(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the sum of `seconds` per sample, since the previous one; the last sum is for the rest of the step."""
+        """Return, per sample, the sum of `seconds` (by position) since the previous sample; last, the remaining sum."""
         sums = np.concatenate(([0.0], np.cumsum(seconds)))
         return np.diff(sums[np.concatenate(([0], self.positions + 1, [len(seconds)]))])
 
     def max_by_sample(self, num_bytes: np.ndarray) -> np.ndarray:
-        """Return, per sample, the maximum of `num_bytes` since the previous sample; for the last one, up to the end."""
+        """Return, per sample, the maximum of `num_bytes` (by position) since the previous sample.
+
+        For the last sample, positions after it are included.
+        """
         return np.maximum.reduceat(num_bytes, np.concatenate(([0], self.positions[:-1] + 1)))
 
     def _add_sample_rows(self) -> None:
-        """Add the rows of every sample: running totals of the fractions, channel traffic, device bytes, waits."""
         lp, count = self.lp, len(self.positions)
         channels = (self._store, self._prefetch)
         unit_s = [self._unit / channel.bytes_s / self._unit_s for channel in channels]

@@ -107,7 +107,7 @@ class Rounding:
         return optimum if optimum.seconds <= limit_s * (1 + 1e-9) else None
 
     def for_machine(self, machine: MemoryMachine) -> Rounding:
-        """Return a copy for a machine, without solver state: results may depend on a solver's first solution."""
+        """Return a copy for another machine, without the solver's last solution, because results may depend on it."""
         copied = copy(self)
         copied.__dict__.pop("_builder", None)
         copied._machine, copied._candidates = machine, {}
@@ -178,7 +178,10 @@ class Rounding:
         return waits.clip(0.0)
 
     def most_fractional(self, choice: ResidencyChoice) -> list[int | OffloadCandidate]:
-        """Return storages to recompute and candidates, `_NUM_FRACTIONAL` of each, with fractions closest to 0.5."""
+        """Return the storages to recompute and the candidates for offload whose fractions are closest to 0.5.
+
+        Up to `_NUM_FRACTIONAL` of each kind are returned.
+        """
         recomputed = {s: float(choice.optimum.fractions[fraction]) for s, fraction in choice.builder.recomputed.items()}
         offloaded = _fractions(choice.builder, choice.optimum, choice.candidates)
         return [
@@ -187,7 +190,11 @@ class Rounding:
         ]
 
     def flip(self, choice: ResidencyChoice, decision: int | OffloadCandidate, target_bytes: int) -> ResidencyChoice:
-        """Return the choice with a decision reversed, and more offloads if needed; unchanged for an obsolete one."""
+        """Return the choice with one decision reversed, and with more offloads if the target needs them.
+
+        `decision` is a storage to recompute or a candidate for offload. `choice` is returned if the candidate does not
+        exist any more.
+        """
         if isinstance(decision, int):
             flipped = set(choice.recomputed) ^ {decision}
             recomputed = tuple(s for s in choice.builder.recomputed if s in flipped)
@@ -204,7 +211,6 @@ class Rounding:
     def _residency_choice(
         self, builder: LPBuilder, optimum: LPOptimum, target_bytes: int, recomputed: tuple[int, ...]
     ) -> ResidencyChoice:
-        """Round the offloaded fractions of an optimum, given the storages to recompute."""
         candidates = self._candidates_for(recomputed)
         fractions = _fractions(builder, optimum, candidates)
         chosen = tuple(_error_diffusion_round(fractions))
@@ -282,6 +288,5 @@ def _error_diffusion_round(fractions: Mapping[OffloadCandidate, float]) -> list[
 
 
 def _subtract(profile: np.ndarray, c: OffloadCandidate) -> None:
-    """Subtract a candidate's bytes from `profile` in place, at the positions where it is offloaded."""
     for low, high in c.spans:
         profile[low:high] -= c.num_bytes

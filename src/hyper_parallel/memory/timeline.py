@@ -49,11 +49,7 @@ def predicted_timeline(plan: MemoryPlan, machine: MemoryMachine) -> Timeline:
 
 
 def _span(
-    program: MemoryProgram,
-    machine: MemoryMachine,
-    clock: ProgramClock,
-    action: MemoryAction,
-    begin_s: float,
+    program: MemoryProgram, machine: MemoryMachine, clock: ProgramClock, action: MemoryAction, begin_s: float
 ) -> Span | None:
     """Return the span of an action that `clock` has just applied, issued at `begin_s`; None if no span is shown."""
     kind, target = action.kind, action.target
@@ -88,7 +84,11 @@ def peak_by_kind(plan: MemoryPlan) -> dict[StorageKind, int]:
 
 
 def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
-    """Return a plan's timeline for a chart: phases merged, copies named by storage kind, only changes of counters."""
+    """Return a shorter timeline of a plan, for a chart.
+
+    Consecutive operators of one phase are merged, copies are named by storage kind, and samples of counters that repeat
+    the previous value are omitted.
+    """
     operators = plan.program.operators
     runs = iter(
         operators[a.target] for a in plan.actions if a.kind in ("run", "recompute") and not operators[a.target].group
@@ -144,7 +144,7 @@ class Copied:
 class ProgramClock:
     """Simulated clock of one step, advanced action by action.
 
-    `machine` None: only for programs whose actions include no copies.
+    `machine` has the channels of the copies; None is allowed if no action is a copy.
 
     Attributes:
         wait_s: Seconds that the compute lane waited for copies.
@@ -181,11 +181,11 @@ class ProgramClock:
         elif kind in COPIES:
             self._copy(kind, target)
         elif kind == "wait":
-            self.wait_s += self.stand_until(self.arrival_s[target, action.tier])
+            self.wait_s += self.wait_until(self.arrival_s[target, action.tier])
         elif kind == "join":
-            self.join_s += self.stand_until(self.done_s[target])
+            self.join_s += self.wait_until(self.done_s[target])
 
-    def stand_until(self, time_s: float) -> float:
+    def wait_until(self, time_s: float) -> float:
         """Let the compute lane wait until a time, and return the seconds that it waited; 0 if the time has passed."""
         return float(self._schedule.hold("compute", time_s))
 
@@ -194,7 +194,6 @@ class ProgramClock:
         return bool(self._free[kind] <= self._free["compute"])
 
     def _append(self, lane: str, seconds: float, *ready_s: float) -> float:
-        """Append work to a lane, not to start before now or any of `ready_s`, and return the end time of the work."""
         self._schedule.append(lane, seconds, (self._free["compute"], *ready_s))
         return self._free[lane]  # type: ignore[no-any-return]
 

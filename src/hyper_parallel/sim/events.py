@@ -74,10 +74,10 @@ def _span(task: Task, begin_ns: int, end_ns: int) -> Span:
 def _initial_queues(
     graph: TaskGraph, lane_of: list[int], num_lanes: int
 ) -> tuple[list[list[tuple[int, int, int]]], list[int], list[list[int]]]:
-    """Return the ready queue of every lane at time 0, and for every task its number of dependencies and its dependents.
+    """Return the ready queue of every lane at time 0; by task, the number of dependencies; and the dependent tasks.
 
     Entries of a ready queue are (priority, time at which the task became ready, index of the task). On an executor that
-    runs tasks in list order, each task also depends on the previous one.
+    runs tasks in list order, each task also depends on the previous task of this executor.
     """
     tasks = graph.tasks
     ready: list[list[tuple[int, int, int]]] = [[] for _ in range(num_lanes)]
@@ -100,9 +100,9 @@ def _initial_queues(
 class _Clock:
     """Running tasks and the current time in nanoseconds.
 
-    All tasks on shared cores have the same rate, so one counter suffices for the work that each has done. A task ends
-    when the counter has grown by its duration. The end of every other task is known at its start. Work is rounded down
-    to nanoseconds at every event and times are rounded up, so no task takes less than its duration.
+    Tasks on shared cores all progress at the same rate, so one counter of their work suffices. Such a task ends when
+    the counter has grown by its duration since its start. The end of every other task is known at its start. Work is
+    rounded down to nanoseconds at every event and times are rounded up, so no task takes less than its duration.
     """
 
     def __init__(self, graph: TaskGraph, lanes: tuple[str, ...]) -> None:
@@ -144,7 +144,7 @@ class _Clock:
 
 
 def peaks(timeline: Timeline) -> dict[str, float]:
-    """Return a dict from counter lane to its highest value."""
+    """Return a dict from lane of a counter to the highest value of the counter."""
     result: dict[str, float] = {}
     for sample in timeline.counters:
         result[sample.lane] = max(result.get(sample.lane, sample.value), sample.value)
@@ -152,7 +152,7 @@ def peaks(timeline: Timeline) -> dict[str, float]:
 
 
 def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
-    """Return the steady-state seconds per step of a graph of `ir.role_tasks`: the mean time between ends of learning.
+    """Return the steady-state seconds per step of a graph of `ir.role_tasks`: the mean time between ends of updates.
 
     The mean excludes the first steps, whose sampling does not wait, and the last steps, during which only learners run.
 

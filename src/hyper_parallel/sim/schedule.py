@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 DRAWS = 64
-"""Number of random draws over which the simulated time of several ranks is averaged."""
+"""Number of random draws over which the simulated time of ranks of varying speed is averaged."""
 
 
 class Schedule:
@@ -44,7 +44,7 @@ class Schedule:
         return start
 
     def hold(self, lane: str, until: Any) -> Any:
-        """Keep a lane idle until the time `until`; return the idle time, 0 if it is busy until then or longer."""
+        """Keep a lane idle until the time `until`, and return the idle time: 0 if its last task ends then or later."""
         idle = until - self.free[lane]
         if idle <= 0:
             return 0
@@ -60,8 +60,8 @@ class Ranks:
         count: Number of ranks.
         jitter: Standard deviation of the duration of one task on one rank, relative to its mean.
         spread: Time from the first to the last rank's completion of a collective, divided by its duration.
-        counts_late: Whether waits for stragglers (ranks that have not reached a collective) count. If not, the end of a
-            program is the mean over ranks of computation and waits for transfers.
+        counts_late: True: the end of a program is that of the slowest rank, and ranks wait for ranks that reach a
+            collective late. False: it is the mean over ranks, without these waits.
     """
 
     count: int
@@ -99,7 +99,7 @@ class LaneProgram:
         """Return the end of the last task, and the busy time of every lane.
 
         Args:
-            durations: Arrays of durations, indexed by `rows`; an array has an entry per candidate, or one for all.
+            durations: Arrays of durations, indexed by `rows`; an array has one entry per candidate, or one for all.
         """
         ends: list[Array] = []
         zero: Array = np.zeros(1)
@@ -138,8 +138,8 @@ class LaneProgram:
     def _span_of_ranks(self, durations: Sequence[Array], ranks: Ranks) -> Array:
         """Return the mean end of the last task over random speeds of ranks; lane 1 is a link that ranks share.
 
-        A collective starts when every rank has reached it and the link is free. The mean computation of a rank is
-        exactly that in `durations`, because the mean excess of the draws is subtracted. The random seed is fixed, so
+        A collective starts when every rank has reached it and the link is free. The mean excess of the drawn
+        computation over `durations` is subtracted, so that it does not shift the result. The random seed is fixed, so
         results of different programs can be compared. Arrays are [candidates, ranks, draws].
         """
         columns = np.broadcast_arrays(*durations)[0].shape[0]
@@ -148,7 +148,7 @@ class LaneProgram:
         free, excess, late = (np.zeros((columns, ranks.count, DRAWS)) for _ in range(3))
         link = np.zeros((columns, 1, DRAWS))
         ends: list[Array] = []
-        starts: dict[int, Array] = {}  # of collectives: all ranks have reached them
+        starts: dict[int, Array] = {}  # collective -> time at which all ranks have reached it
 
         def wait(tasks: Iterable[int]) -> None:
             nonlocal free, late

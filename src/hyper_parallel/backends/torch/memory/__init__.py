@@ -6,19 +6,10 @@ resident storage at its planned address. The home tier of a storage is the tier 
 `memory.generation` contains planned generation; it is not imported here because it needs transformers.
 """
 
-from hyper_parallel.backends.torch.memory._capture import (
-    StepCapture,
-    model_state,
-    optimizer_state,
-    record,
-)
+from hyper_parallel.backends.torch.memory._capture import StepCapture, model_state, optimizer_state, record
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
-from hyper_parallel.backends.torch.memory._fake_values import (
-    Workspace,
-    cpu_workspace,
-    device_workspace,
-)
+from hyper_parallel.backends.torch.memory._fake_values import Workspace, cpu_workspace, device_workspace
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode, spill_mode
 from hyper_parallel.backends.torch.memory._recorder import (
     CommCounter,

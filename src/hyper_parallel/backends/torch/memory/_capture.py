@@ -1,13 +1,12 @@
 """Capture of one step of an unmodified model as a list of replayable operator calls on storages.
 
 Capture works on real and on fake tensors. It intercepts operators below autograd, so those of backward and of the
-optimizer are recorded too. A tensor is recorded as a view of its storage (one allocation). An operator becomes part of
-the program if it allocates or writes bytes, returns a guard, or sends or receives. For a DTensor, the operators on its
-local shard are recorded.
+optimizer are recorded too. A tensor is recorded as a view of its storage (one allocation). A guard is a value that
+Python code has read; planned steps must read the same value. An operator becomes part of the program if it allocates or
+writes bytes, returns a guard, or sends or receives. For a DTensor, the operators on its local shard are recorded.
 
-Some storages are resized in place by the code that owns them: FSDP frees and refills gathered parameters. A resize ends
-the recorded storage and begins a new one. A guard is a value that Python code has read; planned steps must read the
-same value.
+FSDP frees and refills the storages of gathered parameters in place. Such a resize ends the recorded storage and begins
+a new one.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    is_fake,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, is_fake, unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hyper_parallel.backends.torch.collectives import current_purpose, is_coalesced
@@ -91,8 +85,8 @@ class StepCapture:
     Args:
         named: Tensors that exist before the step, with the kind of their content.
         training: True: the phases are forward, backward (inside autograd) and optimizer (after it). False: inference.
-        alignment_bytes: Every allocation is rounded up to a multiple of it.
-        empty: Weak references to empty storages that the step refills; see `LruSpillMode.emptied_storages`.
+        alignment_bytes: Unit to which allocations are rounded up.
+        empty: Weak references to empty storages that the step may refill; see `LruSpillMode.emptied_storages`.
         make_resident: Function that copies an evicted tensor to the device before its bytes are read.
 
     Attributes:
@@ -132,7 +126,10 @@ class StepCapture:
             self._owners[id(tensor)] = self._views[name].storage, tensor
 
     def view(self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input") -> View:
-        """Return a tensor as a `View` of its numbered storage; an unknown or resized storage is recorded first."""
+        """Return the `View` that describes a tensor; record its storage first if it is unknown or was resized.
+
+        An unknown storage gets `name` and `kind`.
+        """
         self._make_resident(tensor)
         storage = self._find(tensor)
         base = tensor.untyped_storage()
@@ -179,7 +176,10 @@ class StepCapture:
         return index
 
     def _record_constant(self, tensor: torch.Tensor) -> int:
-        """Record a real tensor in a fake step, such as the index of `x[..., [-1]]`, as an operator without inputs."""
+        """Record a real tensor in a step on fake tensors as an operator without inputs; return its storage.
+
+        Example: the index tensor of `x[..., [-1]]`.
+        """
         index = self.storages.add(tensor, Entry("numbers", 0, "scratch"))
         view = View(index, torch.uint8, (tensor.untyped_storage().nbytes(),), (1,), 0)
         with unset_fake_temporarily():
@@ -313,7 +313,6 @@ class StepCapture:
             )
 
     def _add_results(self, flat: Sequence[Any], name: str) -> list[tuple[int, View]]:
-        """Add the new storages among an operator's outputs, and return (flat output index, view) of each."""
         results: list[tuple[int, View]] = []
         for position, tensor in enumerate(flat):
             if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:
@@ -327,28 +326,26 @@ class StepCapture:
         self._staging_bytes = max(self._staging_bytes, sum(operator.scratch_bytes))
 
     def _end_messages(self) -> None:
-        """Record the current batch of point-to-point messages as one operator."""
         messages, self._messages = self._messages, []
         if messages:
             self._append(*coalesce(messages, self.phase))
 
     def _end_sends(self) -> None:
-        """Record one operator that completes all sends outside of batches, before the optimizer or at the end.
+        """Record one operator that reads all storages sent outside of batches, which keeps them alive until here.
 
-        The sent storages are never moved or recomputed.
+        These storages are neither moved nor recomputed.
         """
         sent, self._single_sends = self._single_sends, []
         if not sent:
             return
         for view in sent:
-            self._entries[view.storage].kind = "output"  # never moved
+            self._entries[view.storage].kind = "output"  # outputs are not moved
         reads = storages_in(sent)
         for index, operator in enumerate(self._operators):
-            if not set(reads).isdisjoint(operator.allocs):  # never recomputed
+            if not set(reads).isdisjoint(operator.allocs):
                 self._operators[index] = replace(operator, repeatable=False)
         self._append(
-            Operator("c10d.sent", reads, phase=self.phase, ordered=True, message=True),
-            Call(sends_complete, (), {}),
+            Operator("c10d.sent", reads, phase=self.phase, ordered=True, message=True), Call(sends_complete, (), {})
         )
 
     def __enter__(self) -> Self:
@@ -361,7 +358,12 @@ class StepCapture:
         self._untracked.__exit__(*error)
 
     def captured(self, result: Any, inputs: Mapping[str, torch.Tensor], name: str) -> Captured:
-        """Return the recorded step.
+        """Return the recorded step; call it once, after the step.
+
+        Args:
+            result: Return value of the step.
+            inputs: Tensors that differ from call to call, by name.
+            name: Name of the program.
 
         Raises:
             CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
@@ -413,7 +415,7 @@ class StepCapture:
 
 
 def read_error(func: Any) -> CaptureUnsupported:
-    """Return the error for an operator that reads a value of a fake tensor."""
+    """Return the error for an operator that needs a value of a fake tensor."""
     return CaptureUnsupported(
         f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
         hint="leave out --device-memory; a capture on real tensors allows such reads",
@@ -431,11 +433,12 @@ def model_state(model: torch.nn.Module) -> Named:
 
 
 def optimizer_state(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    other_params: Sequence[torch.Tensor] = (),
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, other_params: Sequence[torch.Tensor] = ()
 ) -> Named:
-    """Return an optimizer's state tensors (local shards) by name; `other_params`: parameters outside of the model."""
+    """Return an optimizer's state tensors (local shards) by name.
+
+    A parameter in `other_params`, outside of the model, is named by its position there.
+    """
     names: dict[Any, str] = {p: n for n, p in model.named_parameters()}
     names |= {p: f"parameter {i}" for i, p in enumerate(other_params)}
     return {
@@ -470,24 +473,17 @@ def record(
         training: See `StepCapture`.
         alignment_bytes: See `MemoryProgram`.
         empty: See `StepCapture`.
-        spill: Mode that evicts storages while the step runs; None: the step fits the device.
+        spill: Mode that evicts storages while the step runs; None: nothing is evicted.
 
     Raises:
         CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
     """
     _refuse_non_tensors(inputs)
     inputs = _unaliased(inputs, named)
-    tensors: dict[str, tuple[torch.Tensor, StorageKind]] = {
-        **{k: (t, "input") for k, t in inputs.items()},
-        **named,
-    }
+    tensors: dict[str, tuple[torch.Tensor, StorageKind]] = {**{k: (t, "input") for k, t in inputs.items()}, **named}
     make_resident = (lambda _: None) if spill is None else spill.make_resident
     recorder = StepCapture(
-        tensors,
-        training=training,
-        alignment_bytes=alignment_bytes,
-        empty=empty,
-        make_resident=make_resident,
+        tensors, training=training, alignment_bytes=alignment_bytes, empty=empty, make_resident=make_resident
     )
     with (
         _marked_gradients(recorder, named),
@@ -513,8 +509,6 @@ def _refuse_non_tensors(inputs: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _marked_gradients(recorder: StepCapture, named: Named) -> Iterator[None]:
-    """Set the kind of each parameter's gradient to `gradient` in a recording, at the time of its accumulation."""
-
     def mark(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             recorder.mark(parameter.grad, "gradient")
@@ -546,7 +540,7 @@ def _with_current_autocast(step: Callable[..., Any], device: torch.device) -> Ca
 
 
 def _unaliased(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:
-    """Return the inputs, cloned if they share a storage with state or an earlier input, or have a stride of 0."""
+    """Return the inputs; clone those that are expanded or share a storage with state or an earlier input."""
     seen = {tensor.untyped_storage()._cdata for tensor, _ in named.values()}
     unaliased = {}
     for name, tensor in inputs.items():

@@ -26,17 +26,19 @@ class Captured:
     Attributes:
         program: Program of the step for the planner, without tensors.
         calls: Torch call of each operator of the program.
-        state: A tensor on each storage that exists before the step, by storage index.
-        inputs: Views of the named inputs.
+        state: One tensor per storage that exists before the step, by storage index.
+        inputs: Views of the inputs, by name.
         outputs: Result of the step, with views in place of tensors.
-        eager_peak_bytes: Device peak of the recorded run, with storages freed when Python frees them.
+        eager_peak_bytes: Peak device bytes of the recorded run, which frees a storage when Python does.
+        device: Device of the step.
         on_host: Storages in host memory although `device` is an accelerator, such as scalar arguments of kernels. They
             never move; they count as device bytes.
         owners: (storage, tensor) of every named tensor, and of one tensor per other storage that existed before the
             step.
-        source: Model and optimizer, to raise StepChanged if they have changed since the capture; None: unknown.
+        source: Detector of changes of model and optimizer since the capture; None: changes are not detected.
         named: Views of the named state, and of other state that the step changes, by name.
-        run_eager: Function that runs the same step without a plan, on inputs by name; None: impossible.
+        run_eager: Function that runs the same step without a plan; its keyword arguments are the inputs. None: the step
+            was recorded on fake tensors.
         owned: Function that returns the tensors that FSDP empties and refills in place.
         seconds: Measured seconds of every operator, 0 where unmeasured; None: nothing was measured.
     """
@@ -117,7 +119,7 @@ def refuse_leaks(
     named: Named,
     make_resident: Callable[[torch.Tensor], None],
 ) -> None:
-    """Raise HP511 for gradients that still exist after the step, and for state with a new or resized storage."""
+    """Raise HP511 for a gradient that still exists after the step, or for state with a new or resized storage."""
     for name, (tensor, _) in named.items():
         index = find(tensor)
         if index is None or (entries[index].name != name and not entries[index].at_start):
@@ -139,7 +141,7 @@ def refuse_leaks(
 def device_and_host_storages(entries: list[Entry]) -> tuple[torch.device, frozenset[int]]:
     """Return the device of a recorded step and, if it is an accelerator, the step's storages in host memory.
 
-    These storages are marked as inputs or outputs, because a plan does not move them.
+    In `entries`, these storages become inputs or outputs, because a plan does not move those.
 
     Raises:
         CaptureUnsupported: HP511 for a step on several accelerators.

@@ -1,8 +1,9 @@
 """Collectives and messages: kinds, groups, sent bytes, results at planned addresses, and batches of messages.
 
-A functional collective returns a fresh tensor that the collective library also references, until one of its threads
-releases it. Here, a process-group collective with an output argument runs instead. Its result is at the planned
-address, and the caller owns the only handle to wait for. Sent bytes are those that one rank sends in ring algorithms.
+A message is a point-to-point send or receive. A functional collective returns a new tensor that the collective library
+also references, until one of its threads releases it. A plan therefore runs the process-group collective with an output
+argument. Its result is at the planned address, and the caller owns the only work handle. Sent bytes are the bytes that
+one rank sends in a ring algorithm.
 """
 
 from __future__ import annotations
@@ -18,11 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from hyper_parallel.backends.torch.memory._captured import storages_in, views_in
-from hyper_parallel.backends.torch.memory.operators import (
-    COMMUNICATION,
-    Call,
-    MessageBatch,
-)
+from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, Call, MessageBatch
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import Mesh, Operator, Phase
@@ -36,13 +33,13 @@ _KINDS = {
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind of a collective or of a send, from the name of its operator; None if `_KINDS` lacks it."""
+    """Return the kind of a collective or of a send by its operator's name; None for other operators."""
     plain = name.replace("_", "")
     return next((kind for part, kind in _KINDS.items() if part in plain), None)
 
 
 def group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """Return the process group that an operator has as argument, by name or as an object; None without one."""
+    """Return the process group that is an argument of an operator, by name or as an object; None if there is none."""
     if getattr(func, "namespace", "") not in COMMUNICATION:
         return None
     for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -104,7 +101,7 @@ _REDUCTIONS: Final = {
 }  # fmt: skip
 _Begin = Callable[[], Any]
 Message = tuple[Any, Any, tuple[int, ...]]
-"""Send or receive function, its arguments with views for tensors, and the storages that it writes."""
+"""Operator that sends or receives, its arguments with views in place of tensors, and the storages that it writes."""
 SYNCHRONISATION_OPS: Final = ("wait_tensor", "_wrap_tensor_autograd", "record_stream")
 """Operators that only synchronise; a plan has its own waits."""
 
@@ -186,8 +183,6 @@ def _broadcast(named: dict[str, Any], out: torch.Tensor, group: dist.ProcessGrou
 
 
 def _in_place(source: torch.Tensor, out: torch.Tensor, begin: _Begin) -> _Begin:
-    """Return a call that copies the input to `out` and begins an in-place collective on `out`."""
-
     def run() -> Any:
         if source is not out:
             out.copy_(source)

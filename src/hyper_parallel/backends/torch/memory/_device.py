@@ -37,7 +37,7 @@ class Measured:
     """Measured bytes and seconds of one executed step.
 
     Attributes:
-        peak_bytes: Peak bytes per tier; for the device, only those of the storages in the arena.
+        peak_bytes: Peak bytes per tier; for the device, only storages in the arena count.
         device_bytes: Peak allocated device bytes, including the arena; on an accelerator, from the allocator.
         dram_bytes: Bytes of the host slabs from which the DRAM buffers are cut.
         seconds: Seconds of the step, by the virtual clock or, on an accelerator, by events.
@@ -58,7 +58,7 @@ class Measured:
 
 
 class PlannedDevice:
-    """Executor of the steps of one plan; it owns the bytes of model and optimizer state until it is closed.
+    """Executor of one plan; it owns the bytes of model and optimizer state until it is closed.
 
     Args:
         captured: The recorded step.
@@ -66,10 +66,10 @@ class PlannedDevice:
         machine: Capacities of the tiers; on the simulated device, also the channels of the virtual clock.
         copies: See `CopyMode`. An accelerator always uses streams.
         flash: Folder of the file tier; required when the plan uses it.
-        check: True: run the eager step before the first planned step, roll it back, and compare the results. On an
-            accelerator, the eager step runs twice. A step that was recorded on fake tensors is not checked. A
-            `ReferenceStep`: compare the first planned step with the results in this reference. False: no check.
-        source: Mode that has evicted bytes of model and optimizer tensors; None: these tensors have all their bytes.
+        check: True: run the eager step before the first planned step (twice on an accelerator), roll it back, and
+            compare the results; a step that was recorded on fake tensors is not checked. A `ReferenceStep`: compare the
+            first planned step with it. False: no check.
+        source: Mode that has evicted model and optimizer tensors; None: none is evicted.
 
     Attributes:
         state: State tensors in the tiers.
@@ -196,7 +196,6 @@ class PlannedDevice:
             yield
 
     def _compare(self, outputs: Any, expected: ReferenceStep) -> None:
-        """Raise StepChanged (HP512) if the first planned step's results differ from those of the eager step."""
         try:
             expected.check(StepOutcome.of(outputs, dict(self.state.named())))
         except StepChanged:
@@ -235,7 +234,7 @@ class PlannedDevice:
         return self.state.storages["device"][storage]
 
     def _apply_all(self, clock: ProgramClock, trace: bool) -> list[_Sample]:
-        """Apply the plan's actions; return (time or event, bytes per tier) around each, or [] without `trace`."""
+        """Apply the plan's actions; with `trace`, return a sample before the first and after each action, else []."""
         ready = self.state.actions
         if not trace:
             for act in ready:

@@ -35,7 +35,7 @@ from hyper_parallel.units import round_up
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """Function that returns the workspace bytes of a kernel: operator, arguments, keyword arguments."""
 _KNOWN_BYTES = 1 << 27
-"""Bytes of the largest result that is computed on real tensors."""
+"""Maximum bytes of a result that is computed on real tensors in a fake mode."""
 
 
 def fake_mode() -> Any:
@@ -93,13 +93,12 @@ def grouped_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _round_robin(index: Tensor, choices: int) -> Tensor:
-    """Return indices in the shape of `index` that repeat 0, 1, ..., `choices` - 1 in turn."""
     with unset_fake_temporarily():
         return (torch.arange(index.numel()) % choices).view(index.shape)
 
 
 def _from_equal_ranks(func: Any, args: tuple[Any, ...]) -> None:
-    """Fill the result of a sum, an all-gather or an all-to-all as if all ranks had this rank's inputs."""
+    """Set the result of a sum, an all-gather or an even all-to-all in place, as if all ranks had equal inputs."""
     name = func.__name__
     if name.startswith("allreduce_"):
         group, op = dist.ProcessGroup.unbox(args[1]), dist.ReduceOp.unbox(args[2])
@@ -119,7 +118,7 @@ _ARITHMETIC = tuple(
 
 
 def device_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the workspace bytes that ATen's definition of an operator implies on every device."""
+    """Return the workspace bytes that ATen's definition of an operator implies on every device; 0 without a rule."""
     if func is torch.ops.aten.logsumexp.default:
         # exp(x - max) and the maxima, both in the dtype of the result.
         x, dims = args[0], args[1]
@@ -129,7 +128,7 @@ def device_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def cpu_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the workspace bytes of an operator on a CPU, where its kernel and gloo may make copies."""
+    """Return the workspace bytes of an operator on a CPU: copies by its kernel or by gloo; 0 without a rule."""
     name = func.__name__
     if func.namespace == "c10d" and name.startswith(("_allgather_base_", "_reduce_scatter_base_")):
         # gloo gathers into a buffer of its own, and reduces in a copy; both have the size of the full tensor.

@@ -90,8 +90,9 @@ class _Record:
         current: True if the copy equals the content of the storage.
         fixed: True if the storage must not move: it cannot be resized, its owner resizes it, its address is known
             elsewhere, or a message uses it.
-        resized: True if its owner has resized it.
-        owner_may_resize: True for a storage from `empty` or from outside, until eviction looks it up in `owned`.
+        resized: True if its owner, FSDP, has resized it.
+        owner_may_resize: True for a storage that `torch.empty` or code outside of the context has allocated, until
+            eviction looks it up in `LruSpillMode.owned`.
         on_other_stream: True if another stream has used it.
     """
 
@@ -116,12 +117,12 @@ class LruSpillMode:
     A CPU only simulates a device. There, eviction stops as soon as an operator does not fit the limit.
 
     Args:
-        num_bytes: Limit of resident bytes; None: no limit, nothing is moved.
+        num_bytes: Limit of resident bytes; None: no limit, so nothing is evicted.
         device: The device; a CPU simulates one.
         keep_offloaded: Keep evicted storages in host memory at the end of the context, for the next context or a plan.
 
     Attributes:
-        peak_bytes: Peak of the resident bytes inside the context.
+        peak_bytes: Peak of the resident bytes; storages that the end of the context makes resident do not count.
         moved_bytes: Evicted bytes, in total.
         least_bytes: Smallest limit known to be necessary: the largest sum of fixed storages, operands and results of an
             operator so far, or the bytes passed to `require`.
@@ -148,7 +149,7 @@ class LruSpillMode:
     # -- state in other tiers ------------------------------------------------------------------
 
     def track_offloaded(self, base: torch.UntypedStorage, num_bytes: int, content: Content) -> None:
-        """Track an empty storage of `num_bytes` when resident, whose content is in host memory or in a file."""
+        """Track `base` as an evicted storage: it is empty now, and `content` has its `num_bytes` bytes."""
         record = self._add(base)
         record.num_bytes = num_bytes
         record.resident = False
@@ -157,7 +158,7 @@ class LruSpillMode:
         self._lru.pop(base._cdata, None)
 
     def pop_content(self, base: torch.UntypedStorage) -> Content:
-        """Stop tracking a storage; return its copy in host memory or in a file if current, else the storage itself."""
+        """Stop tracking a storage; return its up-to-date copy in host memory or in a file, else `base` itself."""
         record = self._records.get(base._cdata)
         if record is None:
             return base
@@ -165,7 +166,7 @@ class LruSpillMode:
         return record.copy if record.current and record.copy is not None else base
 
     def num_bytes(self, base: torch.UntypedStorage) -> int:
-        """Return the bytes of a storage when resident, even if the storage is evicted and empty now."""
+        """Return the bytes that a storage has when resident, even if it is evicted and empty now."""
         record = self._records.get(base._cdata)
         return base.nbytes() if record is None or record.resident else record.num_bytes
 
@@ -204,7 +205,7 @@ class LruSpillMode:
 
     @property
     def emptied_storages(self) -> list[weakref.ref[Any]]:
-        """Weak references to the live storages that their owner has emptied."""
+        """Weak references to the live storages that their owner, FSDP, has emptied."""
         self._update_sizes()
         records = list(self._records.values())
         return [record.ref for record in records if record.resized and not record.num_bytes]
@@ -217,7 +218,7 @@ class LruSpillMode:
                 self._on_resize(record, base.nbytes())
 
     def require(self, num_bytes: int) -> None:
-        """Increase `least_bytes` to `num_bytes`, the bytes that one operator needs, if `least_bytes` is smaller."""
+        """Raise `least_bytes` to at least `num_bytes`, the bytes that one operator needs."""
         self.least_bytes = max(self.least_bytes, num_bytes)
 
     # -- operators -----------------------------------------------------------------------------
@@ -260,10 +261,7 @@ class LruSpillMode:
         for tensor in written:
             if (record := self._record_use(tensor)) is not None:
                 record.current = False
-        used_records = {
-            **records,
-            **{id(k): k for t in tensors_in(out) if (k := self._record_use(t)) is not None},
-        }
+        used_records = {**records, **{id(k): k for t in tensors_in(out) if (k := self._record_use(t)) is not None}}
         for record in used_records.values():
             record.last_use = self._clock
             record.owner_may_resize |= func is EMPTY
@@ -274,7 +272,10 @@ class LruSpillMode:
         return out
 
     def _on_raw_access(self, tensor: torch.Tensor, values: bool) -> None:
-        """Make a tensor resident before Python code reads its values or address; never evict it after the latter."""
+        """Make a tensor resident before Python code reads its values or address.
+
+        Once its address was read (`values` False), it is never evicted.
+        """
         self.make_resident(tensor)
         if (record := self._record_use(tensor)) is not None and not values:
             record.current = False
@@ -298,12 +299,11 @@ class LruSpillMode:
         return type(tensor) in _PLAIN and tensor.device.type == self._device.type
 
     def _is_resident(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's storage is tracked, on the device and not empty."""
         record = self._records.get(tensor.untyped_storage()._cdata)
         return record is not None and record.resident and bool(record.num_bytes)
 
     def _record_use(self, tensor: torch.Tensor) -> _Record | None:
-        """Mark a tensor's storage as most recently used and return its record; None if the storage is not managed."""
+        """Mark a tensor's storage as most recently used and return its record; None for other devices and classes."""
         if not self._is_managed(tensor):
             return None
         base = tensor.untyped_storage()
@@ -326,7 +326,7 @@ class LruSpillMode:
         return record
 
     def _on_destroy(self, key: int, ref: weakref.ref[Any]) -> None:
-        """Forget a destroyed storage; a new storage may have the same key already."""
+        """Stop tracking a destroyed storage, unless a new storage has its key already."""
         record = self._records.get(key)
         if record is not None and record.ref is ref:
             self._forget(key, record)
@@ -388,7 +388,6 @@ class LruSpillMode:
         self._grow(record.num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict least-recently-used storages until `num_bytes` fit."""
         if self._limit is None or (self._device.type == "cpu" and self.least_bytes > self._limit):
             return
         limit, owned = self._limit - num_bytes, None
@@ -411,7 +410,6 @@ class LruSpillMode:
                 self._evict(key, record, base)
 
     def _evict(self, key: int, record: _Record, base: torch.UntypedStorage) -> None:
-        """Empty a storage, after copying it to host memory unless a copy there is current."""
         self._wait_streams(record)
         with _disable_current_modes():
             if not record.current:
@@ -438,7 +436,6 @@ class LruSpillMode:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Make all live storages resident, unless evicted storages are kept offloaded."""
         self._raw_access.__exit__(*error)
         self._mode.__exit__(*error)
         self._resizes.__exit__(*error)
@@ -455,7 +452,6 @@ def _key_and_base(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
 
 @cache
 def _allocates(func: Any) -> bool:
-    """Return whether any result of an operator may have a new storage."""
     returns = func._schema.returns
     return any("Tensor" in str(r.type) and r.alias_info is None for r in returns)
 
@@ -475,7 +471,7 @@ def _facts(value: Any) -> Any:
 
 
 def _traced_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Run a call on meta tensors and return the bytes that its new storages would have; None if the run fails."""
+    """Return the bytes of the storages that a call would allocate, by a run on meta tensors; None if that fails."""
     arguments: list[torch.Tensor] = []
 
     def shape(tensor: torch.Tensor) -> torch.Tensor:
@@ -517,8 +513,9 @@ def spill_mode(
 def within_device(
     device: torch.device, owned: Callable[[], Iterable[torch.Tensor]] = tuple
 ) -> AbstractContextManager[Any]:
-    """Return a context that evicts storages when a step without a plan exceeds an accelerator's free memory.
+    """Return a context for a step without a plan that evicts storages if the step does not fit an accelerator.
 
-    The context has no effect on a CPU. See `LruSpillMode` for `owned`.
+    The limit is that of `spill_mode` without a budget. The context has no effect on a CPU. See `LruSpillMode` for
+    `owned`.
     """
     return nullcontext() if device.type == "cpu" else spill_mode(device, owned=owned)

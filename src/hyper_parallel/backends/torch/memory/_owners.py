@@ -1,7 +1,7 @@
 """Tensors of model and optimizer (owner tensors), and detection of their use while a planned device owns their bytes.
 
-A planned device executes a memory plan. During that time the owner tensors are stubs: empty tensors of a subclass. A
-use of a stub raises an error instead of reading freed memory.
+A planned device executes a memory plan. While it owns the bytes, the owner tensors are stubs: empty tensors of a
+subclass. An operation on a stub raises an error instead of reading freed memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ALLOWED: Final = frozenset(
         "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride", "untyped_storage",
     )
 )  # fmt: skip
-"""Functions that access no values of a tensor."""
+"""Functions that are allowed on stubs, because they access no values."""
 
 
 class _StubMixin:
@@ -75,9 +75,10 @@ def make_stubs(tensors: Iterable[Tensor]) -> list[tuple[Tensor, type]]:
 
 
 def aliases_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the other tensors and parameters on the storages of `tensors`, such as a `weight.detach()` still in use.
+    """Return tensors and parameters not in `tensors` that share a storage with one of them.
 
-    Tensors of subclasses, and tensors that only C++ refers to, are not found.
+    Example: a `weight.detach()` that is still referenced. Tensors of subclasses, and tensors that only C++ refers to,
+    are not found.
     """
     known = {id(tensor): tensor for tensor in tensors}
     uses = Counter(tensor.untyped_storage()._cdata for tensor in known.values())
@@ -132,7 +133,10 @@ class Owners:
                 )
 
     def make_stubs(self) -> None:
-        """Turn the emptied owner tensors and their aliases into stubs: a planned device owns their bytes now."""
+        """Turn the emptied owner tensors and their aliases into stubs, and block model and optimizer.
+
+        Call it when a planned device has taken their bytes.
+        """
         storages, inputs = self._captured.program.storages, self._captured.input_storages
         tensors = [*self._captured.state.values(), *(tensor for _, tensor in self._captured.owners)]
         emptied = [t for t in tensors if not t.untyped_storage().nbytes()]
@@ -146,7 +150,7 @@ class Owners:
             self._captured.source.block_use()
 
     def restore_tensors(self) -> None:
-        """Turn the stubs back into tensors, because they own their bytes again."""
+        """Turn the stubs back into tensors, and unblock model and optimizer; call it before the bytes return."""
         for tensor, kind in self._stubs:
             tensor.__class__ = kind  # type: ignore[assignment]
         self._stubs = []
@@ -154,12 +158,15 @@ class Owners:
             self._captured.source.allow_use()
 
     def kept_by_caller(self, s: int) -> bool:
-        """Return whether the caller keeps the bytes of a storage: step inputs, and buffers that the step only reads."""
+        """Return whether the caller keeps the bytes of a storage: step inputs, and input state that is only read.
+
+        Input state is buffers and other state of kind `input`.
+        """
         read = self._captured.program.storages[s].kind == "input" and s not in self._written
         return read or s in self._captured.input_storages
 
     def changes(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (storage, tensor) of input state (buffers, a learning rate) that was changed since the last call.
+        """Yield (storage, tensor) of state of kind `input` (buffers, a learning rate) changed since the last call.
 
         Raises:
             StepChanged: HP512 for a tensor that the step also writes: the two values conflict.

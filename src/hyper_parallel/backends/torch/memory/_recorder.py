@@ -20,12 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyper_parallel.backends.torch.collectives import current_purpose
-from hyper_parallel.backends.torch.memory._collectives import (
-    group_axes,
-    group_of,
-    kind_of,
-    sent_bytes,
-)
+from hyper_parallel.backends.torch.memory._collectives import group_axes, group_of, kind_of, sent_bytes
 from hyper_parallel.backends.torch.memory._fake_values import Workspace, run_with_known_values
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory.operators import (
@@ -60,9 +55,9 @@ def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
 
 @functools.cache
 def _properties(func: Any) -> tuple[bool, bool, bool]:
-    """Return three answers: whether an operator returns a view, belongs to ATen, and has resizable results.
+    """Return whether an operator (returns a view, belongs to ATen, has resizable results).
 
-    Resizable results are those whose owner may resize their storages, as FSDP does.
+    Results are resizable if FSDP may resize their storages later.
     """
     # An operator that returns its input may return a storage that existed before, which FSDP may have refilled.
     returns_input = any(returned.alias_info is not None for returned in func._schema.returns)
@@ -73,7 +68,7 @@ class StorageWatch(OperatorMode):
     """Context that counts the live bytes of storages: of tracked tensors, results, and operands of collectives.
 
     Args:
-        sample: Function called after every operator with the live bytes and the peak so far.
+        sample: Function called after every operator with (live bytes, peak bytes so far); None: no call.
     """
 
     def __init__(self, *, sample: Callable[[int, int], None] | None = None) -> None:
@@ -113,6 +108,7 @@ class Recording:
     """Recorded program of a rank.
 
     Attributes:
+        program: Operators and storages.
         actions: Runs of operators, joins of collectives and frees of storages, in recorded order.
         entries: Properties of each storage, including properties that `program` lacks.
         segments: (first action, name) of every segment of the program (forward, backward, ...).
@@ -132,7 +128,7 @@ class Recorder(OperatorMode):
     """Context that records operators with their storages.
 
     Storages are recorded if they are named, allocated by an operator, or operands of a collective. `workspace` returns
-    the workspace bytes of an operator call; None: 0. See `Storages` for `alignment_bytes`.
+    the workspace bytes of an operator call; None: workspace is not counted. See `Storages` for `alignment_bytes`.
     """
 
     def __init__(self, alignment_bytes: int = 1, workspace: Workspace | None = None) -> None:
@@ -149,19 +145,22 @@ class Recorder(OperatorMode):
         self._count = 0
 
     def restart(self, segment: str) -> None:
-        """Restart the recording: storages that are live now exist from the start of the new recording."""
+        """Restart the recording with `segment`; storages that are live now exist from the start of the recording."""
         self._record_resizes(everywhere=True)
         self.storages.restart()
         self._begin(segment)
 
     def enter(self, segment: str) -> None:
-        """Begin another segment of the program."""
+        """Begin the segment `segment` of the program, unless it is the current one."""
         self._record_resizes(everywhere=True)
         if segment != self._segments[-1][1]:
             self._segments.append((len(self._actions), segment))
 
     def name(self, tensor: Tensor, name: str, kind: StorageKind) -> None:
-        """Set name and kind of a tensor's storage; a storage not seen before is recorded as allocated now."""
+        """Set name and kind of a tensor's storage; an unknown storage is recorded as allocated now.
+
+        If tensors of one kind share the storage, its name is the common part of their names.
+        """
         number = self.storages.find(tensor)
         if number is None:
             number = self._add_existing(tensor, name)
@@ -196,13 +195,7 @@ class Recorder(OperatorMode):
         return out
 
     def _record(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        out: Any,
-        workspace: int,
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], out: Any, workspace: int
     ) -> None:
         group = group_of(func, args)
         shared = shared_tensors(func, tensors)
@@ -246,7 +239,6 @@ class Recorder(OperatorMode):
         return tuple(dict.fromkeys(number for number in numbers if number is not None))
 
     def _add_existing(self, tensor: Tensor, name: str) -> int:
-        """Record a storage that no operator has allocated."""
         number = self.storages.add(tensor, self._entry(tensor, name))
         self._run(Operator(name, allocs=(number,)))
         return number
@@ -275,7 +267,6 @@ def _format(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 
 
 def _common(first: str, second: str) -> str:
-    """Return the common leading parts of two dotted names, followed by `*`."""
     pairs = zip(first.split("."), second.split("."), strict=False)
     same = [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
     return ".".join([*same, "*"])
@@ -304,11 +295,14 @@ _OF_KIND: dict[StorageKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """Equal storages that are live at a peak: their count, and the properties of one of them."""
+    """Group of equal storages that are live at a peak: their count, and the properties of one of them.
+
+    `name` is that of a parameter or of the operator that allocated the storage, with `*` for numbers in it.
+    """
 
     count: int
     num_bytes: int
-    made_by: str
+    name: str
     shape: tuple[int, ...]
     dtype: str
     category: str
@@ -320,9 +314,10 @@ class Peak:
 
     Attributes:
         num_bytes: Live bytes.
-        during: Name of the storage allocated at the peak, else of the operator; `inside OPERATOR` for workspace.
+        during: Name of the last storage that the operator at the peak allocates, else of this operator; `inside
+            OPERATOR` if the operator has workspace.
         segment: Segment of the program with the peak.
-        breakdown: Dict from category to live bytes; they add up to `num_bytes`.
+        breakdown: Dict from category to live bytes, which add up to `num_bytes`.
         top: Largest groups of equal live tensors, at most `_LISTED`, largest total first.
     """
 
@@ -396,15 +391,15 @@ def _category(entry: Entry, live_range: Extent, recording: Recording) -> str:
 
 
 def _generic(name: str) -> str:
-    """Return a parameter's name with `*` for the layer index, so that equal layers form one group."""
+    """Return a dotted name with `*` for numbers such as the layer index, so that equal layers form one group."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def collectives_of(recording: Recording, rank: int, *meshes: Mesh) -> tuple[Collective, ...]:
     """Return the collectives of a recorded program, grouped by kind, axes and purpose, in order of first occurrence.
 
-    Groups of one rank send nothing and are excluded. A group that is in no mesh is listed with the axes `("other",)`.
-    The first mesh that has a group determines its axes.
+    Groups of one rank send nothing and are excluded. The first mesh that has a group determines its axes; a group that
+    is in no mesh has the axes `("other",)`.
     """
     records = (
         (operator.name, recording.groups.get(operator.group, ()), operator.purpose, operator.access_bytes)
@@ -441,14 +436,14 @@ def _fsdp_purpose(kind: str, axes: tuple[str, ...], fsdp_axes: tuple[str, ...]) 
 
 
 def _fsdp_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of a strategy's main mesh over which FSDP shards parameters that are not experts."""
+    """Return the axes of a mesh, of degree above 1, over which FSDP shards parameters that are not experts."""
     return tuple(axis for axis in ("dp_shard", "cp") if axis in mesh.names and mesh.degree(axis) > 1)
 
 
 class CommCounter(OperatorMode):
     """Context that counts every collective of a rank by kind and mesh axes; see `collectives_of`.
 
-    `rank` is the rank of this process on the mesh. `extra_meshes` name groups that are not groups of `mesh`.
+    `rank` is the rank of this process on the mesh. `extra_meshes` have the axes of groups that `mesh` lacks.
     """
 
     def __init__(self, mesh: Mesh, rank: int, *extra_meshes: Mesh) -> None:

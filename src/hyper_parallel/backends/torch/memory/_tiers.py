@@ -1,7 +1,7 @@
 """Byte counters of memory tiers, storages in files, and temporary folders of a run outside of the run directory.
 
-A meter is independent of the plan. It counts a buffer from its allocation until the framework destroys it, so a leaked
-reference shows as a higher measured peak.
+A meter is independent of the plan. It counts a buffer from its allocation until torch destroys it, so a leaked
+reference appears as a higher measured peak.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DAMAGED = "run the step again from the last checkpoint; if the error repeats, c
 
 
 def tier_full(what: str, tier: str, num_bytes: int, capacity_bytes: int) -> TierFull:
-    """Return the error `what` for a tier that needs more bytes than its capacity."""
+    """Return HP403 with the sentence `what`, for a tier that needs `num_bytes` and has `capacity_bytes`."""
     return TierFull(
         what,
         got=f"{num_bytes} bytes",
@@ -66,7 +66,6 @@ class Meter:
         self.add(size)
 
     def __contains__(self, base: torch.UntypedStorage) -> bool:
-        """Return whether a storage is counted."""
         return base._cdata in self._watch
 
     def _on_destroyed(self, ref: weakref.ref[Any]) -> None:
@@ -135,8 +134,8 @@ class AllocatorGauge:
 class FileTier:
     """Storages in files of one folder, one file per storage, with names that are unique to this tier.
 
-    A file is written under a temporary name, synchronised, then renamed; a read checks the size and a checksum. So a
-    full disk or a truncated or changed file stops the step with HP513, and is never read as data.
+    A file is written under a temporary name, synchronised, then renamed; a read checks the size and a checksum. A full
+    disk, or a missing, truncated or changed file, therefore raises TransferFailed (HP513).
     """
 
     def __init__(self, folder: Path, meter: Meter) -> None:
@@ -200,7 +199,6 @@ class FileTier:
             self._meter.add(self._sizes[storage])
 
     def __contains__(self, storage: object) -> bool:
-        """Return whether a storage has a file, complete or being written."""
         return storage in self._sizes
 
     def drop(self, storage: int) -> None:
@@ -236,7 +234,7 @@ def _bytes_of(base: torch.UntypedStorage) -> memoryview:
 
 @contextmanager
 def run_folder(parent: Path, name: str, hint: str | None = None) -> Iterator[Path]:
-    """Yield a folder for the files of one run; see `temporary_folder`. `hint` is that of the error.
+    """Yield a folder for the files of one run; see `temporary_folder`. `hint` replaces the default hint of the error.
 
     Raises:
         TransferFailed: HP513 when the folder cannot be created.

@@ -1,8 +1,9 @@
 """Detection of untracked effects: effects of a step that no recorded operator shows.
 
-reads of values     `tolist` and `numpy` become a guard: the program runs as long as the value is the recorded one
+reads of values     `tolist` and `numpy` become a guard: a planned step stops if the value differs from the recorded one
 untracked writes    by a kernel with a raw pointer, or by an operator with an incomplete schema: refused
-Python state        a module or an optimizer changes a Python value, or Python random numbers are drawn: refused
+Python state        the step changes a Python value of a module or an optimizer, or draws random numbers of Python or
+                    NumPy: refused
 """
 
 from __future__ import annotations
@@ -32,13 +33,9 @@ _VALUES: Final = frozenset(("tolist", "numpy", "__array__"))
 _POINTERS: Final = _VALUES | {"data_ptr", "__dlpack__"}
 _PLAIN: Final = frozenset((Tensor, nn.Parameter))
 _DEPTH: Final = 4
-"""Levels of lists, dicts and objects below an attribute that are inspected."""
-TORCH_ATTRIBUTES: Final = frozenset(vars(nn.Module())) | {
-    "_opt_called",
-    "_need_device_dtype_check_for_fused",
-}
-"""Attributes of every module of torch, of an optimizer with a scheduler, and of a fused optimizer before its first
-step."""
+"""Number of nested levels of lists, dicts and objects that are inspected in an attribute."""
+TORCH_ATTRIBUTES: Final = frozenset(vars(nn.Module())) | {"_opt_called", "_need_device_dtype_check_for_fused"}
+"""Attributes that are not inspected: those of every module, and two that torch sets on optimizers."""
 _CHUNK: Final = 1 << 20
 """Words of a large tensor per chunk of its checksum."""
 _CACHED: Final = 1 << 16  # words per chunk on the host, small enough for its cache
@@ -62,7 +59,7 @@ def checksum(words: Tensor) -> int:
 
 
 def digest(base: torch.UntypedStorage) -> tuple[int, int]:
-    """Return checksums of a storage's bytes: of its whole words of 8 bytes, and of the other bytes."""
+    """Return two checksums of a storage's bytes: of its words of 8 bytes, and of the remaining bytes."""
     with _disable_current_modes():
         flat = torch.empty(0, dtype=torch.uint8, device=base.device).set_(base)  # type: ignore[call-overload]
         whole = base.nbytes() // 8 * 8
@@ -95,7 +92,7 @@ class UntrackedEffects:
     """Context around a recorded step that detects its untracked effects; the recorder reports every operator to it.
 
     Attributes:
-        drew: True if the last observed call has drawn random numbers although its operator's schema does not say so.
+        drew: True if the last observed call of a custom operator has drawn random numbers.
     """
 
     def __init__(self, storages: Storages) -> None:
@@ -141,9 +138,10 @@ class UntrackedEffects:
 
     @contextmanager
     def observe(self, func: Any, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> Iterator[None]:
-        """Observe the call of an operator in this context; set `drew`.
+        """Observe the call of an operator inside this context, and set `drew`.
 
-        A custom operator that writes an argument that its schema declares as read-only raises HP511.
+        Raises:
+            CaptureUnsupported: HP511 for a custom operator that writes an argument that its schema declares read-only.
         """
         declared = {id(tensor) for tensor in written}
         foreign = func.namespace not in TORCH and fake_mode() is None
@@ -179,15 +177,12 @@ class UntrackedEffects:
             self._uninitialised.update(s for s in allocated if self._storages.entries[s].num_bytes)
 
     def refuse_state_changes(
-        self,
-        operators: Sequence[Operator],
-        state: Mapping[int, Tensor],
-        make_resident: Callable[[Tensor], None],
+        self, operators: Sequence[Operator], state: Mapping[int, Tensor], make_resident: Callable[[Tensor], None]
     ) -> None:
-        """Raise HP511, after the step, for tensors, Python values or random states that changed without an operator.
+        """Raise HP511, after the step, for state that changed without a recorded operator.
 
-        Replaced tensors are included. `state` maps a storage to a tensor that existed before the step; `make_resident`
-        makes a tensor resident.
+        State is tensors (also if replaced), Python values of modules and optimizers, and random states of Python and
+        NumPy. `state` has a tensor per storage from before the step; `make_resident` makes a tensor resident.
         """
         read = {s for operator in operators for s in operator.reads}
         written = {s for operator in operators for s in operator.writes}
@@ -251,7 +246,7 @@ class PythonValues:
     def refuse_changes(self, was_read: Callable[[Tensor], bool]) -> None:
         """Raise HP511 if the step has changed a Python attribute, replaced a tensor, or drawn Python or NumPy numbers.
 
-        `was_read` tells whether an operator of the step has read a tensor; a replaced tensor is refused only then.
+        `was_read` returns whether an operator of the step has read a tensor; otherwise it may be replaced.
         """
         for owner, name, key, tensor in self._tensors:
             now = getattr(owner, key, None)
@@ -290,7 +285,8 @@ def _random_state() -> tuple[Any, ...]:
 def python_attributes(owner: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of each attribute of a module or an optimizer, except tensors and `TORCH_ATTRIBUTES`.
 
-    Values can be compared with `==`. `seen` has objects to skip, by id; the inspected objects are added.
+    Values can be compared with `==`. `seen` has objects to skip, by id; it is extended by the inspected objects. None:
+    skip none.
     """
     seen = {} if seen is None else seen
     for key, value in vars(owner).items():

@@ -1,8 +1,9 @@
-"""Binding of a plan's actions to calls without arguments, whenever the arena is allocated.
+"""Binding of a plan's actions to calls without arguments, once per allocation of the arena.
 
-The host issues thousands of actions per step. Everything that is constant over steps is bound beforehand: the operator
-and its tensors, the device buffer and the tier of a copy. Each live range of a storage on the device has one address
-range in the arena, so its tensors are the same in every step. Address ranges own no memory and cannot be resized.
+The host issues thousands of actions per step. All constants of an action are therefore bound before the first step: the
+operator and its tensors, the device buffer and the tier of a copy. Each live range of a storage on the device has one
+address range in the arena, so its tensors are the same in every step. Address ranges own no memory and cannot be
+resized.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from hyper_parallel.backends.torch.memory.arena_state import ArenaState
 
 _RESULTS_WITH_GRADIENTS: Final = {"mkldnn_rnn_layer": 4}
-"""Number of results with enabled gradients, by operator that then also returns tensors for backward."""
+"""Operators that return extra tensors for backward if gradients are enabled, with their number of results then."""
 Act = Callable[[], Any]
 """Call that executes one action of a plan."""
 
@@ -43,8 +44,8 @@ class Prepared:
         staged: (flat output index, view, range) of every result that must be copied to its address.
         communicates: True for a collective or a message, which `run` only begins; `run` then returns its work handles.
         guards: (flat output index, value) of outputs that were read as plain numbers.
-        ignores_output: True if the return value is not used.
-        dispatched: True if the operator reaches torch's dispatcher; an allocation does not.
+        ignores_output: True if the return value of `run` is not used.
+        dispatched: True if `run` is expected to reach torch's dispatcher, which an allocation does not.
     """
 
     func: Any
@@ -63,7 +64,7 @@ class ActionBinder:
     Actions must be bound in the order of the plan, because an action may move a storage to another address.
 
     Attributes:
-        at_start: Address ranges of the storages that are on the device when a step begins.
+        at_start: Dict from storage that is on the device when a step begins to its address range.
     """
 
     def __init__(self, state: ArenaState, arena: torch.UntypedStorage) -> None:
@@ -112,7 +113,7 @@ class ActionBinder:
         return self._range(s)
 
     def _range(self, s: int) -> torch.UntypedStorage:
-        """Return the current address range of a storage in the arena; for a storage in host memory, its own bytes."""
+        """Return the current address range of a storage in the arena; for a storage in `on_host`, a host buffer."""
         key = s, self._offsets_now[s]
         if key not in self._ranges:
             size = self._plan.program.storages[s].num_bytes
@@ -221,7 +222,6 @@ class ActionBinder:
 
 
 def _copy_staged(ready: Prepared, flat: list[Any]) -> None:
-    """Copy staged results to their addresses; raise HP512 if a size or a guarded value differs from the recording."""
     for position, view, target in ready.staged:
         result = flat[position]
         base = result.untyped_storage() if isinstance(result, torch.Tensor) else None

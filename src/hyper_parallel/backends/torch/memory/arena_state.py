@@ -1,7 +1,7 @@
-"""Model and optimizer state of planned steps, held in the memory tiers instead of its tensors.
+"""Model and optimizer state of planned steps: its bytes are in the memory tiers, and its tensors are empty.
 
-The tensors of model and optimizer, the owner tensors, are empty during that time. The home tier of a storage is the
-tier that holds it between steps. The arena is the device buffer of a plan.
+The tensors of model and optimizer are called owner tensors. The home tier of a storage is the tier that holds it
+between steps. The arena is the device buffer of a plan.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ from hyper_parallel.backends.torch.memory._tiers import FileTier
 from hyper_parallel.backends.torch.memory.action_binder import Act, ActionBinder
 from hyper_parallel.backends.torch.memory.hardware import Hardware, has_room
 from hyper_parallel.backends.torch.memory.tier_copies import finish
-from hyper_parallel.errors import (
-    HyperParallelError,
-    MemoryPlanInvalid,
-    StepChanged,
-    TierFull,
-    TransferFailed,
-)
+from hyper_parallel.errors import HyperParallelError, MemoryPlanInvalid, StepChanged, TierFull, TransferFailed
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import wrong_address
 
@@ -49,9 +43,7 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
         )
     if wrong := wrong_address(plan):  # replays the plan: raises HP404 for an illegal action
         raise MemoryPlanInvalid(
-            f"the buffer addresses of the memory plan are invalid: {wrong}",
-            where=plan.program.name,
-            hint="plan again",
+            f"the buffer addresses of the memory plan are invalid: {wrong}", where=plan.program.name, hint="plan again"
         )
     if plan.peak_bytes["flash"] and flash is None:
         raise MemoryPlanInvalid(
@@ -61,10 +53,10 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
 
 
 class ArenaState:
-    """Owner of the bytes of a step's state, each storage in the home tier of the plan.
+    """Owner of the bytes of a step's state; between steps, each storage is in its home tier.
 
-    `captured`, `plan` and `flash` are those of `PlannedDevice`. `spill` is the mode that has evicted bytes of the owner
-    tensors; None: nothing is evicted.
+    See `PlannedDevice` for `captured`, `plan` and `flash`. `spill` is the mode that has evicted owner tensors; None:
+    none is evicted.
 
     Attributes:
         hardware: Byte counters, buffers and copies in flight.
@@ -72,7 +64,7 @@ class ArenaState:
         storages: Bytes on the device and in DRAM, by storage.
         actions: Actions of the plan, bound to their buffers.
         arena: Device buffer of the plan's `arena_bytes`; None: not allocated.
-        owners: Tensors that own the state.
+        owners: Owner tensors.
         failed: True after a failed step or a partial move of the state; the state can then only be closed.
         closed: True after `close` or `end`; no further step runs.
     """
@@ -118,15 +110,13 @@ class ArenaState:
             self.release(s)
         self.actions, self.arena = [], None
 
-    def _take_arena(self) -> StorageBytes:
-        """Allocate the arena, bind the actions to it, and return the ranges of storages there when a step begins."""
+    def _allocate_arena(self) -> StorageBytes:
         self.arena = self.hardware.arena(self.plan.arena_bytes)
         binder = ActionBinder(self, self.arena)
         self.actions = [binder.bind(position) for position in range(len(self.plan.actions))]
         return binder.at_start
 
     def _acquire(self) -> None:
-        """Move the state out of its owner tensors, and turn them into stubs."""
         try:
             self.owners.check()
         except StepChanged:
@@ -138,7 +128,7 @@ class ArenaState:
     def _acquire_from_owners(self) -> None:
         """Move the state's bytes into buffers of the tiers, and empty the owner tensors.
 
-        When the bytes cannot be moved, they are restored and the planned device is closed.
+        If a move fails, the owner tensors get their bytes back and the planned device is closed.
         """
         staged: StorageBytes = {}
         spill, self._spill = self._spill, None
@@ -158,7 +148,7 @@ class ArenaState:
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
                     # Inputs keep their bytes: the caller may pass the same tensors in the next step.
                     base.resize_(0)
-            for s, target in self._take_arena().items():
+            for s, target in self._allocate_arena().items():
                 target.copy_(staged[s])
                 self.mark_resident(s, target)
                 del staged[s]
@@ -170,7 +160,7 @@ class ArenaState:
                 raise
 
     def _staging_device(self, spill: LruSpillMode | None = None) -> torch.device:
-        """Return the device for copies of moved state: an accelerator with room if `spill` is None, else the host."""
+        """Return the device for temporary copies: the accelerator if it has room and `spill` is None, else the host."""
         device = self.hardware.device
         return device if spill is None and has_room(device, self.plan.arena_bytes) else _HOST
 
@@ -205,7 +195,6 @@ class ArenaState:
             self.files.write(s, _copy(source, _HOST) if source is base else source)
 
     def _restore_partial_move(self, staged: StorageBytes, spill: LruSpillMode | None) -> None:
-        """Restore emptied owner tensors after a partial move, and close the planned device."""
         for s, tensor in self.captured.state.items():
             base = tensor.untyped_storage()
             num_bytes = base.nbytes() if spill is None else spill.num_bytes(base)
@@ -257,16 +246,16 @@ class ArenaState:
 
     @contextmanager
     def materialize(self, spill: LruSpillMode | None = None) -> Iterator[None]:
-        """Give the tensors of model and optimizer their bytes while this context is active, between two steps.
+        """Return the bytes to the owner tensors while this context is active, between two steps.
 
-        Code inside the context, such as an evaluation or a checkpoint, reads and writes these tensors. Memory that it
-        allocates is not counted. `spill` makes the state resident on use; None: all of the state becomes resident.
+        Code inside the context, such as an evaluation or a checkpoint, may read and write these tensors. Memory that it
+        allocates is not counted. `spill` makes each tensor resident on use; None: all are resident at once.
 
         Raises:
-            StepChanged: HP512 for a closed or failed device. HP512 at the end when tensors were replaced instead of
-                changed in place, or model or optimizer differ from the recording. The state then stays with its owner
-                tensors, and the device is closed.
-            TransferFailed: HP513 when another error interrupts a move of the state.
+            StepChanged: HP512 for a closed or failed device. HP512 at the end of the context when owner tensors were
+                replaced, or model or optimizer differ from the recording. The owner tensors then keep their bytes, and
+                the device is closed.
+            TransferFailed: HP513 when an error without a code interrupts a move of the state.
             TierFull: HP403 when a tier has too little memory for the state.
         """
         self.check_usable()
@@ -320,7 +309,8 @@ class ArenaState:
     def close(self) -> None:
         """Return the state's bytes to the owner tensors.
 
-        After a failure all bits are set to one (NaN as floating point), because the state may be partially updated.
+        After a failure all bits of the owner tensors are set to one (NaN as floating point), because the state may be
+        partially updated.
         """
         if self.closed:
             return
@@ -333,14 +323,13 @@ class ArenaState:
         """Raise StepChanged (HP512) if the planned device was closed or a step on it failed."""
         if self.closed or self.failed:
             raise StepChanged(
-                "the planned device was closed, or a step on it failed",
-                hint="capture and plan the step again",
+                "the planned device was closed, or a step on it failed", hint="capture and plan the step again"
             )
 
     def on_home_tier(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of model or optimizer with its bytes in the home tier; from the file tier, a copy.
+        """Return a tensor on the bytes of an owner tensor in its home tier; from the file tier, a copy.
 
-        Tensors whose bytes stay with the caller are returned detached. Call it between two steps.
+        For a tensor that keeps its own bytes, such as an input, return it detached. Call it between two steps.
         """
         with torch._C.DisableTorchFunctionSubclass():
             s = self._numbers.get(tensor.untyped_storage()._cdata)
@@ -349,7 +338,7 @@ class ArenaState:
             return as_view(tensor, s).as_tensor(self._bytes(s))
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of the named state, with the bytes in the home tier; files are read one at a time."""
+        """Yield (name, tensor in the home tier) of the named state; for the file tier, read one file at a time."""
         for name, view in self.captured.named.items():
             yield name, view.as_tensor(self._bytes(view.storage))
 
@@ -364,5 +353,4 @@ class ArenaState:
 
 
 def _copy(base: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    """Return a copy of a storage on a device; no tier counts it."""
     return torch.UntypedStorage(base.nbytes(), device=device).copy_(base)

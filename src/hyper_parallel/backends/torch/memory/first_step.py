@@ -2,8 +2,8 @@
 
 The comparison detects a value that was recorded as a constant, a kernel that the capture missed, and an operator that
 did not run. Results must be equal bit for bit, unless two eager runs differ: kernels of an accelerator may sum in a
-different order every time. Then samples of every tensor are compared, with a tolerance of `ULPS` plus ten times the
-difference of the two eager runs. A small share of the elements may exceed this tolerance.
+different order every time. In this case, samples of every tensor are compared. The tolerance is `ULPS` plus ten times
+the difference of the two eager runs; a small share of the elements may exceed it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
-"""Minimum number of sampled elements of a larger tensor, to distinguish rounding from another value."""
+"""Minimum number of elements to sample; a smaller tensor is compared as a whole."""
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ULPS: Final = 4
-"""Tolerance in units in the last place of a tensor's largest value, when two eager runs differ."""
+"""Tolerance in units in the last place of a tensor's largest value, used if two eager runs differ."""
 _SPREAD_TOLERANCE: Final = 10
 """Tolerance of a planned step in multiples of the difference of two eager runs."""
 _OUTLIER_SHARE: Final = 0.01
@@ -41,14 +41,17 @@ OUTPUTS: Final = ("loss", "gradient norm", "routing")
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Results of a step: a checksum, and samples with their dtype, of every output and state tensor by name."""
+    """Results of a step, by name of every output and state tensor: checksums, and samples with the tensor's dtype."""
 
     digests: dict[str, int]
     samples: dict[str, tuple[Tensor, torch.dtype]]
 
     @classmethod
     def of(cls, outputs: Any, state: Mapping[str, Tensor]) -> StepOutcome:
-        """Return the results of a run: the tensors in `outputs`, and the state after the step."""
+        """Return the results of a run from its return value `outputs` and the named state after the step.
+
+        The first tensors in `outputs` get the names in `OUTPUTS`; further ones are numbered.
+        """
         flat = [value for value in tree_flatten(outputs)[0] if isinstance(value, Tensor)]
         names = [*OUTPUTS, *(f"output {position}" for position in range(len(OUTPUTS), len(flat)))]
         tensors = {**dict(zip(names, flat, strict=False)), **state}
@@ -91,10 +94,7 @@ class ReferenceStep:
         for _ in range(1 if device.type == "cpu" else 2):
             changed = [bases[s] for s in captured.written_state]
             with _rolled_back(changed, device, captured.generators, allocated_bytes):
-                with (
-                    within_device(device, captured.owned),
-                    _RecordedDecisions(captured) as decisions,
-                ):
+                with within_device(device, captured.owned), _RecordedDecisions(captured) as decisions:
                     outputs = captured.run_eager(**inputs)
                 if decisions.error is not None:
                     raise decisions.error
@@ -125,7 +125,7 @@ class ReferenceStep:
 class _RecordedDecisions(OperatorMode):
     """Context around an eager step that compares data-dependent sizes and values with the recorded ones.
 
-    A planned step would stop at the first difference, halfway, and lose the state. `error` is the first difference.
+    `error` is the error for the first difference, or None. A planned step would stop there, and lose the state.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -206,7 +206,8 @@ def _rolled_back(
 ) -> Iterator[None]:
     """Restore the bytes of storages, and the states of random generators, at the end of the context.
 
-    Copies are kept on the device if a step's `allocated_bytes` still fit there, otherwise in host memory.
+    Default generators are restored too. The copies are on the device if `allocated_bytes`, the bytes that a step
+    allocates, still fit there; otherwise in host memory.
     """
     storages = list(storages)
     num_bytes = sum(base.nbytes() for base in storages)
@@ -241,13 +242,15 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 def is_close(a: Tensor, b: Tensor, dtype: torch.dtype, tolerance: float = 0.0) -> bool:
-    """Return whether two samples of a tensor differ by at most `ULPS` units in the last place of the largest value.
+    """Return whether two samples of a tensor differ by at most `tolerance` plus a rounding error.
+
+    The rounding error is `ULPS` units in the last place of the largest value of `b`.
 
     Args:
         a: Sample of the planned step.
         b: Sample of the eager step.
         dtype: The tensor's dtype.
-        tolerance: Additional absolute tolerance, which the fraction `_OUTLIER_SHARE` of the elements may exceed.
+        tolerance: Absolute tolerance. If positive, the fraction `_OUTLIER_SHARE` of the elements may differ more.
     """
     unit = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     largest = b.abs().max() if b.numel() else 0.0

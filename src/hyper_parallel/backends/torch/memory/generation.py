@@ -1,6 +1,6 @@
 """Generation under a device budget: prompt (prefill) and decode steps are captured on fake tensors, planned and run.
 
-Weights and KV cache are streamed from the tiers in which the plans keep them.
+Weights and KV cache may be in DRAM or in files; the plans copy them to the device for the operators that use them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,10 @@ from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import grouped_products
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._tiers import run_folder
-from hyper_parallel.backends.torch.static_cache import (
-    bind_cache,
-    cache_tensors,
-    why_no_static_cache,
-)
+from hyper_parallel.backends.torch.static_cache import bind_cache, cache_tensors, why_no_static_cache
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan
-from hyper_parallel.memory import (
-    MemoryMachine,
-    Roofline,
-    merge_errors,
-    plan_memory_cached,
-    sufficient_device_bytes,
-)
+from hyper_parallel.memory import MemoryMachine, Roofline, merge_errors, plan_memory_cached, sufficient_device_bytes
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,7 @@ class MemoryLimits:
         device_bytes: Budget of device memory.
         machine: Capacities and channels of the memory tiers.
         roofline: Model of the operators' seconds, for the plans and the virtual clock.
-        flash: Parent of the file tier's folder; required when the machine has a file tier.
+        flash: Folder in which the files of the file tier are created; required when the machine has a file tier.
     """
 
     device_bytes: int
@@ -66,7 +56,7 @@ class MemoryUse:
     """Predicted and measured memory use of a generation.
 
     Attributes:
-        predicted_bytes: Predicted peak per tier, the largest of all plans; the device has arena and staging buffers.
+        predicted_bytes: Predicted peak per tier, the largest of all plans; for the device, arena and staging buffers.
         measured_bytes: Measured peak per tier over all steps.
         state_bytes: Bytes of weights, buffers and KV cache.
         seconds: Seconds of all steps.
@@ -84,7 +74,7 @@ class MemoryUse:
     simulated: bool = True
 
     def add(self, other: MemoryUse) -> None:
-        """Add the use of later steps on the same machine: take the maximum of bytes, the sum of seconds and steps."""
+        """Add the use of other steps on the same machine: keep the maximum of bytes, add seconds and steps."""
         self.state_bytes = max(self.state_bytes, other.state_bytes)
         for peaks, other_peaks in (
             (self.predicted_bytes, other.predicted_bytes),
@@ -116,7 +106,7 @@ class PlannedSlots(FixedPasses):
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
         BudgetImpossible: HP402 with a device budget that suffices for both steps.
-        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, with a DRAM size or device budget that suffices.
+        TierFull: HP403 when the offloaded bytes exceed DRAM or flash, with a DRAM size or device budget that suffices.
     """
 
     def __init__(self, model: Any, fixed: SlotSteps, limits: MemoryLimits, device: torch.device = _CPU) -> None:
@@ -153,7 +143,6 @@ class PlannedSlots(FixedPasses):
         }
 
     def _capture(self) -> list[Captured]:
-        """Record the prompt step on fake tensors, and the decode step if there are tokens to decode."""
         model, fixed = self._model, self._fixed
         with fake_copy(model, self._target_device) as fake:
             cache = fixed.new_cache(fake)
@@ -178,10 +167,7 @@ class PlannedSlots(FixedPasses):
             try:
                 plans.append(
                     plan_memory_cached(
-                        program,
-                        limits.machine,
-                        measured=captured.seconds,
-                        budget_bytes=limits.device_bytes,
+                        program, limits.machine, measured=captured.seconds, budget_bytes=limits.device_bytes
                     )
                 )
             except (BudgetImpossible, TierFull) as error:
@@ -206,7 +192,7 @@ class PlannedSlots(FixedPasses):
         return PlannedDevice(self._captured[index], self._plans[index], self.limits.machine, flash=self._files)
 
     def enter_decode(self) -> None:
-        """Move the state to the planned device of the decode step, unless it is there already."""
+        """Move the state to the planned device of the decode step, if there is one and the state is not there yet."""
         assert self._planned_device is not None
         if len(self._plans) > 1 and self._planned_device.plan is self._plans[0]:
             self._planned_device.close()
@@ -226,15 +212,11 @@ class PlannedSlots(FixedPasses):
         return self.run(inputs)
 
     def run(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Run a step and return its logits."""
+        """Run the step of the current planned device, and return its logits."""
         assert self._planned_device is not None
         measured: Measured
         logits, measured = self._planned_device.step(inputs)
-        peaks = {
-            "device": measured.device_bytes,
-            "dram": measured.dram_bytes,
-            "flash": measured.peak_bytes["flash"],
-        }
+        peaks = {"device": measured.device_bytes, "dram": measured.dram_bytes, "flash": measured.peak_bytes["flash"]}
         self.use.add(MemoryUse(measured_bytes=peaks, seconds=measured.seconds, wait_s=measured.wait_s, steps=1))
         result: Tensor = logits
         return result
@@ -249,7 +231,6 @@ def _record(model: Any, cache: Any, fixed: SlotSteps, named: Named, *, prompt: b
 
 
 def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Captured:
-    """Return the recorded step with real tensors as its state and inputs."""
     owners = {**real, **inputs}
     state = {}
     for s in captured.state:

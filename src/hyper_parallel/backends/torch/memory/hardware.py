@@ -24,11 +24,11 @@ from hyper_parallel.units import round_up
 class HostPool:
     """Pool of DRAM buffers by size, cut from slabs.
 
-    Sizes are rounded up to a multiple of `alignment_bytes`. Pinned memory (`pin`) can be copied asynchronously.
+    Sizes are rounded up to a multiple of `alignment_bytes`. `pin` allocates pinned memory, for asynchronous copies.
 
     Attributes:
         buffers: Number of buffers by size in bytes.
-        reserved_bytes: Total bytes of the slabs, at most `capacity_bytes` (None: unlimited).
+        reserved_bytes: Total bytes of the slabs; at most `capacity_bytes`, unless that is None.
     """
 
     def __init__(self, alignment_bytes: int, pin: bool, capacity_bytes: int | None = None) -> None:
@@ -39,7 +39,7 @@ class HostPool:
         self.reserved_bytes = 0
 
     def reserve(self, counts: Mapping[int, int]) -> None:
-        """Allocate missing buffers until `counts` buffers of every size exist.
+        """Allocate buffers until at least `counts[size]` buffers of every size exist, free or in use.
 
         Raises:
             TierFull: HP403 when the slabs exceed the capacity; nothing is allocated then.
@@ -86,9 +86,9 @@ FILLED: Final = 0.8
 """Share of a device that storages may fill; the rest is for workspaces and fragmentation. An estimate."""
 
 CopyMode = Copies | DeviceApi
-"""Streams and events of a device; or, for a simulated device, the moment at which copies move their bytes.
+"""Streams and events of a device; or, for a simulated device, the time at which copies move their bytes.
 
-With a correct plan, all of them give equal bits."""
+The results of a valid plan do not depend on it."""
 
 
 class _Watch(TorchDispatchMode):
@@ -115,10 +115,11 @@ class Hardware:
         device: Device of the operators.
         machine: Capacities.
         alignment_bytes: Every allocation counts as a multiple of it, rounded up.
-        copies: See `CopyMode`; an accelerator uses its own streams unless this is a `DeviceApi`.
+        copies: See `CopyMode`; on an accelerator, other values than a `DeviceApi` mean the streams of `device`.
 
     Attributes:
-        gauge: Counter of allocated device bytes: the arena and all results of operators, or an accelerator's allocator.
+        gauge: Counter of allocated device bytes: the allocator of an accelerator; on a CPU, the sum of the arena and of
+            operator results outside of it.
         num_operators: Number of operators that the dispatcher has seen inside `watched`.
         counts: True if the latest `watched` context counts the operators.
         inside: Counter of the bytes of storages in the arena.
@@ -145,7 +146,7 @@ class Hardware:
         module: Any = copies.module if isinstance(copies, DeviceApi) else None
         if hasattr(module, "max_memory_allocated"):
             self.gauge = AllocatorGauge(module, device)
-            _take_workspaces(device)
+            _allocate_workspaces(device)
 
     @property
     def timed(self) -> StreamLanes | None:
@@ -163,9 +164,9 @@ class Hardware:
 
     @contextmanager
     def watched(self, every: bool) -> Iterator[None]:
-        """Count the operators of a step and the storages that they allocate.
+        """Return a context that counts the operators of a step and the storages that they allocate.
 
-        If an accelerator's allocator counts the bytes, operators are counted only if `every`, to save host time.
+        If an accelerator's allocator counts the bytes, the context does nothing unless `every`, to save host time.
         """
         self.counts = every or isinstance(self.gauge, Meter)
         with self._mode if self.counts else nullcontext():
@@ -173,7 +174,7 @@ class Hardware:
 
     @contextmanager
     def in_library(self) -> Iterator[None]:
-        """Exclude storages allocated in this context from the counts: buffers of the collective library."""
+        """Return a context whose allocations are not counted, because they are buffers of the collective library."""
         self._counts_results = False
         try:
             yield
@@ -195,7 +196,7 @@ class Hardware:
 
         Raises:
             TierFull: HP403 when the capacity is exceeded.
-            TransferFailed: HP513 instead, if a copy on the simulated device has failed.
+            TransferFailed: HP513 instead of HP403, if a copy on the simulated device has failed before.
         """
         try:
             base = self.pool.allocate(num_bytes)
@@ -222,21 +223,21 @@ class Hardware:
         return tuple((meter.name, meter.live_bytes) for meter in self._tiers)
 
 
-def _take_workspaces(device: torch.device) -> None:
+def _allocate_workspaces(device: torch.device) -> None:
     """Run a matrix product, so that the matrix library allocates its permanent workspace before a step is measured."""
     small = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     torch.addmm(small[0], small, small @ small)
 
 
 def allocatable_bytes(device: torch.device) -> int:
-    """Return the bytes that an accelerator's allocator has allocated or can still allocate."""
+    """Return the bytes that torch's allocator on an accelerator has reserved or can still reserve."""
     module = torch.get_device_module(device)
     free, _ = module.mem_get_info(device)
     return int(free + module.memory_reserved(device))
 
 
 def has_room(device: torch.device, num_bytes: int) -> bool:
-    """Return whether `num_bytes` can be allocated temporarily on an accelerator; False for a CPU."""
+    """Return whether an accelerator has room for `num_bytes` within the fraction `FILLED`; False for a CPU."""
     if device.type == "cpu":
         return False
     allocated = torch.get_device_module(device).memory_allocated(device)

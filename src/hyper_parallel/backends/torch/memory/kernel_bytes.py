@@ -3,9 +3,9 @@
 Workspace depends on the kernel that a device chooses: sums in float32, sorted rows, scratch buffers. On an accelerator,
 the allocator measures the workspace while the step is recorded, and events measure the time of the kernels.
 
-The gradient of an embedding is as large as the table, and no kernel writes it at a given address. So it is computed in
-pieces, a few columns at a time, in a staging buffer. A column depends only on the same column of the incoming gradient
-and is summed in the order of the rows. Separately computed columns therefore have the same bits.
+The gradient of an embedding is as large as the table, and no kernel writes it at a given address. Large ones are
+therefore computed in pieces, a few columns at a time, in a staging buffer. A column depends only on the same column of
+the incoming gradient and is summed in the order of the rows, so separately computed columns have the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MIN_PIECE_BYTES: Final = 64 * KiB  # smaller pieces cost more in launches than 
 
 
 def staged_result_bytes(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
-    """Return the staging bytes of a call that cannot write its results at their planned addresses; () otherwise."""
+    """Return the bytes of each staging buffer of a call; () if it can write its results at their planned addresses."""
     if not call.results or out_variant(call) is not None:
         return ()
     if pieces := columns(call):
@@ -45,7 +45,7 @@ class Events(NamedTuple):
 
     Attributes:
         issued_s: Host seconds of issuing the operator.
-        reached: True if the device reached `begin` before the operator was issued, so it waited for the host.
+        reached: True if the device had reached `begin` once the operator was issued, so it waited for the host.
     """
 
     begin: Any
@@ -55,7 +55,7 @@ class Events(NamedTuple):
 
 
 Timed = tuple[range, Events]
-"""Operators of the program that one torch operator was split into, and the events around it."""
+"""Operators of the program that one torch operator was split into, as a range of indices, and the events around it."""
 
 
 def run_measured(
@@ -63,9 +63,13 @@ def run_measured(
 ) -> tuple[Any, tuple[int, ...], Events | None]:
     """Run an operator on `tensors`, the tensors among its arguments; on an accelerator, measure its workspace and time.
 
-    Return its outputs, the workspace bytes of its kernel, and the events around it. A measurement resets the
-    allocator's peak. Nothing is measured on a CPU, for collectives, for fake tensors, and for devices whose allocator
-    reports no peak: the events are None, and the workspace is () or that of `device_workspace`.
+    A measurement resets the allocator's peak. Nothing is measured on a CPU, for collectives, for fake tensors, and on
+    devices whose allocator reports no peak.
+
+    Returns:
+        The outputs; the workspace bytes of the kernel, as a tuple of at most one number; and the events around it.
+        Without measurement the events are None, and the workspace is that of `device_workspace`, or () on a CPU and for
+        collectives.
     """
     device = next((t.device for t in tensors if t.device.type != "cpu"), None)
     if device is None or func.namespace in COMMUNICATION:
@@ -117,8 +121,8 @@ def piece_workspace(
 ) -> tuple[int, ...]:
     """Return the workspace bytes of a call when a plan executes it.
 
-    `workspace` is the measured workspace of the whole call. It is the result if it is empty, or if plans do not compute
-    the call in pieces. Else, the widest piece is run and measured.
+    `workspace` is the measured workspace of the whole call. If it is not empty and plans compute the call in pieces,
+    the widest piece is run and measured; otherwise, `workspace` is returned.
     """
     pieces = columns(call)
     if not workspace or not pieces:
@@ -148,7 +152,7 @@ def columns(call: Call) -> tuple[range, ...]:
 
 
 def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:
-    """Return the staging bytes of the widest piece, for its columns of the result and of the incoming gradient."""
+    """Return the staging bytes of the widest piece: of its columns of the result, and of the incoming gradient."""
     width = max(map(len, pieces))
     table, grad = call.results[0][1], call.args[0]
     assert isinstance(grad, View)

@@ -1,11 +1,11 @@
 """Storages, and captured operator calls: a torch operator with tensors replaced by views of numbered storages.
 
-A storage is one allocation, tracked by a weak reference: it is live exactly as long as Python and autograd reference
-it. FSDP, the owner of gathered parameters, frees and refills their storages in place. Such a resize ends the recorded
-storage and begins a fresh one.
+A storage is one allocation, tracked by a weak reference: it is live as long as Python or autograd references it. FSDP,
+the owner of gathered parameters, frees and refills their storages in place. Such a resize ends the recorded storage and
+begins a new one.
 
 A captured collective is an operator on its recorded process group. Its call only begins the collective, and the plan
-places the wait. All collectives are ordered, so every rank issues them in the recorded order.
+decides when to wait for it. All collectives are ordered, so every rank issues them in the recorded order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Entry:
     Attributes:
         name: Name of a parameter, or of the operator that allocated the storage.
         num_bytes: Bytes; 0 while the owner (FSDP) has emptied the storage.
-        shape: Shape of the first tensor on the storage.
+        shape: Shape of the first tensor on the storage; () if not recorded.
+        dtype: Dtype of this tensor without `torch.`; empty if not recorded.
         recomputed: True if the storage was allocated by recomputation inside backward.
         sent: True if a collective read or wrote the storage.
         resized: True if the owner empties and refills the storage in place.
@@ -67,9 +68,9 @@ class Storages:
     """Storages that a recorded program has used, numbered in the order of their first use.
 
     Args:
-        alignment_bytes: Every allocation is rounded up to a multiple of it: 1 counts requested bytes, 512 counts as the
-            caching allocators of accelerators do.
-        ended: Function called with the number of every storage whose live range ends.
+        alignment_bytes: Unit to which allocations are rounded up: 1 counts requested bytes, 512 is the unit of the
+            caching allocators of accelerators.
+        ended: Function called with the number of every storage whose live range ends; None: no call.
 
     Attributes:
         entries: Properties of each storage, by number.
@@ -86,7 +87,7 @@ class Storages:
         self._watched: dict[int, tuple[weakref.ref[Any], int]] = {}  # with the last known size
 
     def find(self, tensor: Tensor) -> int | None:
-        """Return the number of a tensor's storage; None: unknown."""
+        """Return the number of a tensor's storage; None if no number was assigned."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def add(self, tensor: Tensor, entry: Entry, *, watch: bool = False) -> int:
@@ -133,10 +134,10 @@ class Storages:
             self._end(key)
 
     def end_resized(self, *, everywhere: bool = False) -> list[tuple[int, Entry, Any]]:
-        """End the live ranges of watched storages (`everywhere`: of all storages) whose owner has changed their size.
+        """End the live ranges of watched storages (`everywhere`: of all storages) whose size has changed.
 
         Returns:
-            For each storage: key, properties, and a reference that keeps it alive until `begin` numbers it again.
+            For each of them: key, properties, and the storage itself, to keep it alive until `begin` numbers it again.
         """
         ended = []
         for key in list(self._numbers) if everywhere else self._resized_keys():
@@ -152,12 +153,12 @@ class Storages:
         return ended
 
     def renumber_resized(self, *, everywhere: bool = False) -> list[int]:
-        """End the live ranges as `end_resized` does, assign each storage the next number, and return the numbers."""
+        """Call `end_resized`, assign the next numbers to the storages that it returns, and return these numbers."""
         ended = self.end_resized(everywhere=everywhere)
         return [self.begin(key, replace(entry, at_start=False)) for key, entry, _ in ended]
 
     def _resized_keys(self) -> list[int]:
-        """Return the keys of watched storages whose size has changed. It runs at every operator, so it must be fast."""
+        """Return the keys of watched storages whose size has changed; called at every operator, so it must be fast."""
         return [
             key
             for key, (ref, num_bytes) in list(self._watched.items())
@@ -170,7 +171,7 @@ class Storages:
         return sorted(self._numbers.values())
 
     def restart(self) -> None:
-        """Drop the ended storages, and number the live ones again as storages that exist from the start."""
+        """Forget ended storages, renumber the live ones as storages that exist at the start, and reset the peak."""
         renumbered = {old: new for new, old in enumerate(self.living)}
         self.entries = [replace(self.entries[old], at_start=True) for old in renumbered]
         self._numbers = {key: renumbered[old] for key, old in self._numbers.items()}
@@ -180,7 +181,7 @@ class Storages:
 COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that communicate with other ranks."""
 EMPTY = torch.ops.aten.empty.memory_format
-"""Operator that allocates uninitialised buffers; owners empty and refill only such buffers in place."""
+"""Operator that allocates uninitialised buffers; FSDP empties and refills only such buffers in place."""
 TORCH = frozenset(("aten", "prim", "prims", "profiler", "fsdp", "symm_mem", "inductor", *COMMUNICATION))
 """Namespaces of torch itself, whose schemas and tags are trusted."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
@@ -202,7 +203,7 @@ VIEWS = frozenset(
         _aten.view.default,
     )
 )
-"""Most frequent operators whose results are only views of their first argument."""
+"""The most frequent operators whose results are views of their first argument."""
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _RESIZE = ("resize_", "resize_as_", "resize_as_sparse_", "set_")
 """In-place shape operators that may change the storage of a tensor."""
@@ -252,7 +253,7 @@ class Call:
         func: The operator overload.
         args: Positional arguments with `View` leaves.
         kwargs: Keyword arguments with `View` leaves.
-        results: (flat output index, its view) of every output with a fresh storage.
+        results: (flat output index, its view) of every output with a new storage.
         guards: (flat output index, value) of outputs that the model's Python code read as plain numbers.
         reusable_bytes: Largest staging and workspace bytes of an earlier operator, which this call may use too.
     """
@@ -283,7 +284,7 @@ class MessageBatch:
     funcs: tuple[Any, ...]
 
     def __call__(self, *calls: tuple[Any, ...]) -> list[Any]:
-        """Issue every message with its arguments and return their work handles."""
+        """Issue the messages, with one tuple of arguments each, and return their work handles."""
         return [func(*args) for func, args in zip(self.funcs, calls, strict=True)]
 
 
@@ -304,7 +305,7 @@ def _is_work(value: Any) -> bool:
 
 
 def sends_complete() -> None:
-    """Do nothing; as an operator of a program, keep its operands alive until sends outside of batches are complete."""
+    """Do nothing: in a program, this operator keeps the operands of earlier sends alive."""
 
 
 def is_message(func: Any) -> bool:
@@ -350,19 +351,15 @@ def _is_written(func: Any, argument: Any) -> bool:
 
 
 def draws(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    phase: Phase = "forward",
-    drew: bool = False,
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase = "forward", drew: bool = False
 ) -> bool:
     """Return whether a call draws random numbers; attention without dropout does not, although torch tags it as random.
 
-    `drew` states whether the call was observed to draw random numbers.
+    `drew`: whether the call was observed to draw random numbers.
 
     Raises:
-        CaptureUnsupported: HP511 in a backward pass: recomputation resets the generator between two operators, which a
-            program cannot repeat.
+        CaptureUnsupported: HP511 for a draw in a backward pass, except by the backward of attention: recomputation
+            resets the generator between two operators, which a program cannot repeat.
     """
     seeded = torch.Tag.nondeterministic_seeded in func.tags
     drawn = drew or (seeded and _argument(func, args, kwargs, "dropout_p") != 0)
@@ -377,7 +374,11 @@ def draws(
 
 
 def is_repeatable(func: Any, writes: bool, draws: bool) -> bool:
-    """Return whether a call can be recomputed: equal bits on equal inputs and no effects, according to torch's tags."""
+    """Return whether a call can be recomputed: it gives equal bits on equal inputs and has no side effects.
+
+    The answer depends on the operator, on torch's tags for it, and on whether the call writes operands or draws random
+    numbers.
+    """
     tags = {torch.Tag.nondeterministic_bitwise, torch.Tag.data_dependent_output}
     uninitialised = "empty" in func._opname
     communicates = func.namespace in COMMUNICATION
@@ -400,7 +401,7 @@ def numbers_read(func: Any, flat: Sequence[Any]) -> list[tuple[int, Any]]:
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Return the FLOPs of a call by torch's formulas, 0 without one; attention and `_grouped_mm` have own formulas."""
+    """Return the FLOPs of a call by torch's formulas, or by formulas here for attention and `_grouped_mm`; else 0."""
     packet, name = func._overloadpacket, func._opname
     if name.startswith("_scaled_dot_product_") and _has(func, "is_causal"):
         causal = _argument(func, args, kwargs, "is_causal")
@@ -421,7 +422,7 @@ def _has(func: Any, name: str) -> bool:
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """Return the value of an argument by name, whether it was passed by position, by name, or by default."""
+    """Return the value of the argument `name`: as passed, else its default; None if the operator does not have it."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             if position < len(args):
@@ -448,8 +449,8 @@ def split_lists(
 
     The arguments may contain views in place of tensors. `_fused_adamw_` and `_foreach_*` treat every position
     independently. The calls therefore give the same bits, and each can run as soon as its own gradient exists.
-    `num_results` is the number of fresh storages among its outputs. The operator is split if there are none, or one per
-    position.
+    `num_results` is the number of new storages among the outputs: the operator is split if it is 0 or the length of the
+    lists.
     """
     name = func._opname
     fused = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))

@@ -1,9 +1,9 @@
 """Out variants: variants of recorded calls that write their results into existing tensors.
 
 Most operators of ATen have an `out` overload, which takes the results as further arguments and runs the same kernel.
-This module defines variants of operators that only allocate, fill or copy bytes, and of a few others. `out` overloads
-that torch generates compute into fresh tensors and copy, so they are not used. A variant depends only on the recorded
-call, not on tensors.
+`out` overloads that torch generates compute into new tensors and copy, so they are not used. This module adds variants
+of operators that only allocate, fill or copy bytes, and of a few others. The choice of a variant depends only on the
+recorded call, not on tensors.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _FILL: Final = {
 """Fill value by operator; None: the value is an argument."""
 _COPY: Final = ("clone", "_to_copy", "lift_fresh", "lift_fresh_copy")
 _IN_PLACE: Final = ("masked_fill", "index_put")
-"""Operators that equal a copy of their first argument, changed in place."""
+"""Operators that are equivalent to a copy of the first argument followed by the in-place operator."""
 _RESIZING: Final = (
     "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
 )  # fmt: skip
-"""Operators whose `out` kernels resize the result for the loss of every element before they reduce it."""
+"""Operators whose `out` kernels resize the result, because they store the loss of every element there first."""
 _NUMBERS: Final = ("mul.Scalar", "div.Scalar", "add.Scalar", "sub.Scalar")
-"""Operators that equal their overload with a tensor in place of the number."""
+"""Operators that are equivalent to the overload that takes a tensor in place of the number."""
 
 
 def out_variant(call: Call) -> OutVariant | None:
@@ -60,10 +60,7 @@ def out_variant(call: Call) -> OutVariant | None:
             return _fill_variant(call, _FILL[name])
         if name in _COPY:
             return _bind_copy
-        same = isinstance(first, View) and (first.dtype, first.size) == (
-            views[0].dtype,
-            views[0].size,
-        )
+        same = isinstance(first, View) and (first.dtype, first.size) == (views[0].dtype, views[0].size)
         if name in _IN_PLACE and same:
             change = _same_overload(func, f"{name}_")
             return None if change is None else _in_place_variant(change)
@@ -89,7 +86,7 @@ def out_variant(call: Call) -> OutVariant | None:
 
 @cache
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...], frozenset[str]] | None:
-    """Return (overload, names of its results, options it does not accept) for a usable `out` overload, else None."""
+    """Return the usable `out` overload of an operator, its result names, and the options to omit; None without one."""
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
     plain = [pair for pair in wanted if pair[0] not in _OPTIONS]
     packet = func._overloadpacket
@@ -120,7 +117,7 @@ def _same_overload(func: Any, name: str) -> Any:
 
 
 def _has_fixed_size(call: Call) -> bool:
-    """Return whether a call with a data-dependent size is an indexing without masks, whose size is fixed."""
+    """Return whether a call, tagged as having a data-dependent size, is an indexing without masks, of fixed size."""
     if call.func is not torch.ops.aten.index.Tensor:
         return False
     kinds = [v.dtype for v in call.args[1] if isinstance(v, View)]
@@ -219,7 +216,6 @@ def _bind_pad(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Te
 
 
 def _bind_rsub(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    """Bind `rsub` as a subtraction with exchanged operands."""
     left, right = args[1], args[0]
     alpha = args[2] if len(args) > 2 else kwargs.get("alpha", 1)
     op = torch.ops.aten.sub.out._op
@@ -227,13 +223,11 @@ def _bind_rsub(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> 
 
 
 def _bind_sum(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    """Bind a full sum as a sum over an empty list of dims."""
     op = torch.ops.aten.sum.IntList_out._op
     return lambda: op(args[0], [], False, out=outs[0], **kwargs)
 
 
 def _bind_embedding(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    """Bind an embedding as `index_select` of its rows."""
     rows, width = args[1].reshape(-1), args[0].shape[1]
     table, flat = args[0], outs[0].view(-1, width)
     op = torch.ops.aten.index_select.out._op

@@ -1,7 +1,7 @@
 """Model and optimizer of a recorded step, and detection of changes since the recording.
 
-A program repeats the recorded step. It cannot notice changes of Python state, which is in no tensor: a new learning
-rate, `eval()`, a hook, a frozen parameter, another parameter group.
+A program repeats the recorded step, so it cannot react to changes of Python state: a new learning rate, `eval()`, a
+hook, a frozen parameter, another parameter group. Such changes are therefore refused before a planned step.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hyper_parallel.backends.torch.memory._untracked_effects import (
-    TORCH_ATTRIBUTES,
-    python_attributes,
-)
+from hyper_parallel.backends.torch.memory._untracked_effects import TORCH_ATTRIBUTES, python_attributes
 from hyper_parallel.errors import StepChanged
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -34,11 +31,11 @@ _OF_GROUP = {
 _LISTS = (list, tuple, set, frozenset, deque)
 _CONTAINERS = (dict, *_LISTS)
 _Fact = tuple[tuple[str, ...], str, Any]
-"""(parts of the owner's name, property, value); an empty property is the identity of the owner."""
+"""(parts of the name of a module, parameter, ...; property; value). The empty property is the object's identity."""
 
 
 class _Identity(int):
-    """Identity of an object, which messages do not show."""
+    """`id` of an object; error messages do not show it."""
 
 
 def _path(owner: Sequence[str]) -> str:
@@ -87,7 +84,6 @@ class CaptureSource:
         )
 
     def _refuse_added(self, now: Sequence[_Fact]) -> NoReturn:
-        """Raise StepChanged (HP512) for the first part of model or optimizers that is new or gone."""
         before, after = (dict.fromkeys(owner for owner, *_ in facts) for facts in (self._recorded, now))
         added = next((owner for owner in after if owner not in before), None)
         gone = next((owner for owner in before if owner not in after), None)
@@ -126,7 +122,7 @@ class CaptureSource:
                 yield (f"optimizer parameter {number}",), "a state tensor", tensors
 
     def block_use(self) -> None:
-        """Make model and optimizers raise when they are run, saved or loaded: a planned device owns their bytes."""
+        """Make model and optimizers raise HP512 when they are run, saved or loaded: their tensors have no bytes."""
         parts = self._model if isinstance(self._model, torch.nn.ModuleList) else ()
         for model in (self._model, *parts):
             if next(model.parameters(), None) is not None:  # excludes loss modules
@@ -149,14 +145,11 @@ class _IdentityStamp:
     """Identities of all objects on which the properties in `CaptureSource` depend.
 
     `seen` has, by id, the Python objects that were inspected to read the properties. Equal identities imply equal
-    properties, and comparing them in every step takes less time.
+    properties, and comparing identities in every step takes less time than comparing properties.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        seen: dict[int, Any],
+        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], seen: dict[int, Any]
     ) -> None:
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
         # Attributes of a module except torch's own irrelevant ones; at least two, so that `itemgetter` returns a tuple.
@@ -203,7 +196,7 @@ class _IdentityStamp:
         return chain(flatten(modules), map(vars, self._owners), maps, flatten(self._lists))
 
     def _sizes_now(self) -> list[Any]:
-        """Return the sizes of all dicts and lists of attributes, and the identities of each gradient and its hooks."""
+        """Return the sizes of all containers, and per parameter `requires_grad` and the ids of gradient and hooks."""
         own = [
             (id(p.grad), p.requires_grad, id(p._backward_hooks), id(p._post_accumulate_grad_hooks))
             for p in self._parameters

@@ -1,11 +1,12 @@
 """Copies on the streams of a device, ordered by events, without host synchronisation.
 
-A copy waits for all work of the compute stream before its issue: that work wrote the source and used the target buffer.
-`wait` makes the compute stream wait for the copy. Later work of the compute stream then follows the copy, including the
-reuse of a freed buffer. A valid plan frees no buffer of a copy in flight, so no buffer needs `record_stream`.
+A copy waits for the work that was issued to the compute stream before it, which may write the source or use the target
+buffer. `wait` makes the compute stream wait for the copy. Later work of the compute stream, such as a reuse of the
+buffer, then follows the copy. A valid plan frees no buffer of a copy in flight, so no buffer needs `record_stream`.
 
-Host threads read and write files. A thread waits for the event of the storage that it reads or overwrites. A thread
-also issues a copy whose source another copy still writes. Only a wait for a copy of a thread blocks the host.
+Host threads read and write files, after the events of the storages that they read or overwrite. A thread also issues a
+copy whose source is still being written by another copy. `wait` blocks the host only for a copy that a thread runs or
+issues.
 
 Only names that all device modules of torch share are used (`torch.get_device_module`: cuda, npu, xpu, and cpu, whose
 streams and events do nothing).
@@ -45,6 +46,7 @@ class _Copies:
     Attributes:
         waited: Indices of the copies for which the compute stream has waited.
         waits: Events on the compute stream before these waits.
+        num_bytes: Bytes of all copies.
     """
 
     storages: list[int] = field(default_factory=list)
@@ -110,7 +112,7 @@ class DeviceApi:
 
 @dataclass(slots=True)
 class Times:
-    """Measured seconds of one step (`now_s`) and of waits in it, totals by kind of copy, and spans if traced."""
+    """Measured seconds of one step (`now_s`) and of its waits, totals by kind of copy, and spans (None: not traced)."""
 
     now_s: float
     wait_s: float
@@ -144,7 +146,7 @@ class StreamLanes:
         self._trace = False
 
     def begin(self, program: MemoryProgram, trace: bool) -> None:
-        """Begin a step on the compute stream, which is the current stream."""
+        """Begin a step; the current stream is its compute stream. With `trace`, spans are recorded."""
         self._program = program
         self._compute = self._api.module.current_stream(self._api.device)
         self._trace, self.position = trace, None
@@ -200,7 +202,7 @@ class StreamLanes:
         self._running[storage, dst] = self._threads["copy_in"].submit(issue_on_stream)
 
     def _on_stream(self, lane: str, move: Callable[[], Any], after: Any) -> Any:
-        """Copy on the stream of a direction, after an event, and return the event of its end."""
+        """Issue a copy on the stream of a direction, to begin after an event, and return the event of its end."""
         stream = self._streams[lane]
         stream.wait_event(after)
         with self._api.module.stream(stream):
@@ -227,7 +229,7 @@ class StreamLanes:
             copies.waits.append(begin)
 
     def ran(self, action: MemoryAction, begin: Any) -> None:
-        """Add an operator to the timeline; the event `begin` precedes it."""
+        """Add an operator to the timeline, from the event `begin` until now; collectives are added by `record_join`."""
         operator = self._program.operators[action.target]
         if operator.group:
             self._issue_events[action.target] = begin
@@ -235,9 +237,9 @@ class StreamLanes:
             self._recorded[action.kind].append((operator.name, begin, self.now()))
 
     def record_join(self, index: int, begin: Any) -> None:
-        """Add a wait of the compute stream for a collective to the timeline; the event `begin` precedes it.
+        """Add a wait for a collective to the timeline, from the event `begin` until now, and the collective itself.
 
-        In the timeline, the collective is in flight until this wait.
+        `index` is the operator of the collective, which is shown from its issue until now.
         """
         self.position = None
         end, name = self.now(), self._program.operators[index].name
@@ -319,7 +321,7 @@ class StreamLanes:
 
 
 def _end(copy: Future[Any] | tuple[_Copies, int] | None) -> Any:
-    """Wait for the thread of a copy, if any, and return the copy's end event; None for a file copy or without copy."""
+    """Wait for the thread of a copy, if any, and return the copy's end event; None for a copy of a file or no copy."""
     if isinstance(copy, Future):
         return finish(copy)
     return None if copy is None else copy[0].ends[copy[1]]

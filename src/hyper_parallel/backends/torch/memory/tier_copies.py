@@ -13,18 +13,16 @@ from hyper_parallel.ir import COPIES
 from hyper_parallel.units import KiB
 
 Copies = Literal["at_issue", "at_wait", "threads"]
-"""Moment at which a copy of the simulated device moves its bytes: when the copy is issued, when it is waited for,
-or on one thread per direction (small copies when they are issued)."""
+"""Time at which a copy of the simulated device moves its bytes: when the copy is issued, when it is waited for,
+or concurrently, on one thread per direction (small copies when they are issued)."""
 SMALL: Final = 256 * KiB
-"""Maximum bytes of a small copy between DRAM and device: passing it to a thread takes longer than copying it."""
+"""Maximum bytes of a small copy between DRAM and device, for which a thread takes longer than the copy itself."""
 
 _Task = Callable[[], Any] | Future[Any]
 """Work that is concurrent with the operators of the device."""
 
 
 class _DeferredWork:
-    """Deferred work that runs once, on the first call."""
-
     def __init__(self, dependency: _Task | None, move: Callable[[], Any]) -> None:
         self._dependency, self._pending = dependency, [move]
 
@@ -67,7 +65,7 @@ class CopyLanes:
         finish(self._running.pop((storage, tier)))
 
     def refuse_failed(self) -> None:
-        """Raise the error of a copy that has failed in its thread, if any."""
+        """Raise TransferFailed (HP513) if a copy has failed in its thread."""
         for task in self._running.values():
             if isinstance(task, Future) and task.done():
                 finish(task)
