@@ -60,8 +60,8 @@ def launch_settings(plan: Plan, stack: str) -> str:
 def recipe_values(plan: Plan) -> dict[str, Any]:
     """Return a recipe for the plan, as a nested dict of keys and values.
 
-    A plan has no data set, so `data.source` is `python-stdlib`. Omitted are sharding rules, the schedule file, and
-    choices without a recipe value: order of axes, etp, ZeRO-0, selective recomputation.
+    A plan has no data set, so `data.source` is `python-stdlib`. Sharding rules and the schedule file are omitted, and
+    so are choices that a recipe cannot express: order of axes, etp, ZeRO-0, selective recomputation.
     """
     s, w = plan.strategy, plan.workload
     parallel: dict[str, object] = {name: degree for name, degree in s.degrees().items() if degree > 1} or {
@@ -109,7 +109,6 @@ def recipe_values(plan: Plan) -> dict[str, Any]:
 
 
 def _recipe(plan: Plan) -> str:
-    """Return the YAML text of the recipe; a comment at its top lists the keys that a plan does not determine."""
     text: str = yaml.safe_dump(recipe_values(plan), sort_keys=False)
     return _HEAD.format(model=plan.model.name) + text.rstrip()
 
@@ -201,7 +200,7 @@ def _not_in_megatron(plan: Plan) -> Iterator[str]:
 
 
 def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file: str) -> list[str]:
-    """Return overrides (`key=value`) that give a recipe the degrees, choices and batch of a saved plan, but no overlap.
+    """Return overrides (`key=value`) that give a recipe the degrees, choices, overlap and batch of a saved plan.
 
     Args:
         plan: The saved plan.
@@ -232,7 +231,9 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
     overrides: dict[str, object] = {f"parallel.{k}": v for k, v in {**parallel, **values["parallel"]}.items()}
     own_keys = ("microbatch", "accumulation_steps", "recompute", "recompute_layers")
     overrides |= {f"training.{k}": values["training"].get(k) for k in own_keys}
+    overrides |= {f"overlap.{k}": v for k, v in {"tp": "none", "ep": "none", **values.get("overlap", {})}.items()}
     overrides |= {
+        "overlap.auto": False,
         "parallel.auto": False,
         "parallel.world_size": None,
         "training.tokens_per_step": None,
