@@ -30,10 +30,7 @@ from hyper_parallel.topology import Device, cache_dir
 _FOLDER: Final = Path(__file__).with_name("cards")
 _NO_NUMBERS: Final = ("name", "devices", "sources", "priors")
 UNFITTED_HALF_WIDTH: Final = 0.2
-"""Half width of a prediction interval, in natural logarithm, with a card that was not fitted.
-
-It is wider than that of any shipped card for a known stack and a dense model.
-"""
+"""Half width of a prediction interval, in natural logarithm, with a card that was not fitted to runs."""
 _INTERPOLATED: Final = "not on the card: the share of bfloat16"
 
 
@@ -226,7 +223,7 @@ def numbers_of(card: DeviceCard | StackCard) -> dict[str, float]:
 
 
 def _by_path(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested tables flattened, with paths such as `matmul.bfloat16` as keys; the inverse of `by_field`."""
+    """Flatten nested tables to a dict with paths such as `matmul.bfloat16` as keys; the inverse of `by_field`."""
     flat: dict[str, Any] = {}
     for name, value in named.items():
         table = isinstance(value, Mapping)
@@ -235,7 +232,7 @@ def _by_path(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict with paths as keys in nested form: `matmul.bfloat16` becomes the key `bfloat16` in `matmul`."""
+    """Nest a dict with paths as keys: the value at `matmul.bfloat16` moves to `bfloat16` in the dict at `matmul`."""
     named: dict[str, Any] = {}
     for path, value in values.items():
         name, _, key = path.partition(".")
@@ -277,7 +274,7 @@ class _Part(Section):
     """Numbers of the stack card."""
 
     def over(self, base: tuple[_Numbers, _Numbers]) -> tuple[_Numbers, _Numbers]:
-        """Return (device numbers, stack numbers) by path: `base`, updated with the numbers of this section."""
+        """Return `base`, a pair (device numbers, stack numbers) by path, updated with the numbers of this section."""
         return base[0] | _by_path(self.device), base[1] | _by_path(self.stack)
 
 
@@ -303,7 +300,7 @@ class _CardFile(_Part):
         return self.over(_parsed(base).numbers(base))
 
     def cards(self, numbers: tuple[_Numbers, _Numbers], path: Path) -> tuple[DeviceCard | None, StackCard | None]:
-        """Return the device card and the stack card of the given numbers; None in place of a card without numbers."""
+        """Return (device card, stack card) with the given numbers; None for a card without numbers."""
         device, stack = numbers
         return (
             DeviceCard(self.name, self.devices, **_values(DeviceCard, device, path)) if device else None,
@@ -318,7 +315,7 @@ def card_names() -> tuple[str, ...]:
 
 
 def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
-    """Return the device card and the stack card in a file; None in place of a card that the file lacks.
+    """Return (device card, stack card) of a file; None for a card that the file lacks.
 
     Raises:
         CardUnreadable: HP313 when the file is missing or no mapping, `extends` is unknown, or a number is missing or
@@ -345,7 +342,7 @@ def _shipped_path(name: str, where: str | None = None) -> Path:
 
 
 def device_card(device_name: str, kind: str) -> DeviceCard:
-    """Return the shipped card of a device; without a matching card, the card of its kind.
+    """Return the shipped card of a device; without a matching card, `cpu` for CPUs and `accelerator` for others.
 
     Args:
         device_name: Name of the device in its topology.
@@ -417,7 +414,9 @@ def own_path() -> Path:
 
 
 def own_cards_by_ranks(device_name: str) -> dict[int, CardPair]:
-    """Return a dict from measured number of ranks, ascending, to this device's cards; {} for an uncalibrated device.
+    """Return a dict from number of ranks to the cards that `calibrate` measured with them; {} without any.
+
+    The numbers of ranks ascend. The result is also {} if the calibration file is for another device.
 
     Raises:
         CardUnreadable: HP313 when the file lacks the device, the stack or the number of ranks.
@@ -457,7 +456,7 @@ def cards_for_ranks(by_ranks: Mapping[int, CardPair], ranks: int) -> CardPair:
 
 
 def _between(low: C, high: C, share: float) -> C:
-    """Return a card with each number interpolated between two cards, logarithmically if both values are positive."""
+    """Return `high` with each number interpolated between both cards, logarithmically if both values are positive."""
 
     def interpolate(a: float, b: float) -> float:
         if a > 0.0 and b > 0.0:

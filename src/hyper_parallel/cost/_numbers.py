@@ -83,7 +83,7 @@ class Uncut:
         """
 
         def elements(part: str, names: frozenset[str] | None = None) -> float:
-            """Return the matrix elements of a part of an average layer, without routers; `names`: only of these."""
+            """Return the matrix elements of a part of an average layer, without routers; `names`: of these matrices."""
             return decoders.mean(
                 lambda b: sum(
                     p.num_elements
@@ -125,7 +125,6 @@ class _Decoders:
         return [b for b in self.blocks if b.mlp and b.mlp.num_experts]
 
     def mean(self, value: Callable[[Block], float]) -> float:
-        """Return the mean of `value` over the layers, weighted by the number of layers per block."""
         return math.fsum(b.count * value(b) for b in self.blocks) / self.layers
 
     def weights(self, part: str) -> float:
@@ -338,15 +337,18 @@ class ModelNumbers:
 
     @property
     def predicted_bytes(self) -> float:
-        """Predicted bytes per token that a layer saves in bfloat16, without experts and attention scores."""
+        """Predicted bytes per token that an average layer saves in bfloat16 with unfused operators.
+
+        Routed experts and attention scores are excluded. Repeated keys and values are those of `_MEASURED` tokens.
+        """
         formula_bytes = 2.0 * self.saved_elements + self.eager_bytes(2.0) + self.latent_bytes(2.0)
         return formula_bytes - 2.0 * self.expert_copies + 2.0 * self.repeated_elements(_MEASURED)
 
     @property
     def measured_ratio(self) -> float:
-        """Measured divided by predicted bytes of saved activations of a layer, without experts and attention scores.
+        """Measured divided by predicted bytes of a layer's saved activations, without experts and attention scores.
 
-        1 without a measurement.
+        1 without a measurement; at least 1 for a model with routed experts.
         """
         if self.measured is None:
             return 1.0
@@ -356,36 +358,49 @@ class ModelNumbers:
 
     @property
     def whole_share(self) -> float:
-        """Fraction of an average layer's measured activations, without experts, that tensor parallelism replicates."""
+        """Fraction of an average layer's measured activations, without experts, that tensor parallelism replicates.
+
+        0 without a measurement.
+        """
         if self.measured is None:
             return 0.0
         return min(1.0, self.measured_whole / max(1.0, self.measured.layer[0]))
 
     @property
     def fullest_bytes(self) -> float:
-        """Measured bytes per token (bfloat16) that the layer with most saved bytes saves beyond an average layer."""
+        """Measured bytes per token (bfloat16) that the layer with most saved bytes saves beyond an average layer.
+
+        0 without a measurement.
+        """
         if self.measured is None or self.measured.fullest is None:
             return 0.0
         return max(0.0, self.measured.fullest - self.measured.layer[0])
 
     @property
     def last_bytes(self) -> float:
-        """Measured bytes per token (bfloat16) that the last layer saves beyond an average layer; may be negative."""
+        """Measured bytes per token (bfloat16) that the last layer saves beyond an average layer.
+
+        The number may be negative; 0 without a measurement.
+        """
         if self.measured is None or self.measured.last is None:
             return 0.0
         return self.measured.last - self.measured.layer[0]
 
     def unfused_scores(self, seq_len: int) -> float:
-        """Return the measured bytes per token and layer of attention scores and tensors of the same shape.
+        """Return the bytes per token and layer of attention scores and tensors of the same shape, from a measurement.
 
-        0 without a measurement and for models with attention sinks.
+        The bytes are proportional to `seq_len`, and 0 if the measurement shows no such growth. They are also 0 without
+        a measurement, and for models with attention sinks, for which `PricingCase.scores` has these bytes.
         """
         slope = 0.0 if self.measured is None or self.sinks else self.measured.layer[1]
         return max(0.0, slope * seq_len)
 
     @property
     def unpredicted_logit_bytes(self) -> float:
-        """Measured bytes per token saved outside layers beyond the final norm, as by capped logits; 0 if unmeasured."""
+        """Measured bytes per token saved outside the layers, beyond those of the final norm; 0 without a measurement.
+
+        Capped logits are an example.
+        """
         # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
         formula_bytes = (_NORM_BYTES + 2.0) * self.hidden
         return 0.0 if self.measured is None else max(0.0, self.measured.outside - formula_bytes)

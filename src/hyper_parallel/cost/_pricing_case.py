@@ -262,7 +262,7 @@ class Machine:
         return total
 
     def _hops(self, axes: tuple[Axis, ...]) -> Iterator[_Hop]:
-        """Yield every tier, inner to outer, with the numbers of ranks that the group has in domains of the tier."""
+        """Yield a `_Hop` for every tier, inner to outer."""
         size = _product(axes)
         inside = below = np.ones(np.shape(size))
         for index, tier in enumerate(self.tiers):
@@ -443,9 +443,10 @@ class PricingCase:
 
     @cached_property
     def keeps_whole(self) -> Array:
-        """1 for candidates that replicate the parts in `uncut`, 0 for candidates priced as if all were sharded.
+        """1 for candidates that replicate the parts in `uncut`, 0 for candidates that cannot run.
 
-        The latter cannot run: a replicated residual stream requires tp_y = 1, pp = 1 and ep = 1.
+        A replicated residual stream requires tp_y = 1, pp = 1 and ep = 1. Other candidates are priced as if tensor
+        parallelism sharded all parts.
         """
         c = self.c
         if not self.uncut.stream:

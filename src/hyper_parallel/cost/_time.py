@@ -223,7 +223,10 @@ def step_seconds(s: PricingCase, parts: Literal["all", "pace"] = "all", blocks: 
 
 
 def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
-    """Return the terms of layers, head and pipeline in all microbatches; FSDP collectives count in the bubble only."""
+    """Return the terms of layers, head and pipeline for all microbatches.
+
+    FSDP collectives are not included, except for their part in the pipeline bubble.
+    """
     n, c, machine, m, stages = s.n, s.c, s.machine, s.c.accumulation, step.stages
     card, stack, dtype = machine.card, machine.stack, machine.matmul_dtype
     work, comm = step.prices.work, step.prices.comm
@@ -353,7 +356,10 @@ def step_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
 
 
 def _host_work(s: PricingCase, layers: Array) -> Array:
-    """Return the CPU seconds per step that parallel axes add on a rank; full recomputation adds half for cp, tp, ep."""
+    """Return the CPU seconds per step that parallel axes add on a rank.
+
+    Full recomputation adds half of the work of cp, tp and ep.
+    """
     c, seconds = s.c, s.machine.stack.host_s
     total: Array = np.zeros(1)
     if not seconds:

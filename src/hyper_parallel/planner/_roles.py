@@ -139,8 +139,8 @@ class _SplitPrices:
 def _price_splits(roles: Roles, splits: Sequence[tuple[int, int]]) -> _SplitPrices:
     """Return the predictions for all splits, each with the fastest learner layout of every microbatch size.
 
-    If ranks may both sample and learn, other learner layouts are included too, because they may sample faster. Layouts
-    are omitted if learning alone takes longer than the best step so far minus the fastest sampling.
+    If all ranks may both sample and learn, slower learner layouts are included too, because they may sample faster. A
+    layout is omitted if its learning time and the least sampling time of any layout exceed the best step so far.
     """
     prices = _SplitPrices({})
     for devices in dict.fromkeys(roles.devices - ranks for ranks, _ in splits):

@@ -121,7 +121,6 @@ def plan_generation(
 
 
 def _parsed(text: str) -> Strategy:
-    """Return the strategy of a text; an error names the option."""
     try:
         return parse_strategy(text)
     except HyperParallelError as error:

@@ -93,7 +93,7 @@ def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) 
 
 
 def _without_limit(request: PlanRequest, result: BranchAndBound, rows: Columns, position: int) -> PricedStrategy:
-    """Return the strategy in a row with the simplest choice and the fastest ZeRO stage, whether or not it fits."""
+    """Return the strategy in a row with the first selectable choice and the fastest ZeRO stage, even if too large."""
     pricer, row = result.pricer, select(rows, np.array([position]))
     chosen = dict(zip(FREED, pricer.choices[int(np.argmax(pricer.selectable))], strict=True))
     strategies = []
@@ -179,8 +179,9 @@ def require_fit(request: PlanRequest, outcome: Outcome) -> None:
     """Raise an error if a search has no result.
 
     Raises:
-        NoLegalStrategy: HP302 if no strategy is legal and executable by this version.
-        DoesNotFit: HP401 if every such strategy exceeds device memory.
+        NoLegalStrategy: HP302 if no strategy is legal, or the search is limited to strategies that this version can run
+            and there are none.
+        DoesNotFit: HP401 if all these strategies exceed device memory.
     """
     if outcome.fits:
         return

@@ -35,11 +35,11 @@ from hyper_parallel.planner.request import PlanRequest
 STEP_TAIL: Final = ("gradient norm", "optimizer", COPIES, "every step", "stragglers")
 """Cost terms of a step that occur once, after the gradient reduction."""
 MAX_ACTIONS: Final = 20_000
-"""Number of actions that limits the microbatches of a simulation in `pipeline_s`; at least pp are simulated."""
+"""Budget of actions, from which `pipeline_s` derives the number of microbatches to simulate."""
 MAX_SIMULATED_S: Final = 1e8
 """Pipeline time in seconds (three years) above which no schedule is simulated."""
 MIN_SCHEDULE_SHARE: Final = 1e-4
-"""Largest difference between simulation and closed form that is ignored, as a fraction of the step time."""
+"""Differences between simulation and closed form up to this fraction of the step time are ignored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -546,7 +546,7 @@ def _fitting_step(
 def _hint_of_encoders(
     request: PlanRequest, towers: Sequence[Tower], media: int, find: Callable[[PlanRequest], Plan]
 ) -> str | dict[str, object]:
-    """Return the hint to halve `media` until a step fits, or to choose another machine if not even one item fits."""
+    """Return the hint: `media` halved until a step fits, or another machine if a step with one item does not fit."""
     if media < 2:
         more = "" if request.supernode.name == LOCAL else "more devices, or "
         return f"{more}{topology_hint('--topology ')}"
@@ -558,7 +558,7 @@ def _hint_of_encoders(
 
 
 def _inline_step(request: PlanRequest, plan: Plan, towers: Sequence[Tower], media: int) -> DividedStep:
-    """Return the predicted step if the ranks of the first pipeline stage run the towers; see `DividedStep.inline`."""
+    """Return the predicted step in which the first pipeline stage runs the towers; see `DividedStep.inline`."""
     s = plan.strategy
     own = Strategy(dp_replicate=s.dp_replicate, dp_shard=s.dp_shard * s.cp)
     places = places_of_ranks(s, range(s.world_size))
@@ -615,7 +615,7 @@ def _predicted_step(
     *,
     inline: bool = False,
 ) -> DividedStep:
-    """Return the predicted step if `ranks` run all towers with one strategy; `plan` is that of the language part."""
+    """Return the predicted step in which `ranks` run all towers with one strategy; `plan`: of the language part."""
     s, names = plan.strategy, [tower.name for tower in towers]
     strategies = {LANGUAGE: s, **dict.fromkeys(names, tower_strategy)}
     members = {LANGUAGE: tuple(range(s.world_size)), **dict.fromkeys(names, ranks)}
