@@ -369,9 +369,9 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
 
 
 def offloaded_bytes(s: PricingCase, choices: Sequence[tuple[int, int]]) -> Array:
-    """Return the peak bytes on the device, [choices, candidates]; after offload for candidates with column `offload`.
+    """Return the peak bytes on the device, [choices, candidates]; with column `offload` at 1, after offload.
 
-    With offload, the peak is at most the capacity of the device if enough bytes can be evicted. Otherwise it is the
+    After offload, the peak is at most the capacity of the device if enough bytes can be evicted. Otherwise it is the
     least possible peak.
 
     Args:

@@ -99,10 +99,10 @@ def strategy_at(rows: Columns, position: int, base: Strategy, workload: Workload
 class RelaxedMachine(Machine):
     """Machine with a single tier of links, for lower bounds of communication time.
 
-    The tier is at least as fast as the real tiers, whichever ranks form a process group. A ring sends at the lowest
-    rate of the tiers that it crosses, so the fastest tier bounds its time. An all-to-all uses the links of several
-    tiers at once, and sends a token at most once to a domain with several of its receivers. A domain is a set of
-    devices connected by one tier, such as a node.
+    The tier is as fast as the fastest real tier, whichever ranks form a process group. A ring sends at the lowest rate
+    of the tiers that it crosses, so the fastest rate gives a lower bound of its time. An all-to-all uses the links of
+    several tiers at once. It sends a token at most once to a domain, even if the token has several receivers there. A
+    domain is a set of devices connected by one tier, such as a node.
     """
 
     exchange_gain: float = 1.0  # total bandwidth of all sets of links / that of the fastest set

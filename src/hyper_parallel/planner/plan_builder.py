@@ -63,7 +63,10 @@ def faster_oversized_strategies(
 
 
 def barred_note(request: PlanRequest, result: BranchAndBound, best: PricedStrategy) -> tuple[str, ...]:
-    """Return the note about the fastest strategy that fits but that this version cannot run; () if none is faster."""
+    """Return a tuple with the note about the fastest strategy that fits, but that this version cannot run.
+
+    The tuple is empty if no such strategy is faster than `best`.
+    """
     fastest: PricedStrategy | None = None
     for position in _fastest(result.barred, best.per_token_s, set()):
         row = strategy_at(result.barred, position, request.base, request.workload)

@@ -29,7 +29,7 @@ _HEAD: Final = """\
 def launch_settings(plan: Plan, stack: str) -> str:
     """Return a recipe or a command that starts a run with the plan.
 
-    Comments list the choices of the plan that Megatron-LM cannot express, or that this version cannot run.
+    Comments at its top list the choices of the plan that it omits, or that this version cannot run.
 
     Args:
         plan: The plan.
@@ -125,7 +125,10 @@ def _layers_per_rank(plan: Plan) -> list[int]:
 
 
 def _megatron(plan: Plan) -> str:
-    """Return a `torchrun` line to complete, with Megatron-LM's flags for layout, batch, dtype and recomputation."""
+    """Return a `torchrun` command with Megatron-LM's flags for layout, batch, dtype, recomputation and offload.
+
+    The number of devices per node is a placeholder.
+    """
     s, w = plan.strategy, plan.workload
     sequences = (w.tokens_per_step or 0) // w.seq_len
     flags: list[str] = [

@@ -438,7 +438,7 @@ class BranchAndBound:
         inner = columns["tp_x"] * columns["tp_y"] * columns["cp"]
         keys = (columns["pp"], columns["dp"], inner, columns["ep"] * columns["etp"])
         expanded = self._expand(columns, _STATE_COLUMNS, self.space.states, *keys)
-        expanded = select(expanded, self.space.shards(expanded))
+        expanded = select(expanded, self.space.distinct_zero(expanded))
         if not count(expanded):
             return expanded, np.empty(0)
         rows = self.completer.complete(expanded)

@@ -64,9 +64,9 @@ def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[in
 
 @lru_cache(maxsize=64)  # one for every set of axes
 def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
-    """Return one order per permutation of `axes` (indices into `AXES`), as indices into `ORDERS`, and the permutations.
+    """Return (indices into `ORDERS`, permutations), with one order of the mesh axes per permutation of `axes`.
 
-    The permutations, [orders, axes], are indices into `AXES`, inner to outer.
+    `axes` are indices into `AXES`. The permutations have shape [orders, axes] and list `axes` inner to outer.
     """
     first: dict[tuple[int, ...], int] = {}
     for index in sorted(range(len(ORDERS)), key=lambda i: i not in TENSOR_INNERMOST):
@@ -421,7 +421,7 @@ class Space:
         """Return the allowed ZeRO stages with `pp` pipeline ranks; an executable pipeline excludes ZeRO-1."""
         return [z for z in self.zeros if z != 1 or pp == 1 or self._zero_1_staged]
 
-    def shards(self, rows: Columns) -> NDArray[np.bool_]:
+    def distinct_zero(self, rows: Columns) -> NDArray[np.bool_]:
         """Return the mask of rows whose ZeRO stage differs in effect from the stages of other rows.
 
         With a single microbatch, ZeRO-1 has the effect of ZeRO-2. If dp_shard * cp is 1, ZeRO-0 has the effect of
