@@ -17,6 +17,7 @@ import math
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
@@ -337,17 +338,16 @@ def load_card(name: str) -> tuple[DeviceCard | None, StackCard | None]:
 def _shipped_path(name: str, where: str | None = None) -> Path:
     """Return the path of a shipped card; raise CardUnreadable (HP313) if no card has this name, set at `where`."""
     if name not in card_names():
-        raise CardUnreadable(f"no shipped card is named `{name}`", where=where, got=name, allowed=card_names())
+        near = get_close_matches(name, card_names(), 1) or ["accelerator"]
+        hint = f"extends: {near[0]}" if where else None
+        raise CardUnreadable(
+            f"no shipped card is named `{name}`", where=where, got=name, allowed=card_names(), hint=hint
+        )  # fmt: skip
     return _FOLDER / f"{name}.yaml"
 
 
 def device_card(device_name: str, kind: str) -> DeviceCard:
-    """Return the shipped card of a device; without a matching card, `cpu` for CPUs and `accelerator` for others.
-
-    Args:
-        device_name: Name of the device in its topology.
-        kind: cuda, npu, tpu or cpu.
-    """
+    """Return the shipped card of a device; without a matching card, `cpu` if `kind` is cpu, else `accelerator`."""
     shipped = (load_card(name)[0] for name in card_names())
     card = matching_card((card for card in shipped if card), device_name)
     card = card or load_card("cpu" if kind == "cpu" else "accelerator")[0]
@@ -365,7 +365,8 @@ def stack_card(name: str) -> StackCard:
     """Return a shipped stack card by name; raise CardUnreadable (HP313) if there is none."""
     card = load_card(name)[1]
     if card is None:
-        raise CardUnreadable(f"the card `{name}` has no section `stack`", got=name)
+        allowed = [n for n in card_names() if load_card(n)[1] is not None]
+        raise CardUnreadable(f"the card `{name}` has no section `stack`", got=name, allowed=allowed)
     return card
 
 
@@ -387,8 +388,10 @@ def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -
         name, _, key = number.partition(".")
         if name not in known or bool(key) != (name in tables):
             allowed = sorted(f"{name}.KEY" if name in tables else name for name in known)
+            near = get_close_matches(number, allowed, 1)
             raise CardUnreadable(
-                f"the card has an unknown key `{number}`", where=str(path), got=number, allowed=allowed
+                f"the card has an unknown key `{number}`", where=str(path), got=number, allowed=allowed,
+                hint=f"leave out `{number}`" + (f", or rename it to `{near[0]}`" if near else ""),
             )  # fmt: skip
     values = by_field({key: number.value for key, number in numbers.items()})
     needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}

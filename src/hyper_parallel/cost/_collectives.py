@@ -105,13 +105,7 @@ def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple
 def stage_layers(model: ModelSpec, strategy: Strategy, seq_len: int) -> tuple[int, ...]:
     """Return the number of decoder layers of each (virtual) stage: `strategy.stage_layers` if set, else by `partition`.
 
-    Args:
-        model: The model.
-        strategy: Strategy with at most as many stages as the model has layers.
-        seq_len: Tokens per sequence, for the FLOPs of attention.
-
-    Raises:
-        NotDivisible: HP203, as for `check_stage_layers`.
+    The model must have at least as many layers as the strategy has stages. Errors are those of `check_stage_layers`.
     """
     if strategy.stage_layers:
         check_stage_layers(strategy, model.num_layers)

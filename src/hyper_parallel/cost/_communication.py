@@ -149,11 +149,7 @@ def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
 
     1-D tensor parallelism has 8 collectives per layer, or 10 if the candidate re-gathers inputs in backward. Full
     recomputation adds the collectives of the recomputed layer. Experts that process only the tokens of their rank have
-    no tensor-parallel collectives.
-
-    Args:
-        s: Pricing case.
-        backward: Factor on the collectives of backward; 0: forward only.
+    no tensor-parallel collectives. `backward` is a factor on the collectives of backward; 0: forward only.
     """
     n, c, regathers = s.n, s.c, (1.0 - s.full) * collapse(s.c.regather)
     both_2d = (c.attention_shape == SHAPES.index("2d")) & (c.mlp_shape == SHAPES.index("2d"))

@@ -54,12 +54,12 @@ class Compute:
 
     @property
     def launched_forward(self) -> Array:
-        """Seconds of the forward, and one third of `launch`, the approximate share of the forward."""
+        """Seconds of the forward with its kernel launches, approximately one third of `launch`."""
         return self.forward + self.launch / 3.0
 
     @property
     def launched_backward(self) -> Array:
-        """Seconds of the backward and of recomputation, and two thirds of `launch`."""
+        """Seconds of the backward and of recomputation with their kernel launches, two thirds of `launch`."""
         return self.backward + self.recompute + self.launch / 1.5
 
 

@@ -116,9 +116,7 @@ def activation_bytes(s: PricingCase) -> Array:
 def kept_bytes(s: PricingCase, one_layer: Array | None = None) -> Array:
     """Return the bytes that one average layer and microbatch keeps for backward, given the candidate's recomputation.
 
-    Args:
-        s: Pricing case.
-        one_layer: Result of `activation_bytes`, if already computed.
+    `one_layer` is the result of `activation_bytes`, if already computed.
     """
     if one_layer is None:
         one_layer = activation_bytes(s)
@@ -219,7 +217,7 @@ def with_choices(s: PricingCase, choices: Sequence[tuple[int, int]]) -> PricingC
 def memory_key(columns: Mapping[str, Array], seq_len: int, whole_stream: bool = False) -> list[Array]:
     """Return columns that, with `regather` and `recompute`, determine the peak bytes of a candidate.
 
-    `whole_stream` states whether the model has a replicated residual stream, see `Uncut.stream`.
+    `whole_stream` states whether tensor parallelism replicates the residual stream, see `Uncut.stream`.
     """
     c = columns
     named = (
@@ -456,8 +454,8 @@ def _recomputable_bytes(s: PricingCase) -> tuple[Array, Array]:
     """Return the recomputable bytes of one layer and microbatch: results of (element-wise kernels, matmuls).
 
     Element-wise kernels write the outputs of both norms and of the gate, and the copies of unfused kernels. Matmuls
-    write queries, keys, values, the inputs of the gate, and the residual between the blocks. Outputs of experts are not
-    results of matmuls here: backward does not need them, and unfused kernels copy them.
+    write queries, keys, values, the inputs of the gate, and the residual between the blocks. Outputs of experts count
+    as copies of unfused kernels; fused kernels do not save them.
     """
     n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
     scale = s.tokens / c.tp * stack.kept

@@ -58,7 +58,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class Uncut:
-    """Amount of a model that tensor parallelism replicates on every rank because no sharding rule covers it.
+    """Sizes of the parts of a model that tensor parallelism replicates because no sharding rule covers them.
 
     All fields are 0 or False for models whose rules cover every module.
     """
@@ -73,14 +73,7 @@ class Uncut:
 
     @classmethod
     def of(cls, model: ModelSpec, decoders: _Decoders, names: frozenset[str], stream: bool) -> Uncut:
-        """Return the replicated parts of a model.
-
-        Args:
-            model: The model.
-            decoders: Its decoder layers.
-            names: Names of the replicated matrices.
-            stream: Whether the residual stream is replicated.
-        """
+        """Return the sizes for replicated matrices of the given names; `stream`: whether the stream is replicated."""
 
         def elements(part: str, names: frozenset[str] | None = None) -> float:
             """Return the matrix elements of a part of an average layer, without routers; `names`: of these matrices."""
@@ -158,7 +151,7 @@ class _Decoders:
 
 @dataclass(frozen=True, slots=True)
 class ModelNumbers:
-    """Sizes of a model in elements; values "of an average layer" are means over the decoder layers."""
+    """Sizes and counts of a model for the cost formulas; an average layer is the mean of the decoder layers."""
 
     hidden: int  # h
     layers: int  # L
@@ -274,10 +267,7 @@ class ModelNumbers:
     def whole_bytes(self, uncut: Uncut, width: float, eager: float) -> float:
         """Return the bytes per token and layer of saved activations that tensor parallelism replicates.
 
-        Args:
-            uncut: Parts that tensor parallelism replicates.
-            width: Bytes of an activation element.
-            eager: 1 with unfused operators, else 0.
+        `width` is the number of bytes of an activation element; `eager` is 1 with unfused operators, else 0.
         """
         own = uncut.stream * 4.0 * self.hidden + uncut.attention * self.attention_width
         own += uncut.mlp * self.mlp_saved_width
@@ -358,30 +348,21 @@ class ModelNumbers:
 
     @property
     def whole_share(self) -> float:
-        """Fraction of an average layer's measured activations, without experts, that tensor parallelism replicates.
-
-        0 without a measurement.
-        """
+        """Replicated fraction of a layer's measured activations, without experts; 0 without a measurement."""
         if self.measured is None:
             return 0.0
         return min(1.0, self.measured_whole / max(1.0, self.measured.layer[0]))
 
     @property
     def fullest_bytes(self) -> float:
-        """Measured bytes per token (bfloat16) that the layer with most saved bytes saves beyond an average layer.
-
-        0 without a measurement.
-        """
+        """Measured bytes per token that the layer with most saved bytes adds to the mean; 0 without a measurement."""
         if self.measured is None or self.measured.fullest is None:
             return 0.0
         return max(0.0, self.measured.fullest - self.measured.layer[0])
 
     @property
     def last_bytes(self) -> float:
-        """Measured bytes per token (bfloat16) that the last layer saves beyond an average layer.
-
-        The number may be negative; 0 without a measurement.
-        """
+        """Measured bytes per token of the last layer minus those of an average layer; 0 without a measurement."""
         if self.measured is None or self.measured.last is None:
             return 0.0
         return self.measured.last - self.measured.layer[0]
@@ -397,10 +378,7 @@ class ModelNumbers:
 
     @property
     def unpredicted_logit_bytes(self) -> float:
-        """Measured bytes per token saved outside the layers, beyond those of the final norm; 0 without a measurement.
-
-        Capped logits are an example.
-        """
+        """Measured bytes per token saved outside the layers beyond those of the final norm; 0 without a measurement."""
         # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
         formula_bytes = (_NORM_BYTES + 2.0) * self.hidden
         return 0.0 if self.measured is None else max(0.0, self.measured.outside - formula_bytes)
@@ -530,7 +508,7 @@ def _last_layers(decoders: Iterable[Block], whole: frozenset[str]) -> tuple[Laye
 
 
 def _bias_width(block: Block) -> int:
-    """Return the number of bias elements added per token in a layer; only chosen experts count."""
+    """Return the number of bias elements added per token in a layer; of routed experts, only chosen ones count."""
     visited = block.mlp.experts_per_token if block.mlp else 0
     return sum(p.shape[-1] * (visited if p.is_expert else 1) for p in block.params if p.name.endswith("bias"))
 
@@ -581,7 +559,7 @@ def _is_router(param: ParamSpec, block: Block) -> bool:
 
 
 def _part(param: ParamSpec) -> str:
-    """Return the part of a layer that a parameter belongs to: attention, mlp, expert or vector."""
+    """Return the part of a layer that a parameter belongs to: attention, mlp (routers too), expert or vector."""
     if not param.is_matrix:
         return "vector"
     if param.is_expert:

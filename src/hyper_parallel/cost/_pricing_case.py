@@ -187,9 +187,7 @@ class Machine:
         A rank sends at the minimum, over the tiers that the group crosses, of g_local * bandwidth * link efficiency.
         Here g_local is the number of ranks of the group in one inner domain: they use the links of the tier in
         parallel. If the group does not divide evenly, the domain with the fewest ranks is the bottleneck.
-
-        Args:
-            axes: Degree and stride of every mesh axis of the group.
+        `axes` are the mesh axes of the group.
 
         Source: hierarchical collectives, docs/explanation/topology.md.
         """
@@ -351,7 +349,7 @@ class Places:
 
     @cached_property
     def experts(self) -> dict[str, tuple[Axis, ...]]:
-        """Dict from expert group to its axes, which are factors of dp_shard, cp, tp_x and tp_y.
+        """Dict from expert group to the degrees and strides of its factors of dp_shard, cp, tp_x and tp_y.
 
         Ranks of `etp` shard one expert, ranks of `ep` hold different experts, ranks of `edp` replicate experts.
         """

@@ -55,12 +55,7 @@ class StagedLayout:
 
 
 class GenerationPricer:
-    """Predictor of time and memory for generation from a number of prompts, for all layouts of a model.
-
-    Attributes:
-        request: Model, machine and number formats.
-        work: Prompts and lengths.
-    """
+    """Predictor of time and memory for generation with the prompts and lengths of `work`, for layouts of a model."""
 
     def __init__(self, request: PlanRequest, work: GenerateWorkload) -> None:
         self.request, self.work = request, work

@@ -100,7 +100,6 @@ class Roles:
         return self.request.machine.paces(self.devices)
 
     def _speed(self, ranks: int) -> float:
-        """Return the speed of a rank while `ranks` ranks run, relative to its speed while all ranks run."""
         return self._pace[ranks - 1] if self._pace else 1.0
 
     def requests(self, devices: int) -> list[PlanRequest]:
@@ -156,10 +155,8 @@ class Roles:
     def split(self, ranks: int, tp: int, learner: Learner) -> Split | str:
         """Return the predictions for a split and a learner layout, or the reason why there is no prediction.
 
-        Args:
-            ranks: Ranks that only sample; 0: the learner's ranks also sample.
-            tp: Tensor-parallel ranks of a sampler replica.
-            learner: Layout of the ranks that learn.
+        `ranks` is the number of ranks that only sample, with `tp` tensor-parallel ranks per replica. If it is 0, the
+        ranks of the learner also sample.
         """
         work, grpo, strategy = learner.workload, self.grpo, learner.strategy
         rows = (work.tokens_per_step or 0) // work.seq_len or 1
@@ -177,7 +174,9 @@ class Roles:
         ((_, price),) = self._price([s], rows, slots)
         if isinstance(price, str):
             return price
-        forward_s = _forward_s(learner)
+        # One forward pass over all sequences of a step.
+        forward_s = sum(stage.cost.forward_s + stage.cost.exposed_forward_s for stage in learner.stages)
+        forward_s *= work.accumulation_steps or 1
         by_samplers = ranks > 0 and grpo.reference_on_samplers
         passes = (grpo.beta > 0 and not by_samplers) + (grpo.importance_sampling == "mask")
         sample_s = _rounds_s(price, rows, s)
@@ -259,12 +258,6 @@ class Roles:
 
 _STATES: Final = ("parameters", "optimizer states")
 """Memory terms of the bytes that a rank keeps between two steps."""
-
-
-def _forward_s(learner: Learner) -> float:
-    """Return the seconds of one forward pass over all sequences of a step."""
-    each = sum(stage.cost.forward_s + stage.cost.exposed_forward_s for stage in learner.stages)
-    return each * (learner.workload.accumulation_steps or 1)
 
 
 def _rounds_s(price: GenerationLayout, rows: int, s: Strategy) -> float:

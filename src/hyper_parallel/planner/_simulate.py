@@ -42,11 +42,8 @@ _MARKS: Final = ("F", "B", "I", "W")
 def plan_tasks(plan: Plan) -> TaskGraph:
     """Return the task graph of one optimizer step of a plan.
 
-    Lanes per pipeline rank r: `rank r/compute`, `rank r/communication`, `link r->q`; the memory counter `rank r/device`
-    counts bytes of activations.
-
-    Args:
-        plan: A plan with stages.
+    The lanes of pipeline rank r are `rank r/compute`, `rank r/communication` and `link r->q`. The memory counter
+    `rank r/device` counts bytes of activations.
 
     Raises:
         PlanUnreadable: HP306 when the plan does not have one cost per stage; files of earlier versions have none.
@@ -108,11 +105,8 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
     F is a forward, B a backward (I: gradients of inputs, W: of weights), c an exposed collective or the gradient norm,
     u other work of the tail, and a dot idle time. Without a schedule file, the chart is for a step with at most
     max(2 * pp, 4) microbatches; the title says so if the plan has more. With more than `MAX_RANKS` ranks, only the
-    first and last `MAX_RANKS / 2` are drawn. Errors are those of `plan_tasks`.
-
-    Args:
-        plan: A plan with stages.
-        width: Characters per line, without the name of the rank.
+    first and last `MAX_RANKS / 2` are drawn. A line has `width` characters after the name of the rank. Errors are those
+    of `plan_tasks`.
     """
     s, microbatches = plan.strategy, plan.workload.accumulation_steps or 1
     drawn = microbatches if s.schedule_file else min(microbatches, max(2 * s.pp, 4))

@@ -153,7 +153,7 @@ class RelaxedMachine(Machine):
 
 
 def link_domains(machine: Machine) -> tuple[int, ...]:
-    """Return the devices per domain of every tier whose next outer tier has links of its own, inner to outer."""
+    """Return the devices per domain, inner to outer, of bounded tiers whose next outer tier has separate links."""
     return tuple(tier.size for tier, outer in itertools.pairwise(machine.tiers) if tier.size and not outer.shares_links)
 
 

@@ -195,14 +195,7 @@ def require_fit(request: PlanRequest, outcome: Outcome) -> None:
 
 
 def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5) -> Plan:
-    """Return the Plan of the best strategy of a search.
-
-    Args:
-        request: Model, machine, workload and pins.
-        outcome: Result of the search, with at least one strategy.
-        objective: Objective to record in the certificate.
-        top: Maximum number of runners-up.
-    """
+    """Return the Plan of the best strategy in `outcome`, with up to `top` runners-up; `outcome.fits` must be True."""
     best, *runners_up = outcome.ranked
     rejected = [Rejected(p.strategy, slower_reason(best, p), p.step_s, p.memory_bytes) for p in runners_up[:top]]
     result = outcome.search

@@ -106,8 +106,8 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
     """Return the predicted time and memory of one legal strategy; batch numbers in `workload` must be resolved.
 
     With partial recomputation, time and memory are interpolated between no and all recomputed layers. If the simulated
-    schedule is slower than the closed form, for example because of unequal layers, the difference is the term
-    `schedule`. Otherwise, or above `MAX_SIMULATED_S`, the result is the closed form, the lower bound of the search.
+    schedule is notably slower than the closed form, for example because of unequal layers, the difference is the term
+    `schedule`. Otherwise, and without a simulation (above `MAX_SIMULATED_S`), the time is the closed form.
     """
     share = 1.0
     candidate = Candidates.of(replace(strategy, recompute_layers=None), workload)

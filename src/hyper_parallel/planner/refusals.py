@@ -56,7 +56,7 @@ def check_degrees(
     """Raise an error if the degrees do not multiply to `num_devices`; None: any number. `where` is for the error.
 
     Raises:
-        DegreesMismatch: HP301; its hint is `hint`, or if that is None a matching dp_shard, or else a sentence.
+        DegreesMismatch: HP301. Its hint is `hint` if set, else a dp_shard that makes the product match, else advice.
     """
     size = strategy.world_size
     if num_devices is None or size == num_devices:

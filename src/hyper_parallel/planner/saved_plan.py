@@ -50,7 +50,8 @@ def launch_settings(plan: Plan, stack: str) -> str:
         comments = [f"# not supported: {text}" for text in unimplemented(plan.strategy)]
         omitted = {"parallel.rules": plan.strategy.rules, "parallel.schedule_file": plan.strategy.schedule_file}
         comments += [f"# not written: {key} of the plan" for key, value in omitted.items() if value]
-        settings = _recipe(plan)
+        recipe_text: str = yaml.safe_dump(recipe_values(plan), sort_keys=False)
+        settings = _HEAD.format(model=plan.model.name) + recipe_text.rstrip()
     else:
         comments = [f"# not expressed: {text}" for text in _not_in_megatron(plan)]
         settings = _megatron(plan)
@@ -106,11 +107,6 @@ def recipe_values(plan: Plan) -> dict[str, Any]:
         if (chunks := max(overlap.tp_chunks, overlap.ep_chunks)) > 1:
             recipe["overlap"]["chunks"] = chunks
     return recipe
-
-
-def _recipe(plan: Plan) -> str:
-    text: str = yaml.safe_dump(recipe_values(plan), sort_keys=False)
-    return _HEAD.format(model=plan.model.name) + text.rstrip()
 
 
 def _host_bytes(plan: Plan) -> dict[str, int]:
@@ -247,12 +243,7 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
 
 
 def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
-    """Raise an error if the plan of a run differs from the saved plan.
-
-    Args:
-        saved: The saved plan.
-        run_plan: The plan of the run, with the overrides of the saved plan.
-        file: Path of the saved plan.
+    """Raise an error if the plan of a run, with the overrides of a saved plan, differs from the plan saved in `file`.
 
     Raises:
         PlanMismatch: HP307 if the model's numbers of parameters, the ranks, the tokens per step or the strategy differ.

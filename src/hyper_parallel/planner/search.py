@@ -259,7 +259,7 @@ def closed_form_s(rows: Columns, position: int) -> float:
 
 
 class BranchAndBound:
-    """Search, run by the constructor: the best strategies, a lower bound, and counts.
+    """Branch-and-bound search, which the constructor runs.
 
     Attributes:
         rows: Complete strategies that this version can run and that were within the threshold when found, unsorted.
@@ -309,7 +309,7 @@ class BranchAndBound:
         self.bound = self._run()
 
     def _run(self) -> float:
-        """Expand all nodes; return the value of the attribute `bound`.
+        """Expand nodes until none is open or `MOST_ROWS` rows are priced; return the attribute `bound`.
 
         Deeper levels are expanded first, except the last level. Within a level, nodes are expanded by ascending bound.
         """
@@ -430,7 +430,6 @@ class BranchAndBound:
         return [self._cache[key] for key in keys]
 
     def _schedules(self, *key: int) -> list[tuple[int, ...]]:
-        """Return the legal rows of `_PIPELINE_COLUMNS` for one (tp, cp, sequences per microbatch)."""
         rows = self._pipelines_of_mesh[key]
         return [(*row, *schedule) for row in rows for schedule in self.space.schedules(row[0], row[2])]
 

@@ -302,7 +302,6 @@ class Space:
         ]
 
     def _cp_kind(self) -> str:
-        """Return the pinned kind of context parallelism; "": any."""
         pinned = self.request.pins.get("cp_kind")
         return "" if pinned is None else str(PINNABLE["cp_kind"].shown(pinned))
 
@@ -418,7 +417,7 @@ class Space:
         return [(*split, zero) for split in splits for zero in self.zeros_of(pp)]
 
     def zeros_of(self, pp: int) -> list[int]:
-        """Return the allowed ZeRO stages with `pp` pipeline ranks; an executable pipeline excludes ZeRO-1."""
+        """Return the allowed ZeRO stages with `pp` pipeline ranks; this version runs no pipeline with ZeRO-1."""
         return [z for z in self.zeros if z != 1 or pp == 1 or self._zero_1_staged]
 
     def distinct_zero(self, rows: Columns) -> NDArray[np.bool_]:
@@ -466,7 +465,10 @@ class Space:
         return [(SCHEDULES.index(s), v) for s, v in options]
 
     def orders(self, degrees: tuple[int, ...], tiers: tuple[int, ...], inner: bool) -> list[int]:
-        """Return the table `order`: `distinct_orders` in `TENSOR_INNERMOST` if `inner`, else all others."""
+        """Return the table `order`: `distinct_orders` in `TENSOR_INNERMOST` if `inner`, else the others.
+
+        If only one order is allowed, such as a pinned one, it is returned with `inner` and omitted without.
+        """
         if len(self._orders) == 1:
             return self._orders if inner else []
         return [i for i in distinct_orders(degrees, tiers) if (i in TENSOR_INNERMOST) == inner]
