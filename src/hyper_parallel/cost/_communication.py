@@ -169,7 +169,7 @@ def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
             if not used.any():
                 continue
             seconds: Array = np.zeros(1)
-            # The residual stream is sharded over y if all matrices of the layers are in 2-D blocks. Experts are not.
+            # The residual stream is sharded over y if all matrices are in 2-D blocks; those of experts are not.
             for b in block_boundaries(
                 block, shape, s.cut, token_scatter=c.attention_tokens, hidden_cut=both_2d & (not n.experts)
             ):  # fmt: skip

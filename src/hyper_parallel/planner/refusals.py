@@ -158,7 +158,7 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
         f"{reason} ({n} combination{'' if n == 1 else 's'})" for reason, n in ruled_out.items()
     )
     changes, allowed = dict[str, object](), None
-    fixed = ("pp", "cp") if request.group_sequences > 1 else ()  # stage grpo supports no other value
+    fixed = ("pp", "cp") if request.group_sequences > 1 else ()  # `stage: grpo` supports no other values
     for name in (n for n in pins if n in PINNABLE and n not in fixed):
         legal = _legal_values(request, name)
         if legal:
