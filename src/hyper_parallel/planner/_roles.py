@@ -114,7 +114,8 @@ class _SplitPrices:
     learners: dict[int, list[Outcome]]
     fitting: list[tuple[Split, Outcome]] = field(default_factory=list)
     oversized: list[Split] = field(default_factory=list)  # exceed memory
-    reason: str = "no split is legal"  # why the last split without a prediction has none
+    # why the last split without a prediction has none
+    reason: str = "no split has whole sampler replicas that share the completions evenly"
 
     def add(self, roles: Roles, ranks: int, tp: int, outcome: Outcome) -> float | None:
         """Predict a split with the learner layouts of a search result, and record the predictions.
@@ -175,7 +176,8 @@ def _plan_without_split(
     """
     if prices.oversized:
         raise _memory_error(roles, min(prices.oversized, key=lambda s: s.memory_bytes), where)
-    grpo, devices = roles.grpo, roles.devices - splits[0][0] if splits else roles.devices
+    grpo = roles.grpo
+    devices = roles.devices - (splits[0][0] if splits else grpo.sampling_ranks)
     request = replace(roles.request, num_devices=devices)
     if len(splits) != 1:
         require_fit(request, find_best(request))
