@@ -29,7 +29,7 @@ from hyper_parallel.cost.candidates import Array
 from hyper_parallel.ir import CostTerm, MemoryTerm
 
 COPIES: Final = "offload copies"
-"""Name of the cost term."""
+"""Name of the cost term of offload copies and recomputation."""
 FORMULA: Final = (
     "m (max(0, out / B - forward) + max(0, in / B - backward - recomputed) + recomputed) + max(0, updated / B - "
     "update): bytes evicted, prefetched and written back during the work of m microbatches on a link of B, and "

@@ -292,7 +292,7 @@ def _product(axes: tuple[Axis, ...] | list[Axis]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """Tier of links, and the numbers of ranks that a group has in domains; a domain is a set of connected devices."""
+    """Tier of links, and numbers of ranks of a process group per domain; a domain is a set of connected devices."""
 
     tier: Tier
     inside: Array  # ranks of the group in one domain of the next inner tier

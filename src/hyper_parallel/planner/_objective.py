@@ -105,7 +105,7 @@ def plan(
 
 
 _ARGUMENTS: Final = {"--devices": "num_devices", "--deadline": "deadline_s", "--pin": "pins"}
-"""Arguments of `plan` by option of the plan command, where the names differ."""
+"""Dict from option of the plan command to argument of `plan`, where the names differ."""
 
 
 class _PlanCall(Caller):

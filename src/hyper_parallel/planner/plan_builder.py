@@ -96,7 +96,7 @@ def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) 
 
 
 def _without_limit(request: PlanRequest, result: BranchAndBound, rows: Columns, position: int) -> PricedStrategy:
-    """Return the strategy in a row with the first selectable choice and the fastest ZeRO stage, even if too large."""
+    """Return the strategy in a row with the simplest legal choice and the fastest ZeRO stage, even if too large."""
     pricer, row = result.pricer, select(rows, np.array([position]))
     chosen = dict(zip(FREED, pricer.choices[int(np.argmax(pricer.selectable))], strict=True))
     strategies = []
