@@ -114,15 +114,16 @@ def test_a_saved_plan_is_the_plan_of_the_run(saved):
     assert made.strategy == plan.strategy
     assert made.workload == plan.workload
     # Also where the recipe itself names another layout.
-    other = applied(saved, "parallel.pp=2", "parallel.dp_shard=4")
+    other = applied(saved, "parallel.pp=2", "parallel.dp_shard=4", "overlap.tp=chunks")
     assert other.strategy == plan.strategy
 
 
-def test_degrees_beside_a_saved_plan_are_refused(saved):
+@pytest.mark.parametrize("override", ["parallel.dp_shard=2", "overlap=none"])
+def test_degrees_beside_a_saved_plan_are_refused(saved, override):
     words = ("train", str(saved / "recipe.yaml"), "--plan", str(saved / "plan.json"))
     with pytest.raises(PlanMismatch, match="already determines them") as caught:
-        call(*words, "parallel.dp_shard=2")
-    assert "parallel.dp_shard=2" in caught.value.hint
+        call(*words, override)
+    assert override in caught.value.hint
 
 
 @pytest.mark.parametrize(

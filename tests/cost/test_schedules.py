@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -155,6 +156,18 @@ def test_sums_of_a_search_are_the_sums_of_the_terms():
         assert found == pytest.approx(whole.memory_bytes, rel=1e-12)
         # Nothing but the columns of the key matters to memory.
         assert found[first][index] == pytest.approx(found, rel=1e-12)
+
+
+def test_the_memory_key_tells_two_axes_from_one_if_the_residual_stream_is_replicated():
+    styles = ("up", "colwise"), ("gate", "colwise"), ("down", "rowwise")
+    rules = tuple((f"model.layers.*.mlp.{n}_proj", style) for n, style in styles)
+    numbers = ModelNumbers.of(dataclasses.replace(small_model(), rules=rules))
+    c = Candidates.of_columns(tp_x=[4, 2], tp_y=[1, 2], microbatch=[2, 2], etp=[4, 4])
+    on = Machine.of(load_topology("dgx-h100"), "bfloat16")
+    (found,) = offloaded_bytes(PricingCase(numbers, on, Workload(512), c), [(0, 0)])
+    assert found[0] > found[1]
+    columns = {name: getattr(c, name) for name in Candidates.__slots__}
+    assert [len(distinct(memory_key(columns, 512, whole))[0]) for whole in (False, True)] == [1, 2]
 
 
 def test_distinct_rows_of_many_and_of_large_values():

@@ -82,6 +82,13 @@ def test_latent_attention_on_two_axes_keeps_the_one_shape_it_has():
         search(request_of("latent", tp_y=2, attention_shape="2d"))
 
 
+def test_tensor_parallelism_that_layouts_refuse_is_counted_with_their_reason():
+    rules = (("model.layers.*.mlp.up_proj.weight", "colwise"),)
+    request = replace(request_of("dense", tp=2), model=replace(small_model(), rules=rules))
+    with pytest.raises(NoLegalStrategy, match="no rowwise projection of its layer"):
+        search(request)
+
+
 @pytest.fixture
 def recipe(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))

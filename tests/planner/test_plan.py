@@ -25,6 +25,7 @@ from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import load_model
 from hyper_parallel.planner import check_saved_plan, plan
 from hyper_parallel.topology import Quantity, load_topology, preset_names
+from hyper_parallel.units import format_seconds
 from tests.cost.machines import machine, small_model
 from tests.slow import slow_cells
 
@@ -61,6 +62,17 @@ def test_runners_up_say_why():
     assert len(meshes) == len(chosen.rejected)
     for r in chosen.rejected:
         assert r.reason.startswith(("slower by", "does not fit", "as fast"))
+
+
+def test_terms_of_runners_up_are_compared_for_equal_tokens():
+    """Microbatch and accumulation are fixed, so the tokens of a step are proportional to the data-parallel ranks."""
+    best = plan("llama-3-8b", "dgx-h100", Workload(4096, microbatch=1, accumulation_steps=8), num_devices=8)
+    compared = [r for r in best.rejected if " against " in r.reason and r.strategy.dp != best.strategy.dp]
+    assert compared
+    for r in compared:
+        text, _, winner = r.reason.partition(": ")[2].partition(" against ")
+        seconds = next(t.seconds for t in best.cost if text.startswith(t.name))
+        assert winner == format_seconds(seconds * r.strategy.dp / best.strategy.dp)
 
 
 def test_pins_are_kept_and_named():

@@ -9,7 +9,14 @@ from dataclasses import replace
 import pytest
 
 from hyper_parallel.config import Recipe, load_recipe
-from hyper_parallel.errors import Contradiction, DoesNotFit, HyperParallelError, NotDivisible
+from hyper_parallel.errors import (
+    Contradiction,
+    DoesNotFit,
+    HyperParallelError,
+    NoLegalStrategy,
+    NotDivisible,
+    UnsupportedSharding,
+)
 from hyper_parallel.ir import Plan, role_tasks
 from hyper_parallel.mpmd import on_shared_cores
 from hyper_parallel.planner import plan_recipe
@@ -278,6 +285,18 @@ def test_a_copy_that_cannot_be_laid_out_is_refused_in_its_own_keys(recipe, chang
         plan_recipe(recipe(grpo={"rollout_ranks": 3, **change}, parallel=parallel))
     assert caught.value.hint == hint
     assert caught.value.where.startswith("grpo.rollout_")
+
+
+def test_ranks_without_a_whole_group_are_refused_whichever_batch_number_is_set(recipe):
+    with pytest.raises(NoLegalStrategy, match="whole groups of completions"):
+        plan_recipe(recipe(parallel={"auto": True}, training={"tokens_per_step": None, "microbatch": 1}))
+
+
+def test_sampling_ranks_that_form_no_whole_replicas_are_named(recipe):
+    grpo = {"rollout_ranks": 3, "rollout_tp": "auto", "rollout_dp_shard": 2}
+    with pytest.raises(UnsupportedSharding, match="whole sampler replicas") as caught:
+        plan_recipe(recipe(grpo=grpo, parallel={"auto": True}))
+    assert caught.value.where == "grpo.rollout_ranks"
 
 
 @pytest.mark.parametrize("key", ["rollout_ranks", "rollout_tp"])

@@ -131,7 +131,7 @@ def _load_with_plan(
     if plan is None:
         return loaded, None
     saved = _SavedPlan(plan)
-    saved.refuse_parallel(values)
+    saved.refuse_layout(values)
     return load_any_recipe(recipe, [*values, *saved.overrides(loaded)], no_code), saved
 
 
@@ -163,17 +163,18 @@ class _SavedPlan:
 
         self._path, self._plan = str(path), Plan.load(path)
 
-    def refuse_parallel(self, overrides: Sequence[str]) -> None:
-        """Raise PlanMismatch (HP307) for an override of the section `parallel`, which the plan determines."""
+    def refuse_layout(self, overrides: Sequence[str]) -> None:
+        """Raise PlanMismatch (HP307) for overrides of `parallel` and `overlap`, which the plan determines."""
         from hyper_parallel.errors import PlanMismatch
 
         for override in overrides:
-            if override.startswith(("parallel.", "parallel=")):
+            section = override.partition("=")[0].partition(".")[0]
+            if section in ("parallel", "overlap"):
                 raise PlanMismatch(
-                    "the command line sets keys of `parallel`, but the saved plan already determines them",
+                    f"the command line sets keys of `{section}`, but the saved plan already determines them",
                     where=self._path,
                     got=override,
-                    allowed="overrides outside of the section `parallel`",
+                    allowed="overrides outside of the sections `parallel` and `overlap`",
                     hint=f"repeat the command without `{override}`",
                 )
 

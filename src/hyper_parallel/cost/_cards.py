@@ -17,6 +17,7 @@ import math
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
@@ -30,10 +31,7 @@ from hyper_parallel.topology import Device, cache_dir
 _FOLDER: Final = Path(__file__).with_name("cards")
 _NO_NUMBERS: Final = ("name", "devices", "sources", "priors")
 UNFITTED_HALF_WIDTH: Final = 0.2
-"""Half width of a prediction interval, in natural logarithm, with a card that was not fitted.
-
-It is wider than that of any shipped card for a known stack and a dense model.
-"""
+"""Half width of a prediction interval, in natural logarithm, with a card that was not fitted to runs."""
 _INTERPOLATED: Final = "not on the card: the share of bfloat16"
 
 
@@ -226,7 +224,7 @@ def numbers_of(card: DeviceCard | StackCard) -> dict[str, float]:
 
 
 def _by_path(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested tables flattened, with paths such as `matmul.bfloat16` as keys; the inverse of `by_field`."""
+    """Flatten nested tables to a dict with paths such as `matmul.bfloat16` as keys; the inverse of `by_field`."""
     flat: dict[str, Any] = {}
     for name, value in named.items():
         table = isinstance(value, Mapping)
@@ -235,7 +233,7 @@ def _by_path(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict with paths as keys in nested form: `matmul.bfloat16` becomes the key `bfloat16` in `matmul`."""
+    """Nest a dict with paths as keys: the value at `matmul.bfloat16` moves to `bfloat16` in the dict at `matmul`."""
     named: dict[str, Any] = {}
     for path, value in values.items():
         name, _, key = path.partition(".")
@@ -277,7 +275,7 @@ class _Part(Section):
     """Numbers of the stack card."""
 
     def over(self, base: tuple[_Numbers, _Numbers]) -> tuple[_Numbers, _Numbers]:
-        """Return (device numbers, stack numbers) by path: `base`, updated with the numbers of this section."""
+        """Return `base`, a pair (device numbers, stack numbers) by path, updated with the numbers of this section."""
         return base[0] | _by_path(self.device), base[1] | _by_path(self.stack)
 
 
@@ -303,7 +301,7 @@ class _CardFile(_Part):
         return self.over(_parsed(base).numbers(base))
 
     def cards(self, numbers: tuple[_Numbers, _Numbers], path: Path) -> tuple[DeviceCard | None, StackCard | None]:
-        """Return the device card and the stack card of the given numbers; None in place of a card without numbers."""
+        """Return (device card, stack card) with the given numbers; None for a card without numbers."""
         device, stack = numbers
         return (
             DeviceCard(self.name, self.devices, **_values(DeviceCard, device, path)) if device else None,
@@ -318,7 +316,7 @@ def card_names() -> tuple[str, ...]:
 
 
 def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
-    """Return the device card and the stack card in a file; None in place of a card that the file lacks.
+    """Return (device card, stack card) of a file; None for a card that the file lacks.
 
     Raises:
         CardUnreadable: HP313 when the file is missing or no mapping, `extends` is unknown, or a number is missing or
@@ -340,17 +338,16 @@ def load_card(name: str) -> tuple[DeviceCard | None, StackCard | None]:
 def _shipped_path(name: str, where: str | None = None) -> Path:
     """Return the path of a shipped card; raise CardUnreadable (HP313) if no card has this name, set at `where`."""
     if name not in card_names():
-        raise CardUnreadable(f"no shipped card is named `{name}`", where=where, got=name, allowed=card_names())
+        near = get_close_matches(name, card_names(), 1) or ["accelerator"]
+        hint = f"extends: {near[0]}" if where else None
+        raise CardUnreadable(
+            f"no shipped card is named `{name}`", where=where, got=name, allowed=card_names(), hint=hint
+        )  # fmt: skip
     return _FOLDER / f"{name}.yaml"
 
 
 def device_card(device_name: str, kind: str) -> DeviceCard:
-    """Return the shipped card of a device; without a matching card, the card of its kind.
-
-    Args:
-        device_name: Name of the device in its topology.
-        kind: cuda, npu, tpu or cpu.
-    """
+    """Return the shipped card of a device; without a matching card, `cpu` if `kind` is cpu, else `accelerator`."""
     shipped = (load_card(name)[0] for name in card_names())
     card = matching_card((card for card in shipped if card), device_name)
     card = card or load_card("cpu" if kind == "cpu" else "accelerator")[0]
@@ -368,7 +365,8 @@ def stack_card(name: str) -> StackCard:
     """Return a shipped stack card by name; raise CardUnreadable (HP313) if there is none."""
     card = load_card(name)[1]
     if card is None:
-        raise CardUnreadable(f"the card `{name}` has no section `stack`", got=name)
+        allowed = [n for n in card_names() if load_card(n)[1] is not None]
+        raise CardUnreadable(f"the card `{name}` has no section `stack`", got=name, allowed=allowed)
     return card
 
 
@@ -390,8 +388,10 @@ def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -
         name, _, key = number.partition(".")
         if name not in known or bool(key) != (name in tables):
             allowed = sorted(f"{name}.KEY" if name in tables else name for name in known)
+            near = get_close_matches(number, allowed, 1)
             raise CardUnreadable(
-                f"the card has an unknown key `{number}`", where=str(path), got=number, allowed=allowed
+                f"the card has an unknown key `{number}`", where=str(path), got=number, allowed=allowed,
+                hint=f"leave out `{number}`" + (f", or rename it to `{near[0]}`" if near else ""),
             )  # fmt: skip
     values = by_field({key: number.value for key, number in numbers.items()})
     needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
@@ -417,7 +417,9 @@ def own_path() -> Path:
 
 
 def own_cards_by_ranks(device_name: str) -> dict[int, CardPair]:
-    """Return a dict from measured number of ranks, ascending, to this device's cards; {} for an uncalibrated device.
+    """Return a dict from number of ranks to the cards that `calibrate` measured with them; {} without any.
+
+    The numbers of ranks ascend. The result is also {} if the calibration file is for another device.
 
     Raises:
         CardUnreadable: HP313 when the file lacks the device, the stack or the number of ranks.
@@ -457,7 +459,7 @@ def cards_for_ranks(by_ranks: Mapping[int, CardPair], ranks: int) -> CardPair:
 
 
 def _between(low: C, high: C, share: float) -> C:
-    """Return a card with each number interpolated between two cards, logarithmically if both values are positive."""
+    """Return `high` with each number interpolated between both cards, logarithmically if both values are positive."""
 
     def interpolate(a: float, b: float) -> float:
         if a > 0.0 and b > 0.0:

@@ -105,13 +105,7 @@ def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple
 def stage_layers(model: ModelSpec, strategy: Strategy, seq_len: int) -> tuple[int, ...]:
     """Return the number of decoder layers of each (virtual) stage: `strategy.stage_layers` if set, else by `partition`.
 
-    Args:
-        model: The model.
-        strategy: Strategy with at most as many stages as the model has layers.
-        seq_len: Tokens per sequence, for the FLOPs of attention.
-
-    Raises:
-        NotDivisible: HP203, as for `check_stage_layers`.
+    The model must have at least as many layers as the strategy has stages. Errors are those of `check_stage_layers`.
     """
     if strategy.stage_layers:
         check_stage_layers(strategy, model.num_layers)
@@ -178,7 +172,7 @@ def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int)
 
 
 def recomputed_layers(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> frozenset[int]:
-    """Return the layers that a pipeline rank recomputes in full; arguments and errors as for `rank_model`."""
+    """Return the layers that a pipeline rank fully recomputes; arguments and errors as for `rank_model`."""
     if strategy.pp == 1:
         return strategy.recomputed([range(model.num_layers)])
     return strategy.recomputed(_stages(model, strategy, seq_len, pp_rank))
@@ -202,7 +196,7 @@ def _stages(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) ->
 
 
 def _untied(block: Block, model: ModelSpec) -> Block:
-    """Return a head with its own parameter in place of each tied weight, under the name of the embedding's weight."""
+    """Return a head whose tied weights are parameters of its own, with the names of the embedding's weights."""
     params = {p.name: p for b in model.blocks for p in b.params}
     return replace(
         block,
@@ -225,7 +219,7 @@ _TP = ("tp_x", "tp_y")
 _KEYS = ("k_proj", "v_proj")
 
 Entries = tuple[int, bool, Iterable[Boundary]]
-"""(layers times parts of a microbatch, whether backward recomputes the layers, collectives of one layer and part)."""
+"""(number of layers * parts of a microbatch, whether backward recomputes them, collectives of one layer and part)."""
 
 
 def step_collectives(
@@ -294,7 +288,10 @@ class _Step:
         return tuple(Collective(*key, count, sent) for key, (count, sent) in total.items())
 
     def axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes of the main mesh of degree > 1 that span the ranks of `names`; else expert axes unchanged."""
+        """Return the axes of the main mesh, with degrees above 1, that span the ranks of `names`.
+
+        Expert axes are returned unchanged if no axes of the main mesh span the same ranks.
+        """
         if {"ep", "edp"} & {*names}:
             return self.strategy.spanning_axes(names)
         return tuple(a for a in names if getattr(self.strategy, a) > 1)
@@ -336,7 +333,10 @@ class _Step:
         yield 1, False, self.fsdp_group(rest, False)  # empty on middle stages
 
     def fsdp_group(self, params: Iterable[ParamSpec], freed: bool) -> Iterator[Boundary]:
-        """Return the collectives of an FSDP group; skip `params` sharded over `ep`. `freed`: forward frees the rest."""
+        """Return the collectives of an FSDP group of `params`, without those sharded over `ep`.
+
+        `freed` states whether forward frees the gathered parameters.
+        """
         s, total = self.strategy, 0
         shards = s.dp_shard * s.cp
         for param in params:
@@ -354,7 +354,6 @@ class _Step:
 
     @property
     def reduces_once(self) -> bool:
-        """True if gradients are reduced once per step, not after every microbatch."""
         return self.strategy.reduces_once or self.strategy.zero_stage == 0
 
     def tensor(self) -> Iterator[Entries]:

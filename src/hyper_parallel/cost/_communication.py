@@ -84,7 +84,7 @@ def call_seconds(s: PricingCase, b: Boundary) -> Array:
 
 
 def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
-    """Return the seconds of one call; `size`: bytes of the full tensor, for all_to_all and send_recv of one rank."""
+    """Return the seconds of one call; `size`: bytes of the full tensor, or of one rank for all_to_all and send_recv."""
     machine, places = s.machine, s.places
     if kind == "all_to_all" and b.axes == ("ep",):
         copies = s.n.routed_experts_per_token if machine.stack.ep_dedup else 1.0
@@ -100,7 +100,7 @@ def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
 
 
 def _pass_seconds(s: PricingCase, rows: Iterable[Boundary], name: str, purposes: Collection[Purpose]) -> Array:
-    """Return the seconds of the collectives for `purposes`; `name` is the field of `Boundary` with their calls."""
+    """Return the seconds of the collectives for `purposes`; `name`: field of `Boundary` with the number of calls."""
     calls = ((b, getattr(b, name)) for b in rows if b.purpose in purposes)
     return sum((number * call_seconds(s, b) for b, number in calls if np.any(number)), np.zeros(1))
 
@@ -134,8 +134,9 @@ def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
     """Return the seconds of the collectives of a forward without overlap, except context and pipeline parallelism.
 
     Returns:
-        Four arrays of seconds. For an average layer: tensor-parallel collectives, collectives of experts (also of etp),
-        and parameter gather. For embedding and head together: parameter gather. A gather once per step does not count.
+        Four arrays of seconds. For an average layer: tensor-parallel collectives, collectives of experts, and the
+        all-gather of parameters. For embedding and head: the all-gather of parameters. Collectives once per step are
+        excluded.
     """
     layer, ends = (
         _pass_seconds(s, rows, "forward", _PARAMETERS) for rows in (_layer_boundaries(s, 1.0), _end_boundaries(s, True))
@@ -148,11 +149,7 @@ def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
 
     1-D tensor parallelism has 8 collectives per layer, or 10 if the candidate re-gathers inputs in backward. Full
     recomputation adds the collectives of the recomputed layer. Experts that process only the tokens of their rank have
-    no tensor-parallel collectives.
-
-    Args:
-        s: Pricing case.
-        backward: Factor on the collectives of backward; 0: forward only.
+    no tensor-parallel collectives. `backward` is a factor on the collectives of backward; 0: forward only.
     """
     n, c, regathers = s.n, s.c, (1.0 - s.full) * collapse(s.c.regather)
     both_2d = (c.attention_shape == SHAPES.index("2d")) & (c.mlp_shape == SHAPES.index("2d"))
@@ -172,7 +169,7 @@ def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
             if not used.any():
                 continue
             seconds: Array = np.zeros(1)
-            # The residual stream is sharded over y if all matrices of the layers are in 2-D blocks. Experts are not.
+            # The residual stream is sharded over y if all matrices are in 2-D blocks; those of experts are not.
             for b in block_boundaries(
                 block, shape, s.cut, token_scatter=c.attention_tokens, hidden_cut=both_2d & (not n.experts)
             ):  # fmt: skip
@@ -193,7 +190,10 @@ def _attention_widths(n: ModelNumbers) -> BlockWidths:
 
 
 def _mlp_widths(n: ModelNumbers) -> BlockWidths:
-    """Return the feed-forward widths of an average layer: dense MLP, shared and chosen experts; weights: of all."""
+    """Return the widths of an average layer's feed-forward part: dense MLP, shared experts, and chosen experts.
+
+    The numbers of weights include all routed experts.
+    """
     wide = [m for m in n.matmuls if m.part != "attention"]
     columns = sum(m.outputs * m.count for m in wide if not m.row)
     inputs = sum(m.inputs * m.count for m in wide if m.row)
@@ -203,9 +203,9 @@ def _mlp_widths(n: ModelNumbers) -> BlockWidths:
 
 
 def _context(s: PricingCase, work: Compute) -> tuple[Array, Array]:
-    """Return (all, exposed) seconds of the context-parallel collectives of an average layer.
+    """Return (total, exposed) seconds of the context-parallel collectives of an average layer.
 
-    Attention hides only the key-value ring.
+    Only the key-value ring can hide behind attention.
     """
     n, full = s.n, s.full
     ring_forward = ring_backward = unhidden = np.zeros(1)
@@ -235,8 +235,8 @@ def _context(s: PricingCase, work: Compute) -> tuple[Array, Array]:
 def expert_seconds(s: PricingCase, backward: float = 1.0) -> Array:
     """Return the seconds of all dispatches and combines of experts in an average layer; `backward` = 0: forward only.
 
-    Ranks that shard one expert (etp) also all-gather its rows and reduce-scatter the results; with ep = 1, this is part
-    of `tensor_seconds`.
+    With etp > 1, the all-gather of rows and the reduce-scatter of results are included. For candidates with ep = 1 the
+    result is 0, and `tensor_seconds` includes any collectives of experts.
     """
     n, c = s.n, s.c
     total: Array = np.zeros(1)
@@ -260,14 +260,13 @@ def hop_seconds(s: PricingCase) -> Array:
 
 
 def _layer_boundaries(s: PricingCase, layers: Array | float) -> Iterator[Boundary]:
-    """Yield the data-parallel collectives of `layers` average layers: first without experts, then of the experts."""
+    """Yield the data-parallel collectives of `layers` average layers; those of routed experts come last."""
     yield from _sharing_boundaries(s, s.dense(layers))
     if s.n.experts:
         yield from _sharing_boundaries(s, s.experts(layers), experts=True)
 
 
 def _end_boundaries(s: PricingCase, freed: bool) -> Iterator[Boundary]:
-    """Yield the data-parallel collectives of embedding and head together; arguments as for `_sharing_boundaries`."""
     elements = s.ends(float(s.n.embedding_weights + s.n.head_params))
     return _sharing_boundaries(s, elements, freed=freed)
 
@@ -315,9 +314,10 @@ def step_tail(s: PricingCase) -> dict[str, Array]:
 
 
 def per_tensor_latency_s(s: PricingCase) -> Array:
-    """Return the seconds of latency per step of ZeRO-1 collectives if the framework calls one per tensor.
+    """Return the seconds of latency per step of ZeRO-1 collectives that the framework calls per tensor.
 
-    A ring of g ranks has g - 1 steps, each with the latency of the outermost tier.
+    A ring of g ranks has g - 1 steps, each with the latency of the outermost tier. The result is 0 for other ZeRO
+    stages.
     """
     steps = (s.shards - 1.0) * s.machine.tiers[-1].latency_s.value
     seconds = s.layers * s.machine.stack.tail_tensors * steps

@@ -54,12 +54,12 @@ class Compute:
 
     @property
     def launched_forward(self) -> Array:
-        """Seconds of the forward, and one third of `launch`, the approximate share of the forward."""
+        """Seconds of the forward with its kernel launches, approximately one third of `launch`."""
         return self.forward + self.launch / 3.0
 
     @property
     def launched_backward(self) -> Array:
-        """Seconds of the backward and of recomputation, and two thirds of `launch`."""
+        """Seconds of the backward and of recomputation with their kernel launches, two thirds of `launch`."""
         return self.backward + self.recompute + self.launch / 1.5
 
 
@@ -118,11 +118,13 @@ def layer_compute(s: PricingCase) -> Compute:
 
 
 def moved_elements(s: PricingCase) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Return the elements per token that element-wise kernels of an average layer move on one rank, without biases.
+    """Return the elements per token that element-wise kernels of an average layer read and write on one rank.
+
+    Biases are excluded.
 
     Returns:
-        Elements read and written in forward and in backward, each of the attention block, of the feed-forward part
-        without routed experts, of routed experts, and of rows copied to send buffers of experts and from their results.
+        (forward, backward). Each is a tuple for four parts: the attention block, the feed-forward part without routed
+        experts, routed experts, and the copies of rows to send buffers of experts and from their results.
     """
     n, c, stack = s.n, s.c, s.machine.stack
     dense, uncut = n.saved_elements, n.whole_bytes(s.uncut, 1.0, 0.0)
@@ -152,14 +154,14 @@ def moved_elements(s: PricingCase) -> tuple[tuple[Array, ...], tuple[Array, ...]
 
 
 def forward_launch(s: PricingCase, seconds: Array) -> Array:
-    """Return the seconds of kernel launches in a layer's forward that kernels of `seconds` in total do not hide."""
+    """Return the exposed seconds of kernel launches in a layer's forward, whose kernels take `seconds` in total."""
     stack = s.machine.stack
     norms = s.n.head_norms * stack.kernels_norm
     return _exposed_launches(s.machine, seconds, stack.kernels_forward + 0.25 * norms)
 
 
 def _exposed_launches(machine: Machine, seconds: Array, kernels: float) -> Array:
-    """Return the seconds of `kernels` launches that kernels of `seconds` in total do not hide (see `launch_hidden`)."""
+    """Return the exposed seconds to launch `kernels` kernels that take `seconds` in total; see `launch_hidden`."""
     launches = np.full_like(seconds, kernels * machine.card.kernel_s * machine.ranks_per_core)
     return np.maximum(0.0, launches - seconds) if machine.card.launch_hidden else launches
 

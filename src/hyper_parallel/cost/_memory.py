@@ -116,9 +116,7 @@ def activation_bytes(s: PricingCase) -> Array:
 def kept_bytes(s: PricingCase, one_layer: Array | None = None) -> Array:
     """Return the bytes that one average layer and microbatch keeps for backward, given the candidate's recomputation.
 
-    Args:
-        s: Pricing case.
-        one_layer: Result of `activation_bytes`, if already computed.
+    `one_layer` is the result of `activation_bytes`, if already computed.
     """
     if one_layer is None:
         one_layer = activation_bytes(s)
@@ -216,13 +214,17 @@ def with_choices(s: PricingCase, choices: Sequence[tuple[int, int]]) -> PricingC
     return s.with_columns(**{**rows, "regather": regather, "recompute": recompute})
 
 
-def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
-    """Return the columns, besides `regather` and `recompute`, on which the peak bytes of a legal candidate depend."""
+def memory_key(columns: Mapping[str, Array], seq_len: int, whole_stream: bool = False) -> list[Array]:
+    """Return columns that, with `regather` and `recompute`, determine the peak bytes of a candidate.
+
+    `whole_stream` states whether tensor parallelism replicates the residual stream, see `Uncut.stream`.
+    """
     c = columns
     named = (
         "pp", "vpp", "schedule", "dp_shard", "cp", "microbatch", "accumulation", "zero", "offload",
     )  # fmt: skip
-    several = (c["ep"], *(c.get(name, np.ones_like(c["pp"])) for name in ("dp_replicate", "halves")))
+    several = [c["ep"], *(c.get(name, np.ones_like(c["pp"])) for name in ("dp_replicate", "halves"))]
+    several += [c["tp_y"]] if whole_stream else []
     counts = [c["tp_x"] * c["tp_y"], c["ep"] * c["etp"], *(np.minimum(x, 2.0) for x in several)]
     padded = positions(c["cp"], c.get("cp_ulysses", 1.0), seq_len)
     return [*(c[name] for name in named if name in c), *counts, padded]
@@ -315,7 +317,7 @@ def _rank_phases(s: PricingCase, stages: Sequence[RankStages]) -> list[Parts]:
 
 
 def _critical_stages(s: PricingCase, layer: LayerMemory) -> list[Parts]:
-    """Return the bytes by term in the phases of the two stages that can have the peak: the first and the last.
+    """Return the bytes by term in the phases of the first and the last stage, which are assumed to have the peak.
 
     The first stage has the embedding and the most microbatches in flight, the last one the head.
     """
@@ -339,7 +341,7 @@ def _critical_stages(s: PricingCase, layer: LayerMemory) -> list[Parts]:
 
 
 def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Array) -> Parts:
-    """Return the bytes of every term at its maximum over the step."""
+    """Return the maximum bytes of every term over the step."""
     n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
     elements, mean_layer, vocabulary = stage_elements(s), s.dense() + s.experts(), s.ends(s.outside)
     states = state_bytes(s, elements)
@@ -365,9 +367,9 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
 
 
 def offloaded_bytes(s: PricingCase, choices: Sequence[tuple[int, int]]) -> Array:
-    """Return the peak bytes on the device, [choices, candidates]; after offload for candidates with column `offload`.
+    """Return the peak bytes on the device, [choices, candidates]; with column `offload` at 1, after offload.
 
-    With offload, the peak is at most the capacity of the device if enough bytes can be evicted. Otherwise it is the
+    After offload, the peak is at most the capacity of the device if enough bytes can be evicted. Otherwise it is the
     least possible peak.
 
     Args:
@@ -452,14 +454,16 @@ def _recomputable_bytes(s: PricingCase) -> tuple[Array, Array]:
     """Return the recomputable bytes of one layer and microbatch: results of (element-wise kernels, matmuls).
 
     Element-wise kernels write the outputs of both norms and of the gate, and the copies of unfused kernels. Matmuls
-    write queries, keys, values, the inputs of the gate, and the residual between the blocks.
+    write queries, keys, values, the inputs of the gate, and the residual between the blocks. Outputs of experts count
+    as copies of unfused kernels; fused kernels do not save them.
     """
     n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
     scale = s.tokens / c.tp * stack.kept
     scale = scale * np.where(c.recompute == 1, stack.selective_kept, 1.0)
     routed = n.experts_per_token * n.expert_width
     passing = (2.0 * n.hidden + n.mlp_width + routed) * width + stack.eager * n.eager_bytes(width)
-    wide = n.mlp_saved_width - n.mlp_width + np.maximum(n.expert_saved_width - routed, 0.0)
+    outputs = n.experts_per_token * n.hidden
+    wide = n.mlp_saved_width - n.mlp_width + np.maximum(n.expert_saved_width - outputs - routed, 0.0)
     products = (n.hidden + n.q_width + 2.0 * n.k_width + wide) * width
     return scale * passing, scale * products
 
@@ -467,10 +471,10 @@ def _recomputable_bytes(s: PricingCase) -> tuple[Array, Array]:
 def _excess(
     parts: Sequence[Parts], totals: Sequence[Array], s: PricingCase, ending: bool = False
 ) -> tuple[Array, NDArray[np.intp]]:
-    """Return, per candidate, the bytes over the capacity in its fullest phase, and the index of that phase.
+    """Return, per candidate, the bytes beyond the capacity in its fullest phase, and the index of that phase.
 
-    The bytes are negative if that phase fits. Only phases with activations count; with `ending`, only phases without.
-    The result is 0 bytes if there are no such phases.
+    The bytes are negative if that phase fits. Only phases with activations count; with `ending`, only phases without
+    activations. Without any such phase, the bytes are 0.
     """
     excess = [
         np.where((phase_parts["activations"] > 0.0) != ending, total - s.machine.memory_bytes, -np.inf)

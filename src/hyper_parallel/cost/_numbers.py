@@ -58,7 +58,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class Uncut:
-    """Amount of a model that tensor parallelism replicates on every rank because no sharding rule covers it.
+    """Sizes of the parts of a model that tensor parallelism replicates because no sharding rule covers them.
 
     All fields are 0 or False for models whose rules cover every module.
     """
@@ -73,17 +73,10 @@ class Uncut:
 
     @classmethod
     def of(cls, model: ModelSpec, decoders: _Decoders, names: frozenset[str], stream: bool) -> Uncut:
-        """Return the replicated parts of a model.
-
-        Args:
-            model: The model.
-            decoders: Its decoder layers.
-            names: Names of the replicated matrices.
-            stream: Whether the residual stream is replicated.
-        """
+        """Return the sizes for replicated matrices of the given names; `stream`: whether the stream is replicated."""
 
         def elements(part: str, names: frozenset[str] | None = None) -> float:
-            """Return the matrix elements of a part of an average layer, without routers; `names`: only of these."""
+            """Return the matrix elements of a part of an average layer, without routers; `names`: of these matrices."""
             return decoders.mean(
                 lambda b: sum(
                     p.num_elements
@@ -125,7 +118,6 @@ class _Decoders:
         return [b for b in self.blocks if b.mlp and b.mlp.num_experts]
 
     def mean(self, value: Callable[[Block], float]) -> float:
-        """Return the mean of `value` over the layers, weighted by the number of layers per block."""
         return math.fsum(b.count * value(b) for b in self.blocks) / self.layers
 
     def weights(self, part: str) -> float:
@@ -159,7 +151,7 @@ class _Decoders:
 
 @dataclass(frozen=True, slots=True)
 class ModelNumbers:
-    """Sizes of a model in elements; values "of an average layer" are means over the decoder layers."""
+    """Sizes and counts of a model for the cost formulas; an average layer is the mean of the decoder layers."""
 
     hidden: int  # h
     layers: int  # L
@@ -275,10 +267,7 @@ class ModelNumbers:
     def whole_bytes(self, uncut: Uncut, width: float, eager: float) -> float:
         """Return the bytes per token and layer of saved activations that tensor parallelism replicates.
 
-        Args:
-            uncut: Parts that tensor parallelism replicates.
-            width: Bytes of an activation element.
-            eager: 1 with unfused operators, else 0.
+        `width` is the number of bytes of an activation element; `eager` is 1 with unfused operators, else 0.
         """
         own = uncut.stream * 4.0 * self.hidden + uncut.attention * self.attention_width
         own += uncut.mlp * self.mlp_saved_width
@@ -338,15 +327,18 @@ class ModelNumbers:
 
     @property
     def predicted_bytes(self) -> float:
-        """Predicted bytes per token that a layer saves in bfloat16, without experts and attention scores."""
+        """Predicted bytes per token that an average layer saves in bfloat16 with unfused operators.
+
+        Routed experts and attention scores are excluded. Repeated keys and values are those of `_MEASURED` tokens.
+        """
         formula_bytes = 2.0 * self.saved_elements + self.eager_bytes(2.0) + self.latent_bytes(2.0)
         return formula_bytes - 2.0 * self.expert_copies + 2.0 * self.repeated_elements(_MEASURED)
 
     @property
     def measured_ratio(self) -> float:
-        """Measured divided by predicted bytes of saved activations of a layer, without experts and attention scores.
+        """Measured divided by predicted bytes of a layer's saved activations, without experts and attention scores.
 
-        1 without a measurement.
+        1 without a measurement; at least 1 for a model with routed experts.
         """
         if self.measured is None:
             return 1.0
@@ -356,36 +348,37 @@ class ModelNumbers:
 
     @property
     def whole_share(self) -> float:
-        """Fraction of an average layer's measured activations, without experts, that tensor parallelism replicates."""
+        """Replicated fraction of a layer's measured activations, without experts; 0 without a measurement."""
         if self.measured is None:
             return 0.0
         return min(1.0, self.measured_whole / max(1.0, self.measured.layer[0]))
 
     @property
     def fullest_bytes(self) -> float:
-        """Measured bytes per token (bfloat16) that the layer with most saved bytes saves beyond an average layer."""
+        """Measured bytes per token that the layer with most saved bytes adds to the mean; 0 without a measurement."""
         if self.measured is None or self.measured.fullest is None:
             return 0.0
         return max(0.0, self.measured.fullest - self.measured.layer[0])
 
     @property
     def last_bytes(self) -> float:
-        """Measured bytes per token (bfloat16) that the last layer saves beyond an average layer; may be negative."""
+        """Measured bytes per token of the last layer minus those of an average layer; 0 without a measurement."""
         if self.measured is None or self.measured.last is None:
             return 0.0
         return self.measured.last - self.measured.layer[0]
 
     def unfused_scores(self, seq_len: int) -> float:
-        """Return the measured bytes per token and layer of attention scores and tensors of the same shape.
+        """Return the bytes per token and layer of attention scores and tensors of the same shape, from a measurement.
 
-        0 without a measurement and for models with attention sinks.
+        The bytes are proportional to `seq_len`, and 0 if the measurement shows no such growth. They are also 0 without
+        a measurement, and for models with attention sinks, for which `PricingCase.scores` has these bytes.
         """
         slope = 0.0 if self.measured is None or self.sinks else self.measured.layer[1]
         return max(0.0, slope * seq_len)
 
     @property
     def unpredicted_logit_bytes(self) -> float:
-        """Measured bytes per token saved outside layers beyond the final norm, as by capped logits; 0 if unmeasured."""
+        """Measured bytes per token saved outside the layers beyond those of the final norm; 0 without a measurement."""
         # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
         formula_bytes = (_NORM_BYTES + 2.0) * self.hidden
         return 0.0 if self.measured is None else max(0.0, self.measured.outside - formula_bytes)
@@ -515,7 +508,7 @@ def _last_layers(decoders: Iterable[Block], whole: frozenset[str]) -> tuple[Laye
 
 
 def _bias_width(block: Block) -> int:
-    """Return the number of bias elements added per token in a layer; only chosen experts count."""
+    """Return the number of bias elements added per token in a layer; of routed experts, only chosen ones count."""
     visited = block.mlp.experts_per_token if block.mlp else 0
     return sum(p.shape[-1] * (visited if p.is_expert else 1) for p in block.params if p.name.endswith("bias"))
 
@@ -566,7 +559,7 @@ def _is_router(param: ParamSpec, block: Block) -> bool:
 
 
 def _part(param: ParamSpec) -> str:
-    """Return the part of a layer that a parameter belongs to: attention, mlp, expert or vector."""
+    """Return the part of a layer that a parameter belongs to: attention, mlp (routers too), expert or vector."""
     if not param.is_matrix:
         return "vector"
     if param.is_expert:

@@ -29,7 +29,7 @@ from hyper_parallel.cost.candidates import Array
 from hyper_parallel.ir import CostTerm, MemoryTerm
 
 COPIES: Final = "offload copies"
-"""Name of the cost term."""
+"""Name of the cost term of offload copies and recomputation."""
 FORMULA: Final = (
     "m (max(0, out / B - forward) + max(0, in / B - backward - recomputed) + recomputed) + max(0, updated / B - "
     "update): bytes evicted, prefetched and written back during the work of m microbatches on a link of B, and "
@@ -120,7 +120,7 @@ class OffloadDemand:
         return np.maximum(self.need_bytes - limit, self.end_bytes - least)
 
     def cheapest(self) -> tuple[Offloaded, Array]:
-        """Return (bytes to offload and recompute, added seconds per step) of the option that adds the least time."""
+        """Return (bytes to offload and recompute, added seconds per step) for the option that adds the least time."""
         options = self._options()
         seconds = self.seconds(options)
         cheapest_option = np.expand_dims(np.argmin(seconds, axis=0), 0)
@@ -134,7 +134,7 @@ class OffloadDemand:
         return Offloaded(**chosen), at_cheapest(seconds)
 
     def _options(self) -> Offloaded:
-        """Return feasible options along a new first dim; the best of them is optimal or close to it.
+        """Return options along a new first dim; the best of them is optimal or close to it.
 
         For a given amount of recomputation the cheapest copies are known: first fully overlapped copies, then copies
         exposed in the last update only, then copies exposed in every microbatch. The cost is convex and piecewise
@@ -280,17 +280,17 @@ class _GreedyOffload:
         return np.asarray(sum(self.bytes.values()))
 
     def forward_room(self) -> Array:
-        """Return the further bytes per microbatch whose eviction forward would hide."""
+        """Return the additional bytes per microbatch that could be evicted without exposing copies in forward."""
         activations = self.bytes["activations"] / self._load.in_flight
         return np.maximum(self._forward_bytes - activations - self.bytes["gradients"], 0.0)
 
     def update_room(self) -> Array:
-        """Return the further bytes whose eviction the optimizer update would hide; may be negative."""
+        """Return the additional bytes that could be evicted without exposing copies in the update; may be negative."""
         room: Array = self._update_bytes - self.bytes["optimizer"] - self.bytes["parameters"]
         return room
 
     def stream_room(self) -> Array:
-        """Return the further bytes of parameters whose prefetch forward would hide."""
+        """Return the additional bytes of parameters that could be prefetched without exposing copies in forward."""
         return np.where(
             self._load.alternating > 0,
             self._forward_bytes - self.bytes["parameters"],

@@ -123,7 +123,7 @@ def _saved_activations(s: PricingCase, layer: LayerMemory, layers: Array, flight
 
 
 def _work_space(s: PricingCase) -> tuple[Array, Array]:
-    """Return the bytes of activation gradients in backward: last layer, and attention of the layer before it."""
+    """Return the bytes of activation gradients as (backward of the last layer, attention of the layer before it)."""
     n, c, width, tokens = s.n, s.c, s.machine.width, s.tokens
     working = 2.0 * tokens * width * n.hidden * s.over_tp(s.uncut.stream)
     working = working + 2.0 * tokens * width * n.mlp_width * s.over_tp(s.uncut.mlp)

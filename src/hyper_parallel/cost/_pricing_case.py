@@ -187,9 +187,7 @@ class Machine:
         A rank sends at the minimum, over the tiers that the group crosses, of g_local * bandwidth * link efficiency.
         Here g_local is the number of ranks of the group in one inner domain: they use the links of the tier in
         parallel. If the group does not divide evenly, the domain with the fewest ranks is the bottleneck.
-
-        Args:
-            axes: Degree and stride of every mesh axis of the group.
+        `axes` are the mesh axes of the group.
 
         Source: hierarchical collectives, docs/explanation/topology.md.
         """
@@ -262,7 +260,7 @@ class Machine:
         return total
 
     def _hops(self, axes: tuple[Axis, ...]) -> Iterator[_Hop]:
-        """Yield every tier, inner to outer, with the numbers of ranks that the group has in domains of the tier."""
+        """Yield a `_Hop` for every tier, inner to outer."""
         size = _product(axes)
         inside = below = np.ones(np.shape(size))
         for index, tier in enumerate(self.tiers):
@@ -294,7 +292,7 @@ def _product(axes: tuple[Axis, ...] | list[Axis]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """Tier of links, and the numbers of ranks that a group has in domains; a domain is a set of connected devices."""
+    """Tier of links, and numbers of ranks of a process group per domain; a domain is a set of connected devices."""
 
     tier: Tier
     inside: Array  # ranks of the group in one domain of the next inner tier
@@ -351,7 +349,7 @@ class Places:
 
     @cached_property
     def experts(self) -> dict[str, tuple[Axis, ...]]:
-        """Dict from expert group to its axes, which are factors of dp_shard, cp, tp_x and tp_y.
+        """Dict from expert group to the degrees and strides of its factors of dp_shard, cp, tp_x and tp_y.
 
         Ranks of `etp` shard one expert, ranks of `ep` hold different experts, ranks of `edp` replicate experts.
         """
@@ -443,9 +441,10 @@ class PricingCase:
 
     @cached_property
     def keeps_whole(self) -> Array:
-        """1 for candidates that replicate the parts in `uncut`, 0 for candidates priced as if all were sharded.
+        """1 for candidates that replicate the parts in `uncut`, 0 for candidates that cannot run.
 
-        The latter cannot run: a replicated residual stream requires tp_y = 1, pp = 1 and ep = 1.
+        A replicated residual stream requires tp_y = 1, pp = 1 and ep = 1. Other candidates are priced as if tensor
+        parallelism sharded all parts.
         """
         c = self.c
         if not self.uncut.stream:

@@ -211,19 +211,16 @@ def time_terms(s: PricingCase, blocks: BlockPrices | None = None) -> tuple[TimeT
 
 
 def step_seconds(s: PricingCase, parts: Literal["all", "pace"] = "all", blocks: BlockPrices | None = None) -> Array:
-    """Return the seconds of a step, or the part of them that `parts` selects.
+    """Return the seconds of a step, or with `pace` for `parts` those of `microbatch_terms`.
 
-    Args:
-        s: Pricing case, columns of one length.
-        parts: `all`: every term. `pace`: only the terms of `microbatch_terms`.
-        blocks: Result of `BlockPrices.of`, if already computed.
+    Columns of `s` must have one length. `blocks` is the result of `BlockPrices.of`, if already computed.
     """
     terms = time_terms(s, blocks) if parts == "all" else microbatch_terms(s, Step.of(s, blocks))
     return np.broadcast_to(sum((t.seconds for t in terms), np.zeros(1)), shape_of(s.c))
 
 
 def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
-    """Return the terms of layers, head and pipeline in all microbatches; FSDP collectives count in the bubble only."""
+    """Return the terms of layers, head and pipeline for all microbatches, without the term of FSDP collectives."""
     n, c, machine, m, stages = s.n, s.c, s.machine, s.c.accumulation, step.stages
     card, stack, dtype = machine.card, machine.stack, machine.matmul_dtype
     work, comm = step.prices.work, step.prices.comm
@@ -353,7 +350,10 @@ def step_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
 
 
 def _host_work(s: PricingCase, layers: Array) -> Array:
-    """Return the CPU seconds per step that parallel axes add on a rank; full recomputation adds half for cp, tp, ep."""
+    """Return the CPU seconds per step that parallel axes add on a rank.
+
+    Full recomputation adds half of the work of cp, tp and ep.
+    """
     c, seconds = s.c, s.machine.stack.host_s
     total: Array = np.zeros(1)
     if not seconds:

@@ -180,7 +180,7 @@ class Candidates:
 
     @property
     def any_overlap(self) -> bool:
-        """True if any candidate overlaps, or may still choose to overlap, communication inside layers."""
+        """True if any candidate overlaps communication inside layers, or a search has not yet chosen its overlap."""
         return any(bool((x != 1).any()) for x in (self.halves, self.ep_chunks, self.tp_chunks))
 
     def __len__(self) -> int:
@@ -285,7 +285,7 @@ def split_layers_closed_form(
         return StageSplit(all_layers, all_layers, all_layers, np.ones(1), nothing, total)
 
     def slowest_of(last: Array) -> tuple[Array, Array]:
-        """Return (layers of the fullest stage but the last, seconds of the slowest) if the last has `last` layers."""
+        """Return (most layers of a stage but the last, seconds of the slowest stage) for `last` on the last stage."""
         # The other p - 1 stages have the remaining layers; the fullest of them or the last stage is slowest.
         fullest = np.ceil((layers - last) / np.maximum(p - 1.0, 1.0))
         return fullest, np.maximum(fullest * layer_s, last * layer_s + head_s)
@@ -348,7 +348,7 @@ def bubble_seconds(
 
 
 def _by_stages(p: Array, value: Callable[[Array], Array | float]) -> Array:
-    """Return an array with `value([1/n, 2/n, ... 1])` for each number of stages n in `p`."""
+    """Return the array of `value([1/n, 2/n, ... 1])` for each number of stages n in `p`."""
     result = np.ones(np.shape(p))
     for ranks in np.unique(p):
         shares = np.arange(1.0, ranks + 1.0) / ranks

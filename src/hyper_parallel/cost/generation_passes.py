@@ -55,7 +55,6 @@ def cache_bytes(attention: AttentionSpec, ranks: int, work: GenerateWorkload, dt
 
 
 def _cached_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
-    """Return the KV cache elements per token and layer on a rank."""
     if a.kind == "mla":
         return a.kv_cache_width
     elements: Array | float = a.kv_cache_width / np.minimum(ranks, a.num_kv_heads)
@@ -63,10 +62,10 @@ def _cached_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
 
 
 def _attention_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
-    """Return the elements per cached token that attention computes from the cache, writes and reads again.
+    """Return the elements per cached token that attention derives from the KV cache, and writes to memory.
 
     With attention masks, transformers repeats keys and values for all query heads. MLA projects its latent to keys and
-    values, and copies the keys once more.
+    values, and copies the keys once more. The result is 0 for multi-head attention without MLA.
     """
     if a.kind == "mla":
         return a.num_heads * (2.0 * a.qk_head_dim + a.v_head_dim) / ranks
@@ -108,7 +107,6 @@ def _of_length(s: PricingCase, tokens: int) -> PricingCase:
 
 
 def _add(total: PassSeconds, times: int, terms: PassSeconds) -> None:
-    """Add `terms`, multiplied by `times`, to `total` in place."""
     for name, seconds in terms.items():
         total[name] = total.get(name, np.zeros(1)) + times * seconds
 

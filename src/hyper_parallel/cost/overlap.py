@@ -310,7 +310,7 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
 
 
 def _least_exposed(traffic: Array, alone: Array, demand: float) -> Array:
-    """Return a lower bound of the exposed part of `traffic` seconds, of which `alone` cannot overlap computation.
+    """Return a lower bound of the exposed part of `traffic` seconds, if `alone` seconds of it cannot overlap.
 
     Overlapped communication still slows computation down, see `LaneProgram.contended_span`.
     """
@@ -318,7 +318,7 @@ def _least_exposed(traffic: Array, alone: Array, demand: float) -> Array:
 
 
 def _split(exposed: Array, tp: Array, ep: Array) -> tuple[Array, Array]:
-    """Return (tensor-parallel, expert) shares of `exposed` seconds, in proportion to the total seconds of both."""
+    """Divide `exposed` seconds into (tensor-parallel, expert) seconds, in proportion to `tp` and `ep`."""
     total = tp + ep
     share = np.divide(tp, total, out=np.ones_like(total), where=total > 0.0)
     return exposed * share, exposed * (1.0 - share)
@@ -390,7 +390,7 @@ def _exposed_halves(s: PricingCase, compute_s: Array, halves: int, chunks: int) 
 
 
 def _largest_group(s: PricingCase) -> Array:
-    """Return the larger of tp and ep, at most `_RANKS`; 1 if the device card has ranks in lockstep."""
+    """Return the larger of tp and ep, at most `_RANKS`; 1 if ranks run in lockstep by the device card."""
     card = s.machine.card
     if card.jitter == 0.0 and card.collective_spread == 0.0:
         return np.ones(1)
@@ -437,10 +437,10 @@ def expert_work_seconds(s: PricingCase) -> Array:
 
 
 def _addition_seconds(s: PricingCase, halves: int, chunks: int) -> tuple[Array, Array, Array]:
-    """Return the seconds per part in which backward adds the part's weight gradients to those of the other parts.
+    """Return the seconds to add the weight gradients of one part of a microbatch to those of the other parts.
 
     Returns:
-        Seconds of the attention block, of the feed-forward part without routed experts, and of one chunk of experts.
+        Seconds for the attention block, for the feed-forward part without routed experts, and for one chunk of experts.
     """
     n, c, machine = s.n, s.c, s.machine
     # An addition reads two gradients and writes one.
@@ -458,8 +458,8 @@ def _block_seconds(s: PricingCase) -> list[tuple[Array, Array, Array, Array]]:
 
     Returns:
         Seconds of attention, of the feed-forward part without routed experts, of routed experts, and of both copies of
-        their rows. Casts and launches are divided in proportion to the others. Selective recomputation is part of
-        backward.
+        their rows. Casts and launches are divided over these in proportion to their other seconds. Backward includes
+        selective recomputation, but not full recomputation.
     """
     work, redone = layer_compute(s), np.asarray(s.full)
     launch = work.launch / (3.0 + redone)
@@ -482,7 +482,7 @@ def _block_seconds(s: PricingCase) -> list[tuple[Array, Array, Array, Array]]:
 def _block_shares(
     total: Array, products: Sequence[Array], scores: Array, elementwise: Sequence[Array]
 ) -> tuple[Array, Array, Array, Array]:
-    """Return `total` seconds divided over the four parts of `_block_seconds`, in proportion to their kernels' seconds.
+    """Divide `total` seconds over the four parts of `_block_seconds`, in proportion to the seconds of their kernels.
 
     Args:
         total: Seconds of a pass of one layer.

@@ -12,7 +12,7 @@ from hyper_parallel.planner.pricing import PricedStrategy
 from hyper_parallel.units import format_bytes, format_seconds
 
 MAX_FACTOR: Final = 2.0
-"""Largest factor, and inverse of the smallest factor, on a constant that `sensitivity` reports."""
+"""`sensitivity` reports changes of a constant by factors from 1 / `MAX_FACTOR` to `MAX_FACTOR`."""
 
 _CONSTANTS: Final = {
     "matmul": "speed of matmuls",
@@ -35,8 +35,9 @@ _CONSTANTS: Final = {
 def half_width(plan: Plan) -> float | None:
     """Return h such that 80 % of measured step times are expected between `step_s / e**h` and `step_s * e**h`.
 
-    With cards that `hyper-parallel calibrate` measured, h is `UNFITTED_HALF_WIDTH`; on `local` without them, None.
-    Otherwise h is from runs of frameworks that were left out of the fit, and predicted with another framework's card.
+    The result is None on the topology `local` without the cards that `hyper-parallel calibrate` measures, and
+    `UNFITTED_HALF_WIDTH` with them. For other topologies, h comes from published runs of frameworks that were left out
+    of the fit, and predicted with the card of another framework.
     """
     if any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost):
         return UNFITTED_HALF_WIDTH
@@ -47,14 +48,16 @@ def half_width(plan: Plan) -> float | None:
 
 
 def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
-    """Return why a strategy that fits was rejected: its slowdown and the cost term that grew most, or a tie."""
+    """Return why a strategy that fits was rejected: its slowdown and the cost term that grew most, or a tie.
+
+    Both times of this term are for the tokens of the loser's step.
+    """
     share = loser.per_token_s / best.per_token_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:
         how_much = "slower by less than 0.1%"
     if share < TIE:
         return "equally fast: ties go to the smaller tp, then cp, pp and ep, then to less memory"
-    # The steps may have different numbers of tokens: compare the terms for those of the loser.
     tokens = (loser.workload.tokens_per_step or 1) / (best.workload.tokens_per_step or 1)
     winner = {t.name: t.seconds * tokens for t in best.cost}
     term = max(loser.cost, key=lambda t: t.seconds - winner.get(t.name, 0.0))
@@ -65,9 +68,9 @@ def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
 
 
 def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
-    """Return the note about offloaded and recomputed bytes, as a tuple of one sentence; () without copies in `cost`.
+    """Return a tuple with the note about offloaded and recomputed bytes; () if `cost` has no term of offload copies.
 
-    `held_bytes` is the peak of the bytes that stay on a device.
+    `held_bytes` is the peak of device memory after offload.
     """
     term = next((t for t in cost if t.name == COPIES), None)
     if term is None:
@@ -84,7 +87,7 @@ def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
 
 
 def search_note(certificate: Certificate) -> str:
-    """Return the note about a search: its optimality gap, and the numbers of priced, pruned and illegal strategies."""
+    """Return the note about a search: optimality gap, and numbers of priced, simulated, pruned, illegal strategies."""
     c = certificate
     if c.objective == "memory":
         proof = "the peak memory exceeds the least by at most 1/1024 of the fastest strategy's"
@@ -108,16 +111,18 @@ def _counted(reasons: Mapping[str, int]) -> str:
 
 
 def sensitivity(cheapest: PricedStrategy, runners_up: Sequence[PricedStrategy]) -> tuple[Sensitivity, ...]:
-    """Return, per hardware constant, the smallest change with which a runner-up ties; smallest changes first.
+    """Return the smallest change of each hardware constant that makes a runner-up as fast as `cheapest`.
 
-    Constants without such a change by at most the factor `MAX_FACTOR` are omitted. A cost term is inversely
-    proportional to its constant: if the constant of a term of t_i seconds is multiplied by f, a step of T seconds takes
-    T + (1/f - 1) t_i. A runner-up with T' and t_i', for as many tokens, ties at 1/f - 1 = (T' - T) / (t_i - t_i').
+    The smallest changes come first. Constants are omitted if no factor within the limits of `MAX_FACTOR` suffices.
+
+    A cost term is inversely proportional to its constant. If the constant is multiplied by f, a step of T seconds with
+    a term of t seconds takes T + (1/f - 1) t. For equal tokens, let the runner-up's step take T' seconds and its term
+    t'. Both steps take the same time if 1/f - 1 = (T' - T) / (t - t').
     """
     changes: dict[str, Sensitivity] = {}
     terms = {t.name: t.seconds for t in cheapest.cost}
     for loser in runners_up:
-        # The runner-up's step may have another number of tokens: scale its times to the tokens of the winner.
+        # Scale the times of the runner-up to the tokens of the winner's step.
         token_ratio = cheapest.per_token_s / loser.per_token_s * loser.step_s / cheapest.step_s
         rival = {t.name: t.seconds / token_ratio for t in loser.cost}
         behind = sum(rival.values()) - cheapest.step_s
@@ -138,5 +143,4 @@ def sensitivity(cheapest: PricedStrategy, runners_up: Sequence[PricedStrategy]) 
 
 
 def _size(factor: float) -> float:
-    """Return `factor` or its inverse, whichever is at least 1."""
     return max(factor, 1.0 / factor)

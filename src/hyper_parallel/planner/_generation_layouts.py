@@ -49,18 +49,13 @@ class StagedLayout:
     """Layout for generation with its pipeline stages, and the bytes of weights and KV cache of each stage."""
 
     strategy: Strategy
-    needed: int  # prompts of one data-parallel rank, rounded up: with so many slots no prompt waits
+    needed: int  # prompts of a data-parallel rank, rounded up; with as many slots, no prompt waits
     weights: NDArray[np.int64]  # [pp] bytes of the weights on a rank of each stage
     cache: NDArray[np.int64]  # [pp] bytes of the KV cache of one sequence on a rank of each stage
 
 
 class GenerationPricer:
-    """Predictor of time and memory for generation from a number of prompts, for all layouts of a model.
-
-    Attributes:
-        request: Model, machine and number formats.
-        work: Prompts and lengths.
-    """
+    """Predictor of time and memory for generation with the prompts and lengths of `work`, for layouts of a model."""
 
     def __init__(self, request: PlanRequest, work: GenerateWorkload) -> None:
         self.request, self.work = request, work
@@ -82,7 +77,8 @@ class GenerationPricer:
     def layout(self, s: Strategy) -> StagedLayout | str:
         """Return the layout of a strategy, or the reason why generation with it cannot run or be predicted.
 
-        Unless `s.stage_layers` is set, the split minimizes weights and KV cache (of all prompts) on the fullest rank.
+        If `s.stage_layers` is empty, the layers are split such that the fullest rank has the fewest bytes of weights
+        and KV cache, with a slot for every prompt.
         """
         r, work = self.request, self.work
         if s.pp > 1 and "pp" in (unsplit := dict(r.model.unsplit)):
@@ -110,7 +106,7 @@ class GenerationPricer:
         return StagedLayout(replace(s, stage_layers=cut if s.pp > 1 else ()), needed, *stage_bytes)
 
     def _local_bytes(self, s: Strategy) -> dict[str, int] | str:
-        """Return a dict from parameter name to bytes of the largest shard, or the reason why `s` is not supported."""
+        """Return a dict from parameter name to bytes of its largest shard, or the reason why `s` is not supported."""
         r = self.request
         try:
             shards = r.shard(s)
@@ -125,15 +121,14 @@ class GenerationPricer:
         return sizes
 
     def _case(self, layouts: Sequence[StagedLayout], slots: ArrayLike = 1.0) -> PricingCase:
-        """Return the inputs of the cost formulas for layouts with `slots` slots per data-parallel rank."""
         columns = {name: [getattr(x.strategy, name) for x in layouts] for name in LAYOUT_AXES}
         r, candidates = self.request, Candidates.of_columns(**columns, microbatch=slots)
         return PricingCase(r.numbers, r.machine, r.workload, candidates)
 
     def memory(self, layouts: Sequence[StagedLayout]) -> tuple[NDArray[np.float64], ...]:
-        """Return arrays over the layouts: fixed bytes of a pass, its bytes per sequence, and sequences that fit.
+        """Return (fixed bytes of a pass, bytes per sequence, slots that fit), as arrays over the layouts.
 
-        The bytes do not include weights and KV cache. The sequences are those of a data-parallel rank, below 1 if not
+        The bytes exclude weights and KV cache. The slots are those of a data-parallel rank, and 0 or negative if not
         even one fits.
         """
         terms = pass_bytes(self._case(layouts), self.work)
@@ -144,9 +139,10 @@ class GenerationPricer:
         return fixed, per_sequence, np.array(max_sequences)
 
     def price(self, layouts: Sequence[StagedLayout], slots: ArrayLike) -> list[GenerationLayout]:
-        """Return the predictions for layouts with `slots` sequences at a time per data-parallel rank.
+        """Return the predictions for layouts with `slots` slots per data-parallel rank.
 
-        If weights are stored in another format than the compute format, every pass casts them; see `total_s`.
+        If the formats of stored weights and of compute differ, every pass casts the weights. Of the times, only
+        `GenerationLayout.total_s` and the rates derived from it include these casts.
         """
         r, work, num_layouts = self.request, self.work, len(layouts)
         counts = np.broadcast_to(np.asarray(slots, dtype=np.int64), num_layouts)

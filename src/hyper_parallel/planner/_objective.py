@@ -1,4 +1,4 @@
-"""`plan`: price one strategy, or search for the best; an objective is one or more searches for the fastest step."""
+"""`plan`: evaluation of a given strategy, or search for the best one; every objective searches for fastest steps."""
 
 from __future__ import annotations
 
@@ -105,32 +105,29 @@ def plan(
 
 
 _ARGUMENTS: Final = {"--devices": "num_devices", "--deadline": "deadline_s", "--pin": "pins"}
-"""Arguments of `plan` by option of the plan command, where the names differ."""
+"""Dict from option of the plan command to argument of `plan`, where the names differ."""
 
 
 class _PlanCall(Caller):
-    """Call of `plan`: options of the plan command are its arguments."""
+    """Caller of `plan`, for errors that name its arguments instead of options of the plan command."""
 
     def where(self, text: str) -> str:
-        """Return the argument in place of an option."""
+        """Return the argument of `plan` for an option of the plan command."""
         return _ARGUMENTS.get(text, text.removeprefix("--"))
 
     def sentence(self, text: str) -> str:
-        """Return a sentence with arguments in place of options."""
+        """Return a sentence in which options of the plan command are replaced by arguments of `plan`."""
         return text.replace("--topology ", "the topology ").replace("--exclude", "exclude")
 
     def hint(self, changes: Mapping[str, object]) -> str | None:
-        """Return arguments such as `pins={"tp": 8}`; None for keys of a recipe."""
+        """Return the changes as arguments, such as `pins={"tp": 8}`; None if any change is not of an option."""
         values = {_ARGUMENTS.get(k, k[2:].replace("-", "_")): 0 if v == "0%" else v for k, v in changes.items()}
         texts = (f"{name}={value!r}".replace("'", '"') for name, value in values.items())
         return ", ".join(texts) if all(key.startswith("--") for key in changes) else None
 
 
 def _find_executable(request: PlanRequest, find: Callable[[PlanRequest], Plan], or_priced: bool) -> Plan:
-    """Return `find(request)`; if no strategy is legal and `or_priced` is set, search unsupported strategies too.
-
-    Unsupported strategies are those that this version can price but not run.
-    """
+    """Return `find(request)`; if that has no legal strategy and `or_priced` is set, allow any that can be priced."""
     try:
         return find(request)
     except NoLegalStrategy:
@@ -211,7 +208,7 @@ def _least_memory(request: PlanRequest, deadline_s: float | None, limit: float |
 def _deadline_missed(request: PlanRequest, subject: str, deadline_s: float | None, where: str = "") -> DeadlineMissed:
     """Return the error for a deadline that no plan meets; its hint is a deadline that the fastest plan meets.
 
-    Raises the errors of `require_fit` if no strategy is legal or fits.
+    If no strategy is legal or none fits, raise the error of `require_fit` instead.
     """
     outcome = find_best(request)
     require_fit(request, outcome)

@@ -51,10 +51,10 @@ def plan_recipe(
 
     Args:
         recipe: Recipe of the run.
-        world_size: Number of started ranks that train; with `grpo.rollout_ranks: auto`, of all started ranks. None: the
-            product of the degrees. With `parallel: auto`, None means `parallel.world_size`, else every device of the
-            topology (`local` without accelerators: 4 ranks).
-        where: Function from a recipe key to the origin of its value, for errors: `LoadedRecipe.where`.
+        world_size: Number of started ranks that train; with `grpo.rollout_ranks: auto`, of all started ranks. None
+            means the product of the degrees. With `parallel: auto`, None means `parallel.world_size` if set, else every
+            device of the topology (`local` without accelerators: 4 ranks).
+        where: Function from a recipe key to the origin of its value, such as `LoadedRecipe.where`, for errors.
         model: Spec of the recipe's model; None: read from `model.path`.
         trained: Fraction of the parameters with a gradient; None: estimated by `trained_share`.
         half_batches: Whether `overlap: auto` may choose half-batches.
@@ -103,7 +103,7 @@ def _plan_explicit(
 
 
 def _evaluate_overlaps(request: PlanRequest, strategy: Strategy, where: str | None, num_devices: int | None) -> Plan:
-    """Return the Plan of one strategy with the fastest legal overlap; arguments as for `evaluate`."""
+    """Return the Plan of one strategy with the fastest legal overlap; arguments and errors as for `evaluate`."""
     best = evaluate(request, strategy, where, num_devices)
     for overlap in filter(request.may_overlap, OVERLAPS):
         candidate = replace(strategy, overlap=overlap)
@@ -115,7 +115,7 @@ def _evaluate_overlaps(request: PlanRequest, strategy: Strategy, where: str | No
 
 
 def _plan_auto(recipe: Recipe, request: PlanRequest, strategy: Strategy, where: Callable[[str], str]) -> Plan:
-    # Every searched strategy takes these choices from the base; a pin of overlap has priority.
+    # Every strategy of the search has these choices of the recipe; a pin of overlap has priority.
     names = ("rules", "schedule_file", "stage_layers", "overlap")
     base = Strategy(**{name: getattr(strategy, name) for name in names})
     pins = _pins(recipe, strategy, where, request.num_devices)
@@ -254,7 +254,7 @@ def _check_stages(p: Parallel, strategy: Strategy, where: Callable[[str], str], 
 
 
 def _culprit(strategy: Strategy) -> str:
-    """Return the recipe key of the degree that most likely causes an error of a strategy."""
+    """Return the recipe key to name in errors about the degrees: the first degree above 1 in `suspects`."""
     degrees = strategy.degrees()
     suspects = ("pp", "cp", "tp_y", "ep", "tp_x", "dp_shard", "dp_replicate")
     return "parallel." + next((axis for axis in suspects if degrees[axis] > 1), "dp_shard")
@@ -407,12 +407,10 @@ def _plain_key(key: str) -> str:
 
 
 def _without(text: str, keys: Collection[str]) -> str:
-    """Return the text of a strategy without the words of some keys."""
     return shlex.join(word for word in shlex.split(text) if _plain_key(word.partition("=")[0]) not in keys)
 
 
 def _value(key: str, text: str) -> Any:
-    """Return `text` parsed as YAML; raise BadValue (HP102) if `parse_yaml` raises an error."""
     try:
         return parse_yaml(text)
     except (yaml.YAMLError, LimitExceeded) as cause:

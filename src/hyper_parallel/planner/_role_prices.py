@@ -62,7 +62,7 @@ class Split:
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """Sort key, the best split first: seconds per token up to `ROUNDING`, then `ranks`, `tp` and `learn_s`."""
+        """Sort key, smallest for the best split: seconds per token rounded to `ROUNDING`, `ranks`, `tp`, `learn_s`."""
         digits = -math.floor(math.log10(self.per_token_s * ROUNDING))
         return round(self.per_token_s, digits), self.ranks, self.tp, self.learn_s
 
@@ -100,7 +100,6 @@ class Roles:
         return self.request.machine.paces(self.devices)
 
     def _speed(self, ranks: int) -> float:
-        """Return the speed of a rank while `ranks` ranks run, relative to its speed while all ranks run."""
         return self._pace[ranks - 1] if self._pace else 1.0
 
     def requests(self, devices: int) -> list[PlanRequest]:
@@ -133,7 +132,10 @@ class Roles:
         return bounds
 
     def splits(self) -> Iterator[tuple[int, int]]:
-        """Yield (ranks that only sample, tensor-parallel ranks of a replica) per split; (0, 1): all ranks do both."""
+        """Yield (ranks that only sample, tensor-parallel ranks of a replica) per split; (0, 1): all ranks do both.
+
+        Uneven splits are omitted, unless the recipe sets both `rollout_ranks` and `rollout_tp`.
+        """
         grpo, rows = self.grpo, self.rows
         rollout_ranks, tps = grpo.rollout_ranks, [grpo.copy_tp]
         if grpo.rollout_tp == "auto" and rollout_ranks != 0:
@@ -153,10 +155,8 @@ class Roles:
     def split(self, ranks: int, tp: int, learner: Learner) -> Split | str:
         """Return the predictions for a split and a learner layout, or the reason why there is no prediction.
 
-        Args:
-            ranks: Ranks that only sample; 0: the learner's ranks also sample.
-            tp: Tensor-parallel ranks of a sampler replica.
-            learner: Layout of the ranks that learn.
+        `ranks` is the number of ranks that only sample, with `tp` tensor-parallel ranks per replica. If it is 0, the
+        ranks of the learner also sample.
         """
         work, grpo, strategy = learner.workload, self.grpo, learner.strategy
         rows = (work.tokens_per_step or 0) // work.seq_len or 1
@@ -174,7 +174,9 @@ class Roles:
         ((_, price),) = self._price([s], rows, slots)
         if isinstance(price, str):
             return price
-        forward_s = _forward_s(learner)
+        # One forward pass over all sequences of a step.
+        forward_s = sum(stage.cost.forward_s + stage.cost.exposed_forward_s for stage in learner.stages)
+        forward_s *= work.accumulation_steps or 1
         by_samplers = ranks > 0 and grpo.reference_on_samplers
         passes = (grpo.beta > 0 and not by_samplers) + (grpo.importance_sampling == "mask")
         sample_s = _rounds_s(price, rows, s)
@@ -207,7 +209,7 @@ class Roles:
         return None
 
     def _pricer(self, rows: int) -> GenerationPricer:
-        """Return the predictor of sampling `rows` completions, all of the greatest length and from longest prompts."""
+        """Return the predictor for `rows` completions of maximum length, from prompts of maximum length."""
         if rows not in self._pricers:
             dtype = self.request.workload.compute_dtype
             work = GenerateWorkload(rows, self.prompt_len, self.new_tokens, dtype)
@@ -231,7 +233,7 @@ class Roles:
         return [(s, prices[s, rows, slots]) for s in strategies]
 
     def _step_s(self, sample_s: float, learn_s: float, ranks: int, staleness: int) -> float:
-        """Return the steady-state seconds per rollout with both roles; those of separate ranks are simulated.
+        """Return the steady-state seconds to sample a rollout and learn from it; for separate ranks, by simulation.
 
         `sample_s` and `learn_s` are the seconds of each role while the ranks of the other role are idle.
         """
@@ -258,14 +260,8 @@ _STATES: Final = ("parameters", "optimizer states")
 """Memory terms of the bytes that a rank keeps between two steps."""
 
 
-def _forward_s(learner: Learner) -> float:
-    """Return the seconds of one forward pass over all sequences of a step."""
-    each = sum(stage.cost.forward_s + stage.cost.exposed_forward_s for stage in learner.stages)
-    return each * (learner.workload.accumulation_steps or 1)
-
-
 def _rounds_s(price: GenerationLayout, rows: int, s: Strategy) -> float:
-    """Return the seconds of all rounds of sampling `rows` completions in a layout with the strategy `s`."""
+    """Return the seconds to sample `rows` completions in rounds, in a layout with the strategy `s`."""
     rank_rows = -(-rows // s.dp)
     return -(-rank_rows // price.slots) * price.total_s
 
@@ -273,8 +269,8 @@ def _rounds_s(price: GenerationLayout, rows: int, s: Strategy) -> float:
 def roles_plan(best: Split, splits: Sequence[Split]) -> RolesPlan:
     """Return `Plan.roles` for the best split, with rejected splits.
 
-    The mode of a split is its staleness, and whether the two roles share ranks. The rejected splits are the next
-    `MAX_RUNNERS_UP` ones in the mode of the best split, and the best split of every other mode.
+    The mode of a split is its staleness and whether the roles share ranks. The rejected splits are up to
+    `MAX_RUNNERS_UP` runners-up in the mode of the best split, and the best split of every other mode.
     """
     options: dict[tuple[int, int, int], Split] = {}
     candidates = (replace(split, staleness=n) for split in splits for n in split.steps_s)
@@ -294,7 +290,6 @@ def roles_plan(best: Split, splits: Sequence[Split]) -> RolesPlan:
 
 
 def _rejected(other: Split, best: Split) -> RejectedRoles:
-    """Return the entry in `RolesPlan.rejected` for a split, with the reason."""
     share = other.per_token_s / best.per_token_s - 1.0
     parts = f"sampling {format_seconds(other.sample_s)}, learning {format_seconds(other.learn_s)}"
     if abs(share) < ROUNDING:

@@ -114,7 +114,8 @@ class _SplitPrices:
     learners: dict[int, list[Outcome]]
     fitting: list[tuple[Split, Outcome]] = field(default_factory=list)
     oversized: list[Split] = field(default_factory=list)  # exceed memory
-    reason: str = "no split is legal"  # why the last split without a prediction has none
+    # why the last split without a prediction has none
+    reason: str = "no split has whole sampler replicas that share the completions evenly"
 
     def add(self, roles: Roles, ranks: int, tp: int, outcome: Outcome) -> float | None:
         """Predict a split with the learner layouts of a search result, and record the predictions.
@@ -139,8 +140,8 @@ class _SplitPrices:
 def _price_splits(roles: Roles, splits: Sequence[tuple[int, int]]) -> _SplitPrices:
     """Return the predictions for all splits, each with the fastest learner layout of every microbatch size.
 
-    If ranks may both sample and learn, other learner layouts are included too, because they may sample faster. Layouts
-    are omitted if learning alone takes longer than the best step so far minus the fastest sampling.
+    If all ranks may both sample and learn, slower learner layouts are included too, because they may sample faster. A
+    layout is omitted if its learning time and the least sampling time of any layout exceed the best step so far.
     """
     prices = _SplitPrices({})
     for devices in dict.fromkeys(roles.devices - ranks for ranks, _ in splits):
@@ -175,7 +176,8 @@ def _plan_without_split(
     """
     if prices.oversized:
         raise _memory_error(roles, min(prices.oversized, key=lambda s: s.memory_bytes), where)
-    grpo, devices = roles.grpo, roles.devices - splits[0][0] if splits else roles.devices
+    grpo = roles.grpo
+    devices = roles.devices - (splits[0][0] if splits else grpo.sampling_ranks)
     request = replace(roles.request, num_devices=devices)
     if len(splits) != 1:
         require_fit(request, find_best(request))

@@ -1,9 +1,9 @@
 """Discrete-event simulation of one step of a plan: microbatches on stages, sends, exposed collectives and the tail.
 
-The inputs are the costs per stage and microbatch in the plan, and its schedule file, if any. One rank represents all
-ranks of its stage, because these run in lockstep. The tail is the work that follows the gradient reduction once per
-step, such as gradient norm, optimizer and host work. It starts when every stage has its gradients: the norm needs all
-of them. Contention of ranks for shared cores is included.
+The inputs are the plan's costs per stage and microbatch, and its schedule file, if any. All ranks of a stage run in
+lockstep, so one rank represents them. The tail is the work after the gradient reduction, once per step: gradient norm,
+optimizer and host work. It starts when all stages have reduced their gradients, because the norm needs all of them.
+Contention of ranks for shared cores is included.
 """
 
 from __future__ import annotations
@@ -42,11 +42,8 @@ _MARKS: Final = ("F", "B", "I", "W")
 def plan_tasks(plan: Plan) -> TaskGraph:
     """Return the task graph of one optimizer step of a plan.
 
-    Lanes per pipeline rank r: `rank r/compute`, `rank r/communication`, `link r->q`; the memory counter `rank r/device`
-    counts bytes of activations.
-
-    Args:
-        plan: A plan with stages.
+    The lanes of pipeline rank r are `rank r/compute`, `rank r/communication` and `link r->q`. The memory counter
+    `rank r/device` counts bytes of activations.
 
     Raises:
         PlanUnreadable: HP306 when the plan does not have one cost per stage; files of earlier versions have none.
@@ -106,13 +103,10 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
     """Return a chart of the simulated step as text, with one line per pipeline rank.
 
     F is a forward, B a backward (I: gradients of inputs, W: of weights), c an exposed collective or the gradient norm,
-    u other work of the tail, and a dot idle time. Without a schedule file, at most max(2 * pp, 4) microbatches are
-    drawn; if others are left out, the title states both numbers. Of more than `MAX_RANKS` ranks, the first and last
-    `MAX_RANKS / 2` are drawn. Errors are those of `plan_tasks`.
-
-    Args:
-        plan: A plan with stages.
-        width: Characters per line, without the name of the rank.
+    u other work of the tail, and a dot idle time. Without a schedule file, the chart is for a step with at most
+    max(2 * pp, 4) microbatches; the title says so if the plan has more. With more than `MAX_RANKS` ranks, only the
+    first and last `MAX_RANKS / 2` are drawn. A line has `width` characters after the name of the rank. Errors are those
+    of `plan_tasks`.
     """
     s, microbatches = plan.strategy, plan.workload.accumulation_steps or 1
     drawn = microbatches if s.schedule_file else min(microbatches, max(2 * s.pp, 4))

@@ -5,8 +5,8 @@ assume the best value of every missing column. Without an order of the mesh axes
 links of the machine. Without the column `zero`, the bound of time assumes that no states are sharded. The bound of
 memory then assumes the allowed ZeRO stage with the least memory.
 
-A choice frees memory in up to three ways: re-gather inputs of matmuls in backward, recompute activations, or offload
-the bytes that exceed device memory to host memory.
+A choice states whether inputs of matmuls are re-gathered in backward, which activations are recomputed, and whether
+bytes that exceed device memory are offloaded to host memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hyper_parallel.topology import Tier
 Array = NDArray[np.float64]
 Axis = tuple[Array, Array]
 Choice: TypeAlias = tuple[int, int, int]
-"""Choice that frees memory: values of the columns `offload`, `regather` and `recompute`."""
+"""Values of the columns `offload`, `regather` and `recompute`, which determine how memory is freed."""
 
 FULL: Final = RECOMPUTE.index("full")
 FREED: Final = ("offload", "regather", "recompute")
@@ -99,10 +99,10 @@ def strategy_at(rows: Columns, position: int, base: Strategy, workload: Workload
 class RelaxedMachine(Machine):
     """Machine with a single tier of links, for lower bounds of communication time.
 
-    The tier is at least as fast as the real tiers, whichever ranks form a process group. A ring sends at the lowest
-    rate of the tiers that it crosses, so the fastest tier bounds its time. An all-to-all uses the links of several
-    tiers at once, and sends a token at most once to a domain with several of its receivers. A domain is a set of
-    devices connected by one tier, such as a node.
+    The tier is as fast as the fastest real tier, whichever ranks form a process group. A ring sends at the lowest rate
+    of the tiers that it crosses, so the fastest rate gives a lower bound of its time. An all-to-all uses the links of
+    several tiers at once. It sends a token at most once to a domain, even if the token has several receivers there. A
+    domain is a set of devices connected by one tier, such as a node.
     """
 
     exchange_gain: float = 1.0  # total bandwidth of all sets of links / that of the fastest set
@@ -153,7 +153,7 @@ class RelaxedMachine(Machine):
 
 
 def link_domains(machine: Machine) -> tuple[int, ...]:
-    """Return the devices per domain of every tier whose next outer tier has links of its own, inner to outer."""
+    """Return the devices per domain, inner to outer, of bounded tiers whose next outer tier has separate links."""
     return tuple(tier.size for tier, outer in itertools.pairwise(machine.tiers) if tier.size and not outer.shares_links)
 
 
@@ -161,8 +161,8 @@ class Pricer:
     """Predictor of time and memory of the strategies in a table.
 
     Attributes:
-        choices: Choices that free memory, the simplest first, the one with the least memory last.
-        selectable: Mask over `choices`: True for those that a plan may have; others are for interpolation only.
+        choices: All choices, the simplest first, the one with the least memory last.
+        selectable: Mask over `choices`; False for choices that only serve to interpolate partial recomputation.
         fastest_choice: Choice without recomputation and offload, and with re-gathered inputs only if pinned.
         capacity: Usable bytes of device memory, plus a tolerance for rounding.
         rows: Number of rows priced so far.
@@ -257,7 +257,7 @@ class Pricer:
         return np.concatenate(peaks)
 
     def min_recompute_layers(self, columns: Columns, choice: Choice) -> tuple[Array, Array]:
-        """Return, per row, the smallest number of recomputed layers per rank that fits (else all), and the peak."""
+        """Return (layers, peak bytes) per row: the least number of recomputed layers per rank that fits, else all."""
         _, regather, kind = choice
         min_layers, peak = np.full(len(columns["pp"]), np.inf), np.zeros(len(columns["pp"]))
         for zero_column in self._zero_choices(columns):

@@ -121,7 +121,6 @@ def plan_generation(
 
 
 def _parsed(text: str) -> Strategy:
-    """Return the strategy of a text; an error names the option."""
     try:
         return parse_strategy(text)
     except HyperParallelError as error:
@@ -254,10 +253,10 @@ def _with_devices(pricer: GenerationPricer, num_devices: int) -> GenerationPrice
 def _no_legal_layout_error(
     pricer: GenerationPricer, ruled_out: Counter[str], chosen: Strategy | None
 ) -> NoLegalStrategy:
-    """Return the error if no layout is legal.
+    """Return the error for a request without a legal layout.
 
-    Its hint is the largest number of devices that has a legal layout and is below the requested one, or equal to it if
-    the user set a layout (`chosen`). `ruled_out` is the number of illegal layouts by reason.
+    Its hint is the largest number of devices with a legal layout, at most the requested number, or below it if the user
+    set no layout (`chosen`). `ruled_out` is a dict from reason to number of illegal layouts.
     """
     r = pricer.request
     near = next(

@@ -149,7 +149,7 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
 
     Args:
         excluded: Names of mesh axes and of choices in `EXCLUDABLE`.
-        pins: Pins of the user by name, as for `check_pins`, for contradictions.
+        pins: Pins of the user by name, as for `check_pins`; exclusions must not contradict them.
 
     Raises:
         BadValue: HP102 for a name that cannot be excluded, or that `pins` sets to another value under the same name.

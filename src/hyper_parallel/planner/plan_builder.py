@@ -63,7 +63,10 @@ def faster_oversized_strategies(
 
 
 def barred_note(request: PlanRequest, result: BranchAndBound, best: PricedStrategy) -> tuple[str, ...]:
-    """Return the note about the fastest strategy that fits but that this version cannot run; () if none is faster."""
+    """Return a tuple with the note about the fastest strategy that fits, but that this version cannot run.
+
+    The tuple is empty if no such strategy is faster than `best`.
+    """
     fastest: PricedStrategy | None = None
     for position in _fastest(result.barred, best.per_token_s, set()):
         row = strategy_at(result.barred, position, request.base, request.workload)
@@ -93,7 +96,7 @@ def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) 
 
 
 def _without_limit(request: PlanRequest, result: BranchAndBound, rows: Columns, position: int) -> PricedStrategy:
-    """Return the strategy in a row with the simplest choice and the fastest ZeRO stage, whether or not it fits."""
+    """Return the strategy in a row with the simplest legal choice and the fastest ZeRO stage, even if too large."""
     pricer, row = result.pricer, select(rows, np.array([position]))
     chosen = dict(zip(FREED, pricer.choices[int(np.argmax(pricer.selectable))], strict=True))
     strategies = []
@@ -179,8 +182,9 @@ def require_fit(request: PlanRequest, outcome: Outcome) -> None:
     """Raise an error if a search has no result.
 
     Raises:
-        NoLegalStrategy: HP302 if no strategy is legal and executable by this version.
-        DoesNotFit: HP401 if every such strategy exceeds device memory.
+        NoLegalStrategy: HP302 if no strategy is legal, or the search is limited to strategies that this version can run
+            and there are none.
+        DoesNotFit: HP401 if all these strategies exceed device memory.
     """
     if outcome.fits:
         return
@@ -191,14 +195,7 @@ def require_fit(request: PlanRequest, outcome: Outcome) -> None:
 
 
 def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5) -> Plan:
-    """Return the Plan of the best strategy of a search.
-
-    Args:
-        request: Model, machine, workload and pins.
-        outcome: Result of the search, with at least one strategy.
-        objective: Objective to record in the certificate.
-        top: Maximum number of runners-up.
-    """
+    """Return the Plan of the best strategy in `outcome`, with up to `top` runners-up; `outcome.fits` must be True."""
     best, *runners_up = outcome.ranked
     rejected = [Rejected(p.strategy, slower_reason(best, p), p.step_s, p.memory_bytes) for p in runners_up[:top]]
     result = outcome.search

@@ -35,11 +35,11 @@ from hyper_parallel.planner.request import PlanRequest
 STEP_TAIL: Final = ("gradient norm", "optimizer", COPIES, "every step", "stragglers")
 """Cost terms of a step that occur once, after the gradient reduction."""
 MAX_ACTIONS: Final = 20_000
-"""Number of actions that limits the microbatches of a simulation in `pipeline_s`; at least pp are simulated."""
+"""Budget of actions, from which `pipeline_s` derives the number of microbatches to simulate."""
 MAX_SIMULATED_S: Final = 1e8
 """Pipeline time in seconds (three years) above which no schedule is simulated."""
 MIN_SCHEDULE_SHARE: Final = 1e-4
-"""Largest difference between simulation and closed form that is ignored, as a fraction of the step time."""
+"""Differences between simulation and closed form up to this fraction of the step time are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
     """Return the predicted time and memory of one legal strategy; batch numbers in `workload` must be resolved.
 
     With partial recomputation, time and memory are interpolated between no and all recomputed layers. If the simulated
-    schedule is slower than the closed form, for example because of unequal layers, the difference is the term
-    `schedule`. Otherwise, or above `MAX_SIMULATED_S`, the result is the closed form, the lower bound of the search.
+    schedule is notably slower than the closed form, for example because of unequal layers, the difference is the term
+    `schedule`. Otherwise, and without a simulation (above `MAX_SIMULATED_S`), the time is the closed form.
     """
     share = 1.0
     candidate = Candidates.of(replace(strategy, recompute_layers=None), workload)

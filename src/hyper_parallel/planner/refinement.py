@@ -80,7 +80,6 @@ class _FullPrices:
         self.prices: dict[tuple[Strategy, int], PricedStrategy] = {}
 
     def price_of(self, rows: Columns, position: int) -> PricedStrategy:
-        """Return the strategy in one row with its full price and predicted memory."""
         r = self.request
         strategy, workload = strategy_at(rows, position, r.base, r.workload)
         key = (strategy, workload.microbatch or 1)

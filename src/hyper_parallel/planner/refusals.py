@@ -56,7 +56,7 @@ def check_degrees(
     """Raise an error if the degrees do not multiply to `num_devices`; None: any number. `where` is for the error.
 
     Raises:
-        DegreesMismatch: HP301; its hint is `hint`, or if that is None a matching dp_shard, or else a sentence.
+        DegreesMismatch: HP301. Its hint is `hint` if set, else a dp_shard that makes the product match, else advice.
     """
     size = strategy.world_size
     if num_devices is None or size == num_devices:
@@ -149,8 +149,8 @@ def with_changes(strategy: Strategy, workload: Workload, changes: Mapping[str, A
 def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) -> NoLegalStrategy:
     """Return the error for a request without legal degrees.
 
-    Its hint is a change with which some degrees are legal, if one is found. `ruled_out` is the number of illegal
-    combinations by reason.
+    Its hint is a change that makes some combination legal, if one is found. `ruled_out` is a dict from reason to number
+    of illegal combinations.
     """
     workload, devices, pins = request.workload, request.num_devices, request.pins
     shown = ", ".join(shown_pin(*pin) for pin in pins.items()) or "no pins"
@@ -158,7 +158,7 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
         f"{reason} ({n} combination{'' if n == 1 else 's'})" for reason, n in ruled_out.items()
     )
     changes, allowed = dict[str, object](), None
-    fixed = ("pp", "cp") if request.group_sequences > 1 else ()  # stage grpo supports no other value
+    fixed = ("pp", "cp") if request.group_sequences > 1 else ()  # `stage: grpo` supports no other values
     for name in (n for n in pins if n in PINNABLE and n not in fixed):
         legal = _legal_values(request, name)
         if legal:
@@ -200,7 +200,10 @@ def _impossible_pins(request: PlanRequest) -> Iterator[str]:
 
 
 def _legal_values(request: PlanRequest, name: str) -> list[int]:
-    """Return other legal values of the pin `name`; of numbers, only divisors of the devices or the layers are tried."""
+    """Return legal values of the pin `name`, except the pinned one.
+
+    Of numbers, only divisors of the number of devices, and of the number of layers if that is larger, are tried.
+    """
     values = [*range(len(PINNABLE[name].values))]
     if not values:
         largest = max(request.num_devices, request.model.num_layers)
@@ -214,7 +217,6 @@ def _pinned(request: PlanRequest, name: str, value: int) -> PlanRequest:
 
 
 def _any_legal(request: PlanRequest) -> bool:
-    """Return whether any combination of degrees is legal and executable."""
     space = Space(request)
     names = ("pp", "tp_x", "tp_y", "cp", "dp", "accumulation", "microbatch")
     meshes = tuples(space.meshes(), names)
@@ -230,10 +232,10 @@ def _any_legal(request: PlanRequest) -> bool:
 
 
 def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
-    """Return the error if no strategy of a request fits.
+    """Return the error for a request of which no strategy fits in memory.
 
-    Its hint is the first result of `_single_changes` with which a strategy fits, else that of `_changes_together`.
-    `least_bytes` is the least peak of the fullest device, over the strategies of the search.
+    Its hint is the first of `_single_changes` with which a strategy fits, else `_changes_together`. `least_bytes` is
+    the smallest peak of any strategy in the search.
     """
     return DoesNotFit(
         f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
@@ -244,7 +246,7 @@ def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
 
 
 def _changes_together(request: PlanRequest) -> str:
-    """Return the hint if no single change suffices: a smaller model, and another machine or several changes."""
+    """Return the hint if no single change suffices: a smaller model, another topology, or several changes."""
     if request.supernode.name == LOCAL:
         return f"a smaller model, or {topology_hint('topology=' if request.from_recipe else '--topology ')}"
     pins = ", no pins" if request.pins else ""

@@ -75,7 +75,7 @@ class PlanRequest:
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[tuple[int, ...], ModelNumbers], ...]:
-        """(indices of the layers, sizes of a model with only such layers) of every kind of layer."""
+        """Tuple of (layer indices, sizes of a model with only these layers), one per block of decoder layers."""
         other_blocks = tuple(b for b in self.model.blocks if not b.layers)
         return tuple(
             (tuple(b.layers), ModelNumbers.of(replace(self.model, blocks=(*other_blocks, b))))
@@ -84,7 +84,10 @@ class PlanRequest:
         )
 
     def change(self, option: str, key: str, value: object) -> dict[str, object]:
-        """Return a change for a hint: of the recipe key `key` if `from_recipe`, else of an option or `--pin NAME`."""
+        """Return a hint as a dict: from the recipe key `key` if `from_recipe`, else from `option`, to the new value.
+
+        The text `--pin NAME` for `option` pins the choice NAME.
+        """
         name, _, pin = option.partition(" ")
         return {key: value} if self.from_recipe else {name: {pin: value} if pin else value}
 
@@ -191,7 +194,8 @@ def resolve(
 ) -> PlanRequest:
     """Return the request for a model, a machine and a workload; arguments as for `hyper_parallel.plan`.
 
-    A note states the workload if it is None, or the tokens per step if all batch numbers are None: both are assumed.
+    If `workload` is None, a default is assumed. If all its batch numbers are None, tokens per step are assumed. A note
+    of the request states the assumption.
 
     Raises:
         BadValue: HP102 when `num_devices` is below one.
@@ -242,9 +246,9 @@ def default_workload(
 
 
 def default_tokens(supernode: Supernode, num_devices: int, seq_len: int) -> int:
-    """Return the default tokens per step: per device 8192 (1024 on a CPU), rounded up to whole sequences.
+    """Return the default tokens per step: 8192 per device (1024 on a CPU), rounded up to whole sequences.
 
-    A result above 2**24 tokens is halved repeatedly, as long as the number of sequences is even.
+    While the result exceeds 2**24 tokens and the number of sequences is even, it is halved.
     """
     per_device = TOKENS_PER_CPU_RANK if supernode.device.kind == "cpu" else TOKENS_PER_DEVICE
     sequences = num_devices * max(1, math.ceil(per_device / seq_len))

@@ -29,7 +29,7 @@ _HEAD: Final = """\
 def launch_settings(plan: Plan, stack: str) -> str:
     """Return a recipe or a command that starts a run with the plan.
 
-    Comments list the choices of the plan that Megatron-LM cannot express, or that this version cannot run.
+    Comments at its top list the choices of the plan that it omits, or that this version cannot run.
 
     Args:
         plan: The plan.
@@ -50,7 +50,8 @@ def launch_settings(plan: Plan, stack: str) -> str:
         comments = [f"# not supported: {text}" for text in unimplemented(plan.strategy)]
         omitted = {"parallel.rules": plan.strategy.rules, "parallel.schedule_file": plan.strategy.schedule_file}
         comments += [f"# not written: {key} of the plan" for key, value in omitted.items() if value]
-        settings = _recipe(plan)
+        recipe_text: str = yaml.safe_dump(recipe_values(plan), sort_keys=False)
+        settings = _HEAD.format(model=plan.model.name) + recipe_text.rstrip()
     else:
         comments = [f"# not expressed: {text}" for text in _not_in_megatron(plan)]
         settings = _megatron(plan)
@@ -60,8 +61,8 @@ def launch_settings(plan: Plan, stack: str) -> str:
 def recipe_values(plan: Plan) -> dict[str, Any]:
     """Return a recipe for the plan, as a nested dict of keys and values.
 
-    A plan has no data set, so `data.source` is `python-stdlib`. Omitted are sharding rules, the schedule file, and
-    choices without a recipe value: order of axes, etp, ZeRO-0, selective recomputation.
+    A plan has no data set, so `data.source` is `python-stdlib`. Sharding rules and the schedule file are omitted, and
+    so are choices that a recipe cannot express: order of axes, etp, ZeRO-0, selective recomputation.
     """
     s, w = plan.strategy, plan.workload
     parallel: dict[str, object] = {name: degree for name, degree in s.degrees().items() if degree > 1} or {
@@ -108,12 +109,6 @@ def recipe_values(plan: Plan) -> dict[str, Any]:
     return recipe
 
 
-def _recipe(plan: Plan) -> str:
-    """Return the YAML text of the recipe; a comment at its top lists the keys that a plan does not determine."""
-    text: str = yaml.safe_dump(recipe_values(plan), sort_keys=False)
-    return _HEAD.format(model=plan.model.name) + text.rstrip()
-
-
 def _host_bytes(plan: Plan) -> dict[str, int]:
     """Return a dict from memory term to its bytes in host memory at the peak."""
     return {t.name: t.bytes for t in plan.memory if t.tier == "dram"}
@@ -126,7 +121,10 @@ def _layers_per_rank(plan: Plan) -> list[int]:
 
 
 def _megatron(plan: Plan) -> str:
-    """Return a `torchrun` line to complete, with Megatron-LM's flags for layout, batch, dtype and recomputation."""
+    """Return a `torchrun` command with Megatron-LM's flags for layout, batch, dtype, recomputation and offload.
+
+    The number of devices per node is a placeholder.
+    """
     s, w = plan.strategy, plan.workload
     sequences = (w.tokens_per_step or 0) // w.seq_len
     flags: list[str] = [
@@ -201,7 +199,7 @@ def _not_in_megatron(plan: Plan) -> Iterator[str]:
 
 
 def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file: str) -> list[str]:
-    """Return overrides (`key=value`) that give a recipe the degrees, choices and batch of a saved plan, but no overlap.
+    """Return overrides (`key=value`) that give a recipe the degrees, choices, overlap and batch of a saved plan.
 
     Args:
         plan: The saved plan.
@@ -232,7 +230,9 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
     overrides: dict[str, object] = {f"parallel.{k}": v for k, v in {**parallel, **values["parallel"]}.items()}
     own_keys = ("microbatch", "accumulation_steps", "recompute", "recompute_layers")
     overrides |= {f"training.{k}": values["training"].get(k) for k in own_keys}
+    overrides |= {f"overlap.{k}": v for k, v in {"tp": "none", "ep": "none", **values.get("overlap", {})}.items()}
     overrides |= {
+        "overlap.auto": False,
         "parallel.auto": False,
         "parallel.world_size": None,
         "training.tokens_per_step": None,
@@ -243,12 +243,7 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
 
 
 def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
-    """Raise an error if the plan of a run differs from the saved plan.
-
-    Args:
-        saved: The saved plan.
-        run_plan: The plan of the run, with the overrides of the saved plan.
-        file: Path of the saved plan.
+    """Raise an error if the plan of a run, with the overrides of a saved plan, differs from the plan saved in `file`.
 
     Raises:
         PlanMismatch: HP307 if the model's numbers of parameters, the ranks, the tokens per step or the strategy differ.

@@ -74,7 +74,8 @@ class PeakBytes:
 
     def kinds(self, columns: Columns) -> NDArray[np.intp]:
         """Return the kind of every row; compute the peak bytes of new kinds."""
-        key, numbers = memory_key(columns, self.pricer.request.workload.seq_len), self._numbers
+        request, numbers = self.pricer.request, self._numbers
+        key = memory_key(columns, request.workload.seq_len, request.numbers.uncut.stream > 0.0)
         first, index = distinct(key)
         table = np.column_stack(key)[first]
         known, raw, width = len(numbers), table.tobytes(), table.itemsize * len(key)
@@ -92,7 +93,7 @@ class PeakBytes:
         return self._bytes[:, kinds]
 
     def min_recompute_layers(self, columns: Columns, kinds: NDArray[np.intp], choice: Choice) -> tuple[Array, Array]:
-        """Return, per row, the smallest number of recomputed layers per rank that fits (else all), and the peak."""
+        """Return (layers, peak bytes) per row, as `Pricer.min_recompute_layers`."""
         known = _with_capacity(self._min_layers.get(choice, np.empty((2, 0))), len(self._numbers))
         self._min_layers[choice] = known
         unique_kinds, first = np.unique(kinds, return_index=True)
@@ -258,7 +259,7 @@ def closed_form_s(rows: Columns, position: int) -> float:
 
 
 class BranchAndBound:
-    """Search, run by the constructor: the best strategies, a lower bound, and counts.
+    """Branch-and-bound search, which the constructor runs.
 
     Attributes:
         rows: Complete strategies that this version can run and that were within the threshold when found, unsorted.
@@ -308,7 +309,10 @@ class BranchAndBound:
         self.bound = self._run()
 
     def _run(self) -> float:
-        """Expand nodes, deeper levels first (the last level last), least bounds first; return the value of `bound`."""
+        """Expand nodes until none is open or `MOST_ROWS` rows are priced; return the attribute `bound`.
+
+        Deeper levels are expanded first, except the last level. Within a level, nodes are expanded by ascending bound.
+        """
         levels = (
             self._pipelines,
             self._states,
@@ -330,7 +334,7 @@ class BranchAndBound:
 
         push(0, *self._blocks())
         while any(queues) and self.pricer.rows < MOST_ROWS:
-            # The last level, orders that rarely win, comes after all others.
+            # The last level has orders that are rarely the fastest.
             level = max((i for i in range(last) if queues[i]), default=last)
             _, _, columns, order, bound = heapq.heappop(queues[level])
             fast = self.completer.faster(bound)
@@ -369,7 +373,6 @@ class BranchAndBound:
         return {**select(columns, source), **added}
 
     def _blocks(self) -> tuple[Columns, Array]:
-        """Return the rows of the level `blocks`, and lower bounds of their seconds per token."""
         first, _ = distinct([self.meshes[n] for n in _MESH_COLUMNS])
         columns = {n: self.meshes[n][np.sort(first)] for n in _MESH_COLUMNS}
         inner = [columns[n] for n in _MESH_COLUMNS[:3]]
@@ -378,7 +381,7 @@ class BranchAndBound:
         return expanded, self.pricer.microbatch_s(expanded) if count(expanded) else np.empty(0)
 
     def _pipelines(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Return the rows expanded to the level `pipeline`, and their bounds; prune rows that are slow or do not fit.
+        """Return the rows expanded to the level `pipeline`, and their bounds, without rows that are pruned.
 
         Many rows need the same memory, so memory is checked before the expanded rows are built.
         """
@@ -427,16 +430,14 @@ class BranchAndBound:
         return [self._cache[key] for key in keys]
 
     def _schedules(self, *key: int) -> list[tuple[int, ...]]:
-        """Return the legal rows of `_PIPELINE_COLUMNS` for one (tp, cp, sequences per microbatch)."""
         rows = self._pipelines_of_mesh[key]
         return [(*row, *schedule) for row in rows for schedule in self.space.schedules(row[0], row[2])]
 
     def _states(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Return the rows expanded to the level `states`, and their bounds."""
         inner = columns["tp_x"] * columns["tp_y"] * columns["cp"]
         keys = (columns["pp"], columns["dp"], inner, columns["ep"] * columns["etp"])
         expanded = self._expand(columns, _STATE_COLUMNS, self.space.states, *keys)
-        expanded = select(expanded, self.space.shards(expanded))
+        expanded = select(expanded, self.space.distinct_zero(expanded))
         if not count(expanded):
             return expanded, np.empty(0)
         rows = self.completer.complete(expanded)
@@ -483,10 +484,11 @@ class BranchAndBound:
         return reason is None
 
     def _record(self, rows: Columns) -> None:
-        """Record complete strategies, fastest first, and lower the threshold; those above it are in `slower`.
+        """Record complete strategies, fastest first, and lower the threshold.
 
-        The new threshold is the larger of two values: the best time with simulated schedule, and the closed form of the
-        `keep`-th best strategy with distinct degrees. Strategies that this version cannot run are recorded in `barred`.
+        Strategies above the threshold are recorded in `slower`, those that this version cannot run in `barred`. The new
+        threshold is the larger of the best time with a simulated schedule, and of the closed form of the `keep`-th best
+        strategy with distinct degrees.
         """
         value, degrees = rows["per_token_s"].tolist(), tuples(rows)
         order = sorted(range(len(value)), key=value.__getitem__)

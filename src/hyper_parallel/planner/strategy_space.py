@@ -64,9 +64,9 @@ def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[in
 
 @lru_cache(maxsize=64)  # one for every set of axes
 def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
-    """Return one order per permutation of `axes` (indices into `AXES`), as indices into `ORDERS`, and the permutations.
+    """Return (indices into `ORDERS`, permutations), with one order of the mesh axes per permutation of `axes`.
 
-    The permutations, [orders, axes], are indices into `AXES`, inner to outer.
+    `axes` are indices into `AXES`. The permutations have shape [orders, axes] and list `axes` inner to outer.
     """
     first: dict[tuple[int, ...], int] = {}
     for index in sorted(range(len(ORDERS)), key=lambda i: i not in TENSOR_INNERMOST):
@@ -121,13 +121,13 @@ class Space:
         self.offloads = self._allowed("offload", (0, 1)) if host else [0]
         self.overlaps = self._allowed_overlaps()
         legal = legal_tp(model.num_heads, model.num_kv_heads, *model.intermediate_sizes)
-        self._tp = {t for t in legal if not runs or request.refusal(Strategy(tp_x=t)) is None}
+        # Dict from tp_x to the reason why this version cannot run it; None: it can.
+        self._tp = {t: request.refusal(Strategy(tp_x=t)) if runs else None for t in legal}
         self._runs_with_ep = cache(lambda ep: request.refusal(Strategy(dp_shard=ep, ep=ep)) is None)
         self._refusals: dict[tuple[int, ...], str | None] = {}
         self._whole_stream = cache(self._holds_all_tokens)
 
     def _allowed(self, name: str, values: Sequence[int]) -> list[int]:
-        """Return the entries of `values` that the pins allow for a column."""
         return [value for value in values if self.request.allows(name, value)]
 
     def _allowed_overlaps(self) -> tuple[Overlap, ...]:
@@ -139,7 +139,6 @@ class Space:
         return tuple(o for o in options if self.request.may_overlap(o))
 
     def _divisors(self, axis: str, number: int) -> list[int]:
-        """Return the divisors of `number` that the pins allow as degree of an axis."""
         return [d for d in divisors(number) if self.request.allows(axis, d)]
 
     def rule_out(self, reason: str, number: int = 1) -> bool:
@@ -172,9 +171,7 @@ class Space:
                     x = tp // y
                     if not r.allows("tp_x", x) or (x == 1 and y > 1):
                         continue
-                    legal = x in self._tp if y == 1 else all(self.shapes(x, y))
-                    axes = "tp does" if y == 1 else "tp_x and tp_y do"
-                    if rule_out(f"{axes} not divide heads or widths", not legal):
+                    if (refusal := self._tp_refusal(x, y)) and rule_out(refusal):
                         continue
                     for cp in self._divisors("cp", r.num_devices // pp // tp):
                         if cp > 1 and "cp" in unsplit and rule_out(unsplit["cp"], True):
@@ -185,8 +182,13 @@ class Space:
                         if not rule_out(reason, uneven) and self._splits(dp):
                             yield pp, x, y, cp, dp
 
+    def _tp_refusal(self, x: int, y: int) -> str | None:
+        """Return why tp_x = `x` and tp_y = `y` are illegal or cannot run; None if they are legal and can."""
+        if y == 1:
+            return self._tp.get(x, "tp does not divide heads or widths")
+        return None if all(self.shapes(x, y)) else "tp_x and tp_y do not divide heads or widths"
+
     def _splits(self, dp: int) -> list[tuple[int, int]]:
-        """Return the allowed (dp_replicate, dp_shard) of `dp` data-parallel ranks."""
         return [(dp // s, s) for s in self._divisors("dp_shard", dp) if self.request.allows("dp_replicate", dp // s)]
 
     def microbatches(self) -> Sequence[int | None]:
@@ -200,8 +202,8 @@ class Space:
     def _batched(self, table: NDArray[np.float64], microbatch: int | None) -> NDArray[np.float64]:
         """Return `table` with columns microbatch and accumulation added.
 
-        Rows are omitted if their data-parallel ranks cannot share the batch evenly, if a batch number differs from a
-        set or pinned one, or if they have fewer microbatches than pipeline ranks.
+        Rows are omitted if their data-parallel ranks cannot share the batch evenly or in whole groups of sequences, if
+        a batch number differs from a set or pinned one, or if they have fewer microbatches than pipeline ranks.
         """
         w, ones = self.request.workload, np.ones(len(table))
         steps = ones * (w.accumulation_steps or self.request.pins.get("accumulation", 1))
@@ -216,10 +218,12 @@ class Space:
         if w.microbatch and w.accumulation_steps:
             divides &= (micro == w.microbatch) & (steps == w.accumulation_steps)
         divides &= steps == self.request.pins.get("accumulation", steps)
+        whole = micro * steps % self.request.group_sequences == 0
         enough = steps >= table[:, 0]
         self.rule_out("the batch is not divisible", int((~divides).sum()))
-        self.rule_out("fewer microbatches than pipeline stages", int((divides & ~enough).sum()))
-        keep = divides & enough
+        self.rule_out("a data-parallel rank does not get whole groups of completions", int((divides & ~whole).sum()))
+        self.rule_out("fewer microbatches than pipeline stages", int((divides & whole & ~enough).sum()))
+        keep = divides & whole & enough
         return np.column_stack([table[keep], micro[keep], steps[keep]])
 
     def whole_heads(self, ranks: int) -> bool:
@@ -298,7 +302,6 @@ class Space:
         ]
 
     def _cp_kind(self) -> str:
-        """Return the pinned kind of context parallelism; "": any."""
         pinned = self.request.pins.get("cp_kind")
         return "" if pinned is None else str(PINNABLE["cp_kind"].shown(pinned))
 
@@ -326,9 +329,8 @@ class Space:
     def refusal_of(self, shard: int, cp: int, x: int, y: int, *block: int, pp: int = 1) -> str | None:
         """Return why this version cannot run strategies with the given degrees; None if it can.
 
-        The result is also None if the request is not limited to strategies that this version runs. Results are cached
-        by the degrees on which layouts depend: without expert parallelism and tp_y, tp_x and whether there is a
-        pipeline. `block` is a row of `blocks`; the other arguments are degrees.
+        The result is also None if the request is not limited to strategies that this version can run. `block` is a row
+        of the table `blocks`; the other arguments are degrees.
         """
         if not self.request.executable:
             return None
@@ -338,7 +340,7 @@ class Space:
             shard = 1
             if y == 1:
                 cp, columns = 1, {}
-        # Layouts depend on the presence of pipeline stages, not on their number.
+        # Layouts depend on whether there is a pipeline, not on its number of stages.
         staged = min(pp, 2)
         key = (staged, shard, cp, x, y, *columns.values())
         if key not in self._refusals:
@@ -349,9 +351,9 @@ class Space:
         return self._refusals[key]
 
     def open_overlap(self, columns: Columns) -> Columns:
-        """Return `OVERLAP_COLUMNS` with which the predicted time is a lower bound over all allowed overlaps.
+        """Return values of `OVERLAP_COLUMNS` for which the predicted time is a lower bound over all allowed overlaps.
 
-        A value -n stands for any number from 1 to n. The result is {} if no overlap is allowed.
+        A value -n means any number from 1 to n. The result is {} if only the strategy without overlap is allowed.
         """
         if self.overlaps == (Overlap(),):
             return {}
@@ -369,7 +371,7 @@ class Space:
         }
 
     def overlaps_of(self, *key: int) -> list[tuple[int, int, int]]:
-        """Return the table `overlap`: legal tuples of `OVERLAP_COLUMNS` for a row of `OVERLAP_KEY`."""
+        """Return the table `overlap`: legal values of `OVERLAP_COLUMNS` for one row of the columns `OVERLAP_KEY`."""
         named: dict[str, Any] = dict(zip(OVERLAP_KEY, key, strict=True))
         micro, zero = named.pop("microbatch"), named.pop("zero")
         plain = Strategy(**named, zero=zero if zero < 2 else None)
@@ -396,7 +398,7 @@ class Space:
             return True
 
     def overlaps_with(self, offload: int, regather: int) -> bool:
-        """Return whether half-batches are legal on tensor-parallel ranks with these values of offload and regather."""
+        """Return whether half-batches and tensor parallelism are legal with these values of the two columns."""
         inputs: Literal["keep", "re-gather"] = "re-gather" if regather else "keep"
         half = Overlap(half_batch=True)
         strategy = Strategy(tp_x=2, offload=bool(offload), gathered_inputs=inputs, overlap=half)
@@ -415,14 +417,14 @@ class Space:
         return [(*split, zero) for split in splits for zero in self.zeros_of(pp)]
 
     def zeros_of(self, pp: int) -> list[int]:
-        """Return the allowed ZeRO stages with `pp` pipeline ranks; an executable pipeline excludes ZeRO-1."""
+        """Return the allowed ZeRO stages with `pp` pipeline ranks; this version runs no pipeline with ZeRO-1."""
         return [z for z in self.zeros if z != 1 or pp == 1 or self._zero_1_staged]
 
-    def shards(self, rows: Columns) -> NDArray[np.bool_]:
-        """Return the mask of rows to keep; rows whose ZeRO stage has the effect of another stage are dropped.
+    def distinct_zero(self, rows: Columns) -> NDArray[np.bool_]:
+        """Return the mask of rows whose ZeRO stage differs in effect from the stages of other rows.
 
         With a single microbatch, ZeRO-1 has the effect of ZeRO-2. If dp_shard * cp is 1, ZeRO-0 has the effect of
-        ZeRO-1. For a pinned stage, `has_pinned_zero` decides instead.
+        ZeRO-1. For a pinned stage, the mask is that of `has_pinned_zero`.
         """
         if "zero" in self.request.pins:
             has_pinned: NDArray[np.bool_] = self.has_pinned_zero(rows["dp_shard"] * rows["cp"])
@@ -438,8 +440,8 @@ class Space:
     def has_pinned_zero(self, shards: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Return the mask of strategies with dp_shard * cp = `shards` ranks to which a pinned ZeRO stage applies.
 
-        A pinned stage above 0 requires more than one rank to shard over. The stage of a recipe does not: it has no
-        effect on a single rank.
+        A stage above 0 that a user pins requires dp_shard * cp > 1. A stage that a recipe sets does not, because a
+        single rank ignores it.
         """
         pinned = self.request.pins.get("zero", 0) > 0 and not self.request.from_recipe
         return np.asarray((shards > 1) | (not pinned))
@@ -463,7 +465,10 @@ class Space:
         return [(SCHEDULES.index(s), v) for s, v in options]
 
     def orders(self, degrees: tuple[int, ...], tiers: tuple[int, ...], inner: bool) -> list[int]:
-        """Return the table `order`: `distinct_orders` in `TENSOR_INNERMOST` if `inner`, else all others."""
+        """Return the table `order`: `distinct_orders` in `TENSOR_INNERMOST` if `inner`, else the others.
+
+        If only one order is allowed, such as a pinned one, it is returned with `inner` and omitted without.
+        """
         if len(self._orders) == 1:
             return self._orders if inner else []
         return [i for i in distinct_orders(degrees, tiers) if (i in TENSOR_INNERMOST) == inner]

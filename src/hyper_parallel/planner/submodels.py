@@ -65,9 +65,9 @@ class TowerPrice:
     """Predicted time and memory of a tower on one of its ranks.
 
     Attributes:
-        cost: Cost of one microbatch. Backward takes twice as long as forward, or 0 s if the tower is frozen, and is all
-            in `weight_grad_s`.
-        memory: Memory terms, those of `ir.RESERVED` excluded; with the activations of one microbatch.
+        cost: Cost of one microbatch. The whole backward counts in `weight_grad_s`: twice the seconds of forward, or 0
+            if the tower is frozen.
+        memory: Memory terms without those in `ir.RESERVED`; with the activations of one microbatch.
     """
 
     cost: StageCost
@@ -280,11 +280,8 @@ def language_memory(request: PlanRequest, plan: Plan, towers: Collection[str]) -
 def choose_step(steps: Sequence[DividedStep], capacity_bytes: int | None = None) -> tuple[int, Plan] | None:
     """Return (index, plan) of the step with the fewest seconds per token; None if no step fits in memory.
 
-    The certificate in `Plan.submodels` has the lower bound over all steps that fit.
-
-    Args:
-        steps: Predicted steps, one per assignment of ranks to parts.
-        capacity_bytes: Memory of a device; None: no limit.
+    The certificate in `Plan.submodels` has the lower bound over all steps that fit. `capacity_bytes` is the memory of a
+    device; None: no limit.
     """
     limit = math.inf if capacity_bytes is None else capacity_bytes
     fitting = [k for k, step in enumerate(steps) if step.max_bytes <= limit]
@@ -335,8 +332,8 @@ def joint_layout(
 ) -> JointLayout | None:
     """Return the lanes of a joint schedule and the tower ranks on them; None if no joint schedule is possible.
 
-    Ranks that run only the tower are divided evenly among the data-parallel ranks of the language part. The k-th of
-    each such share (from 0) is on lane pp + k. There is no joint schedule in any of these cases:
+    Ranks that run only the tower are divided evenly among the data-parallel ranks of the language part. In each share,
+    the rank with index k (from 0) is on lane pp + k. There is no joint schedule in any of these cases:
 
     * The language part has no pipeline stages, a schedule other than 1F1B, or a schedule file.
     * The model has several towers.
@@ -417,11 +414,7 @@ def layouts(kinds: Sequence[str], ranks: int) -> Iterator[dict[str, dict[str, An
     shared ranks, the tower is tried sharded, and with pipeline stages also replicated.
 
     Several towers are always sharded. Each tower has ranks of its own, or all towers have the same ranks: either ranks
-    without the language part, or all ranks of a language part without pipeline stages.
-
-    Args:
-        kinds: Names of the towers: `vision`, `audio` or both.
-        ranks: Number of ranks.
+    without the language part, or all ranks of a language part without pipeline stages. `kinds` are names of towers.
     """
     for own in range(ranks):
         size = ranks - own
@@ -546,7 +539,7 @@ def _fitting_step(
 def _hint_of_encoders(
     request: PlanRequest, towers: Sequence[Tower], media: int, find: Callable[[PlanRequest], Plan]
 ) -> str | dict[str, object]:
-    """Return the hint to halve `media` until a step fits, or to choose another machine if not even one item fits."""
+    """Return the hint: `media` halved until a step fits, or another machine if a step with one item does not fit."""
     if media < 2:
         more = "" if request.supernode.name == LOCAL else "more devices, or "
         return f"{more}{topology_hint('--topology ')}"
@@ -558,7 +551,7 @@ def _hint_of_encoders(
 
 
 def _inline_step(request: PlanRequest, plan: Plan, towers: Sequence[Tower], media: int) -> DividedStep:
-    """Return the predicted step if the ranks of the first pipeline stage run the towers; see `DividedStep.inline`."""
+    """Return the predicted step in which the first pipeline stage runs the towers; see `DividedStep.inline`."""
     s = plan.strategy
     own = Strategy(dp_replicate=s.dp_replicate, dp_shard=s.dp_shard * s.cp)
     places = places_of_ranks(s, range(s.world_size))
@@ -615,7 +608,7 @@ def _predicted_step(
     *,
     inline: bool = False,
 ) -> DividedStep:
-    """Return the predicted step if `ranks` run all towers with one strategy; `plan` is that of the language part."""
+    """Return the predicted step in which `ranks` run all towers with one strategy; `plan`: of the language part."""
     s, names = plan.strategy, [tower.name for tower in towers]
     strategies = {LANGUAGE: s, **dict.fromkeys(names, tower_strategy)}
     members = {LANGUAGE: tuple(range(s.world_size)), **dict.fromkeys(names, ranks)}

@@ -14,8 +14,8 @@ def trained_share(model: ModelSpec, recipe: Recipe) -> float:
     """Return the number of parameters with a gradient, adapters included, divided by all parameters of the model.
 
     The result is an estimate, because a model spec has no module classes: every matrix named `*.weight` counts as a
-    linear module. Routed experts have no adapters. `all-linear` also excludes embedding and head, and in a model with
-    routed experts the modules in `NAMES_OF_EXPERTS`.
+    linear module. Routed experts never have adapters. With `all-linear`, neither have embedding and head, nor the
+    modules in `NAMES_OF_EXPERTS` if the model has routed experts.
     """
     lora, patterns = recipe.lora, recipe.training.freeze
     if lora is None and not patterns:
