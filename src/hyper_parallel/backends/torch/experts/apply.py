@@ -97,28 +97,29 @@ def _is_supported(module: nn.Module, name: str, state: ExpertState, tokens: Toke
             return False
         changes: dict[str, object] = {} if group is None else {"parallel.ep": 1}
         changes |= {} if tp is None else {"parallel.tp_x": 1, "parallel.tp_y": 1}
-        changes |= {} if capacity is None else {"moe.capacity_factor": "null"}
+        changes |= {} if capacity is None else {"moe.capacity_factor": None}
         needed = "must be called as experts(hidden_states, index, weights)"
         if len(signature.parameters) == 4:
             needed = "need an attribute `num_experts`"
         raise UnsupportedSharding(
             f"experts on several ranks, or with a capacity, {needed}",
-            where=name,
-            got=f"{type(module).__name__}{signature}",
+            where=next(iter(changes)),
+            got=f"{name}: {type(module).__name__}{signature}",
             changes=changes,
         )
     if in_list and capacity is not None:
         raise UnsupportedSharding(
             "`moe.capacity_factor` needs experts called as experts(hidden_states, index, "
             "weights), not a list of modules",
-            where=name,
-            got=f"capacity_factor={capacity}",
-            hint="moe.capacity_factor=null",
+            where="moe.capacity_factor",
+            got=f"capacity_factor={capacity}, {name}: {type(module).__name__}",
+            changes={"moe.capacity_factor": None},
         )
     if tp is not None and not in_decoder and not is_list(module):
         raise UnsupportedSharding(
             "experts under tensor parallelism need a Hugging Face model with a list of decoder layers",
-            where=name,
+            where="parallel.tp_x",
+            got=name,
             changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
         )
     return True
