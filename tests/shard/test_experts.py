@@ -119,7 +119,7 @@ def test_experts_in_a_list_are_dealt_out() -> None:
     assert first(Strategy(dp_shard=2, tp_x=2), *range(4)) == "[d0:dp_shard, d1] @ hbm"
     assert first(Strategy(dp_shard=2, ep=2), *range(4)) == "[d0, d1] @ hbm, one of ep"
     assert first(Strategy(dp_shard=4, ep=2), "*") == "[d0, d1:edp] @ hbm, one of ep"
-    with pytest.raises(NotDivisible, match="ep=2 does not divide the 3 experts"):
+    with pytest.raises(NotDivisible, match="ep=2 does not divide the 3 experts of a layer"):
         first(Strategy(dp_shard=2, ep=2), *range(3))
     with pytest.raises(UnsupportedSharding, match="in a form that ep cannot shard"):
         first(Strategy(dp_shard=2, ep=2), "left", "right")

@@ -73,18 +73,19 @@ def check_experts(params: list[Param], strategy: Strategy) -> None:
                 allowed="parameters [experts, dim, ...] directly in `experts`, or modules experts.0, experts.1, ...",
                 changes={"parallel.ep": 1},
             )
-    number = math.gcd(*(p.shape[0] for p in experts if not _index(p)), *_lengths(experts))
-    _check_divides(strategy, number)
+    _check_divides(strategy, sorted({*(p.shape[0] for p in experts if not _index(p)), *_lengths(experts)}))
 
 
-def _check_divides(strategy: Strategy, number: int) -> None:
-    s = strategy
+def _check_divides(s: Strategy, counts: Sequence[int]) -> None:
+    """Raise NotDivisible (HP203) if `ep` does not divide dp_shard * cp * tp or a number of experts in `counts`."""
+    number = math.gcd(*counts)
+    experts = ", ".join(map(str, counts))
     inner = s.dp_shard * s.cp * s.tp
     legal = divisors(math.gcd(number, inner))
     ranks = f"dp_shard * cp * tp = {inner}, the ranks over which ep shards experts"
     for size, divided, got in (
         (inner, ranks, f"dp_shard={s.dp_shard}, cp={s.cp}, tp={s.tp}"),
-        (number, f"the {number} experts of a layer", f"experts={number}"),
+        (number, f"the {experts} experts of a layer", f"experts={experts}"),
     ):
         if size % s.ep:
             raise NotDivisible(
