@@ -81,9 +81,9 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
     if overlap.parts(sequences, workload.seq_len) == 1:
         even = next(n for n in (2 * sequences, 4 * sequences) if overlap.parts(n, workload.seq_len) > 1)
         steps, rest = divmod(sequences * (workload.accumulation_steps or 1), even)
-        batch = {"training.microbatch": even}
-        if not rest:
-            batch["training.accumulation_steps"] = steps  # the same tokens per step
+        batch = {"training.microbatch": even, "training.accumulation_steps": max(1, steps)}
+        if rest and workload.tokens_per_step is not None:
+            batch["training.tokens_per_step"] = even * max(1, steps) * s.dp * workload.seq_len
         raise _overlap_error(
             "a microbatch of this size cannot be halved",
             f"microbatch={sequences}, seq_len={workload.seq_len}",
