@@ -195,10 +195,11 @@ class TopologyTooSmall(HyperParallelError, code="HP311"):
 
 
 class UnknownDevice(HyperParallelError, code="HP312"):
-    """No preset describes the accelerator of this machine.
+    """No preset describes the accelerator of this machine, or the rates of its processor cannot be measured.
 
-    Why: its peak rates and links are unknown, and guesses would determine the plan.
-    Fix: write a topology file based on the nearest preset, and set its path as the topology.
+    Why: a plan from guessed rates and links would be wrong.
+    Fix: write a topology file based on the nearest preset, and give its path as the topology. If the measurement of a
+    processor took too long, run the command again when the machine is idle.
     """
 
 

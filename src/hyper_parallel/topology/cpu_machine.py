@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hyper_parallel.errors import UnknownDevice
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.serde import write_text
 from hyper_parallel.topology._supernode import Device, Quantity, Supernode, Tier
@@ -160,7 +161,7 @@ def cpu_rates(cpu: Cpu) -> dict[str, float]:
         `float32` and `float64` in FLOP/s, `memory` in bytes/s (read plus written), of all cores together.
 
     Raises:
-        subprocess.SubprocessError: The measurement failed, or took more than a minute.
+        UnknownDevice: HP312 if the measurement fails, or takes more than a minute.
     """
     key = f"{cpu.model}|{cpu.cores}|{_CACHE_VERSION}"
     path = cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
@@ -168,13 +169,16 @@ def cpu_rates(cpu: Cpu) -> dict[str, float]:
     if cached is not None:
         return cached
     script = Path(__file__).with_name("_measure.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(cpu.cores)],
-        capture_output=True,
-        text=True,
-        timeout=_MEASURE_TIMEOUT_S,
-        check=True,
-    )
+    command = [sys.executable, str(script), str(cpu.cores)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MEASURE_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        lines = error.stderr.splitlines() if isinstance(error, subprocess.CalledProcessError) else []
+        raise UnknownDevice(
+            "the rates of the processor of this machine cannot be measured",
+            got=lines[-1] if lines else str(error),
+            hint="run again when the machine is idle, or write a topology file and give its path as the topology",
+        ) from error
     rates: dict[str, float] = json.loads(done.stdout)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
