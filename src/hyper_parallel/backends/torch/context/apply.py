@@ -83,9 +83,9 @@ def apply_context_parallel(
 
 
 def _use_interface(model: nn.Module, config: Any) -> None:
-    """Give the decoder with this config a copy that names the attention interface; other models may share the config.
+    """Set `INTERFACE` as the attention implementation in a copy of `config`, because other models may share `config`.
 
-    Configs that contain `config`, such as that of a model with images, are copied too, so that they contain the copy.
+    Configs that contain `config`, such as that of a multimodal model, are copied too, so that they contain the copy.
     """
     named = copy.deepcopy(config)
     named._attn_implementation = INTERFACE

@@ -319,7 +319,11 @@ def _unpack(flat: Tensor, *like: Tensor) -> Iterator[Tensor]:
 
 
 def _key_value_blocks(context: ContextState, ring: RingAttention, k: Tensor, v: Tensor) -> KeyValueBlocks:
-    """Yield (ring position, keys, values), own position first; in a ring, the next ones are in flight meanwhile."""
+    """Yield (ring position, keys, values), own position first.
+
+    Gathered keys are yielded for all positions. A ring skips positions outside of the sliding window; the next keys are
+    in flight while the caller uses the current ones.
+    """
     name, ring_size = Purpose.KEYS_AND_VALUES, context.ring_size
     if context.gather_keys:
         rows = gather_rows(_pack(k, v), context.group, name)

@@ -39,7 +39,7 @@ from hyper_parallel.errors import UnsupportedSharding
 
 
 def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
-    """Return the number of experts of each module of experts in a model that is not yet sharded, by name.
+    """Return the number of experts by name of each module of experts, for a model that is not sharded yet.
 
     `styles` maps names of modules to sharding styles.
     """
@@ -59,9 +59,9 @@ def apply_to_experts(model: nn.Module, state: ExpertState, tokens: Tokens, in_de
     their routing counters. `in_decoder` tells whether the experts belong to a Hugging Face model with decoder layers.
 
     Raises:
-        UnsupportedSharding: HP205 for experts on several ranks, or with a capacity, that are not called with tokens,
-            indices and weights. HP205 for experts in a list with a capacity. HP205 for experts outside of a decoder
-            under tensor parallelism; a list of experts with ep = 1 is accepted there.
+        UnsupportedSharding: HP205 for experts on several ranks, or with a capacity, that lack `num_experts` or are not
+            called with tokens, indices and weights. HP205 for experts in a list with a capacity. HP205 for experts
+            outside of a decoder under tensor parallelism, except a list of experts with ep = 1.
     """
     group, tp = state.group, tokens.tp
     modules = dict(model.named_modules())
@@ -87,7 +87,7 @@ def apply_to_experts(model: nn.Module, state: ExpertState, tokens: Tokens, in_de
 
 
 def _is_supported(module: nn.Module, name: str, state: ExpertState, tokens: Tokens, in_decoder: bool) -> bool:
-    """Return whether to wrap a module of experts; else the module runs unchanged. Raise HP205 if neither works."""
+    """Return whether to wrap a module of experts; False: it runs unchanged. Raise HP205 if it cannot be wrapped."""
     group, capacity, tp = state.group, state.options.capacity_factor, tokens.tp
     in_list = isinstance(module, ExpertList) or is_list(module)
     signature = inspect.signature(type(module).forward)
@@ -143,7 +143,7 @@ class _Forward:
         self.has_child_parameters = any(True for child in module.children() for _ in child.parameters())
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sums of the expert results, in the shape of `hidden`; zero for padding of the layout.
+        """Return the weighted sums of the expert results, in the shape of `hidden`; rows not computed here are zero.
 
         `hidden` has shape [N, D], or [B, S, D] in some models; `index` and `weights` have shape [N, k].
         """

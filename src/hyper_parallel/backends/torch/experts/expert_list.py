@@ -92,9 +92,9 @@ class _ExpertSlot:
 
 
 class ExpertList(SlotList):
-    """Module list with this rank's contiguous range of experts.
+    """Module list with this rank's contiguous range of experts, and placeholders for the others.
 
-    During the forward of its block, it yields a stub for every expert of all ranks instead.
+    During the forward of its block, iteration yields a stub for every expert instead.
     """
 
     local_experts: range

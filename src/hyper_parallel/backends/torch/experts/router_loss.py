@@ -46,7 +46,7 @@ class RouterLoss:
         requested: True if the model adds the loss although the caller does not ask for router logits.
         num_experts: Number of experts of a layer; 0 for an unknown definition.
         top_k: Number of experts per token in the definition of the loss.
-        scale: Ratio of the auxiliary loss to `load_balance`; 1 for most types.
+        scale: Ratio of the auxiliary loss to `load_balance`; 1 for most models.
         product_keys: True if logits are scores [2, T, n] of two keys each, whose sums are the logits of n^2 experts.
         routers: (name, index) of every module with router logits; index: position of the logits in its outputs.
     """

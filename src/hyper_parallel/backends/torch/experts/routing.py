@@ -107,7 +107,7 @@ class RoutingStatistics:
 
     Attributes:
         max_load: Rows of the busiest expert divided by the mean over experts, in the worst layer; 1 is perfect balance.
-        mean_max_load: As `max_load`, averaged over the layers.
+        mean_max_load: The same ratio, averaged over the layers.
         entropy: Entropy of the load divided by its maximum ln E, averaged over the layers; 1 is perfect balance.
         dropped: Fraction of the rows that were dropped, because they exceeded the capacity of their expert.
         aux_loss: Result of `BalanceLoss.mean`: auxiliary loss without its coefficient; None if there is none.
@@ -146,7 +146,7 @@ def checked_loss(
 ) -> RouterLoss | None:
     """Return the router loss that training adds, see `_added_loss`, if the model supports the options of routing.
 
-    `where` is the location of the options, for errors. `alone` tells that there is one rank only.
+    `where` is the location of the options, for errors. `alone` is True on one rank.
 
     Raises:
         UnsupportedSharding: HP205 with the first unsupported option, or for an unknown router loss.

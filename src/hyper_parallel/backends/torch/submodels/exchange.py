@@ -98,7 +98,7 @@ class JointSteps:
         return [self.tower[owner] for owner in owners[:count]]
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return the result of `Border.sources` for a tower rank under the joint schedule, one entry per microbatch."""
+        """Return the microbatch of a tower rank, or None, per microbatch of a share under the joint schedule."""
         return self.layout.sources(self.schedule(count), tower_rank)[:count]
 
     def actions(self, count: int, train: bool) -> tuple[Action, ...]:
@@ -120,7 +120,7 @@ class JointSteps:
 
 
 def _crosses(action: Action) -> bool:
-    """Return whether an action sends or receives a message between `Tower` and `Reader`, which need no such actions."""
+    """Return whether an action is a message between tower and language part; `Tower` and `Reader` send it themselves."""
     return action.kind.startswith(("SEND", "RECV")) and 0 in (action.stage, action.peer.stage)
 
 

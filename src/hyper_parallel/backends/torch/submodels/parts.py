@@ -229,7 +229,7 @@ def _crossings(model: nn.Module, tower: TowerPart) -> Iterator[tuple[nn.Module, 
 
 
 def keep_language(model: nn.Module, division: Division, reader: Reader) -> nn.Module:
-    """Drop the parameters of all towers in place, and make calls to them return received results; return the model."""
+    """Drop the parameters of all towers in place; calls of towers then return received features. Return the model."""
     for number, tower in enumerate(division.towers):
         for owner, attribute, label in [*_crossings(model, tower)]:
             setattr(owner, attribute, _receive(reader, number, label))
@@ -240,7 +240,6 @@ def keep_language(model: nn.Module, division: Division, reader: Reader) -> nn.Mo
 
 
 def _receive(reader: Reader, number: int, label: str) -> Callable[..., Any]:
-    """Return a function that receives the result of a call from a tower, for any arguments."""
     return lambda *_, **__: reader.receive(label, number)
 
 

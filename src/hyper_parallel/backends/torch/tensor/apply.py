@@ -4,12 +4,12 @@
     first decoder layer         this rank's part of the residual stream, see `TokenGrid`
       attention or MLP          gather tokens -> projections (see `_projections`) -> scatter tokens
     final norm                  on this rank's part, then gather tokens: the base model's output is unchanged
-    head (rows sharded)         logits of all tokens for this rank's part of the vocabulary, which the loss accepts
+    head (rows sharded)         logits of all tokens for this rank's part of the vocabulary, as the loss expects
 
 Models whose layers the sharding rules do not cover keep replicated activations, see `_replicated_activations`.
-Forwards and a few attributes of module instances change, such as numbers of heads; classes and parameter names do not.
-All arithmetic runs on local tensors; parameters stay DTensors for FSDP, optimizers and checkpoints. An attention or MLP
-module with these collectives is called a region.
+Wrapping replaces forwards and a few attributes of module instances, such as head counts, but no classes or parameter
+names. Modules compute with local tensors; parameters stay DTensors for FSDP, optimizers and checkpoints. An attention
+or MLP module with these collectives is called a region.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def tensor_state(
     running: RunningPass,
     executor: TokenExecutor | None,
 ) -> TpState | None:
-    """Return the state of tensor parallelism on the mesh of `tensor_mesh`; None if this mesh is None."""
+    """Return the state of tensor parallelism on `tp_mesh`, a result of `tensor_mesh`; None if `tp_mesh` is None."""
     if tp_mesh is None:
         return None
     groups = {X: tp_mesh["tp_x"].get_group()}
@@ -362,9 +362,9 @@ class TensorParallel:
         module.forward = forward
 
     def _replicated(self, module: nn.Module, name: str) -> None:
-        """Make the forward of a module that is not parallelized, such as a norm, use its local parameters.
+        """Make a replicated module, such as a norm, run with the local tensors of its parameters.
 
-        A norm whose features are sharded over y computes its statistics over all features.
+        If features are sharded over y, a norm computes its statistics over all features.
         """
         params = list(module.parameters(recurse=False))
         styles = {s for n, s in self.own_parameters.items() if module_of(n) == name}
@@ -393,11 +393,10 @@ class TensorParallel:
         return inner(state.enter(hidden_states), *args, **kwargs)
 
     def _leave(self, inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the final norm on this rank's part of the residual stream, and gather the stream afterwards."""
         return self.state.leave(lambda part: inner(part, *args, **kwargs), hidden_states)
 
     def _guard(self) -> None:
-        """Add hooks to the root module: reset the state of a pass, refuse sharded outputs, gather unconsumed logits."""
+        """Add hooks to the root module: reset the state of a pass, refuse sharded outputs, gather unused logits."""
         state = self.state
         sharded_outputs = ["output_attentions"]
         if not state.replicated_activations:

@@ -40,18 +40,18 @@ def gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
 
 
 def gather_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return launchers of the all-gather of `gather` and of its transpose, for `PendingCollective`."""
+    """Return launchers of an all-gather along a dim and of its backward, a reduce-scatter, for `PendingCollective`."""
     back = partial(_launch_scatter, dim=dim, group=group, name=name.backward)
     return partial(_launch_gather, dim=dim, group=group, name=name), back
 
 
 def scatter(x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, leads_to_start: bool = False) -> Tensor:
-    """Reduce-scatter along a dim; backward is an all-gather. See `PendingCollective.finish` for `leads_to_start`."""
+    """Reduce-scatter along a dim; backward is an all-gather. `leads_to_start` is that of `PendingCollective.finish`."""
     return collective(*scatter_pair(dim, group, name), x, leads_to_start=leads_to_start)  # type: ignore[no-any-return]
 
 
 def scatter_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return launchers of the reduce-scatter of `scatter` and of its transpose, for `PendingCollective`."""
+    """Return launchers of a reduce-scatter along a dim and of its backward, an all-gather, for `PendingCollective`."""
     back = partial(_launch_gather, dim=dim, group=group, name=name.backward)
     return partial(_launch_scatter, dim=dim, group=group, name=name), back
 

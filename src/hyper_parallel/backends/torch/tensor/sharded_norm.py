@@ -2,8 +2,8 @@
 
 During the norm's forward, a mean over the last dim is averaged over the ranks by one all-reduce of one number per
 row, in float32 or wider. The fused norms of torch are computed from such means. Other common reductions, matrix
-products, and norms without a mean are refused: they would cover one rank's slice only. Key heads held by several ranks
-do not change the average, because all heads are held by equally many ranks.
+products, and norms without a mean are refused: they would cover one rank's slice only. Ranks may share key heads: the
+average stays exact, because every head is on the same number of ranks.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _on_meta(cls: type[nn.Module], config: Any, dtype: torch.dtype | None) -> An
 
 
 def with_tied_embeddings(config: Any, tied: bool) -> Any:
-    """Return a copy of a config whose embeddings are `tied` or not."""
+    """Return a copy of a config with `tie_word_embeddings` set to `tied`, also in its text config."""
     own = copy.deepcopy(config)
     for part in (own, own.get_text_config()):
         part.tie_word_embeddings = tied

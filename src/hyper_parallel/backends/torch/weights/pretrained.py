@@ -43,7 +43,7 @@ from hyper_parallel.serde import DecodeError, read
 logger = logging.getLogger(__name__)
 
 HANDLE: Final = "_hyper_parallel"
-"""Attribute of a model that passed through `parallelize`."""
+"""Name of the attribute that `parallelize` sets on a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class LoadReport:
     Attributes:
         tensors: Number of filled tensors.
         bytes_read: Bytes read from files.
-        seconds: Duration in seconds.
+        seconds: Duration of the call.
         fates: Use of each stored name.
         checksums: Checksums of the parts that were read; empty unless requested.
     """
@@ -153,7 +153,7 @@ def _log_inventory(inventory: Inventory, files: WeightFiles) -> None:
             logger.info("%s: %d tensors are %s, first `%s`", directory, len(names), fate, names[0])
     if inventory.fresh:
         fresh = ", ".join(sorted(inventory.fresh))
-        logger.info("%s: no file holds %s: initial values", directory, fresh)
+        logger.info("%s: no file contains %s, so initial values are used", directory, fresh)
 
 
 def _check_untied(model: nn.Module, inventory: Inventory, files: WeightFiles) -> None:
@@ -236,7 +236,7 @@ class CarriedWeights:
 
 
 def remember_carried(model: nn.Module, carried: CarriedWeights) -> None:
-    """Store the result that `carried_weights` returns for a model."""
+    """Store the unused tensors of a model's files on the model, for `carried_weights`."""
     object.__setattr__(model, _ATTRIBUTE, carried)
 
 

@@ -77,7 +77,7 @@ def select(full: Tensor, runs: Sequence[Runs]) -> Tensor:
 
 
 def copy_full(tensor: Tensor, full: Tensor, name: str = "tensor") -> None:
-    """Copy this rank's shard of `full` into `tensor`, with a cast to its dtype."""
+    """Copy this rank's shard of `full` into `tensor`, with a cast to its dtype; errors as in `local_runs`."""
     local(tensor).detach().copy_(select(full, local_runs(tensor, name)))
 
 
