@@ -99,5 +99,5 @@ class ShardedNorm(TorchFunctionMode):
             f"the norm `{self.name}` computes its statistics with {operation}, not as a mean over the features",
             got=operation,
             allowed="x.mean(-1), rms_norm, layer_norm",
-            hint={"parallel.mlp_shape": "1d"} if on_stream else "move the ranks of `parallel.tp_y` to `parallel.tp_x`",
+            changes={"parallel.mlp_shape": "1d"} if on_stream else {"parallel.tp_x": 1, "parallel.tp_y": 1},
         )
