@@ -144,7 +144,7 @@ def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:
 
 
 def share(whole: Number, parts: Number) -> Number:
-    """Return `whole` / `parts`: rounded down if both are ints, exact if one is an array."""
+    """Return `whole` / `parts`, rounded down if both are ints."""
     exact = isinstance(whole, int) and isinstance(parts, int)
     return whole // parts if exact else whole / parts
 

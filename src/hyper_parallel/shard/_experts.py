@@ -50,11 +50,12 @@ def mark_experts(params: list[Param]) -> list[Param]:
 
 
 def check_experts(params: list[Param], strategy: Strategy) -> None:
-    """Raise an error if experts cannot be sharded over `ep` > 1.
+    """Check that experts can be sharded over `ep`; ep = 1 needs no experts.
 
     Raises:
         UnsupportedSharding: HP205 if experts are absent or in an unknown form.
-        NotDivisible: HP203 if `ep` does not divide dp_shard * cp * tp or the experts; the hint divides both.
+        NotDivisible: HP203 if `ep` does not divide dp_shard * cp * tp or the number of experts of a layer. The hint is
+            the largest divisor of `ep` that divides both.
     """
     if strategy.ep == 1:
         return
@@ -97,7 +98,7 @@ def _check_divides(s: Strategy, counts: Sequence[int]) -> None:
 
 
 def _lengths(experts: list[Param]) -> list[int]:
-    """Return the number of experts in each module list; a list named with `*` instead of indices is left out."""
+    """Return the number of experts in each module list, except lists named with `*` instead of indices."""
     lists: dict[str, set[str]] = {}
     for param in experts:
         if index := _index(param):

@@ -95,7 +95,7 @@ def module_of(name: str) -> str:
 
 
 def starred(name: str) -> str:
-    """Return the name with every part after a dot that is a number, such as a layer index, replaced by `*`."""
+    """Return the name with `*` in place of numbers, such as layer indices; a leading number is kept."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -105,7 +105,7 @@ def with_rules(rules: Mapping[str, str], user_rules: Iterable[Rule] = ()) -> dic
 
 
 def is_covered(params: list[Param]) -> bool:
-    """Return whether the residual stream can be sharded: all parameters except norms need a supported style."""
+    """Return whether the residual stream can be sharded: all parameters except norms have a supported style."""
     return all(_is_norm(param) if param.style is None else param.style not in (*REFUSED, WHOLE) for param in params)
 
 

@@ -63,7 +63,7 @@ def _on_stream(param: Param) -> bool:
 
 
 def tensor_axes(param: Param, strategy: Strategy, hidden_cut: bool) -> Axes:
-    """Return the tensor-parallel axes that shard each dim of a parameter, according to its final style."""
+    """Return the tensor-parallel axes that shard each dim of a parameter with its final style."""
     whole: Axes = ((),) * len(param.shape)
     both = (X, Y) if strategy.tp_y > 1 else (X,)
     if param.style in ("vocab", "head", "norm_heads"):

@@ -35,7 +35,7 @@ from hyper_parallel.units import divisors
 _CUT = (*COLUMN_STYLES, "rowwise", "norm_heads")
 
 Problem = tuple[Param, str, int, str, int]
-"""Dim whose size the degree does not divide: (parameter, name of the dim, size, names of the axes, degree)."""
+"""Size that a degree does not divide: (parameter, name of the size, size, names of the axes, degree)."""
 
 
 def legal_tp(num_heads: int, num_kv_heads: int, *widths: int) -> list[int]:
@@ -236,7 +236,7 @@ def _problems(cuts: Sequence[Param], sizes: Sizes, s: Strategy) -> Iterator[Prob
 
 
 def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisible:
-    """Return the error for an indivisible dim, with the degrees and block shapes that are possible."""
+    """Return the error for a size that a degree does not divide, with the possible degrees and block shapes."""
     param, dimension, size, axes, degree = problem
     s = sizes.strategy
 
@@ -277,7 +277,7 @@ def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisi
 
 
 def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
-    """Return the parameter; keys and values whose heads the ranks do not divide get `kv_replicate` and a note."""
+    """Return the parameter, with style `kv_replicate` and a note if the ranks do not divide its key or value heads."""
     s, heads = sizes.strategy, sizes.num_kv_heads
     if param.style == "kv_replicate" and param.role != "kv_heads":
         raise RuleError(

@@ -35,7 +35,7 @@ CPU_RANK_BYTES: Final = int(0.4 * GiB)
 
 _CPU_RANKS: Final = 16
 _CPU_RANKS_PER_CORE: Final = 4
-"""CPU ranks that any machine with enough memory may start, and CPU ranks per core if that is more."""
+"""A machine with enough memory may start `_CPU_RANKS` ranks, or `_CPU_RANKS_PER_CORE` per core if that is more."""
 
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _CACHE_VERSION: Final = 1
@@ -63,7 +63,7 @@ class RankCapacity:
 
     Attributes:
         num_ranks: Number of ranks, at least one.
-        limit: Resource that limits the number, as a phrase for errors.
+        limit: Resource that limits the number, as text for errors.
         is_cpu: True if ranks share the CPU, False if each rank needs an accelerator.
     """
 
@@ -133,16 +133,16 @@ def rank_capacity(num_accelerators: int) -> RankCapacity:
 
 
 def rank_threads(num_ranks: int) -> int:
-    """Return the CPU threads of each local rank: OMP_NUM_THREADS, else a share of `read_cpu().cores`, at least 1.
+    """Return the CPU threads of each local rank: OMP_NUM_THREADS, else an equal share of the cores, at least 1.
 
-    Of a list such as `4,2`, which gives the threads of nested levels, the first number counts.
+    If OMP_NUM_THREADS is a list such as `4,2`, its first number is used. Invalid values and 0 are ignored.
     """
     outer = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return (int(outer) if outer.isdecimal() else 0) or max(1, read_cpu().cores // num_ranks)
 
 
 def _facts(path: str) -> dict[str, str]:
-    """Return the `name: value` lines of a file as a dict; of a repeated name, the first value."""
+    """Return the `name: value` lines of a file as a dict with the first value of each name; {} if it is unreadable."""
     lines = (line.partition(":") for line in reversed(_read(path).splitlines()))
     return {name.strip(): value.strip() for name, _, value in lines}
 
@@ -205,9 +205,9 @@ def _from_cache(path: Path, key: str) -> dict[str, float] | None:
 
 
 def cpu_supernode(num_ranks: int) -> Supernode:
-    """Return this machine with its cores and memory divided evenly among `num_ranks` ranks.
+    """Return this machine with its cores and memory divided evenly among `num_ranks` ranks; raise HP312 as `cpu_rates`.
 
-    The rates of a rank are those of its `rank_threads` threads, so the ranks together may leave some cores idle.
+    The rates of a rank are those of its `rank_threads` threads, so some cores may be idle.
     """
     cpu = read_cpu()
     rates = cpu_rates(cpu)

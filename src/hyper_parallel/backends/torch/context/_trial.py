@@ -26,10 +26,7 @@ _WINDOW = 5  # tokens; shorter than the trial sequence, so that the mask depends
 
 
 def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -> None:
-    """Make position embeddings use `position_ids()` instead of one-dimensional ids, which count local tokens, as in BART.
-
-    Only embeddings whose forward has the argument `position_ids` are affected.
-    """
+    """Replace one-dimensional `position_ids` of embeddings, which count local tokens (BART), by `position_ids()`."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         local = kwargs.get("position_ids")

@@ -120,7 +120,7 @@ class JointSteps:
 
 
 def _crosses(action: Action) -> bool:
-    """Return whether an action is a message between tower and language part; `Tower` and `Reader` send it themselves."""
+    """Return whether an action is a message between tower and language part, which `Tower` or `Reader` sends itself."""
     return action.kind.startswith(("SEND", "RECV")) and 0 in (action.stage, action.peer.stage)
 
 

@@ -46,7 +46,7 @@ class PartChecksum:
 
     @classmethod
     def of(cls, name: str, part: Tensor, shape: tuple[int, ...], ranges: Ranges = ()) -> PartChecksum:
-        """Return the checksum of `part`, the elements within `ranges` of a tensor; dims without a range are complete."""
+        """Return the checksum of `part`, the elements within `ranges` of a tensor; other dims are complete."""
         box = Box(name, (*ranges, *((0, size) for size in shape[len(ranges) :])))
         dtype = str(part.dtype).removeprefix("torch.")
         return cls(box, dtype, tuple(shape), _checksum(part, list(box.offset)))
