@@ -153,7 +153,7 @@ def _visible(devices: list[Accelerator], selection: str | None) -> list[Accelera
 
 
 def match_preset(accelerator: Accelerator) -> Supernode | None:
-    """Return the first preset, by name, whose device has the kind and name of the accelerator; None if there is none."""
+    """Return the first preset, by name, whose device has the accelerator's kind and name; None if there is none."""
     for name in preset_names():
         supernode = load_topology(name)
         if supernode.device.kind == accelerator.kind and _is_reported_as(accelerator, supernode):

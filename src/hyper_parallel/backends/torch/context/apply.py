@@ -156,8 +156,8 @@ def _wrap_root(
         if context.calls != expected:
             raise UnsupportedSharding(
                 "layers call attention a different number of times than in the trial forward pass",
-                where=type(module).__name__,
-                got=f"{context.calls} calls instead of {expected}",
+                where="parallel.cp",
+                got=f"{type(module).__name__}: {context.calls} calls instead of {expected}",
                 changes=without_axes(strategy, "cp"),
             )
         if not gathers_outputs:

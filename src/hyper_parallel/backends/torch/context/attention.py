@@ -150,13 +150,14 @@ def _refuse_attention(module: nn.Module, context: Any, options: dict[str, Any]) 
     )
 
 
-def refuse_first(where: str, *features: tuple[str, object]) -> None:
-    """Raise HP205 for the first of the features (name, value) whose value is true."""
+def refuse_first(model: str, *features: tuple[str, object]) -> None:
+    """Raise HP205 for the first of the features (name, value) whose value is true; `model` is a type for the error."""
     for name, value in features:
         if value:
             raise UnsupportedSharding(
                 f"context parallelism does not support {name}",
-                where=where,
+                where="parallel.cp",
+                got=model,
                 allowed="causal attention, full or with a sliding window, without dropout",
                 changes={"parallel.cp": 1},
             )

@@ -68,7 +68,8 @@ class _Calls:
     def refusal(self, reason: str) -> UnsupportedSharding:
         return UnsupportedSharding(
             f"an expert in a list of modules {reason}, so ep cannot send its tokens to another rank",
-            where=self.name,
+            where="parallel.ep",
+            got=self.name,
             allowed="calls experts[i](x), with x and result of shape [..., hidden], in the same order in every run",
             changes={"parallel.ep": 1},
         )

@@ -163,8 +163,8 @@ def checked_loss(
         if not is_present and (value or (key == "capacity_factor" and value is not None)):
             raise UnsupportedSharding(
                 f"`moe.{key}` is set, but the model has no {part}",
-                where=where or type(model).__name__,
-                got=f"{key}={value}",
+                where=where or f"moe.{key}",
+                got=f"{key}={value}, {type(model).__name__}",
                 hint=f"moe.{key}={'0' if key == 'bias_update_rate' else 'null'}",
             )
     return facts
@@ -187,7 +187,8 @@ def _added_loss(model: nn.Module, routing: Routing, alone: bool) -> RouterLoss |
     if not facts.known:
         raise UnsupportedSharding(
             "the load-balancing loss of this model cannot be computed across ranks",
-            where=type(model).__name__,
+            where="moe.aux_loss_coef",
+            got=type(model).__name__,
             allowed="router logits [tokens, experts], and the loss: number of experts x sum over experts of "
             "(fraction of tokens routed to it x its mean router probability)",
             hint="moe.aux_loss_coef=0",

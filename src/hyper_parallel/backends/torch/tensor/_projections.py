@@ -141,9 +141,9 @@ class Region:
         by_keyword, state = "hidden_states" in kwargs, self.state
         if not by_keyword and not (args and isinstance(args[0], Tensor)):
             raise UnsupportedSharding(
-                "the module gets its activations neither as first argument nor as `hidden_states`",
-                where=self.name,
-                got=f"arguments {', '.join(kwargs) or 'none'}",
+                "tensor parallelism needs modules that get activations as first argument or as `hidden_states`",
+                where="parallel.tp_x",
+                got=f"{self.name}: arguments {', '.join(kwargs) or 'none'}",
                 changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
             )
 

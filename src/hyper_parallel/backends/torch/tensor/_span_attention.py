@@ -50,8 +50,8 @@ class SpanAttention:
         if inner not in ("sdpa", "eager"):
             raise UnsupportedSharding(
                 "attention with tokens sharded over tp_y needs an implementation that accepts a query-by-key mask",
-                where=name,
-                got=inner,
+                where="parallel.attention_shape",
+                got=f"{name}: {inner}",
                 allowed="sdpa, eager",
                 changes={"parallel.attention_shape": "2d", "parallel.attention_scatter": "head"},
             )

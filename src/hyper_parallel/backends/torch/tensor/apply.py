@@ -130,7 +130,8 @@ def apply_tensor_parallel(
     else:
         raise UnsupportedSharding(
             "two-dimensional tensor parallelism needs a Hugging Face model with a list of decoder layers",
-            where=type(model).__name__,
+            where="parallel.tp_y",
+            got=type(model).__name__,
             changes={"parallel.tp_x": strategy.tp, "parallel.tp_y": 1},
         )
 
@@ -320,7 +321,8 @@ class TensorParallel:
         if unsupported:
             raise UnsupportedSharding(
                 f"tensor parallelism cannot shard an embedding with {unsupported[0]}",
-                where=type(module).__name__,
+                where="parallel.tp_x",
+                got=type(module).__name__,
                 changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
             )
         pad = module.padding_idx
@@ -371,8 +373,8 @@ class TensorParallel:
         if len(styles) > 1:
             raise UnsupportedSharding(
                 "the sharding rules give different styles to the parameters of one module",
-                where=name,
-                got=sorted(styles),
+                where="parallel.rules",
+                got=f"{name}: {', '.join(sorted(styles))}",
                 hint=f"give all parameters of `{name}` the same style in `parallel.rules`",
             )
         if not params:
