@@ -78,7 +78,6 @@ def check_experts(params: list[Param], strategy: Strategy) -> None:
 
 
 def _check_divides(s: Strategy, counts: Sequence[int]) -> None:
-    """Raise NotDivisible (HP203) if `ep` does not divide dp_shard * cp * tp or a number of experts in `counts`."""
     number = math.gcd(*counts)
     experts = ", ".join(map(str, counts))
     inner = s.dp_shard * s.cp * s.tp

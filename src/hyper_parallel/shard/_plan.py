@@ -124,7 +124,6 @@ def plan_layouts(
 
 
 def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str], staged: bool) -> list[Param]:
-    """Return the parameters with final styles under tensor parallelism; errors are those of `plan_layouts`."""
     if whole_stream:
         if sizes.strategy.overlap.block_executor != "serial":
             raise UnsupportedSharding(

@@ -114,7 +114,6 @@ def _features_without_overlap(s: Strategy) -> _Features:
 
 
 def _check_blocks(strategy: Strategy, workload: Workload) -> None:
-    """Raise HP205 if blocks cannot overlap their gathers and scatters as `overlap.tp` requests."""
     s, chunks = strategy, strategy.overlap.tp_chunks
     features = {
         "one tensor-parallel rank": (s.tp == 1, f"tp={s.tp}"),
@@ -203,7 +202,6 @@ def _role(param: Param, sizes: Sizes) -> str | None:
 
 
 def _width(param: Param) -> int:
-    """Return the size that the degree must divide for role `width`; for a gate_up weight, half the rows."""
     return param.cut_size // (2 if param.style == "gate_up" else 1)
 
 
@@ -236,7 +234,6 @@ def _problems(cuts: Sequence[Param], sizes: Sizes, s: Strategy) -> Iterator[Prob
 
 
 def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisible:
-    """Return the error for a size that a degree does not divide, with the possible degrees and block shapes."""
     param, dimension, size, axes, degree = problem
     s = sizes.strategy
 
@@ -359,7 +356,6 @@ def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> P
 
 
 def _check_two_axes(params: Sequence[Param], sizes: Sizes) -> None:
-    """Raise UnsupportedSharding (HP205) for combinations that two tensor-parallel axes do not support."""
     s, spans = sizes.strategy, shards_queries_by_token(sizes.strategy)
     degrees, shape = f"tp_x={s.tp_x}, tp_y={s.tp_y}", f"attention {_shown(s)}"
     if s.tp_x == 1:

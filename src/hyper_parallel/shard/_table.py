@@ -142,7 +142,6 @@ def _weight_block_gathers(block: BlockWidths, cut: TokenCut) -> Iterator[Boundar
 
 
 def _mlp_over_y(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
-    """Yield the collectives over y of a 2d MLP: reduce-scatters after input, all-gathers before output projections."""
     tokens = cut.tp * cut.piece
     for p in block.inputs:
         rows = tokens * share(p.width, cut.x)
@@ -153,7 +152,6 @@ def _mlp_over_y(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
 
 
 def _attention_over_y(block: BlockWidths, cut: TokenCut, token: Number) -> Iterator[Boundary]:
-    """Yield the collectives over y of 2d attention: reduce-scatters to heads or tokens, then all-gathers."""
     tokens = pick(token, cut.spans, cut.tokens)
     # If the ranks do not divide the key heads, every y rank gets the sum and selects the heads of its queries.
     doubled = (block.kv_heads % cut.tp > 0) * (1 - token)

@@ -188,7 +188,6 @@ def join_sequences(context: ContextState, local: Tensor) -> Tensor:
 
 
 def _refuse(config: Any) -> None:
-    """Raise HP205 for a config with other attention than causal and sliding-window attention, or with dropout."""
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_KINDS)
     refuse_first(
         config.model_type,
@@ -201,7 +200,6 @@ def _refuse(config: Any) -> None:
 
 
 def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Raise HP205 for arguments of the forward that cannot be used with sharded sequences."""
     config = module.config
     for name, why in (
         ("attention_mask", "mark documents by `position_ids` that restart, padding by labels"),

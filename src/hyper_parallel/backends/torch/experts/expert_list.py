@@ -80,8 +80,6 @@ _running: ContextVar[_Calls | None] = ContextVar("expert_calls", default=None)
 
 
 class _ExpertSlot:
-    """Stub of one expert, called by the block."""
-
     def __init__(self, calls: _Calls, expert: int) -> None:
         self._calls, self._expert = calls, expert
 

@@ -273,7 +273,6 @@ class Tower:
 
 
 def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the sum of the gradients of one feature from several pipeline stages; None if no stage uses it."""
     parts = [g for g in gradients if g is not None]
     return sum(parts[1:], parts[0]) if parts else None
 
@@ -358,7 +357,6 @@ class Reader:
         return output
 
     def _tower_rank(self, number: int, index: int) -> int:
-        """Return the world rank of the tower that computes the features of a microbatch of this share."""
         return (self._owner or self.borders[number].owner)(self.share, index)
 
     def _message(self, number: int) -> deque[tuple[str, Any]]:

@@ -239,7 +239,7 @@ class TensorParallel:
             self._head(head)
         wrap(view.layers[0], self._enter)
         wrap(view.final_norm(), self._leave)
-        self._guard()
+        self._add_root_hooks()
 
     def _link_regions(self, layers: nn.ModuleList) -> None:
         """Set `Region.following` of the attention block in every layer with one attention and one MLP block."""
@@ -276,7 +276,7 @@ class TensorParallel:
                 self._column_module(module, name, style, splits_logits)
         use_local_replicated_parameters(self.model, split, state.gradients)
         if config is not None:
-            self._guard()
+            self._add_root_hooks()
 
     def _column_module(self, module: nn.Module, name: str, style: str, splits_logits: bool) -> None:
         state = self.state
@@ -397,7 +397,7 @@ class TensorParallel:
     def _leave(self, inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self.state.leave(lambda part: inner(part, *args, **kwargs), hidden_states)
 
-    def _guard(self) -> None:
+    def _add_root_hooks(self) -> None:
         """Add hooks to the root module: reset the state of a pass, refuse sharded outputs, gather unused logits."""
         state = self.state
         sharded_outputs = ["output_attentions"]

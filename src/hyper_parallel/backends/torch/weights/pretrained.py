@@ -146,7 +146,6 @@ def load_pretrained(
 
 
 def _log_inventory(inventory: Inventory, files: WeightFiles) -> None:
-    """Log the stored tensors that the model does not use, and the parameters that get initial values."""
     directory = files.directory
     for fate in (*CARRIED, Fate.RECOMPUTED, Fate.ABSENT):
         if names := inventory.names(fate):
