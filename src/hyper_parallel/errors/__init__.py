@@ -41,7 +41,7 @@ class BadValue(HyperParallelError, code="HP102"):
 class RecipeUnreadable(HyperParallelError, code="HP103"):
     """The recipe file is missing, too large, not YAML or JSON, or not a mapping, or contains data instead of a recipe.
 
-    Fix: check the path and the line that is named.
+    Fix: check the path and the line named in the message.
     """
 
 
@@ -115,7 +115,7 @@ class AuditError(HyperParallelError, code="HP206"):
 
 
 class DegreesMismatch(HyperParallelError, code="HP301"):
-    """The parallel degrees, or the ranks of `launch`, do not multiply to the number of ranks.
+    """The parallel degrees, `parallel.world_size`, or the ranks of sub-models or of `launch` do not fit the run's ranks.
 
     Fix: change a value as shown in the hint, or start another number of ranks.
     """
@@ -150,7 +150,7 @@ class ModelUnreadable(HyperParallelError, code="HP305"):
 
 
 class PlanUnreadable(HyperParallelError, code="HP306"):
-    """A plan file is not JSON, has another schema version, or contains a value of the wrong type.
+    """A plan file cannot be read, is not JSON, has another schema version, or contains a value that is not allowed.
 
     Fix: create the plan again with `hyper-parallel plan ... -o plan.json`.
     """
@@ -321,14 +321,15 @@ class StepChanged(HyperParallelError, code="HP512"):
 
 
 class TransferFailed(HyperParallelError, code="HP513"):
-    """A copy between memory tiers failed: a full disk, a truncated or modified file, a dead copy thread.
+    """A copy between memory tiers failed: a full disk, a missing, truncated or modified file, an error in a copy thread.
 
-    The step is stopped, and no operator reads the missing bytes. Fix: see the tier and the cause in the message.
+    The step is stopped, so no operator reads wrong bytes. Fix: correct the cause named in the message, and continue
+    from the last checkpoint.
     """
 
 
 class NoLoss(HyperParallelError, code="HP514"):
-    """No loss or log-probabilities can be computed for a microbatch: it has no targets, or the logits do not match.
+    """No loss or log-probabilities can be computed: a microbatch has no targets, or the model's output does not fit it.
 
     Cross entropy and token log-probabilities are computed from the logits of a causal language model and from targets
     (`labels`, or already shifted `shift_labels`). Fix: provide targets, or pass `forward_backward` an objective over
@@ -359,7 +360,7 @@ class NoData(HyperParallelError, code="HP602"):
 
 
 class RunUnreadable(HyperParallelError, code="HP603"):
-    """A directory is not that of a run, lacks files that the command needs, or has a file that cannot be read.
+    """A directory is not a run directory, lacks files that the command needs, or has a file that cannot be read.
 
     Fix: use the output directory of a `hyper-parallel train` run, or restore the file named in the message.
     """

@@ -125,7 +125,7 @@ def even_dim(shape: Sequence[int], ranks: int) -> int:
 
 
 def container(param: Param) -> str:
-    """Return the name of the module that contains all experts of the layer of `param`, an expert parameter."""
+    """Return the name of the module that contains all experts of a layer, for an expert parameter `param`."""
     before, separator, _ = f".{param.module}.".partition(f".{EXPERTS}.")
     return f"{before}.{EXPERTS}".removeprefix(".") if separator else param.module
 

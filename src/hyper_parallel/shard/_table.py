@@ -109,7 +109,7 @@ def block_boundaries(
 def block_program(
     strategy: Strategy, kv_heads: int, hidden_cut: bool, *, keys: bool = False
 ) -> dict[Purpose, Boundary]:
-    """Return a collective for each purpose in the forward of a block, without sizes: `elements` is 0.
+    """Return the collectives in the forward of a block by purpose, without sizes: `elements` is 0.
 
     Args:
         strategy: Degrees and block shapes.
@@ -178,7 +178,7 @@ def _rows_per_x_rank(p: Projection, block: BlockWidths, cut: TokenCut) -> Number
 
 
 def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
-    """Yield `statistics` all-reduces over y, each of one sum per token, of a norm whose hidden dim y shards."""
+    """Yield the all-reduces of a norm whose features are sharded over y: `statistics` calls of one sum per token."""
     rows = cut.y * cut.piece
     yield from _mirrored("all_reduce", Y, cut.y, rows, Purpose.NORM_STATISTICS, format="statistic", calls=statistics)
 

@@ -121,7 +121,7 @@ class RoutingStatistics:
 
 
 def is_first_forward() -> bool:
-    """Return whether a forward with gradients is running that is not a recomputation in backward."""
+    """Return whether autograd is enabled outside of backward, so that a running forward is no recomputation."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
@@ -146,7 +146,7 @@ def checked_loss(
 ) -> RouterLoss | None:
     """Return the router loss that training adds, see `_added_loss`, if the model supports the options of routing.
 
-    `where` is the location of the options, for errors. `alone` is True on one rank.
+    `where` is the location of the options, for errors; None: their recipe keys. `alone` is True on one rank.
 
     Raises:
         UnsupportedSharding: HP205 with the first unsupported option, or for an unknown router loss.

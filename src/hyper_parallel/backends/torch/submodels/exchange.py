@@ -98,7 +98,7 @@ class JointSteps:
         return [self.tower[owner] for owner in owners[:count]]
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return the microbatch of a tower rank, or None, per microbatch of a share under the joint schedule."""
+        """Return one entry per microbatch of a tower rank's share: (share, index) if the rank encodes it, else None."""
         return self.layout.sources(self.schedule(count), tower_rank)[:count]
 
     def actions(self, count: int, train: bool) -> tuple[Action, ...]:

@@ -35,7 +35,7 @@ def padded(tokens: Tensor, rows: int) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Gather slices along a dim from all ranks; backward is a reduce-scatter, as ranks use the result differently."""
+    """Gather slices along a dim from all ranks; backward is a reduce-scatter, for ranks that use different results."""
     return collective(*gather_pair(dim, group, name), x)  # type: ignore[no-any-return]
 
 
@@ -57,7 +57,7 @@ def scatter_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[Collecti
 
 
 def join(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Gather slices along a dim from all ranks; backward selects this rank's slice, as ranks use the result equally."""
+    """Gather slices along a dim from all ranks; backward selects this rank's slice of a gradient equal on all ranks."""
 
     def select_slice(grad: Tensor) -> Tensor:
         return grad.chunk(group.size(), dim)[group.rank()].contiguous()

@@ -116,8 +116,8 @@ def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
 class TokenGrid:
     """Sharding of the residual stream of (B, S) tokens over x * y tensor-parallel ranks; see the module docstring.
 
-    y is 1 for one axis. A piece is a list of n tokens. A part is what one rank holds: one piece, or with
-    `shard_hidden_over_y` y pieces with 1 / y of the features.
+    y is 1 for one axis. A piece is a list of n tokens. Each rank holds one part: a piece with all features or, with
+    `shard_hidden_over_y`, y pieces with 1 / y of the features.
     """
 
     batch: tuple[int, ...]
@@ -204,7 +204,7 @@ _CUDA_STEP: Final = 4
 
 @dataclass
 class RandomStreams:
-    """Two random streams of this rank: one common to all tensor-parallel ranks, and its own.
+    """Two random streams of this rank: one common to all tensor-parallel ranks, and one used by this rank only.
 
     Attributes:
         rank: Position of this rank in the tensor-parallel group.

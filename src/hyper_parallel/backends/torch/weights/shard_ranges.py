@@ -25,7 +25,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_runs(tensor: Tensor, name: str = "tensor") -> tuple[Runs, ...]:
-    """Return, for each dim, the runs of consecutive indices that this rank has.
+    """Return, for each dim, the runs of consecutive indices on this rank; for a plain tensor, one run of all indices.
 
     Raises:
         UnsupportedSharding: HP205 when the tensor is partial, or the placement of its uneven shards is ambiguous.
