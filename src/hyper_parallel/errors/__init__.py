@@ -115,7 +115,7 @@ class AuditError(HyperParallelError, code="HP206"):
 
 
 class DegreesMismatch(HyperParallelError, code="HP301"):
-    """The parallel degrees, `parallel.world_size`, or the ranks of sub-models or of `launch` do not fit the run's ranks.
+    """The parallel degrees, `parallel.world_size`, sub-models or `launch` do not match the number of ranks.
 
     Fix: change a value as shown in the hint, or start another number of ranks.
     """
@@ -321,7 +321,7 @@ class StepChanged(HyperParallelError, code="HP512"):
 
 
 class TransferFailed(HyperParallelError, code="HP513"):
-    """A copy between memory tiers failed: a full disk, a missing, truncated or modified file, an error in a copy thread.
+    """A copy between memory tiers failed: a full disk, a missing or modified file, an error in a copy thread.
 
     The step is stopped, so no operator reads wrong bytes. Fix: correct the cause named in the message, and continue
     from the last checkpoint.
