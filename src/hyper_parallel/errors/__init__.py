@@ -48,7 +48,7 @@ class RecipeUnreadable(HyperParallelError, code="HP103"):
 class Contradiction(HyperParallelError, code="HP104"):
     """Values or options are allowed individually, but not together.
 
-    Fix: change or remove one of those named in the message.
+    Fix: change or remove one of the values named in the message.
     """
 
 
@@ -197,7 +197,7 @@ class TopologyTooSmall(HyperParallelError, code="HP311"):
 class UnknownDevice(HyperParallelError, code="HP312"):
     """No preset describes the accelerator of this machine, or the rates of its processor cannot be measured.
 
-    Why: a plan from guessed rates and links would be wrong.
+    Why: a plan from guessed rates and links could be slow or exceed memory.
     Fix: write a topology file based on the nearest preset, and give its path as the topology. If the measurement of a
     processor took too long, run the command again when the machine is idle.
     """
@@ -313,7 +313,7 @@ class CaptureUnsupported(HyperParallelError, code="HP511"):
 
 
 class StepChanged(HyperParallelError, code="HP512"):
-    """A captured step received values, shapes, a model or an optimizer other than those of its capture.
+    """A captured step was called with other values, shapes, model or optimizer than at its capture.
 
     Possible causes are a branch that depends on a value, and changed state outside of tensors: a learning rate, a hook,
     `eval()`, a replaced parameter. Fix: undo the change, capture again, or run this step without capture.

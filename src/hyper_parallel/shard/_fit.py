@@ -61,7 +61,7 @@ class Param:
 
     @property
     def in_attention(self) -> bool:
-        """True for parameters of children of an attention module, and for its own parameters that a rule names."""
+        """True if the parameter belongs to a child of an attention module, or a rule names it in the module itself."""
         # A rule that names a parameter names a direct parameter of the attention module.
         holder = self.module if self.owner == self.name else self.parent
         # Encoders of the BERT kind have `attention.self.query` and `attention.output.dense`.

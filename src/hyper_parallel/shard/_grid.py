@@ -77,7 +77,7 @@ def tensor_axes(param: Param, strategy: Strategy, hidden_cut: bool) -> Axes:
             return ((Y,),) if shape == "2d" else whole
         if param.style == "kv_replicate":
             return whole
-        # A direct vector of the attention module, such as its sinks, is sharded like the heads.
+        # A vector of the attention module itself, such as its sinks, is sharded like the heads.
         own = param.owner == param.name and not shards_queries_by_token(strategy)
         return (both,) if shape == "1d" or own else ((X,),)
     if param.style == "rowwise":

@@ -131,7 +131,7 @@ def _weight_block_gathers(block: BlockWidths, cut: TokenCut) -> Iterator[Boundar
     """Yield the collectives over y of a block with shape `weight`: gathers of weights, and of keys and values."""
     for p in (*block.inputs, *block.outputs):
         whole = share(p.weights, cut.x)
-        if p.keys:  # heads that do not divide over x are not sharded over x
+        if p.keys:  # key heads that the degree of x does not divide are not sharded
             whole = pick(block.kv_heads % cut.x > 0, p.weights, whole)
         gather = ("all_gather", Y, cut.y, whole, Purpose.WEIGHT_GATHER)
         # Freed after forward; recomputation uses the gather of backward.

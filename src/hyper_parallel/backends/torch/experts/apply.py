@@ -3,7 +3,7 @@
 A module of routed experts is called as `experts(hidden [N, D], index [N, k], weights [N, k])`. Its forward is wrapped
 on the instance: tokens are dispatched, and the unmodified forward runs on the received rows with this rank's experts.
 In this call, `num_experts` is the number of local experts and all weights are one. The sender combines the results with
-its weights. Biases, clamps, activations and the grouped GEMM are those of the model.
+its weights. Biases, clamps, activations and the grouped GEMM come from the model's code.
 
 With ep = 1 and no capacity, a rank has all experts and runs the unmodified forward on its own tokens. Under tensor
 parallelism, its own tokens are its part of the sequence. Routing works per position, so nothing is gathered. The

@@ -153,7 +153,7 @@ class ListBlock:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block twice, with the exchange in between; raise HP205 if it draws random numbers or writes input."""
-        # Children are wrapped at the first call, outside of all other wrappers: collectives in those then run once too.
+        # Wrap children at the first call, outside of all other wrappers, so that collectives in these run once too.
         while self._unwrapped:
             child = self._unwrapped.pop()
             wrap(child, partial(_call_once, child))

@@ -445,12 +445,12 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Submodels:
-    """State of one rank of a model whose parts have ranks of their own.
+    """State of one rank of a model that is divided into a language part and towers.
 
     Attributes:
         group: Ranks of all parts.
         roles: Parts of this rank, the language part first.
-        joint: Joint schedules of tower and pipeline; None: the tower computes in rounds of its own.
+        joint: Joint schedules of tower and pipeline; None: the towers compute in rounds.
     """
 
     group: dist.ProcessGroup

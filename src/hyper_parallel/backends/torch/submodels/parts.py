@@ -437,7 +437,7 @@ class _MetaResults(TorchDispatchMode):
 
 
 def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return indices with the positions that a boolean mask selects in place of each mask that has values."""
+    """Return indices in which boolean masks with values are replaced by the positions that they select."""
     numbers: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype == torch.bool and not index.is_meta

@@ -246,7 +246,7 @@ class Region:
     def _placeholder_input(self, tokens: Tensor) -> Tensor:
         """Return the module's input: `tokens`, or for 2d attention on spans a placeholder [B, span, ...] of NaN.
 
-        With spans, projections read all tokens from `RegionPass.gathered` but return only those of one span. The module
+        With spans, projections read all tokens from `RegionPass.gathered` but return only tokens of one span. The module
         therefore needs an input with the shape of the span.
         """
         if self.spans is None or Purpose.HEAD_SCATTER not in self.program:
@@ -467,7 +467,7 @@ def exchange_packed(module: nn.Module, parent: nn.Module, style: str, config: An
 
     Args:
         module: The packed projection, whose forward already uses local parameters.
-        parent: Module that splits the projection's output; for qkv, its head counts are reduced to those of a rank.
+        parent: Module that splits the projection's output; for qkv, its head counts become those of one rank.
         style: Kind of packing: qkv or gate_up.
         config: Text config of the model, used for qkv.
         state: State of tensor parallelism.

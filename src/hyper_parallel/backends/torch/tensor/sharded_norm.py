@@ -1,7 +1,7 @@
 """Norms over features or heads that are sharded over ranks: an unmodified module with global statistics.
 
 During the norm's forward, a mean over the last dim is averaged over the ranks by one all-reduce of one number per
-row, in float32 or wider. The fused norms of torch are computed from such means. Other common reductions, matrix
+row, in float32 or wider. The fused norms of torch are computed from these means. Other common reductions, matrix
 products, and norms without a mean are refused: they would cover one rank's slice only. Ranks may share key heads: the
 average stays exact, because every head is on the same number of ranks.
 """

@@ -33,7 +33,7 @@ class StoredPart:
     key: str
     ranges: Ranges
     stacked: bool
-    """True if the parameter has an additional first dim, of which the stored tensor fills one index."""
+    """True if the parameter has an additional first dim, and the stored tensor fills one index of this dim."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
 `lora_A` and `lora_B` are parameters of the linear module itself, so that all other names of the model are unchanged for
 plans, weight files and exports. Tensor parallelism shards A like the columns of W, and B like its rows. The product is
 then partial, or sharded, exactly like the product of W. If a tensor-parallel axis shards only one factor, the gradients
-of the other factor are summed over its ranks.
+of the other factor are summed over the ranks of this axis.
 
 Source: Hu et al. 2021, "LoRA", arXiv:2106.09685; the scaling r^-1/2 of Kalajdzievski 2023, arXiv:2312.03732.
 """

@@ -94,7 +94,7 @@ def load_pretrained(
     """Fill a model from a Hugging Face directory of safetensors files, or of PyTorch files if there are none.
 
     Names, shapes and file sizes are checked from the headers before the first value is copied. Values are cast to the
-    dtype of each parameter. Every rank reads the directory on its own, without communication. As in transformers,
+    dtype of each parameter. Every rank reads the directory, without communication. As in transformers,
     parameters that the config ties and the files store with different values are untied, with a warning.
 
     Args:
