@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
-from hyper_parallel.ir import Layout, Rule, Strategy
+from hyper_parallel.ir import Layout, Overlap, Rule, Strategy
 from hyper_parallel.shard import ShardPlan, family_rules, plan_layouts
 from tests.shard._models import EMBED, decoder, sizes
 
@@ -94,6 +94,12 @@ def test_a_rule_names_experts_of_any_module() -> None:
         (Strategy(dp_replicate=4, ep=2), 8, "dp_shard=1, cp=1, tp=1, ep=2", "parallel.ep=1"),
         (Strategy(dp_shard=4, ep=6), 9, "dp_shard=4, cp=1, tp=1, ep=6", "parallel.ep=1"),
         (Strategy(dp_shard=4, ep=6), 6, "dp_shard=4, cp=1, tp=1, ep=6", "parallel.ep=2"),
+        (
+            Strategy(dp_shard=4, ep=6, overlap=Overlap(ep_chunks=2)),
+            9,
+            "dp_shard=4, cp=1, tp=1, ep=6",
+            "parallel.ep=1 overlap=none",
+        ),
     ],
 )
 def test_degrees_that_do_not_divide_are_refused(strategy: Strategy, experts: int, got: str, hint: str) -> None:

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
 from hyper_parallel.ir import Layout, Strategy
+from hyper_parallel.shard._axis_changes import without_axes
 from hyper_parallel.shard._fit import Param, module_of
 from hyper_parallel.shard._rules import WHOLE
 from hyper_parallel.units import divisors
@@ -64,7 +65,7 @@ def check_experts(params: list[Param], strategy: Strategy) -> None:
         raise UnsupportedSharding(
             "expert parallelism needs routed experts, and none were recognised in this model",
             got=f"ep={strategy.ep}",
-            changes={"parallel.ep": 1},
+            changes=without_axes(strategy, "ep"),
         )
     for param in experts:
         if not _index(param) and (container(param) != param.module or len(param.shape) < 2):
@@ -72,7 +73,7 @@ def check_experts(params: list[Param], strategy: Strategy) -> None:
                 f"`{param.pattern}` stores experts in a form that ep cannot shard",
                 got=f"ep={strategy.ep}, {param.name} {param.shape}",
                 allowed="parameters [experts, dim, ...] directly in `experts`, or modules experts.0, experts.1, ...",
-                changes={"parallel.ep": 1},
+                changes=without_axes(strategy, "ep"),
             )
     _check_divides(strategy, sorted({*(p.shape[0] for p in experts if not _index(p)), *_lengths(experts)}))
 
@@ -82,6 +83,7 @@ def _check_divides(s: Strategy, counts: Sequence[int]) -> None:
     experts = ", ".join(map(str, counts))
     inner = s.dp_shard * s.cp * s.tp
     legal = divisors(math.gcd(number, inner))
+    near = max(e for e in legal if s.ep % e == 0)
     ranks = f"dp_shard * cp * tp = {inner}, the ranks over which ep shards experts"
     for size, divided, got in (
         (inner, ranks, f"dp_shard={s.dp_shard}, cp={s.cp}, tp={s.tp}"),
@@ -92,7 +94,7 @@ def _check_divides(s: Strategy, counts: Sequence[int]) -> None:
                 f"ep={s.ep} does not divide {divided}",
                 got=f"{got}, ep={s.ep}",
                 allowed=f"ep {', '.join(map(str, legal))}",
-                changes={"parallel.ep": max(e for e in legal if s.ep % e == 0)},
+                changes={"parallel.ep": near} if near > 1 else without_axes(s, "ep"),
             )
 
 
