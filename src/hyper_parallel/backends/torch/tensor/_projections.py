@@ -246,7 +246,7 @@ class Region:
     def _placeholder_input(self, tokens: Tensor) -> Tensor:
         """Return the module's input: `tokens`, or for 2d attention on spans a placeholder [B, span, ...] of NaN.
 
-        With spans, projections read all tokens from `RegionPass.gathered` but return only tokens of one span. The module
+        With spans, projections read all tokens from `RegionPass.gathered` but return tokens of one span. The module
         therefore needs an input with the shape of the span.
         """
         if self.spans is None or Purpose.HEAD_SCATTER not in self.program:
