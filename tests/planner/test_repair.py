@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from hyper_parallel.errors import BatchMismatch, DegreesMismatch, HyperParallelError, NotDivisible
-from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.errors import BatchMismatch, DegreesMismatch, HyperParallelError, NotDivisible, UnsupportedSharding
+from hyper_parallel.ir import Overlap, Strategy, Workload
 from hyper_parallel.model import load_model
 from hyper_parallel.planner import plan
 from hyper_parallel.planner.refusals import follow_changes
+from hyper_parallel.shard import check_overlap
 from hyper_parallel.topology import load_topology
 from tests.slow import slow_cells
 
@@ -117,3 +118,13 @@ def test_batch_numbers_that_do_not_agree_are_mended(given, hint):
     assert caught.value.hint == hint
     _, mended = applied(hint, Strategy(), Workload(512, **given))
     mended.resolve(2)
+
+
+@pytest.mark.parametrize("tokens", [6, 12])
+def test_hinted_microbatch_keeps_batch_numbers_consistent(tokens):
+    strategy = Strategy(dp_shard=2, tp_x=2, overlap=Overlap(half_batch=True))
+    workload = Workload(511, tokens_per_step=tokens * 511, microbatch=3)
+    with pytest.raises(UnsupportedSharding, match="cannot be halved") as caught:
+        check_overlap(strategy, workload)
+    _, changed = applied(caught.value.hint, strategy, workload)
+    check_overlap(strategy, changed.resolve(2))

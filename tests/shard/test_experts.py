@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
-from hyper_parallel.ir import Layout, Rule, Strategy
+from hyper_parallel.ir import Layout, Overlap, Rule, Strategy
 from hyper_parallel.shard import ShardPlan, family_rules, plan_layouts
 from tests.shard._models import EMBED, decoder, sizes
 
@@ -94,6 +94,12 @@ def test_a_rule_names_experts_of_any_module() -> None:
         (Strategy(dp_replicate=4, ep=2), 8, "dp_shard=1, cp=1, tp=1, ep=2", "parallel.ep=1"),
         (Strategy(dp_shard=4, ep=6), 9, "dp_shard=4, cp=1, tp=1, ep=6", "parallel.ep=1"),
         (Strategy(dp_shard=4, ep=6), 6, "dp_shard=4, cp=1, tp=1, ep=6", "parallel.ep=2"),
+        (
+            Strategy(dp_shard=4, ep=6, overlap=Overlap(ep_chunks=2)),
+            9,
+            "dp_shard=4, cp=1, tp=1, ep=6",
+            "parallel.ep=1 overlap=none",
+        ),
     ],
 )
 def test_degrees_that_do_not_divide_are_refused(strategy: Strategy, experts: int, got: str, hint: str) -> None:
@@ -119,7 +125,7 @@ def test_experts_in_a_list_are_dealt_out() -> None:
     assert first(Strategy(dp_shard=2, tp_x=2), *range(4)) == "[d0:dp_shard, d1] @ hbm"
     assert first(Strategy(dp_shard=2, ep=2), *range(4)) == "[d0, d1] @ hbm, one of ep"
     assert first(Strategy(dp_shard=4, ep=2), "*") == "[d0, d1:edp] @ hbm, one of ep"
-    with pytest.raises(NotDivisible, match="ep=2 does not divide the 3 experts"):
+    with pytest.raises(NotDivisible, match="ep=2 does not divide the 3 experts of a layer"):
         first(Strategy(dp_shard=2, ep=2), *range(3))
     with pytest.raises(UnsupportedSharding, match="in a form that ep cannot shard"):
         first(Strategy(dp_shard=2, ep=2), "left", "right")

@@ -135,6 +135,15 @@ def test_damaged_cache_is_measured_again(tools):
     assert json.loads(file.read_text())["rates"]["float32"] > 0
 
 
+@pytest.mark.parametrize(
+    "failure", [("sys.executable", "/bin/false"), (f"{cpu_rates.__module__}._MEASURE_TIMEOUT_S", 0)]
+)
+def test_failed_measurement_is_a_coded_error(tools, monkeypatch, failure):
+    monkeypatch.setattr(*failure)
+    with pytest.raises(UnknownDevice, match="cannot be measured"):
+        detect_local(1)
+
+
 def test_detection_imports_no_framework(tmp_path):
     code = (
         "import sys; from hyper_parallel.topology import detect_local; detect_local();"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch.tensor.sharded_norm import ShardedNorm
 from hyper_parallel.backends.torch.tensor.state import RegatherScope
 from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import Purpose
 from hyper_parallel.runtime import World, launch
 
 
@@ -81,15 +82,22 @@ def test_a_norm_on_slices_is_the_norm_of_the_whole() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("norm", "what"), [(_Summing, "sum"), (_Opaque, "a custom kernel")])
-def test_a_statistic_that_would_be_one_ranks_own_is_refused(norm: type, what: str) -> None:
+@pytest.mark.parametrize(
+    ("norm", "purpose", "what", "hint"),
+    [
+        (_Summing, Purpose.NORM_STATISTICS, "sum", "parallel.mlp_shape=1d"),
+        (_Opaque, Purpose.NORMS_OVER_HEADS, "a custom kernel", "parallel.tp_x=1 parallel.tp_y=1"),
+    ],
+)
+def test_a_statistic_that_would_be_one_ranks_own_is_refused(norm: type, purpose: Purpose, what: str, hint: str) -> None:
     def rank(_: int) -> None:
-        with World.join("cpu"), ShardedNorm(dist.group.WORLD, "final"):
+        with World.join("cpu"), ShardedNorm(dist.group.WORLD, "final", purpose):
             norm(WIDTH)(torch.ones(2, WIDTH))
 
     with pytest.raises(UnsupportedSharding) as caught:
         launch(rank, 1, timeout_s=180)
     assert caught.value.what.startswith(f"the norm `final` computes its statistics with {what}")
+    assert caught.value.hint == hint
 
 
 @pytest.mark.torch

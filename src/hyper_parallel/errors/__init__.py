@@ -41,14 +41,14 @@ class BadValue(HyperParallelError, code="HP102"):
 class RecipeUnreadable(HyperParallelError, code="HP103"):
     """The recipe file is missing, too large, not YAML or JSON, or not a mapping, or contains data instead of a recipe.
 
-    Fix: check the path and the line that is named.
+    Fix: check the path and the line named in the message.
     """
 
 
 class Contradiction(HyperParallelError, code="HP104"):
     """Values or options are allowed individually, but not together.
 
-    Fix: change or remove one of those named in the message.
+    Fix: change or remove one of the values named in the message.
     """
 
 
@@ -115,7 +115,7 @@ class AuditError(HyperParallelError, code="HP206"):
 
 
 class DegreesMismatch(HyperParallelError, code="HP301"):
-    """The parallel degrees, or the ranks of `launch`, do not multiply to the number of ranks.
+    """The parallel degrees, `parallel.world_size`, sub-models or `launch` do not match the number of ranks.
 
     Fix: change a value as shown in the hint, or start another number of ranks.
     """
@@ -150,7 +150,7 @@ class ModelUnreadable(HyperParallelError, code="HP305"):
 
 
 class PlanUnreadable(HyperParallelError, code="HP306"):
-    """A plan file is not JSON, has another schema version, or contains a value of the wrong type.
+    """A plan file cannot be read, is not JSON, has another schema version, or contains a value that is not allowed.
 
     Fix: create the plan again with `hyper-parallel plan ... -o plan.json`.
     """
@@ -195,10 +195,11 @@ class TopologyTooSmall(HyperParallelError, code="HP311"):
 
 
 class UnknownDevice(HyperParallelError, code="HP312"):
-    """No preset describes the accelerator of this machine.
+    """No preset describes the accelerator of this machine, or the rates of its processor cannot be measured.
 
-    Why: its peak rates and links are unknown, and guesses would determine the plan.
-    Fix: write a topology file based on the nearest preset, and set its path as the topology.
+    Why: a plan from guessed rates and links could be slow or exceed memory.
+    Fix: write a topology file based on the nearest preset, and give its path as the topology. If the measurement of a
+    processor took too long, run the command again when the machine is idle.
     """
 
 
@@ -312,7 +313,7 @@ class CaptureUnsupported(HyperParallelError, code="HP511"):
 
 
 class StepChanged(HyperParallelError, code="HP512"):
-    """A captured step received values, shapes, a model or an optimizer other than those of its capture.
+    """A captured step was called with other values, shapes, model or optimizer than at its capture.
 
     Possible causes are a branch that depends on a value, and changed state outside of tensors: a learning rate, a hook,
     `eval()`, a replaced parameter. Fix: undo the change, capture again, or run this step without capture.
@@ -320,14 +321,15 @@ class StepChanged(HyperParallelError, code="HP512"):
 
 
 class TransferFailed(HyperParallelError, code="HP513"):
-    """A copy between memory tiers failed: a full disk, a truncated or modified file, a dead copy thread.
+    """A copy between memory tiers failed: a full disk, a missing or modified file, an error in a copy thread.
 
-    The step is stopped, and no operator reads the missing bytes. Fix: see the tier and the cause in the message.
+    The step is stopped, so no operator reads wrong bytes. Fix: correct the cause named in the message, and continue
+    from the last checkpoint.
     """
 
 
 class NoLoss(HyperParallelError, code="HP514"):
-    """No loss or log-probabilities can be computed for a microbatch: it has no targets, or the logits do not match.
+    """No loss or log-probabilities can be computed: a microbatch has no targets, or the model's output does not fit it.
 
     Cross entropy and token log-probabilities are computed from the logits of a causal language model and from targets
     (`labels`, or already shifted `shift_labels`). Fix: provide targets, or pass `forward_backward` an objective over
@@ -358,7 +360,7 @@ class NoData(HyperParallelError, code="HP602"):
 
 
 class RunUnreadable(HyperParallelError, code="HP603"):
-    """A directory is not that of a run, lacks files that the command needs, or has a file that cannot be read.
+    """A directory is not a run directory, lacks files that the command needs, or has a file that cannot be read.
 
     Fix: use the output directory of a `hyper-parallel train` run, or restore the file named in the message.
     """

@@ -21,13 +21,14 @@ class HyperParallelError(Exception):
     A subclass defines one code: `class NoData(HyperParallelError, code="HP602")`. Its docstring documents the code:
     meaning, reason and fix. Constructor arguments describe one occurrence, and are attributes of the error.
 
-    Arguments are those for a recipe or command; `caller` writes the attributes `where` and `hint`, see `reported_by`.
+    Arguments name recipe keys and command options. The attributes `where` and `hint` translate them to the names of the
+    caller, see `reported_by`.
 
     Args:
         what: The problem, in one sentence.
         where: Origin of the wrong value: `recipe.yaml: parallel.tp_x (set by command line)`, a file, a module.
         got: The actual value or values.
-        allowed: The accepted values.
+        allowed: The accepted values, or a description of them.
         hint: One line that can be pasted: a command, a recipe line, a sentence; or `changes`. None: the hint shows
             `changes`, if there are any.
         changes: Values that fix the problem by recipe key or option, as data: `{"parallel.ep": 4}`; see `overrides`.
@@ -103,7 +104,7 @@ class HyperParallelError(Exception):
 
 @contextmanager
 def reported_by(caller: Caller) -> Iterator[None]:
-    """Set the caller of coded errors in the block; of nested blocks, the outermost decides."""
+    """Set the caller of coded errors that leave the block; of nested blocks, the outermost one decides."""
     try:
         yield
     except HyperParallelError as error:

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 
 
 class Caller:
-    """Names that errors use for settings; this class uses the keys of recipes and the options of commands.
+    """Translation of recipe keys and command options in errors to the caller's names; this class changes nothing.
 
     Subclasses are for callers with other names, such as a Python function with arguments. See `reported_by`.
     """
 
     def hint(self, changes: Mapping[str, object]) -> str | None:
-        """Return the hint for `changes`, at least one, by recipe key or option; None: `overrides`."""
+        """Return the hint for changes by recipe key or option; None selects the text of `overrides`."""
         return None
 
     def where(self, text: str) -> str:
@@ -23,15 +23,15 @@ class Caller:
         return text
 
     def sentence(self, text: str) -> str:
-        """Return a hint that is not rendered from `changes`, given the hint for a recipe or command."""
+        """Return a hint that is a sentence, not `changes`, given the hint for a recipe or command."""
         return text
 
 
 def overrides(changes: Mapping[str, object]) -> str:
     """Return changes as words to paste in a shell: `parallel.pp=2 'parallel.stage_layers=[4, 4]'`, `--device auto`.
 
-    A string is the text of a value, so one that YAML would not read as a string needs quotes of its own. An option has
-    the value None to leave it out, True if it takes no value, and a mapping if it has the form `--pin NAME=VALUE`.
+    Strings are copied without YAML quotes. For an option, None means to leave it out, True that it takes no value, a
+    tuple is joined by commas, and a mapping gives the form `--pin NAME=VALUE`.
     """
     return " ".join(_option(k, v) if k.startswith("--") else _override(k, v) for k, v in changes.items())
 

@@ -68,7 +68,7 @@ class _Abbreviation(reprlib.Repr):
 
 
 def abbreviated(value: Any, length: int = 80) -> str:
-    """Return `repr(value)`, shortened to at most `length` characters; of an integer above 256 bits, the size."""
+    """Return `repr(value)` shortened to at most `length` characters; for an integer above 256 bits, its size."""
     text = _Abbreviation(length).repr(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 

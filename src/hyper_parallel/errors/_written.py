@@ -31,7 +31,7 @@ class OutputNotWritable(HyperParallelError, code="HP105"):
 
 
 def not_writable(error: OSError, place: str | Path, problem: str = "a file cannot be written") -> OutputNotWritable:
-    """Return the coded error for a failed write; `place` is the written path, used if `error` names no file."""
+    """Return the coded error `problem` for a failed write. `place` is the path, used if `error` names no file."""
     name = str(error.filename or place)
     hint = f"ls -ld {shlex.quote(name)}; df -h {shlex.quote(_existing(name))}"
     if error.errno == errno.ENAMETOOLONG:
@@ -74,7 +74,7 @@ class Unwritten:
 
 
 def _existing(name: str) -> str:
-    """Return the path if it is a directory, else the nearest directory above it that exists."""
+    """Return the path if it is a directory, else the nearest existing directory above it; "." if there is none."""
     while not os.path.isdir(name) and os.path.dirname(name) != name:  # noqa: PTH112, PTH120
         name = os.path.dirname(name)  # noqa: PTH120
     return name or "."

@@ -53,7 +53,7 @@ def _complete(error: UnsupportedSharding, strategy: Strategy) -> None:
 
 @contextmanager
 def completed_changes(strategy: Strategy) -> Iterator[None]:
-    """Complete an UnsupportedSharding of this context whose changes remove axes: add the changes of `without_axes`."""
+    """If an UnsupportedSharding raised in this context removes axes, add the changes of `without_axes` to its hint."""
     try:
         yield
     except UnsupportedSharding as error:

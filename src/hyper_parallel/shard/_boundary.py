@@ -33,17 +33,17 @@ class Boundary:
     kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all or send_recv
     axes: tuple[str, ...]  # mesh axes of the group
     ranks: Number  # ranks of the group
-    # elements of the full tensor: output of a gather, input of a scatter or reduction; else those that one rank passes
+    # elements of the full tensor (output of a gather, input of a scatter or reduction), else of one rank's input
     elements: Number
     purpose: Purpose
     format: Format = "compute"
     forward: Number = 0  # calls in the forward of one microbatch, and of one layer if the collective is part of layers
-    backward: Number = 0  # calls in the backward, counted likewise
+    backward: Number = 0  # calls in the backward, counted as in `forward`
     recomputed: Number = 0  # additional calls if backward recomputes the layer
     # additional calls if gathered inputs are freed after forward, and backward does not recompute the layer
     regathered: Number = 0
     once: Number = 0  # calls per step
-    # elements that this rank sends per call, if ranks send different numbers; None: those of a ring algorithm
+    # elements that this rank sends per call, if ranks send different numbers; None: as in a ring algorithm
     sent: Number | None = None
 
     def sent_bytes(self, width: Number) -> Number:
@@ -144,7 +144,7 @@ def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:
 
 
 def share(whole: Number, parts: Number) -> Number:
-    """Return `whole` / `parts`: rounded down if both are ints, exact if one is an array."""
+    """Return `whole` / `parts`, rounded down if both are ints."""
     exact = isinstance(whole, int) and isinstance(parts, int)
     return whole // parts if exact else whole / parts
 

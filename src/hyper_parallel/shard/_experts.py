@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
 from hyper_parallel.ir import Layout, Strategy
+from hyper_parallel.shard._axis_changes import without_axes
 from hyper_parallel.shard._fit import Param, module_of
 from hyper_parallel.shard._rules import WHOLE
 from hyper_parallel.units import divisors
@@ -50,11 +51,12 @@ def mark_experts(params: list[Param]) -> list[Param]:
 
 
 def check_experts(params: list[Param], strategy: Strategy) -> None:
-    """Raise an error if experts cannot be sharded over `ep` > 1.
+    """Check that experts can be sharded over `ep`; ep = 1 needs no experts.
 
     Raises:
         UnsupportedSharding: HP205 if experts are absent or in an unknown form.
-        NotDivisible: HP203 if `ep` does not divide dp_shard * cp * tp or the experts; the hint divides both.
+        NotDivisible: HP203 if `ep` does not divide dp_shard * cp * tp or the number of experts of a layer. The hint is
+            the largest divisor of `ep` that divides both.
     """
     if strategy.ep == 1:
         return
@@ -63,7 +65,7 @@ def check_experts(params: list[Param], strategy: Strategy) -> None:
         raise UnsupportedSharding(
             "expert parallelism needs routed experts, and none were recognised in this model",
             got=f"ep={strategy.ep}",
-            changes={"parallel.ep": 1},
+            changes=without_axes(strategy, "ep"),
         )
     for param in experts:
         if not _index(param) and (container(param) != param.module or len(param.shape) < 2):
@@ -71,32 +73,33 @@ def check_experts(params: list[Param], strategy: Strategy) -> None:
                 f"`{param.pattern}` stores experts in a form that ep cannot shard",
                 got=f"ep={strategy.ep}, {param.name} {param.shape}",
                 allowed="parameters [experts, dim, ...] directly in `experts`, or modules experts.0, experts.1, ...",
-                changes={"parallel.ep": 1},
+                changes=without_axes(strategy, "ep"),
             )
-    number = math.gcd(*(p.shape[0] for p in experts if not _index(p)), *_lengths(experts))
-    _check_divides(strategy, number)
+    _check_divides(strategy, sorted({*(p.shape[0] for p in experts if not _index(p)), *_lengths(experts)}))
 
 
-def _check_divides(strategy: Strategy, number: int) -> None:
-    s = strategy
+def _check_divides(s: Strategy, counts: Sequence[int]) -> None:
+    number = math.gcd(*counts)
+    experts = ", ".join(map(str, counts))
     inner = s.dp_shard * s.cp * s.tp
     legal = divisors(math.gcd(number, inner))
+    near = max(e for e in legal if s.ep % e == 0)
     ranks = f"dp_shard * cp * tp = {inner}, the ranks over which ep shards experts"
     for size, divided, got in (
         (inner, ranks, f"dp_shard={s.dp_shard}, cp={s.cp}, tp={s.tp}"),
-        (number, f"the {number} experts of a layer", f"experts={number}"),
+        (number, f"the {experts} experts of a layer", f"experts={experts}"),
     ):
         if size % s.ep:
             raise NotDivisible(
                 f"ep={s.ep} does not divide {divided}",
                 got=f"{got}, ep={s.ep}",
                 allowed=f"ep {', '.join(map(str, legal))}",
-                changes={"parallel.ep": max(e for e in legal if s.ep % e == 0)},
+                changes={"parallel.ep": near} if near > 1 else without_axes(s, "ep"),
             )
 
 
 def _lengths(experts: list[Param]) -> list[int]:
-    """Return the number of experts in each module list; a list named with `*` instead of indices is left out."""
+    """Return the number of experts in each module list, except lists named with `*` instead of indices."""
     lists: dict[str, set[str]] = {}
     for param in experts:
         if index := _index(param):
@@ -124,7 +127,7 @@ def even_dim(shape: Sequence[int], ranks: int) -> int:
 
 
 def container(param: Param) -> str:
-    """Return the name of the module that contains all experts of the layer of `param`, an expert parameter."""
+    """Return the name of the module that contains all experts of a layer, for an expert parameter `param`."""
     before, separator, _ = f".{param.module}.".partition(f".{EXPERTS}.")
     return f"{before}.{EXPERTS}".removeprefix(".") if separator else param.module
 

@@ -61,7 +61,7 @@ class Param:
 
     @property
     def in_attention(self) -> bool:
-        """True for parameters of children of an attention module, and for its own parameters that a rule names."""
+        """True if the parameter belongs to a child of an attention module, or a rule names it in the module itself."""
         # A rule that names a parameter names a direct parameter of the attention module.
         holder = self.module if self.owner == self.name else self.parent
         # Encoders of the BERT kind have `attention.self.query` and `attention.output.dense`.
@@ -95,7 +95,7 @@ def module_of(name: str) -> str:
 
 
 def starred(name: str) -> str:
-    """Return the name with every part after a dot that is a number, such as a layer index, replaced by `*`."""
+    """Return the name with `*` in place of numbers, such as layer indices; a leading number is kept."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -105,7 +105,7 @@ def with_rules(rules: Mapping[str, str], user_rules: Iterable[Rule] = ()) -> dic
 
 
 def is_covered(params: list[Param]) -> bool:
-    """Return whether the residual stream can be sharded: all parameters except norms need a supported style."""
+    """Return whether the residual stream can be sharded: all parameters except norms have a supported style."""
     return all(_is_norm(param) if param.style is None else param.style not in (*REFUSED, WHOLE) for param in params)
 
 

@@ -63,7 +63,7 @@ def _on_stream(param: Param) -> bool:
 
 
 def tensor_axes(param: Param, strategy: Strategy, hidden_cut: bool) -> Axes:
-    """Return the tensor-parallel axes that shard each dim of a parameter, according to its final style."""
+    """Return the tensor-parallel axes that shard each dim of a parameter with its final style."""
     whole: Axes = ((),) * len(param.shape)
     both = (X, Y) if strategy.tp_y > 1 else (X,)
     if param.style in ("vocab", "head", "norm_heads"):
@@ -77,7 +77,7 @@ def tensor_axes(param: Param, strategy: Strategy, hidden_cut: bool) -> Axes:
             return ((Y,),) if shape == "2d" else whole
         if param.style == "kv_replicate":
             return whole
-        # A direct vector of the attention module, such as its sinks, is sharded like the heads.
+        # A vector of the attention module itself, such as its sinks, is sharded like the heads.
         own = param.owner == param.name and not shards_queries_by_token(strategy)
         return (both,) if shape == "1d" or own else ((X,),)
     if param.style == "rowwise":

@@ -51,8 +51,8 @@ class ShardPlan:
 
     Attributes:
         layouts: Layout of each parameter, by the name in the input.
-        styles: Final style by module name, or by parameter name if a rule names the parameter; for experts by the name
-            of the module that contains them all. Without tensor parallelism, all other styles are `replicate`.
+        styles: Final style by module name, or by parameter name if a rule names the parameter. Experts are listed by
+            the module that contains them all. Without tensor parallelism, all other styles are `replicate`.
         notes: Sentences about parameters that are not sharded as their rule states, with reasons.
         hidden_cut: Whether the hidden dim of the residual stream is sharded over tp_y.
         whole_stream: Whether every tensor-parallel rank holds the residual stream of all tokens.
@@ -91,7 +91,7 @@ def plan_layouts(
         head_dim: Width of one head; distinguishes key and value projections from query projections by size.
         vocab_size: Rows of the embedding.
         tied: Name of the parameter with the same storage, by name of each tied parameter; None: no ties.
-        where: Origin of the setting, for error messages. It replaces the `where` of every error.
+        where: Value of `where` of every error; None: errors have no `where`.
         staged: Whether pp may be combined with tensor-parallel ranks that hold all tokens; see `keep_whole`.
 
     Raises:
@@ -124,7 +124,6 @@ def plan_layouts(
 
 
 def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str], staged: bool) -> list[Param]:
-    """Return the parameters with final styles under tensor parallelism; errors are those of `plan_layouts`."""
     if whole_stream:
         if sizes.strategy.overlap.block_executor != "serial":
             raise UnsupportedSharding(
@@ -142,7 +141,7 @@ def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[st
 def replicated_matrices(
     params: Iterable[tuple[str, tuple[int, ...]]], rules: Sequence[Rule]
 ) -> tuple[frozenset[str], bool]:
-    """Return the matrices that the rules replicate on every tensor-parallel rank, whatever the degree.
+    """Return the matrices that the rules replicate on the tensor-parallel ranks, for any degree.
 
     Returns:
         (names of the matrices, whether every rank holds the residual stream of all tokens). The second is true if a

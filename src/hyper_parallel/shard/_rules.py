@@ -173,7 +173,7 @@ FAMILIES: Final = tuple(_FAMILIES)
 
 
 def completed_rules(model_type: str, prefix: str = "model.") -> tuple[Rule, ...]:
-    """Return rules for modules that shard exactly but not by the plan of the family's configuration class.
+    """Return rules for modules that can be sharded exactly, but not by the Hugging Face plan of the model family.
 
     Args:
         model_type: `model_type` of the config; the result is empty for a family without such rules.

@@ -35,7 +35,7 @@ from hyper_parallel.units import divisors
 _CUT = (*COLUMN_STYLES, "rowwise", "norm_heads")
 
 Problem = tuple[Param, str, int, str, int]
-"""Dim whose size the degree does not divide: (parameter, name of the dim, size, names of the axes, degree)."""
+"""Size that a degree does not divide: (parameter, name of the size, size, names of the axes, degree)."""
 
 
 def legal_tp(num_heads: int, num_kv_heads: int, *widths: int) -> list[int]:
@@ -81,9 +81,9 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
     if overlap.parts(sequences, workload.seq_len) == 1:
         even = next(n for n in (2 * sequences, 4 * sequences) if overlap.parts(n, workload.seq_len) > 1)
         steps, rest = divmod(sequences * (workload.accumulation_steps or 1), even)
-        batch = {"training.microbatch": even}
-        if not rest:
-            batch["training.accumulation_steps"] = steps  # the same tokens per step
+        batch = {"training.microbatch": even, "training.accumulation_steps": max(1, steps)}
+        if rest and workload.tokens_per_step is not None:
+            batch["training.tokens_per_step"] = even * max(1, steps) * s.dp * workload.seq_len
         raise _overlap_error(
             "a microbatch of this size cannot be halved",
             f"microbatch={sequences}, seq_len={workload.seq_len}",
@@ -114,7 +114,6 @@ def _features_without_overlap(s: Strategy) -> _Features:
 
 
 def _check_blocks(strategy: Strategy, workload: Workload) -> None:
-    """Raise HP205 if blocks cannot overlap their gathers and scatters as `overlap.tp` requests."""
     s, chunks = strategy, strategy.overlap.tp_chunks
     features = {
         "one tensor-parallel rank": (s.tp == 1, f"tp={s.tp}"),
@@ -203,7 +202,6 @@ def _role(param: Param, sizes: Sizes) -> str | None:
 
 
 def _width(param: Param) -> int:
-    """Return the size that the degree must divide for role `width`; for a gate_up weight, half the rows."""
     return param.cut_size // (2 if param.style == "gate_up" else 1)
 
 
@@ -236,7 +234,6 @@ def _problems(cuts: Sequence[Param], sizes: Sizes, s: Strategy) -> Iterator[Prob
 
 
 def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisible:
-    """Return the error for an indivisible dim, with the degrees and block shapes that are possible."""
     param, dimension, size, axes, degree = problem
     s = sizes.strategy
 
@@ -277,7 +274,7 @@ def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisi
 
 
 def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
-    """Return the parameter; keys and values whose heads the ranks do not divide get `kv_replicate` and a note."""
+    """Return the parameter, with style `kv_replicate` and a note if the ranks do not divide its key or value heads."""
     s, heads = sizes.strategy, sizes.num_kv_heads
     if param.style == "kv_replicate" and param.role != "kv_heads":
         raise RuleError(
@@ -359,7 +356,6 @@ def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> P
 
 
 def _check_two_axes(params: Sequence[Param], sizes: Sizes) -> None:
-    """Raise UnsupportedSharding (HP205) for combinations that two tensor-parallel axes do not support."""
     s, spans = sizes.strategy, shards_queries_by_token(sizes.strategy)
     degrees, shape = f"tp_x={s.tp_x}, tp_y={s.tp_y}", f"attention {_shown(s)}"
     if s.tp_x == 1:

@@ -109,7 +109,7 @@ def block_boundaries(
 def block_program(
     strategy: Strategy, kv_heads: int, hidden_cut: bool, *, keys: bool = False
 ) -> dict[Purpose, Boundary]:
-    """Return a collective for each purpose in the forward of a block, without sizes: `elements` is 0.
+    """Return the collectives in the forward of a block by purpose, without sizes: `elements` is 0.
 
     Args:
         strategy: Degrees and block shapes.
@@ -131,7 +131,7 @@ def _weight_block_gathers(block: BlockWidths, cut: TokenCut) -> Iterator[Boundar
     """Yield the collectives over y of a block with shape `weight`: gathers of weights, and of keys and values."""
     for p in (*block.inputs, *block.outputs):
         whole = share(p.weights, cut.x)
-        if p.keys:  # heads that do not divide over x are not sharded over x
+        if p.keys:  # key heads that the degree of x does not divide are not sharded
             whole = pick(block.kv_heads % cut.x > 0, p.weights, whole)
         gather = ("all_gather", Y, cut.y, whole, Purpose.WEIGHT_GATHER)
         # Freed after forward; recomputation uses the gather of backward.
@@ -142,7 +142,6 @@ def _weight_block_gathers(block: BlockWidths, cut: TokenCut) -> Iterator[Boundar
 
 
 def _mlp_over_y(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
-    """Yield the collectives over y of a 2d MLP: reduce-scatters after input, all-gathers before output projections."""
     tokens = cut.tp * cut.piece
     for p in block.inputs:
         rows = tokens * share(p.width, cut.x)
@@ -153,7 +152,6 @@ def _mlp_over_y(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
 
 
 def _attention_over_y(block: BlockWidths, cut: TokenCut, token: Number) -> Iterator[Boundary]:
-    """Yield the collectives over y of 2d attention: reduce-scatters to heads or tokens, then all-gathers."""
     tokens = pick(token, cut.spans, cut.tokens)
     # If the ranks do not divide the key heads, every y rank gets the sum and selects the heads of its queries.
     doubled = (block.kv_heads % cut.tp > 0) * (1 - token)
@@ -180,7 +178,7 @@ def _rows_per_x_rank(p: Projection, block: BlockWidths, cut: TokenCut) -> Number
 
 
 def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
-    """Yield `statistics` all-reduces over y, each of one sum per token, of a norm whose hidden dim y shards."""
+    """Yield the all-reduces of a norm whose features are sharded over y: `statistics` calls of one sum per token."""
     rows = cut.y * cut.piece
     yield from _mirrored("all_reduce", Y, cut.y, rows, Purpose.NORM_STATISTICS, format="statistic", calls=statistics)
 

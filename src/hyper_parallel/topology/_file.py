@@ -47,8 +47,6 @@ def _one(**units: tuple[Number | None, float]) -> Quantity:
 
 
 class _Entry(Section):
-    """Section of a topology file."""
-
     def resolve(self) -> object:
         """Return the section's value in base units."""
         raise NotImplementedError

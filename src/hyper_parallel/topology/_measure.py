@@ -19,7 +19,7 @@ _BUDGET_S = 0.05
 _COPY_BYTES = 128 * 2**20
 
 
-def _together(cores: int, work: Callable[[], float]) -> float:
+def _rate_of_all_cores(cores: int, work: Callable[[], float]) -> float:
     """Run `work`, which returns a rate, on every core at the same time, and return the sum of the rates."""
     barrier = threading.Barrier(cores)
 
@@ -60,8 +60,8 @@ def measure(cores: int) -> dict[str, float]:
         target = np.empty_like(source)
         return _rate(2.0 * source.nbytes, lambda: np.copyto(target, source))
 
-    rates = {dtype: _together(cores, gemm(dtype)) for dtype in ("float32", "float64")}
-    rates["memory"] = _together(cores, copy)
+    rates = {dtype: _rate_of_all_cores(cores, gemm(dtype)) for dtype in ("float32", "float64")}
+    rates["memory"] = _rate_of_all_cores(cores, copy)
     return rates
 
 

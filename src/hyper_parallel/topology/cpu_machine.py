@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hyper_parallel.errors import UnknownDevice
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.serde import write_text
 from hyper_parallel.topology._supernode import Device, Quantity, Supernode, Tier
@@ -34,7 +35,7 @@ CPU_RANK_BYTES: Final = int(0.4 * GiB)
 
 _CPU_RANKS: Final = 16
 _CPU_RANKS_PER_CORE: Final = 4
-"""CPU ranks that any machine with enough memory may start, and CPU ranks per core if that is more."""
+"""A machine with enough memory may start `_CPU_RANKS` ranks, or `_CPU_RANKS_PER_CORE` per core if that is more."""
 
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _CACHE_VERSION: Final = 1
@@ -62,7 +63,7 @@ class RankCapacity:
 
     Attributes:
         num_ranks: Number of ranks, at least one.
-        limit: Resource that limits the number, as a phrase for errors.
+        limit: Resource that limits the number, as text for errors.
         is_cpu: True if ranks share the CPU, False if each rank needs an accelerator.
     """
 
@@ -132,16 +133,16 @@ def rank_capacity(num_accelerators: int) -> RankCapacity:
 
 
 def rank_threads(num_ranks: int) -> int:
-    """Return the CPU threads of each local rank: OMP_NUM_THREADS, else a share of `read_cpu().cores`, at least 1.
+    """Return the CPU threads of each local rank: OMP_NUM_THREADS, else an equal share of the cores, at least 1.
 
-    Of a list such as `4,2`, which gives the threads of nested levels, the first number counts.
+    If OMP_NUM_THREADS is a list such as `4,2`, its first number is used. Invalid values and 0 are ignored.
     """
     outer = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return (int(outer) if outer.isdecimal() else 0) or max(1, read_cpu().cores // num_ranks)
 
 
 def _facts(path: str) -> dict[str, str]:
-    """Return the `name: value` lines of a file as a dict; of a repeated name, the first value."""
+    """Return the `name: value` lines of a file as a dict with the first value of each name; {} if it is unreadable."""
     lines = (line.partition(":") for line in reversed(_read(path).splitlines()))
     return {name.strip(): value.strip() for name, _, value in lines}
 
@@ -160,7 +161,7 @@ def cpu_rates(cpu: Cpu) -> dict[str, float]:
         `float32` and `float64` in FLOP/s, `memory` in bytes/s (read plus written), of all cores together.
 
     Raises:
-        subprocess.SubprocessError: The measurement failed, or took more than a minute.
+        UnknownDevice: HP312 if the measurement fails, or takes more than a minute.
     """
     key = f"{cpu.model}|{cpu.cores}|{_CACHE_VERSION}"
     path = cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
@@ -168,13 +169,16 @@ def cpu_rates(cpu: Cpu) -> dict[str, float]:
     if cached is not None:
         return cached
     script = Path(__file__).with_name("_measure.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(cpu.cores)],
-        capture_output=True,
-        text=True,
-        timeout=_MEASURE_TIMEOUT_S,
-        check=True,
-    )
+    command = [sys.executable, str(script), str(cpu.cores)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MEASURE_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        lines = error.stderr.splitlines() if isinstance(error, subprocess.CalledProcessError) else []
+        raise UnknownDevice(
+            "the rates of the processor of this machine cannot be measured",
+            got=lines[-1] if lines else str(error),
+            hint="run again when the machine is idle, or write a topology file and give its path as the topology",
+        ) from error
     rates: dict[str, float] = json.loads(done.stdout)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,9 +205,9 @@ def _from_cache(path: Path, key: str) -> dict[str, float] | None:
 
 
 def cpu_supernode(num_ranks: int) -> Supernode:
-    """Return this machine with its cores and memory divided evenly among `num_ranks` ranks.
+    """Return this machine with its cores and memory divided evenly among `num_ranks` ranks; raise HP312 as `cpu_rates`.
 
-    The rates of a rank are those of its `rank_threads` threads, so the ranks together may leave some cores idle.
+    The rates of a rank are those of its `rank_threads` threads, so some cores may be idle.
     """
     cpu = read_cpu()
     rates = cpu_rates(cpu)

@@ -96,7 +96,7 @@ class Accelerator:
 
 
 def parse_nvidia_smi(text: str) -> list[Accelerator]:
-    """Return the devices in the output of `_NVIDIA_SMI`, of which those with unified memory have no memory size."""
+    """Return the devices in the output of `_NVIDIA_SMI`; devices with unified memory have `memory_bytes` 0."""
     pattern = re.compile(r"\s*([^\s\[].*?)\s*,\s*(?:(\d+)\s*MiB|\[N/A\])\s*")
     rows = map(pattern.fullmatch, text.splitlines()[1:])
     return [Accelerator("cuda", row[1], int(row[2] or 0) * MiB) for row in rows if row]
@@ -123,8 +123,8 @@ _TOOLS: Final = (
 def find_accelerators() -> list[Accelerator]:
     """Return the accelerators that this process may use: NVIDIA's, else Ascend's; empty without accelerators.
 
-    CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES selects and orders devices. If it has names instead of numbers,
-    only their count is used.
+    CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES selects and orders devices by index. If it contains a name, such
+    as a UUID, only the number of entries is used.
     """
     for command, parse, variable in _TOOLS:
         try:
@@ -138,21 +138,22 @@ def find_accelerators() -> list[Accelerator]:
 
 
 def _visible(devices: list[Accelerator], selection: str | None) -> list[Accelerator]:
-    """Return the devices that `selection`, a list of ids such as `0,1`, makes visible; all of them for None.
+    """Return the devices that `selection`, a list of indices such as `0,1`, makes visible; None: all devices.
 
-    As in the vendors' drivers, the first invalid id and all later ids are ignored.
+    As in the vendors' drivers, the first invalid index and all later ones are ignored. For UUIDs or other names, return
+    as many devices as there are names.
     """
     if selection is None:
         return devices
     parts = [part.strip() for part in selection.split(",")]
     if not all(part.lstrip("-").isdigit() for part in parts if part):
-        return devices[: len(parts)]  # devices named by UUID; all devices of a machine are equal
+        return devices[: len(parts)]  # all devices of a machine are equal
     valid = takewhile(lambda part: part and 0 <= int(part) < len(devices), parts)
     return [devices[int(part)] for part in valid]
 
 
 def match_preset(accelerator: Accelerator) -> Supernode | None:
-    """Return the first preset, by name, whose device has the kind and name of the accelerator; None without one."""
+    """Return the first preset, by name, whose device has the accelerator's kind and name; None if there is none."""
     for name in preset_names():
         supernode = load_topology(name)
         if supernode.device.kind == accelerator.kind and _is_reported_as(accelerator, supernode):
@@ -173,13 +174,14 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
         accelerators: Known accelerators. None: detect them.
 
     Returns:
-        The preset of the first accelerator, with the number of devices to use and the smallest memory reported. Without
-        accelerators, a CPU machine with cores and memory divided among the ranks; its rates are measured and cached.
+        The preset of the first accelerator, with the number of devices to use and, if all devices report their memory,
+        the smallest one. Without accelerators, a CPU machine whose cores and memory are divided among the ranks; its
+        rates are measured and cached.
 
     Raises:
         BadValue: HP102 when `num_devices` is below one.
         DeviceUnavailable: HP502 for more accelerators than this machine has, or more than 4096 ranks on its CPU.
-        UnknownDevice: HP312 when no preset describes the accelerator. Also the errors of `cpu_rates`.
+        UnknownDevice: HP312 when no preset describes the accelerator, or the rates of the CPU cannot be measured.
     """
     if num_devices is not None and num_devices < 1:
         raise BadValue("the number of devices is below one", got=num_devices, hint="use one device or more")
@@ -224,9 +226,9 @@ def detect_local(num_devices: int | None = None, *, accelerators: Sequence[Accel
 
 
 def is_this_machine(topology: str) -> bool:
-    """Return whether a topology, given as for `load_topology`, has the same device as this machine.
+    """Return whether a topology has the same device as this machine; argument and errors as for `load_topology`.
 
-    Names are compared; without an accelerator, or without names in the topology, only the kinds.
+    Device names are compared. Without an accelerator, or without device names in the topology, only kinds are compared.
     """
     if topology == "local":
         return True

@@ -26,7 +26,7 @@ _WINDOW = 5  # tokens; shorter than the trial sequence, so that the mask depends
 
 
 def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -> None:
-    """Make position embeddings use `position_ids()` if the model counts local tokens for them, as BART does."""
+    """Replace one-dimensional `position_ids` of embeddings, which count local tokens (BART), by `position_ids()`."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         local = kwargs.get("position_ids")

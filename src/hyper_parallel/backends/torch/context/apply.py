@@ -83,9 +83,9 @@ def apply_context_parallel(
 
 
 def _use_interface(model: nn.Module, config: Any) -> None:
-    """Give the decoder with this config a copy that names the attention interface; other models may share the config.
+    """Set `INTERFACE` as the attention implementation in a copy of `config`, because other models may share `config`.
 
-    Configs that contain `config`, such as that of a model with images, are copied too, so that they contain the copy.
+    Configs that contain `config`, such as that of a multimodal model, are copied too, so that they contain the copy.
     """
     named = copy.deepcopy(config)
     named._attn_implementation = INTERFACE
@@ -156,8 +156,8 @@ def _wrap_root(
         if context.calls != expected:
             raise UnsupportedSharding(
                 "layers call attention a different number of times than in the trial forward pass",
-                where=type(module).__name__,
-                got=f"{context.calls} calls instead of {expected}",
+                where="parallel.cp",
+                got=f"{type(module).__name__}: {context.calls} calls instead of {expected}",
                 changes=without_axes(strategy, "cp"),
             )
         if not gathers_outputs:
@@ -188,7 +188,6 @@ def join_sequences(context: ContextState, local: Tensor) -> Tensor:
 
 
 def _refuse(config: Any) -> None:
-    """Raise HP205 for a config with other attention than causal and sliding-window attention, or with dropout."""
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_KINDS)
     refuse_first(
         config.model_type,
@@ -201,7 +200,6 @@ def _refuse(config: Any) -> None:
 
 
 def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Raise HP205 for arguments of the forward that cannot be used with sharded sequences."""
     config = module.config
     for name, why in (
         ("attention_mask", "mark documents by `position_ids` that restart, padding by labels"),

@@ -150,13 +150,14 @@ def _refuse_attention(module: nn.Module, context: Any, options: dict[str, Any]) 
     )
 
 
-def refuse_first(where: str, *features: tuple[str, object]) -> None:
-    """Raise HP205 for the first of the features (name, value) whose value is true."""
+def refuse_first(model: str, *features: tuple[str, object]) -> None:
+    """Raise HP205 for the first of the features (name, value) whose value is true; `model` is a type for the error."""
     for name, value in features:
         if value:
             raise UnsupportedSharding(
                 f"context parallelism does not support {name}",
-                where=where,
+                where="parallel.cp",
+                got=model,
                 allowed="causal attention, full or with a sliding window, without dropout",
                 changes={"parallel.cp": 1},
             )
@@ -319,7 +320,11 @@ def _unpack(flat: Tensor, *like: Tensor) -> Iterator[Tensor]:
 
 
 def _key_value_blocks(context: ContextState, ring: RingAttention, k: Tensor, v: Tensor) -> KeyValueBlocks:
-    """Yield (ring position, keys, values), own position first; in a ring, the next ones are in flight meanwhile."""
+    """Yield (ring position, keys, values), own position first.
+
+    Gathered keys are yielded for all positions. A ring skips positions outside of the sliding window; the next keys are
+    in flight while the caller uses the current ones.
+    """
     name, ring_size = Purpose.KEYS_AND_VALUES, context.ring_size
     if context.gather_keys:
         rows = gather_rows(_pack(k, v), context.group, name)

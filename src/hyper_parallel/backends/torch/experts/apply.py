@@ -3,7 +3,7 @@
 A module of routed experts is called as `experts(hidden [N, D], index [N, k], weights [N, k])`. Its forward is wrapped
 on the instance: tokens are dispatched, and the unmodified forward runs on the received rows with this rank's experts.
 In this call, `num_experts` is the number of local experts and all weights are one. The sender combines the results with
-its weights. Biases, clamps, activations and the grouped GEMM are those of the model.
+its weights. Biases, clamps, activations and the grouped GEMM come from the model's code.
 
 With ep = 1 and no capacity, a rank has all experts and runs the unmodified forward on its own tokens. Under tensor
 parallelism, its own tokens are its part of the sequence. Routing works per position, so nothing is gathered. The
@@ -39,7 +39,7 @@ from hyper_parallel.errors import UnsupportedSharding
 
 
 def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
-    """Return the number of experts of each module of experts in a model that is not yet sharded, by name.
+    """Return the number of experts by name of each module of experts, for a model that is not sharded yet.
 
     `styles` maps names of modules to sharding styles.
     """
@@ -59,9 +59,9 @@ def apply_to_experts(model: nn.Module, state: ExpertState, tokens: Tokens, in_de
     their routing counters. `in_decoder` tells whether the experts belong to a Hugging Face model with decoder layers.
 
     Raises:
-        UnsupportedSharding: HP205 for experts on several ranks, or with a capacity, that are not called with tokens,
-            indices and weights. HP205 for experts in a list with a capacity. HP205 for experts outside of a decoder
-            under tensor parallelism; a list of experts with ep = 1 is accepted there.
+        UnsupportedSharding: HP205 for experts on several ranks, or with a capacity, that lack `num_experts` or are not
+            called with tokens, indices and weights. HP205 for experts in a list with a capacity. HP205 for experts
+            outside of a decoder under tensor parallelism, except a list of experts with ep = 1.
     """
     group, tp = state.group, tokens.tp
     modules = dict(model.named_modules())
@@ -87,7 +87,7 @@ def apply_to_experts(model: nn.Module, state: ExpertState, tokens: Tokens, in_de
 
 
 def _is_supported(module: nn.Module, name: str, state: ExpertState, tokens: Tokens, in_decoder: bool) -> bool:
-    """Return whether to wrap a module of experts; else the module runs unchanged. Raise HP205 if neither works."""
+    """Return whether to wrap a module of experts; False: it runs unchanged. Raise HP205 if it cannot be wrapped."""
     group, capacity, tp = state.group, state.options.capacity_factor, tokens.tp
     in_list = isinstance(module, ExpertList) or is_list(module)
     signature = inspect.signature(type(module).forward)
@@ -97,28 +97,29 @@ def _is_supported(module: nn.Module, name: str, state: ExpertState, tokens: Toke
             return False
         changes: dict[str, object] = {} if group is None else {"parallel.ep": 1}
         changes |= {} if tp is None else {"parallel.tp_x": 1, "parallel.tp_y": 1}
-        changes |= {} if capacity is None else {"moe.capacity_factor": "null"}
+        changes |= {} if capacity is None else {"moe.capacity_factor": None}
         needed = "must be called as experts(hidden_states, index, weights)"
         if len(signature.parameters) == 4:
             needed = "need an attribute `num_experts`"
         raise UnsupportedSharding(
             f"experts on several ranks, or with a capacity, {needed}",
-            where=name,
-            got=f"{type(module).__name__}{signature}",
+            where=next(iter(changes)),
+            got=f"{name}: {type(module).__name__}{signature}",
             changes=changes,
         )
     if in_list and capacity is not None:
         raise UnsupportedSharding(
             "`moe.capacity_factor` needs experts called as experts(hidden_states, index, "
             "weights), not a list of modules",
-            where=name,
-            got=f"capacity_factor={capacity}",
-            hint="moe.capacity_factor=null",
+            where="moe.capacity_factor",
+            got=f"capacity_factor={capacity}, {name}: {type(module).__name__}",
+            changes={"moe.capacity_factor": None},
         )
     if tp is not None and not in_decoder and not is_list(module):
         raise UnsupportedSharding(
             "experts under tensor parallelism need a Hugging Face model with a list of decoder layers",
-            where=name,
+            where="parallel.tp_x",
+            got=name,
             changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
         )
     return True
@@ -142,7 +143,7 @@ class _Forward:
         self.has_child_parameters = any(True for child in module.children() for _ in child.parameters())
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sums of the expert results, in the shape of `hidden`; zero for padding of the layout.
+        """Return the weighted sums of the expert results, in the shape of `hidden`; rows not computed here are zero.
 
         `hidden` has shape [N, D], or [B, S, D] in some models; `index` and `weights` have shape [N, k].
         """

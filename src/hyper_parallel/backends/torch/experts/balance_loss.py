@@ -141,7 +141,7 @@ class BalanceLoss:
     def close(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's share of the weighted loss, and the loss's derivatives [E] by the summed probabilities.
 
-        `total` are the counts [2 E + 1] of all stages. In a pipeline, only the last stage calls this.
+        `total` has the counts [2 E + 1] of all stages. In a pipeline, only the last stage calls this method.
         """
         share = total.new_zeros(1) + self._share / self._tp_degree
         sums = torch.cat((total, share))
@@ -232,8 +232,8 @@ class BalanceLoss:
 def disable_model_router_loss(model: nn.Module, routing: Routing, alone: bool, replaced: bool) -> None:
     """Disable the model's own router loss, which covers the tokens of one rank only.
 
-    A call that requests router logits then raises HP205. If there is one rank only (`alone`) and `routing` sets no
-    coefficient, an unknown loss of the model stays enabled. `replaced`: a `BalanceLoss` replaces the loss.
+    A call that requests router logits then raises HP205, whose message depends on `replaced`: whether a `BalanceLoss`
+    replaces the loss. On one rank (`alone`), an unknown loss stays enabled if `routing` sets no coefficient.
     """
     facts = router_loss_facts(model)
     is_unknown = facts is not None and not facts.known and routing.aux_loss_coef is None

@@ -68,7 +68,8 @@ class _Calls:
     def refusal(self, reason: str) -> UnsupportedSharding:
         return UnsupportedSharding(
             f"an expert in a list of modules {reason}, so ep cannot send its tokens to another rank",
-            where=self.name,
+            where="parallel.ep",
+            got=self.name,
             allowed="calls experts[i](x), with x and result of shape [..., hidden], in the same order in every run",
             changes={"parallel.ep": 1},
         )
@@ -79,8 +80,6 @@ _running: ContextVar[_Calls | None] = ContextVar("expert_calls", default=None)
 
 
 class _ExpertSlot:
-    """Stub of one expert, called by the block."""
-
     def __init__(self, calls: _Calls, expert: int) -> None:
         self._calls, self._expert = calls, expert
 
@@ -92,9 +91,9 @@ class _ExpertSlot:
 
 
 class ExpertList(SlotList):
-    """Module list with this rank's contiguous range of experts.
+    """Module list with this rank's contiguous range of experts, and placeholders for the others.
 
-    During the forward of its block, it yields a stub for every expert of all ranks instead.
+    During the forward of its block, iteration yields a stub for every expert instead.
     """
 
     local_experts: range
@@ -154,7 +153,7 @@ class ListBlock:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block twice, with the exchange in between; raise HP205 if it draws random numbers or writes input."""
-        # Children are wrapped at the first call, outside of all other wrappers: collectives in those then run once too.
+        # Wrap children at the first call, outside of all other wrappers, so that collectives in these run once too.
         while self._unwrapped:
             child = self._unwrapped.pop()
             wrap(child, partial(_call_once, child))

@@ -46,7 +46,7 @@ class RouterLoss:
         requested: True if the model adds the loss although the caller does not ask for router logits.
         num_experts: Number of experts of a layer; 0 for an unknown definition.
         top_k: Number of experts per token in the definition of the loss.
-        scale: Ratio of the auxiliary loss to `load_balance`; 1 for most types.
+        scale: Ratio of the auxiliary loss to `load_balance`; 1 for most models.
         product_keys: True if logits are scores [2, T, n] of two keys each, whose sums are the logits of n^2 experts.
         routers: (name, index) of every module with router logits; index: position of the logits in its outputs.
     """
@@ -126,7 +126,6 @@ def causal_form(model: nn.Module) -> nn.Module | None:
 
 
 def _takes_flag(kind: type[nn.Module]) -> bool:
-    """Return whether a forward accepts `output_router_logits`, directly or as a keyword argument of a base class."""
     parameters = inspect.signature(kind.forward).parameters
     has_kwargs = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     bases = [base.forward for base in kind.__mro__[1:] if "forward" in vars(base)]
@@ -136,8 +135,6 @@ def _takes_flag(kind: type[nn.Module]) -> bool:
 
 
 class _Stub(nn.Module):
-    """Stub of a decoder or head with a fixed output."""
-
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         self.__dict__["original"] = original
@@ -183,7 +180,6 @@ def _with_stubs(model: nn.Module) -> nn.Module | None:
 
 
 def _run(stubbed: nn.Module, logits: tuple[Tensor, ...], **flag: bool) -> tuple[Tensor, Any]:
-    """Return loss and auxiliary loss for given router logits."""
     for child in stubbed._modules.values():
         if child is not None and child.__dict__.get("is_decoder_stub"):
             child.__dict__["value"] = _DecoderOutput(logits)

@@ -107,7 +107,7 @@ class RoutingStatistics:
 
     Attributes:
         max_load: Rows of the busiest expert divided by the mean over experts, in the worst layer; 1 is perfect balance.
-        mean_max_load: As `max_load`, averaged over the layers.
+        mean_max_load: The same ratio, averaged over the layers.
         entropy: Entropy of the load divided by its maximum ln E, averaged over the layers; 1 is perfect balance.
         dropped: Fraction of the rows that were dropped, because they exceeded the capacity of their expert.
         aux_loss: Result of `BalanceLoss.mean`: auxiliary loss without its coefficient; None if there is none.
@@ -121,7 +121,7 @@ class RoutingStatistics:
 
 
 def is_first_forward() -> bool:
-    """Return whether a forward with gradients is running that is not a recomputation in backward."""
+    """Return whether autograd is enabled outside of backward, so that a running forward is no recomputation."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
@@ -146,7 +146,7 @@ def checked_loss(
 ) -> RouterLoss | None:
     """Return the router loss that training adds, see `_added_loss`, if the model supports the options of routing.
 
-    `where` is the location of the options, for errors. `alone` tells that there is one rank only.
+    `where` is the location of the options, for errors; None: their recipe keys. `alone` is True on one rank.
 
     Raises:
         UnsupportedSharding: HP205 with the first unsupported option, or for an unknown router loss.
@@ -163,8 +163,8 @@ def checked_loss(
         if not is_present and (value or (key == "capacity_factor" and value is not None)):
             raise UnsupportedSharding(
                 f"`moe.{key}` is set, but the model has no {part}",
-                where=where or type(model).__name__,
-                got=f"{key}={value}",
+                where=where or f"moe.{key}",
+                got=f"{key}={value}, {type(model).__name__}",
                 hint=f"moe.{key}={'0' if key == 'bias_update_rate' else 'null'}",
             )
     return facts
@@ -187,7 +187,8 @@ def _added_loss(model: nn.Module, routing: Routing, alone: bool) -> RouterLoss |
     if not facts.known:
         raise UnsupportedSharding(
             "the load-balancing loss of this model cannot be computed across ranks",
-            where=type(model).__name__,
+            where="moe.aux_loss_coef",
+            got=type(model).__name__,
             allowed="router logits [tokens, experts], and the loss: number of experts x sum over experts of "
             "(fraction of tokens routed to it x its mean router probability)",
             hint="moe.aux_loss_coef=0",

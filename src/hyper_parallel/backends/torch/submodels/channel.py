@@ -90,7 +90,6 @@ class Channel:
         return _unpack(structure, [_leaf(tensor, grad) for tensor, grad in tensors])
 
     def _read(self, source: int) -> None:
-        """Wait for the next message from a rank and store it until `receive` asks for it."""
         sizes = torch.empty(2, dtype=torch.int64)
         dist.recv(sizes, source, group=self._group)
         head = torch.empty(int(sizes[0]), dtype=torch.uint8)

@@ -98,7 +98,7 @@ class JointSteps:
         return [self.tower[owner] for owner in owners[:count]]
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return the result of `Border.sources` for a tower rank under the joint schedule, one entry per microbatch."""
+        """Return one entry per microbatch of a tower rank's share: (share, index) if the rank encodes it, else None."""
         return self.layout.sources(self.schedule(count), tower_rank)[:count]
 
     def actions(self, count: int, train: bool) -> tuple[Action, ...]:
@@ -120,7 +120,7 @@ class JointSteps:
 
 
 def _crosses(action: Action) -> bool:
-    """Return whether an action sends or receives a message between `Tower` and `Reader`, which need no such actions."""
+    """Return whether an action is a message between tower and language part, which `Tower` or `Reader` sends itself."""
     return action.kind.startswith(("SEND", "RECV")) and 0 in (action.stage, action.peer.stage)
 
 
@@ -273,7 +273,6 @@ class Tower:
 
 
 def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the sum of the gradients of one feature from several pipeline stages; None if no stage uses it."""
     parts = [g for g in gradients if g is not None]
     return sum(parts[1:], parts[0]) if parts else None
 
@@ -358,7 +357,6 @@ class Reader:
         return output
 
     def _tower_rank(self, number: int, index: int) -> int:
-        """Return the world rank of the tower that computes the features of a microbatch of this share."""
         return (self._owner or self.borders[number].owner)(self.share, index)
 
     def _message(self, number: int) -> deque[tuple[str, Any]]:
@@ -447,12 +445,12 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Submodels:
-    """State of one rank of a model whose parts have ranks of their own.
+    """State of one rank of a model that is divided into a language part and towers.
 
     Attributes:
         group: Ranks of all parts.
         roles: Parts of this rank, the language part first.
-        joint: Joint schedules of tower and pipeline; None: the tower computes in rounds of its own.
+        joint: Joint schedules of tower and pipeline; None: the towers compute in rounds.
     """
 
     group: dist.ProcessGroup

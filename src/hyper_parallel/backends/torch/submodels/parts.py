@@ -95,8 +95,6 @@ class Division:
 
 
 class _ParameterUses(FlowTracer):
-    """Tracer that records the parameters that operators read."""
-
     def __init__(self) -> None:
         super().__init__()
         self.read: set[int] = set()
@@ -155,7 +153,6 @@ def _check_kinds(model: nn.Module, kinds: Sequence[str], names: Mapping[str, boo
 
 
 def _check_modules(model: nn.Module, towers: Sequence[TowerPart]) -> None:
-    """Raise HP205 if a parameter of one of several towers is outside of the tower's modules."""
     for tower in towers:
         for name in sorted(tower.parameters):
             if not any(name.startswith(f"{module}.") for module in tower.modules):
@@ -177,7 +174,6 @@ def _media_of(model: nn.Module, kind: str) -> frozenset[str]:
 
 
 def _feature_methods(kind: str) -> list[tuple[str, str]]:
-    """Return the modalities of a kind of tower, each with the name of the model's method that returns its features."""
     return [(m, f"get_{m}_features") for m, own in _KINDS.items() if own == kind]
 
 
@@ -202,7 +198,6 @@ def _refusal(model: nn.Module, why: str, got: str) -> UnsupportedSharding:
 
 
 def _drop_parameters(model: nn.Module, dropped: set[int]) -> None:
-    """Replace the parameters with the ids `dropped` by None, under all of their names."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if id(parameter) in dropped:
@@ -229,7 +224,7 @@ def _crossings(model: nn.Module, tower: TowerPart) -> Iterator[tuple[nn.Module, 
 
 
 def keep_language(model: nn.Module, division: Division, reader: Reader) -> nn.Module:
-    """Drop the parameters of all towers in place, and make calls to them return received results; return the model."""
+    """Drop the parameters of all towers in place; calls of towers then return received features. Return the model."""
     for number, tower in enumerate(division.towers):
         for owner, attribute, label in [*_crossings(model, tower)]:
             setattr(owner, attribute, _receive(reader, number, label))
@@ -240,7 +235,6 @@ def keep_language(model: nn.Module, division: Division, reader: Reader) -> nn.Mo
 
 
 def _receive(reader: Reader, number: int, label: str) -> Callable[..., Any]:
-    """Return a function that receives the result of a call from a tower, for any arguments."""
     return lambda *_, **__: reader.receive(label, number)
 
 
@@ -371,7 +365,6 @@ def _stop(*_: Any, **__: Any) -> Any:
 
 
 def _features(output: Any) -> Any:
-    """Return the output of an encoder without the hidden states and attention weights of its layers."""
     if not isinstance(output, dict):
         return output
     return type(output)(**{k: v for k, v in output.items() if k not in _RECORDINGS})
@@ -444,7 +437,7 @@ class _MetaResults(TorchDispatchMode):
 
 
 def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return indices with the positions that a boolean mask selects in place of each mask that has values."""
+    """Return indices in which boolean masks with values are replaced by the positions that they select."""
     numbers: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype == torch.bool and not index.is_meta

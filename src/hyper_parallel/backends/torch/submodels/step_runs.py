@@ -25,7 +25,7 @@ class Rounds:
     `served` are the microbatches of each tower, from `Submodels.divided`.
     """
 
-    # There is no joint schedule: the language part follows its own, and `Border.owner` selects the tower's ranks.
+    # Without a joint schedule, the language part has its own schedule, and `Border.owner` selects the tower's ranks.
     actions: Sequence[Action] | None = None
     owner: Callable[[int, int], int] | None = None
 

@@ -13,7 +13,7 @@ features; q and F are the widths of attention and MLP. P = x y ranks lie on the 
 
 2d attention can also shard tokens instead of heads over y, see `_span_attention`.
 
-`shard.block_program` selects the collectives of a block and their ranks, called its program; this module runs them.
+The program of a block, from `shard.block_program`, lists its collectives and their mesh axes; this module runs them.
 A packed projection (q, k and v, or gate and up, in one weight) whose parts are sharded separately needs no further
 communication. Otherwise its rows are sharded into equal slices, and one all-to-all exchanges the output columns.
 Backward runs the transpose of every collective.
@@ -107,12 +107,12 @@ class Region:
         kv_heads: Number of key heads of the model; 0 for an MLP, which accepts tokens in any order.
         spans: Attention with queries from one span of every sequence; None for other modules.
         last_column: Last column-parallel projection. After it, the other half-batch may run (`in_flight.offer_turn`).
-        column_products: For each column-parallel projection, a function that reads its weight and returns the product
-            of one pass, a result of `TokenExecutor.product`.
-        row_products: The same functions for row-parallel projections.
+        column_products: Function by column-parallel projection. It reads the weight and returns its
+            `TokenExecutor.product` for one pass.
+        row_products: Function by row-parallel projection, as in `column_products`.
         following: Next region in the same layer, whose weights are read while this region's scatter is in flight. In
             backward, their gradients are then computed while the gradient of this region's output is gathered.
-        passes: Values of the running forward, for each half-batch.
+        passes: Values of the running forward, for each half-batch; without half-batches, only the first is used.
     """
 
     state: TpState
@@ -129,7 +129,7 @@ class Region:
 
     @property
     def current(self) -> RegionPass:
-        """Values of the running forward, for the half-batch that is running."""
+        """Values of the running forward; with half-batches, those of the running half-batch."""
         return self.passes[half_index()]
 
     def group(self, purpose: Purpose) -> ProcessGroup:
@@ -141,9 +141,9 @@ class Region:
         by_keyword, state = "hidden_states" in kwargs, self.state
         if not by_keyword and not (args and isinstance(args[0], Tensor)):
             raise UnsupportedSharding(
-                "the module gets its activations neither as first argument nor as `hidden_states`",
-                where=self.name,
-                got=f"arguments {', '.join(kwargs) or 'none'}",
+                "tensor parallelism needs modules that get activations as first argument or as `hidden_states`",
+                where="parallel.tp_x",
+                got=f"{self.name}: arguments {', '.join(kwargs) or 'none'}",
                 changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
             )
 
@@ -195,7 +195,6 @@ class Region:
         return state.executor if fits else None
 
     def _prepare(self, products: dict[nn.Module, Callable[[], Any]]) -> PreparedProducts:
-        """Read the weights of projections for the running pass, and return their products."""
         functions = {module: make() for module, make in products.items()}
         return PreparedProducts(self.state.shape, torch.is_grad_enabled(), functions)
 
@@ -206,7 +205,7 @@ class Region:
             region.current.column_products = region._prepare(region.column_products)
 
     def _pop_column_products(self) -> dict[nn.Module, Callable[[], Any]]:
-        """Return functions that return the products prepared for this pass, else `column_products`."""
+        """Return a function per projection that returns its product: the one prepared for this pass, else a new one."""
         prepared, self.current.column_products = self.current.column_products, None
         is_current = (
             prepared is not None
@@ -247,7 +246,7 @@ class Region:
     def _placeholder_input(self, tokens: Tensor) -> Tensor:
         """Return the module's input: `tokens`, or for 2d attention on spans a placeholder [B, span, ...] of NaN.
 
-        With spans, projections read all tokens from `RegionPass.gathered` but return only those of one span. The module
+        With spans, projections read all tokens from `RegionPass.gathered` but return tokens of one span. The module
         therefore needs an input with the shape of the span.
         """
         if self.spans is None or Purpose.HEAD_SCATTER not in self.program:
@@ -468,7 +467,7 @@ def exchange_packed(module: nn.Module, parent: nn.Module, style: str, config: An
 
     Args:
         module: The packed projection, whose forward already uses local parameters.
-        parent: Module that splits the projection's output; for qkv, its head counts are reduced to those of a rank.
+        parent: Module that splits the projection's output; for qkv, its head counts become those of one rank.
         style: Kind of packing: qkv or gate_up.
         config: Text config of the model, used for qkv.
         state: State of tensor parallelism.

@@ -86,7 +86,7 @@ class _GatheredParameters(dict[str, Any]):
 def gather_embedding_when_read(
     model: nn.Module, embedding: nn.Module, gradients: TpGradients, group: ProcessGroup
 ) -> None:
-    """Make a sharded embedding's weight all-gather itself when the model's forward reads it, as Gemma 4 does."""
+    """Gather the weight of a sharded embedding when the model's forward reads it, as Gemma 4 does."""
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         params = embedding._parameters

@@ -50,8 +50,8 @@ class SpanAttention:
         if inner not in ("sdpa", "eager"):
             raise UnsupportedSharding(
                 "attention with tokens sharded over tp_y needs an implementation that accepts a query-by-key mask",
-                where=name,
-                got=inner,
+                where="parallel.attention_shape",
+                got=f"{name}: {inner}",
                 allowed="sdpa, eager",
                 changes={"parallel.attention_shape": "2d", "parallel.attention_scatter": "head"},
             )
@@ -67,7 +67,7 @@ class SpanAttention:
     def cut(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
         """Return an attention module's keyword arguments with the positions and mask rows of this span.
 
-        The default mask is causal. A cache of keys and values is refused with HP205.
+        Without a mask, a causal one is added. A cache of keys and values is refused with HP205.
         """
         caches = [n for n in ("past_key_values", "cache") if kwargs.get(n) is not None]
         if caches:
@@ -96,7 +96,7 @@ class SpanAttention:
         return out
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the keys and values of all spans; return those of full sequences, [B, H, S, K]."""
+        """Gather the keys and values of all spans; return (keys, values) of full sequences, each [B, H, S, K]."""
         widths = (key.shape[-1], value.shape[-1])
         joined = torch.cat((key, value), dim=-1).transpose(1, 2)  # B, span, H, K
         batch, span, heads, _ = joined.shape

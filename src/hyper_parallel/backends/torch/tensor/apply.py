@@ -4,12 +4,12 @@
     first decoder layer         this rank's part of the residual stream, see `TokenGrid`
       attention or MLP          gather tokens -> projections (see `_projections`) -> scatter tokens
     final norm                  on this rank's part, then gather tokens: the base model's output is unchanged
-    head (rows sharded)         logits of all tokens for this rank's part of the vocabulary, which the loss accepts
+    head (rows sharded)         logits of all tokens for this rank's part of the vocabulary, as the loss expects
 
 Models whose layers the sharding rules do not cover keep replicated activations, see `_replicated_activations`.
-Forwards and a few attributes of module instances change, such as numbers of heads; classes and parameter names do not.
-All arithmetic runs on local tensors; parameters stay DTensors for FSDP, optimizers and checkpoints. An attention or MLP
-module with these collectives is called a region.
+Wrapping replaces forwards and a few attributes of module instances, such as head counts, but no classes or parameter
+names. Modules compute with local tensors; parameters stay DTensors for FSDP, optimizers and checkpoints. An attention
+or MLP module with these collectives is called a region.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def tensor_state(
     running: RunningPass,
     executor: TokenExecutor | None,
 ) -> TpState | None:
-    """Return the state of tensor parallelism on the mesh of `tensor_mesh`; None if this mesh is None."""
+    """Return the state of tensor parallelism on `tp_mesh`, a result of `tensor_mesh`; None if `tp_mesh` is None."""
     if tp_mesh is None:
         return None
     groups = {X: tp_mesh["tp_x"].get_group()}
@@ -130,7 +130,8 @@ def apply_tensor_parallel(
     else:
         raise UnsupportedSharding(
             "two-dimensional tensor parallelism needs a Hugging Face model with a list of decoder layers",
-            where=type(model).__name__,
+            where="parallel.tp_y",
+            got=type(model).__name__,
             changes={"parallel.tp_x": strategy.tp, "parallel.tp_y": 1},
         )
 
@@ -238,7 +239,7 @@ class TensorParallel:
             self._head(head)
         wrap(view.layers[0], self._enter)
         wrap(view.final_norm(), self._leave)
-        self._guard()
+        self._add_root_hooks()
 
     def _link_regions(self, layers: nn.ModuleList) -> None:
         """Set `Region.following` of the attention block in every layer with one attention and one MLP block."""
@@ -275,7 +276,7 @@ class TensorParallel:
                 self._column_module(module, name, style, splits_logits)
         use_local_replicated_parameters(self.model, split, state.gradients)
         if config is not None:
-            self._guard()
+            self._add_root_hooks()
 
     def _column_module(self, module: nn.Module, name: str, style: str, splits_logits: bool) -> None:
         state = self.state
@@ -320,7 +321,8 @@ class TensorParallel:
         if unsupported:
             raise UnsupportedSharding(
                 f"tensor parallelism cannot shard an embedding with {unsupported[0]}",
-                where=type(module).__name__,
+                where="parallel.tp_x",
+                got=type(module).__name__,
                 changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
             )
         pad = module.padding_idx
@@ -362,17 +364,17 @@ class TensorParallel:
         module.forward = forward
 
     def _replicated(self, module: nn.Module, name: str) -> None:
-        """Make the forward of a module that is not parallelized, such as a norm, use its local parameters.
+        """Make a replicated module, such as a norm, run with the local tensors of its parameters.
 
-        A norm whose features are sharded over y computes its statistics over all features.
+        If features are sharded over y, a norm computes its statistics over all features.
         """
         params = list(module.parameters(recurse=False))
         styles = {s for n, s in self.own_parameters.items() if module_of(n) == name}
         if len(styles) > 1:
             raise UnsupportedSharding(
                 "the sharding rules give different styles to the parameters of one module",
-                where=name,
-                got=sorted(styles),
+                where="parallel.rules",
+                got=f"{name}: {', '.join(sorted(styles))}",
                 hint=f"give all parameters of `{name}` the same style in `parallel.rules`",
             )
         if not params:
@@ -393,11 +395,10 @@ class TensorParallel:
         return inner(state.enter(hidden_states), *args, **kwargs)
 
     def _leave(self, inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the final norm on this rank's part of the residual stream, and gather the stream afterwards."""
         return self.state.leave(lambda part: inner(part, *args, **kwargs), hidden_states)
 
-    def _guard(self) -> None:
-        """Add hooks to the root module: reset the state of a pass, refuse sharded outputs, gather unconsumed logits."""
+    def _add_root_hooks(self) -> None:
+        """Add hooks to the root module: reset the state of a pass, refuse sharded outputs, gather unused logits."""
         state = self.state
         sharded_outputs = ["output_attentions"]
         if not state.replicated_activations:

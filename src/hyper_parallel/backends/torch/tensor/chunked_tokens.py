@@ -33,7 +33,7 @@ from hyper_parallel.backends.torch.tensor.overlapped_tokens import (
 from hyper_parallel.ir import Purpose
 
 Product = Callable[[Tensor], Tensor]
-"""Function that applies a linear projection to a chunk of tokens [1, T, C]; all chunks use one read of the weight."""
+"""Function that applies a linear projection to a chunk of tokens [1, T, C]."""
 
 
 class _Weight(torch.autograd.Function):

@@ -35,29 +35,29 @@ def padded(tokens: Tensor, rows: int) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Gather slices along a dim from all ranks; backward is a reduce-scatter, as ranks use the result differently."""
+    """Gather slices along a dim from all ranks; backward is a reduce-scatter, for ranks that use different results."""
     return collective(*gather_pair(dim, group, name), x)  # type: ignore[no-any-return]
 
 
 def gather_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return launchers of the all-gather of `gather` and of its transpose, for `PendingCollective`."""
+    """Return launchers of an all-gather along a dim and of its backward, a reduce-scatter, for `PendingCollective`."""
     back = partial(_launch_scatter, dim=dim, group=group, name=name.backward)
     return partial(_launch_gather, dim=dim, group=group, name=name), back
 
 
 def scatter(x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, leads_to_start: bool = False) -> Tensor:
-    """Reduce-scatter along a dim; backward is an all-gather. See `PendingCollective.finish` for `leads_to_start`."""
+    """Reduce-scatter along a dim; backward is an all-gather. `leads_to_start` is that of `PendingCollective.finish`."""
     return collective(*scatter_pair(dim, group, name), x, leads_to_start=leads_to_start)  # type: ignore[no-any-return]
 
 
 def scatter_pair(dim: int, group: ProcessGroup, name: Purpose) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return launchers of the reduce-scatter of `scatter` and of its transpose, for `PendingCollective`."""
+    """Return launchers of a reduce-scatter along a dim and of its backward, an all-gather, for `PendingCollective`."""
     back = partial(_launch_gather, dim=dim, group=group, name=name.backward)
     return partial(_launch_scatter, dim=dim, group=group, name=name), back
 
 
 def join(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Gather slices along a dim from all ranks; backward selects this rank's slice, as ranks use the result equally."""
+    """Gather slices along a dim from all ranks; backward selects this rank's slice of a gradient equal on all ranks."""
 
     def select_slice(grad: Tensor) -> Tensor:
         return grad.chunk(group.size(), dim)[group.rank()].contiguous()

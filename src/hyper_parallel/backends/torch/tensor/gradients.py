@@ -33,7 +33,7 @@ def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -
 
     Args:
         param: The parameter; None (no bias) and tensors other than DTensors are used unchanged.
-        owner: Reducer that is told when the parameter receives its gradient; None: no reducer.
+        owner: Reducer whose `begin_backward` is called when the parameter receives its gradient; None: no reducer.
         rows: Rows to select; None: all local rows.
     """
     if rows is not None and param is not None:
@@ -83,7 +83,7 @@ def use_local_parameters(
 
     Args:
         module: The module to wrap.
-        owner: Reducer of gradients, see `to_local`.
+        owner: Reducer of gradients or None, see `to_local`.
         inside: Function that returns a context in which the forward runs.
         rows: Rows to select, see `to_local`.
         modules: Modules whose own parameters, not those of children, are replaced; None: only `module`.
@@ -137,7 +137,7 @@ class TpGradients:
         return tuple(self._list_params())
 
     def begin_forward(self) -> None:
-        """Reset the state, in case the last backward ended with an error."""
+        """Reset the state that a failed backward may have left."""
         self._queued = False
 
     def end_forward(self, output: Any) -> None:

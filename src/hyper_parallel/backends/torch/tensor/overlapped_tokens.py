@@ -39,7 +39,7 @@ class OverlappedTokens(StandIn):
 
     @classmethod
     def of(cls, part: Tensor, batch: tuple[int, int]) -> Self:
-        """Return a placeholder for the tokens of all ranks; arguments as in `TokenExecutor.gather`."""
+        """Return a placeholder [B, S, D] for the tokens of all ranks; arguments as in `TokenExecutor.gather`."""
         x = cls.like(part, (*batch, part.shape[2]))
         x.products, x.is_multiplied, x._whole = {}, False, None
         return x
@@ -50,7 +50,10 @@ class OverlappedTokens(StandIn):
         return tokens[: math.prod(batch)].view(*batch, -1)
 
     def multiply(self, products: Mapping[nn.Module, Any]) -> None:
-        """Compute the outputs of projections and store them; `products` has the `TokenExecutor.product` of each."""
+        """Store the outputs of projections in the attribute `products`.
+
+        The argument maps each projection to its `TokenExecutor.product`.
+        """
         raise NotImplementedError
 
 

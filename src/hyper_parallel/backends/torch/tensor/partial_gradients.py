@@ -169,9 +169,9 @@ class _SummandTrial:
         if both := tracer.summands & tracer.complete:
             name = self.names[both.bit_length() - 1]
             raise UnsupportedSharding(
-                f"tensor parallelism cannot sum the gradient of `{name}`",
-                where=type(model).__name__,
-                got="a parameter that acts on replicated and on sharded activations",
+                f"tensor parallelism cannot shard around `{name}`, which acts on replicated and on sharded activations",
+                where="parallel.tp_x",
+                got=type(model).__name__,
                 changes={"parallel.tp_x": 1, "parallel.tp_y": 1},
             )
         summands = frozenset(n for i, n in enumerate(self.names) if tracer.summands >> i & 1)

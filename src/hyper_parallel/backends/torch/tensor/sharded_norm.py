@@ -1,9 +1,9 @@
 """Norms over features or heads that are sharded over ranks: an unmodified module with global statistics.
 
 During the norm's forward, a mean over the last dim is averaged over the ranks by one all-reduce of one number per
-row, in float32 or wider. The fused norms of torch are computed from such means. Other common reductions, matrix
-products, and norms without a mean are refused: they would cover one rank's slice only. Key heads held by several ranks
-do not change the average, because all heads are held by equally many ranks.
+row, in float32 or wider. The fused norms of torch are computed from these means. Other common reductions, matrix
+products, and norms without a mean are refused: they would cover one rank's slice only. Ranks may share key heads: the
+average stays exact, because every head is on the same number of ranks.
 """
 
 from __future__ import annotations
@@ -99,5 +99,5 @@ class ShardedNorm(TorchFunctionMode):
             f"the norm `{self.name}` computes its statistics with {operation}, not as a mean over the features",
             got=operation,
             allowed="x.mean(-1), rms_norm, layer_norm",
-            hint={"parallel.mlp_shape": "1d"} if on_stream else "move the ranks of `parallel.tp_y` to `parallel.tp_x`",
+            changes={"parallel.mlp_shape": "1d"} if on_stream else {"parallel.tp_x": 1, "parallel.tp_y": 1},
         )

@@ -65,7 +65,7 @@ class _Gathered:
     copy: Tensor | None = None
 
     def view(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        """Unpack a handle: return a view of the tensor gathered again, which is freed with the last handle."""
+        """Unpack a handle: return a view of the gathered tensor. The first handle gathers it, the last one frees it."""
         if self.copy is None:
             with torch.no_grad():
                 self.copy = self.regather()
@@ -116,8 +116,8 @@ def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
 class TokenGrid:
     """Sharding of the residual stream of (B, S) tokens over x * y tensor-parallel ranks; see the module docstring.
 
-    y is 1 for one axis. A piece is a list of n tokens. A part is what one rank holds: one piece, or with
-    `shard_hidden_over_y` y pieces with 1 / y of the features.
+    y is 1 for one axis. A piece is a list of n tokens. Each rank holds one part: a piece with all features or, with
+    `shard_hidden_over_y`, y pieces with 1 / y of the features.
     """
 
     batch: tuple[int, ...]
@@ -204,7 +204,7 @@ _CUDA_STEP: Final = 4
 
 @dataclass
 class RandomStreams:
-    """Two random streams of this rank: one common to all tensor-parallel ranks, and its own.
+    """Two random streams of this rank: one common to all tensor-parallel ranks, and one used by this rank only.
 
     Attributes:
         rank: Position of this rank in the tensor-parallel group.
@@ -244,7 +244,7 @@ class RandomStreams:
         self.forget()
 
     def forget(self) -> None:
-        """Treat the current stream as the common one: the last pass may have ended with an error."""
+        """Treat the current stream as the common one, for example after a pass that ended with an error."""
         self._generator = self._common = None
 
 
@@ -287,11 +287,11 @@ class TpState:
         gradients: Reducer of the gradients of replicated parameters.
         halves: Executor of half-batches, a `half_batch.HalfBatch`; None: passes run on whole batches.
         running: The running forward pass.
-        same_random: True after all ranks have set equal random seeds, as replicated activations require in training.
+        same_random: True after all ranks have set the same random seed, for training with replicated activations.
         executor: Executor that overlaps collectives with products in blocks; None: they run serially.
         chunked_blocks: Number of blocks that the executor has run since the last `take_counts`.
-        whole_blocks: Number of blocks that ran serially since then, because the executor does not support their number
-            of tokens or the block is compiled.
+        whole_blocks: Number of blocks that ran serially since the last `take_counts`, because the executor does not
+            support their number of tokens or the block is compiled.
         streams: Random streams for dropout with replicated activations; None if they are not needed.
     """
 
@@ -352,7 +352,7 @@ class TpState:
 
     @property
     def regathers(self) -> bool:
-        """True if gathered inputs are gathered again in backward; False in a recomputed layer, which gathers anyway."""
+        """True if backward gathers the inputs again; False in a recomputed layer, whose recompute gathers them."""
         return self.regather and not self.recomputed
 
     def grid_of(self, batch: tuple[int, ...]) -> TokenGrid:

@@ -70,7 +70,11 @@ class _GatherAndMultiply(torch.autograd.Function):
 def _scattered_gradient(
     tokens_grad: Tensor | None, pairs: list[tuple[Tensor, Tensor]], group: ProcessGroup
 ) -> Tensor | None:
-    """Return the gradient [n, D] of this rank's tokens, None without any; `pairs`: (output gradient, weight)."""
+    """Return the gradient [n, D] of this rank's tokens; None if there is no output gradient.
+
+    `pairs` has the output gradient and the weight of each projection. `tokens_grad` is the gradient from other uses of
+    the gathered tokens, or None.
+    """
     name = Purpose.SEQUENCE_GATHER.backward
     if not pairs and tokens_grad is None:
         return None
@@ -79,7 +83,6 @@ def _scattered_gradient(
     weight = weights[0] if len(weights) == 1 else torch.cat(weights) if weights else None
     if grad is not None and tokens_grad is None:
         return multiply_and_scatter(grad, weight, group, name)
-    # Other code of the model has read the tokens too: its gradient is summed before the scatter.
     total = tokens_grad.contiguous()
     total = total if grad is None else total.addmm(grad, weight)
     out = total.new_empty(total.shape[0] // group.size(), total.shape[1])
@@ -144,13 +147,13 @@ class SymmetricExecutor:
     """`TokenExecutor` that uses fused operators over symmetric memory."""
 
     def fits(self, num_tokens: int) -> bool:
-        """Return True: the operators support every number of tokens."""
+        """Return True, for any number of tokens."""
         return True
 
     def product(self, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Projection:
         """Return the weight and the bias; adapters are not supported."""
         assert adapter is None, "refused by `check_token_overlap`"
-        # The weight is a view, because `is_needed` cannot answer for leaves.
+        # The weight is a view, because `is_needed` does not support leaves.
         return Projection(weight.view_as(weight), bias)
 
     def gather(self, part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> SymmetricTokens:

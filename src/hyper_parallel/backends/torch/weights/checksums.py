@@ -46,7 +46,7 @@ class PartChecksum:
 
     @classmethod
     def of(cls, name: str, part: Tensor, shape: tuple[int, ...], ranges: Ranges = ()) -> PartChecksum:
-        """Return the checksum of `part`, the elements of a tensor within `ranges`; further dims are complete."""
+        """Return the checksum of `part`, the elements within `ranges` of a tensor; other dims are complete."""
         box = Box(name, (*ranges, *((0, size) for size in shape[len(ranges) :])))
         dtype = str(part.dtype).removeprefix("torch.")
         return cls(box, dtype, tuple(shape), _checksum(part, list(box.offset)))
@@ -77,7 +77,7 @@ def joint_checksum(parts: Iterable[PartChecksum], read_whole: Callable[[str], Te
 
 
 def state_checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return the result of `joint_checksum` for full tensors by name."""
+    """Return the checksum that `joint_checksum` returns for these tensors if ranks read them in parts."""
     parts = [PartChecksum.of(n, t, tuple(t.shape)) for n, t in tensors.items()]
     return joint_checksum(parts, lambda name: tensors[name])
 

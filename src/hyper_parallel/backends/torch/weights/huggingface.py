@@ -33,7 +33,7 @@ class StoredPart:
     key: str
     ranges: Ranges
     stacked: bool
-    """True if the parameter has an additional first dim, of which the stored tensor fills one index."""
+    """True if the parameter has an additional first dim, and the stored tensor fills one index of this dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Conversion:
 
 
 def model_of_part(model: nn.Module) -> nn.Module:
-    """Return the complete Hugging Face model that a module, such as an encoder, is a part of; else the module."""
+    """Return the complete Hugging Face model that contains a part, such as an encoder; return other modules as is."""
     complete: nn.Module = model.__dict__.get(COMPLETE, model)
     return complete
 
@@ -94,7 +94,7 @@ def _on_meta(cls: type[nn.Module], config: Any, dtype: torch.dtype | None) -> An
 
 
 def with_tied_embeddings(config: Any, tied: bool) -> Any:
-    """Return a copy of a config whose embeddings are `tied` or not."""
+    """Return a copy of a config with `tie_word_embeddings` set to `tied`, also in its text config."""
     own = copy.deepcopy(config)
     for part in (own, own.get_text_config()):
         part.tie_word_embeddings = tied
@@ -113,7 +113,7 @@ def tied_names(reference: nn.Module) -> dict[str, str]:
 
 
 def published_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype by name of every parameter and saved buffer of a model that transformers loads with `dtype`.
+    """Return the dtypes that parameters and saved buffers get, by name, if transformers loads the model with `dtype`.
 
     Some parameters stay in float32, for example the router of deepseek_v3. The dict is empty for models that are not
     from transformers.
@@ -267,13 +267,13 @@ def _stacked_or_concatenated_parts(
 
 
 def is_ignored_when(kind: Literal["unexpected", "missing"], model: Any, name: str) -> bool:
-    """Return whether the model's class ignores a name that is unexpected in files, or missing in them."""
+    """Return whether the model's class ignores `name` if it is unexpected in weight files, or missing (`kind`)."""
     patterns = getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or []
     return any(re.search(p, name) for p in patterns)
 
 
 def names_of_other_classes(reference: nn.Module, stored: dict[str, tuple[int, ...]]) -> set[str]:
-    """Return the stored names that another transformers class with the same config uses, such as a pooler's weights."""
+    """Return the stored names used by another transformers class with the same config, such as a pooler's weights."""
     from transformers.models.auto import modeling_auto as auto
 
     pretraining, masked = auto.MODEL_FOR_PRETRAINING_MAPPING, auto.MODEL_FOR_MASKED_LM_MAPPING

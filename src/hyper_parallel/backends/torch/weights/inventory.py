@@ -100,7 +100,7 @@ class Inventory:
 
 
 def take_inventory(model: nn.Module, files: WeightFiles) -> Inventory:
-    """Return the inventory of a model, which may be the part on a pipeline rank, and of the files of a directory.
+    """Return the inventory of the weight files in a directory for a model, or for its part on a pipeline rank.
 
     Values are compared only if a parameter is stored under several names.
 

@@ -68,7 +68,6 @@ def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _plain_forward(module: nn.Module, values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Run the forward of the module's class with `values` in place of its parameters."""
     original = module._parameters
     module.__dict__["_parameters"] = {**original, **values}
     try:

@@ -5,7 +5,7 @@
 `lora_A` and `lora_B` are parameters of the linear module itself, so that all other names of the model are unchanged for
 plans, weight files and exports. Tensor parallelism shards A like the columns of W, and B like its rows. The product is
 then partial, or sharded, exactly like the product of W. If a tensor-parallel axis shards only one factor, the gradients
-of the other factor are summed over its ranks.
+of the other factor are summed over the ranks of this axis.
 
 Source: Hu et al. 2021, "LoRA", arXiv:2106.09685; the scaling r^-1/2 of Kalajdzievski 2023, arXiv:2312.03732.
 """
@@ -113,19 +113,20 @@ def adapter_layouts(model: nn.Module, layouts: dict[str, Layout], strategy: Stra
     names = {id(p): canonical_name(n) for n, p in base_parameters(model)}
     for name, module in adapted_modules(model):
         if strategy.tp_y > 1 and "weight" in shapes:
+            changes = {f"parallel.{key}": "2d" for key in keys if getattr(strategy, key) == "weight"}
             raise UnsupportedSharding(
                 "a projection whose weight is gathered over tp_y does not support an adapter",
-                where=name,
-                got=f"attention_shape={shapes[0]}, mlp_shape={shapes[1]}",
+                where=next(iter(changes)),
+                got=f"{name}: attention_shape={shapes[0]}, mlp_shape={shapes[1]}",
                 allowed="1d and 2d",
-                changes={f"parallel.{key}": "2d" for key in keys if getattr(strategy, key) == "weight"},
+                changes=changes,
             )
         weight = layouts[names[id(module.weight)]]
         if weight.one_of or "ep" in weight.sharding_axes:
             raise UnsupportedSharding(
                 "adapters of experts cannot be sharded",
-                where=name,
-                got=f"layout {weight}",
+                where="parallel.ep",
+                got=f"{name}: layout {weight}",
                 allowed="parallel.ep=1, or lora.target_modules without the experts",
                 changes=without_axes(strategy, "ep"),
             )
@@ -136,12 +137,12 @@ def adapter_layouts(model: nn.Module, layouts: dict[str, Layout], strategy: Stra
         by_pattern = getattr(vars(model).get(CONFIGURATION), "r", rank) != rank
         if parts > 1 and rank % shards:
             raise NotDivisible(
-                f"FSDP shards dim r of this adapter over {shards} ranks, but r is not a multiple of {shards}",
-                where=name,
+                f"r of the adapter of `{name}` is not a multiple of the {shards} ranks over which FSDP shards it",
+                where="lora.rank_pattern" if by_pattern else "lora.r",
                 got=f"r={rank}",
-                allowed=f"lora.r, or its value in lora.rank_pattern: a multiple of {shards}",
+                allowed=f"multiples of {shards}",
                 changes=None if by_pattern else {"lora.r": round_up(rank, shards)},
-                hint=f"set its value in `lora.rank_pattern` to {round_up(rank, shards)}" if by_pattern else None,
+                hint=f"set `{name}` in `lora.rank_pattern` to {round_up(rank, shards)}" if by_pattern else None,
             )
         whole = Layout.replicated(2)
         result[f"{name}.{LORA_A}"] = whole.split(1, *columns).split(0, *strategy.fsdp_axes)

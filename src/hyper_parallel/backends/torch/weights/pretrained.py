@@ -43,7 +43,7 @@ from hyper_parallel.serde import DecodeError, read
 logger = logging.getLogger(__name__)
 
 HANDLE: Final = "_hyper_parallel"
-"""Attribute of a model that passed through `parallelize`."""
+"""Name of the attribute that `parallelize` sets on a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class LoadReport:
     Attributes:
         tensors: Number of filled tensors.
         bytes_read: Bytes read from files.
-        seconds: Duration in seconds.
+        seconds: Duration of the call.
         fates: Use of each stored name.
         checksums: Checksums of the parts that were read; empty unless requested.
     """
@@ -94,7 +94,7 @@ def load_pretrained(
     """Fill a model from a Hugging Face directory of safetensors files, or of PyTorch files if there are none.
 
     Names, shapes and file sizes are checked from the headers before the first value is copied. Values are cast to the
-    dtype of each parameter. Every rank reads the directory on its own, without communication. As in transformers,
+    dtype of each parameter. Every rank reads the directory, without communication. As in transformers,
     parameters that the config ties and the files store with different values are untied, with a warning.
 
     Args:
@@ -146,14 +146,13 @@ def load_pretrained(
 
 
 def _log_inventory(inventory: Inventory, files: WeightFiles) -> None:
-    """Log the stored tensors that the model does not use, and the parameters that get initial values."""
     directory = files.directory
     for fate in (*CARRIED, Fate.RECOMPUTED, Fate.ABSENT):
         if names := inventory.names(fate):
             logger.info("%s: %d tensors are %s, first `%s`", directory, len(names), fate, names[0])
     if inventory.fresh:
         fresh = ", ".join(sorted(inventory.fresh))
-        logger.info("%s: no file holds %s: initial values", directory, fresh)
+        logger.info("%s: no file contains %s, so initial values are used", directory, fresh)
 
 
 def _check_untied(model: nn.Module, inventory: Inventory, files: WeightFiles) -> None:
@@ -236,7 +235,7 @@ class CarriedWeights:
 
 
 def remember_carried(model: nn.Module, carried: CarriedWeights) -> None:
-    """Store the result that `carried_weights` returns for a model."""
+    """Store the unused tensors of a model's files on the model, for `carried_weights`."""
     object.__setattr__(model, _ATTRIBUTE, carried)
 
 

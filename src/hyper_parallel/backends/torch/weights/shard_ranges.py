@@ -25,7 +25,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_runs(tensor: Tensor, name: str = "tensor") -> tuple[Runs, ...]:
-    """Return, for each dim, the runs of consecutive indices that this rank has.
+    """Return, for each dim, the runs of consecutive indices on this rank; for a plain tensor, one run of all indices.
 
     Raises:
         UnsupportedSharding: HP205 when the tensor is partial, or the placement of its uneven shards is ambiguous.
@@ -77,7 +77,7 @@ def select(full: Tensor, runs: Sequence[Runs]) -> Tensor:
 
 
 def copy_full(tensor: Tensor, full: Tensor, name: str = "tensor") -> None:
-    """Copy this rank's shard of `full` into `tensor`, with a cast to its dtype."""
+    """Copy this rank's shard of `full` into `tensor`, with a cast to its dtype; errors as in `local_runs`."""
     local(tensor).detach().copy_(select(full, local_runs(tensor, name)))
 
 

@@ -153,13 +153,11 @@ def same_values(first: Stored, second: Stored, dtype: torch.dtype | None = None)
 
 
 def _mapped(path: Path) -> dict[str, Any]:
-    """Return the tensors of a safetensors file as lazy slices."""
     file = safe_open(path, framework="pt", device="cpu")
     return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- not a mapping
 
 
 def _unpickled(path: Path) -> dict[str, Any]:
-    """Return the tensors of a `torch.save` file: memory-mapped in the zip format, else loaded in full."""
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
