@@ -127,6 +127,16 @@ def test_degrees_beside_a_saved_plan_are_refused(saved, override):
 
 
 @pytest.mark.parametrize(
+    "override", ["training.microbatch=3", "training.accumulation_steps=3", "training.recompute=full"]
+)
+def test_values_that_a_saved_plan_would_replace_are_refused(saved, override):
+    words = ("train", str(saved / "recipe.yaml"), "--plan", str(saved / "plan.json"))
+    with pytest.raises(PlanMismatch, match="to different values") as caught:
+        call(*words, override)
+    assert caught.value.hint == f"repeat the command without `{override}`"
+
+
+@pytest.mark.parametrize(
     "override",
     ["data.seq_len=2048", "training.tokens_per_step=524288", "training.dtype=float16", "model.path=qwen3-8b"],
 )  # fmt: skip

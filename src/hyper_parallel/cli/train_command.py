@@ -132,7 +132,14 @@ def _load_with_plan(
         return loaded, None
     saved = _SavedPlan(plan)
     saved.refuse_layout(values)
-    return load_any_recipe(recipe, [*values, *saved.overrides(loaded)], no_code), saved
+    layout = saved.overrides(loaded)
+    planned = load_any_recipe(recipe, [*values, *layout], no_code)
+    saved.refuse_replaced({_key(v): v for v in values if _key(v) in map(_key, layout)}, loaded.recipe, planned.recipe)
+    return planned, saved
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0]
 
 
 def load_any_recipe(path: Path, overrides: Sequence[str], no_code: bool, command: str = "train") -> LoadedRecipe:
@@ -175,6 +182,25 @@ class _SavedPlan:
                     where=self._path,
                     got=override,
                     allowed="overrides outside of the sections `parallel` and `overlap`",
+                    hint=f"repeat the command without `{override}`",
+                )
+
+    def refuse_replaced(self, overrides: Mapping[str, str], own: Recipe, planned: Recipe) -> None:
+        """Raise PlanMismatch (HP307) for an override of `training` whose value the plan would replace by another one.
+
+        `overrides` is a dict from key to override; `planned` is the recipe `own` with the values of the plan.
+        """
+        from hyper_parallel.errors import PlanMismatch
+
+        for key, override in overrides.items():
+            name = key.removeprefix("training.")
+            if name == "tokens_per_step":  # the plan derives it from other batch numbers, and compares it itself
+                continue
+            if (value := getattr(planned.training, name)) != getattr(own.training, name):
+                raise PlanMismatch(
+                    f"the command line and the saved plan set `{key}` to different values",
+                    where=self._path,
+                    got=f"{override}; {value} in the plan",
                     hint=f"repeat the command without `{override}`",
                 )
 
