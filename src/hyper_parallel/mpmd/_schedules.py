@@ -230,11 +230,14 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int
     v = min(2, form.stages[-1]) if stages_per_rank is None else stages_per_rank
     if v not in form.stages:
         only = len(form.stages) == 1
+        other, hint = name, f"stages_per_rank={form.stages[0]}"
+        if v > 1:
+            other, hint = "interleaved_1f1b", 'name="interleaved_1f1b"'
         raise ScheduleError(
             f"schedule {name} does not support {plural(v, 'stage')} per rank",
             got=f"stages_per_rank={v}",
             allowed=f"{form.stages[0]}{'' if only else ' and more'}",
-            hint=_interleaved(p, m) if v > 1 else f"stages_per_rank={form.stages[0]}",
+            hint=hint if is_legal(other, p, m) else f"{hint}, microbatches={legal_microbatches(other, p, m)[-1]}",
         )
     if not is_legal(name, p, m):
         near = legal_microbatches(name, p, m)
@@ -250,14 +253,6 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int
         form.write(program, rank, p, m, v)
         rows.append(tuple(a for a in program.actions if a.microbatch is None or a.microbatch < m))
     return Schedule(name, p * v, m, tuple(rows))
-
-
-def _interleaved(ranks: int, microbatches: int) -> str:
-    """Return the arguments with which `make_schedule` supports several stages per rank."""
-    name = "interleaved_1f1b"
-    if is_legal(name, ranks, microbatches):
-        return f'name="{name}"'
-    return f'name="{name}", microbatches={legal_microbatches(name, ranks, microbatches)[-1]}'
 
 
 def is_legal(name: str, ranks: int, microbatches: int) -> bool:
