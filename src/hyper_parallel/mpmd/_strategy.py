@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from pathlib import Path
 from typing import Final
 
@@ -75,8 +76,20 @@ def _check_no_pipeline(s: Strategy, where: str | None) -> None:
 
 def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> None:
     name = schedule_name(s)
-    if s.pp * s.virtual_stages * microbatches > _MOST_PASSES:
-        most = max(s.pp, _MOST_PASSES // (s.pp * s.virtual_stages))
+    fewest = legal_microbatches(name, s.pp, s.pp)[-1]
+    if s.stages * fewest > _MOST_PASSES:
+        most = isqrt(_MOST_PASSES * s.pp // (s.virtual_stages * fewest))
+        steps = legal_microbatches(name, most, most)[-1]
+        raise BatchMismatch(
+            "a step with one microbatch per pipeline rank has more computations than a pipeline schedule supports",
+            where=where,
+            got=f"pp={s.pp}, virtual_stages={s.virtual_stages}",
+            allowed=f"pp up to {most}",
+            changes={"parallel.pp": most, "training.accumulation_steps": steps}
+            | _unset(s, "stage_layers", "schedule_file"),
+        )
+    if s.stages * microbatches > _MOST_PASSES:
+        most = _MOST_PASSES // s.stages
         raise BatchMismatch(
             "a step has more microbatches than the pipeline schedule supports",
             where=where,
