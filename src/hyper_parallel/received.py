@@ -184,18 +184,18 @@ def outside_target(path: Path, folder: Path) -> Path | None:
 
 
 def foreign_target(path: Path, folder: Path) -> Path | None:
-    """Return the target of a path in a folder if symbolic links lead outside under another name; else None.
+    """Return the file that `path` refers to if symbolic links lead to a file outside `folder` that is not allowed.
 
-    A target that is outside because a parent folder of `path` is a link is returned under any name. Folders with links
-    to the files of a model are common: such a link has the name of its target, or leads to a blob in the cache of the
-    Hugging Face hub. A link with another name could publish any file, because exports copy files of received folders.
+    Return None for a file inside `folder`, and for two kinds of links, which are common in folders with models: a link
+    to a file of the same name, and a link to a blob in the cache of the Hugging Face hub. Links to other names, and
+    links in place of a folder, are not allowed: exports copy files of received folders, and could publish any file.
     """
     if outside_target(path, folder) is None:
         return None
     root, place = Path(os.path.abspath(folder)), Path(os.path.abspath(path))  # noqa: PTH100
     leaves = False
     for _ in range(_MOST_LINKS):
-        if not place.is_symlink():
+        if not place.is_symlink() or (not leaves and outside_target(place.parent, folder) is not None):
             break
         place = Path(os.path.abspath(place.parent / place.readlink()))  # noqa: PTH100
         if place.is_relative_to(root):
