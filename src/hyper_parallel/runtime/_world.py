@@ -40,52 +40,53 @@ _POLL_S: Final = 0.1  # short compared with `_ANSWER_S`
 class Hosts:
     """Flags of live machines in the store of the process group, to name a lost machine after a failed collective.
 
+    Machines may run different numbers of ranks, so each machine adds its name and ranks to a list in the store.
+
     Args:
         store: Store of the process group.
         rank: Rank of this process in its world.
         world_size: Number of ranks of the world.
-        ranks_each: Number of launched ranks on each machine.
-        start: Launched rank that is rank 0 of the world.
+        local_rank: Rank of this process on its machine.
+        local_size: Number of launched ranks on this machine.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, ranks_each: int, start: int) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
-        self._first_ranks = [0, *range(ranks_each - start % ranks_each, world_size, ranks_each)]
-        if rank in self._first_ranks:
-            store.set(f"hyper_parallel/name/{rank}", socket.gethostname())
-
-    def _alive(self, first_rank: int) -> str:
-        return f"hyper_parallel/alive/{first_rank}"
+    def __init__(self, store: Any, rank: int, world_size: int, local_rank: int, local_size: int) -> None:
+        self._store, self._rank, self._first_rank = store, rank, max(0, rank - local_rank)
+        last = min(world_size, rank - local_rank + local_size) - 1
+        text = f"{rank} {socket.gethostname()} (ranks {rank} to {last})\n" if rank == self._first_rank else ""
+        store.append("hyper_parallel/hosts", text)
 
     def report_alive(self) -> None:
         """Set the flag of this machine; called after a failure of this rank."""
-        self._store.set(self._alive(max(r for r in self._first_ranks if r <= self._rank)), "")
+        self._store.set(f"hyper_parallel/alive/{self._first_rank}", "")
 
     def find_lost(self) -> HostLost | None:
-        """Wait for the flags of all machines; return an error that names the missing machines, or None.
+        """Wait a few seconds for the flags of all machines; return an error that names machines without flag, or None.
 
         If the store is unreachable, the error names the rendezvous host.
         """
-        missing, names = [*self._first_ranks], list[str]()
+        missing = dict[int, str]()
         answered = threading.Event()
 
         def poll() -> None:
             with suppress(Exception):  # the error class for a lost store depends on torch's store
                 self.report_alive()
+                lines = self._store.get("hyper_parallel/hosts").decode().splitlines()
+                missing.update((int(line.partition(" ")[0]), line.partition(" ")[2]) for line in lines)
                 deadline = time.monotonic() + _ANSWER_S
                 while missing and time.monotonic() < deadline:
-                    missing[:] = [r for r in missing if not self._store.check([self._alive(r)])]
+                    for first_rank in [*missing]:
+                        if self._store.check([f"hyper_parallel/alive/{first_rank}"]):
+                            del missing[first_rank]
                     time.sleep(_POLL_S)
-                names.extend(self._store.get(f"hyper_parallel/name/{r}").decode() for r in missing)
                 answered.set()
 
         thread = threading.Thread(target=poll, daemon=True)
         thread.start()
         thread.join(2 * _ANSWER_S)
-        if answered.is_set() and not names:
+        lost = [missing[first_rank] for first_rank in sorted(missing)] if answered.is_set() else []
+        if answered.is_set() and not lost:
             return None
-        ends = dict(zip(self._first_ranks, [*self._first_ranks[1:], self._world_size], strict=True))
-        lost = [f"{name} (ranks {r} to {ends[r] - 1})" for name, r in zip(names, missing, strict=False)]
         where = f"the rendezvous host {os.environ.get('MASTER_ADDR')}"
         return HostLost(
             f"the connection to {', '.join(lost) or where} is lost",
@@ -224,8 +225,7 @@ class World:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         if init_method == "env://" and local_size < self.world_size:
             store = dist.distributed_c10d._get_default_store()
-            start = 0 if self._part is None else self._part[0].start
-            self._hosts = Hosts(store, self.rank, self.world_size, local_size, start)
+            self._hosts = Hosts(store, self.rank, self.world_size, self.local_rank, local_size)
 
     def _watch(self, deadlines: Deadlines | None, ending: Callable[[], bool]) -> None:
         """Publish the heartbeats of this rank and, unless the launcher does so, monitor the ranks of this machine."""
