@@ -31,7 +31,7 @@ def panel(plan: Plan, half_width: float | None = None, width: int = 80) -> str:
     Args:
         plan: The plan.
         half_width: h of the 80 % prediction interval, see `planner.half_width`; None: no interval.
-        width: Characters at which rows are wrapped; the title and long words are not divided.
+        width: Maximum characters of a line; the title and longer words are not wrapped.
     """
     lines = [_title(plan)]
     for label, items in summary(plan, half_width).items():
@@ -154,7 +154,7 @@ _SYMBOLS: Final = (
 
 
 def explain(plan: Plan, width: int | None = None) -> str:
-    """Return decisions and predictions of a plan, without `certificate`, as text; wrapped at `width` unless None."""
+    """Return decisions and predictions of a plan as text, wrapped at `width` characters; None: not wrapped."""
     constants = [f"{s.constant} x {s.factor:.3f}: {s.strategy}" for s in plan.sensitivity]
     sections = (
         _section(_title(plan), _head(plan)),

@@ -187,7 +187,7 @@ class Schedule:
         name: Name shown in messages, such as `1f1b` or the path of a schedule file.
         stages: Number of stages over all ranks, virtual stages included.
         microbatches: Number of microbatches of a step.
-        ranks: Actions of each rank, in order; idle time is not stored.
+        ranks: Actions of each rank, in order, without idle time.
         graph: Edges between stages; None for the chain 0, 1, 2, ...
 
     Raises:
@@ -252,7 +252,7 @@ class Schedule:
 
         Returns:
             Dict from a computation of a sharded stage to its group, itself included, as (action, rank) pairs. Group n
-            has the n-th computation of every replica. If a replica lacks it, those of other replicas are omitted.
+            is the n-th computation of every replica. If a replica has fewer computations, the dict has no later groups.
         """
         rounds: dict[Action, tuple[tuple[Action, int], ...]] = {}
         for stage in self.graph.sharded if self.graph else ():
@@ -304,7 +304,7 @@ class Schedule:
         return homes
 
     def placement(self) -> dict[int, int]:
-        """Return a dict from stage to its rank, for all stages outside `StageGraph.copied`; errors as for `homes`."""
+        """Return a dict from stage to rank, without the stages in `StageGraph.copied`; errors as for `homes`."""
         copied = self.graph.copied if self.graph else frozenset()
         return {s: rank for (s, _), rank in self.homes().items() if s not in copied}
 
@@ -385,7 +385,7 @@ def grid(
         starts: Start slot of every action of every rank, from `mpmd.unit_starts`. Bubbles are then empty cells, and
             `..` marks later slots of an action. None: every action has one slot, and there are no gaps.
         mark: (rank, position) of an action to print between `>` and `<`.
-        around: Number of slots to show before and after the marked action; None, or no `mark`: all.
+        around: Number of slots to show before and after the marked action; all slots if `around` or `mark` is None.
     """
     cells: dict[tuple[int, int], str] = {}
     for rank, actions in enumerate(schedule.ranks):
