@@ -137,8 +137,7 @@ def read_json(path: Path, limits: Limits) -> Any:
 def check_value(value: Any, limits: Limits) -> None:
     """Raise LimitExceeded for the first limit that a value of dicts, lists, texts and numbers exceeds.
 
-    A value referenced several times (a YAML alias) is counted at each reference. The check stops at the first exceeded
-    limit, so its cost is bounded by `num_elements`.
+    A value that a YAML alias repeats is counted at each use. The number of visited elements is at most `num_elements`.
     """
     stack: list[Iterator[Any]] = [iter((value,))]
     num_elements_left, num_chars_left = limits.num_elements, limits.num_bytes
@@ -173,8 +172,8 @@ def _check_number(value: Any, limits: Limits) -> None:
 def outside_target(path: Path, folder: Path) -> Path | None:
     """Return the target of a symbolic link in a folder if it is outside the folder; else None.
 
-    Links inside the folder are followed. In the cache of the Hugging Face hub, a snapshot consists of links to blobs of
-    the same repository, which count as inside.
+    Links are followed to the end. If the folder is in the cache of the Hugging Face hub, the blobs of its repository
+    count as inside, because a snapshot consists of links to blobs.
     """
     # Unlike `Path.resolve`, `realpath` does not raise for a loop of links; opening the file does.
     target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
@@ -216,10 +215,10 @@ def names_outside(name: str) -> bool:
 
 @contextmanager
 def bounded_heap(num_bytes: int) -> Iterator[None]:
-    """Raise MemoryError for allocations that would grow the heap of this process by more than `num_bytes`.
+    """Limit the growth of this process's heap to `num_bytes` in a context; larger allocations raise MemoryError.
 
     Intended for libraries that decompress a received file. Mapped files do not count. The limit applies to all
-    threads, so use it for a single read. On systems other than Linux, this does nothing.
+    threads, so use it for a single read. No effect on systems other than Linux.
     """
     if not sys.platform.startswith("linux"):
         yield
