@@ -90,7 +90,7 @@ def parallelize_submodels(
         DegreesMismatch: HP301 when the degrees do not add up to the number of ranks, or `ranks` are not all ranks.
         UnsupportedSharding: HP205 for a model without a separable tower, for axes or virtual stages that a sub-model
             does not support, and for pipeline stages that cannot share ranks with a tower.
-        ScheduleError: HP320 for an invalid `schedule`, or one whose layouts do not permit a joint schedule.
+        ScheduleError: HP320 for an invalid `schedule`, or for a `schedule` with layouts that permit no joint schedule.
         HyperParallelError: Errors of `plan_of` and `parallelize` for a sub-model.
     """
     with reported_by(_SubmodelLayouts()):
@@ -119,12 +119,11 @@ class _SubmodelLayouts(Caller):
     """Call of `parallelize_submodels`: keys of `parallel.submodels` are keys of its arguments."""
 
     def where(self, text: str) -> str:
-        """Return a location in `parallel.submodels` as `parallelize_submodels: PART`, and any other unchanged."""
+        """Return a key in `parallel.submodels` as `parallelize_submodels: PART`, and other texts unchanged."""
         is_own = text.startswith(_KEY)
         return f"parallelize_submodels{text.removeprefix(_KEY).replace('.', ': ', 1)}" if is_own else text
 
     def hint(self, changes: Mapping[str, object]) -> str | None:
-        """Return for each change a phrase that names the argument."""
         if not all(key.startswith("parallel.") for key in changes):
             return None
         texts = []
@@ -151,7 +150,7 @@ def _parts(model: nn.Module, division: Division, sides: Mapping[str, Tower | Rea
 
 
 def _with_stage_layers(model: nn.Module, language: Strategy, division: Division) -> Strategy:
-    """Return the strategy of the language part, with the planner's `stage_layers` if later stages may read features."""
+    """Return the language strategy; add the planned `stage_layers` if layers after the first may read features."""
     if language.pp == 1 or language.stage_layers or not division.layers_with_features:
         return language
     return replace(language, stage_layers=plan_of(model, language).strategy.stage_layers)
@@ -189,7 +188,7 @@ def _check_schedule(
 
 
 def _role(part: nn.Module, side: Tower | Reader, world: World) -> Role:
-    """Return the role of a parallelized sub-model; make a language part read its features from the tower ranks."""
+    """Return the role of a parallelized sub-model; in the language part, install the receipt of tower features."""
     if isinstance(side, Reader):
         tp, pipeline = handle(part).tp, handle(part).pipeline
         # A rank receives features of its shard of the tokens, or of all tokens if activations are replicated.
@@ -375,13 +374,12 @@ def _check_stages(language: Strategy) -> None:
 
 
 def _unset_stages(language: Strategy) -> dict[str, object]:
-    """Return the changes that unset the keys which depend on the number of pipeline stages."""
     idle: dict[str, object] = {"stage_layers": [], "schedule_file": ""}
     return {f"parallel.{name}": value for name, value in idle.items() if getattr(language, name)}
 
 
 def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]], world_size: int) -> None:
-    """Check explicit `ranks`: sub-models must match their degrees, use all ranks, and share ranks only if supported."""
+    """Raise BadValue (HP102), DegreesMismatch (HP301) or UnsupportedSharding (HP205) for invalid `ranks`."""
     for name, strategy in strategies.items():
         own = [*ranks.get(name, ())]
         if not len(own) == len({*own}) == strategy.world_size:

@@ -102,8 +102,8 @@ _MISMATCH: Final = "Detected mismatch between collectives"
 class World:
     """Ranks with a common process group, which train one or more models; also a context manager.
 
-    If the block of a `with` statement fails because of other ranks, HostLost (HP631) names a lost machine, and
-    CollectiveMismatch (HP622) the different collectives of two ranks, if `debug` is set.
+    If the block of a `with` statement fails after the loss of a machine, HostLost (HP631) names the machine. If it
+    fails with `debug` because ranks run different collectives, CollectiveMismatch (HP622) contains torch's description.
 
     Attributes:
         rank: Rank of this process.
@@ -202,7 +202,7 @@ class World:
         return world
 
     def _open(self, init_method: str | None) -> None:
-        """Create the default process group; a single-rank group when `init_method` is None."""
+        """Create the default process group; if `init_method` is None, a group that connects to no other process."""
         # gloo for CPU tensors; for the device, the backend that torch or a device plug-in has registered.
         kind = self.device.type
         self.backend = "gloo"
@@ -228,7 +228,7 @@ class World:
             self._hosts = Hosts(store, self.rank, self.world_size, self.local_rank, local_size)
 
     def _watch(self, deadlines: Deadlines | None, ending: Callable[[], bool]) -> None:
-        """Publish the heartbeats of this rank and, unless the launcher does so, monitor the ranks of this machine."""
+        """Publish the heartbeats of this rank, and monitor the ranks of this machine unless the launcher does so."""
         if BOARD_VARIABLE in os.environ:
             ranks, path = os.environ[BOARD_VARIABLE].split(" ", 1)
             board, poll = HeartbeatBoard(Path(path), int(ranks)), lambda: None  # the launcher polls
@@ -381,8 +381,10 @@ def forget_meshes() -> None:
 def launched_rank() -> tuple[int, int, int]:
     """Return (rank, world size, local rank) from the environment variables of a launcher; (0, 1, 0) without RANK.
 
+    Without LOCAL_RANK, the local rank is 0.
+
     Raises:
-        LauncherIncomplete: HP315 when a variable is missing or has an invalid value.
+        LauncherIncomplete: HP315 when WORLD_SIZE is missing, or a variable has an invalid value.
     """
     if "RANK" not in os.environ:
         return 0, 1, 0
@@ -414,7 +416,6 @@ def _degrees_mismatch(strategy: Strategy, num_ranks: int, *, is_subset: bool) ->
 
 
 def _variables(*names: str) -> dict[str, str]:
-    """Return environment variables by name; raise LauncherIncomplete (HP315) for a missing variable."""
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise _incomplete(f"`{missing[0]}` is missing", f"RANK={os.environ['RANK']}")

@@ -63,7 +63,7 @@ _STACK: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n(?:  File .*\n)*", re.M
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """Result of a rank or, for a failure, its time, traceback and coded error (None: an exception without code)."""
+    """Result of a rank or, after a failure, time, traceback and coded error (None: the exception had no code)."""
 
     result: Any = None
     failed_at: float = math.inf
@@ -88,7 +88,7 @@ def launch(
     Args:
         fn: Function of the rank; may be a closure. The result must be picklable.
         world_size: Number of ranks.
-        log_dir: Directory of the log files `rank_<n>.log`; None: a temporary directory.
+        log_dir: Directory of the log files `rank_<n>.log`; None: a temporary directory, removed at the end.
         timeout_s: Seconds after which unfinished ranks are killed and RankFailed is raised; None: no limit.
         threads: CPU threads per rank.
         echo_rank: Rank that writes to the parent's standard output and error instead of a log file; None: no rank.
@@ -273,8 +273,8 @@ def _wait(
 ) -> tuple[dict[int, str], Hang | None]:
     """Wait for the end of all ranks, at most a grace time after the first failure.
 
-    After `timeout_s`, or when a rank exceeds its deadline, ranks write their stacks to their log files. Before the
-    first step, a signal raises KeyboardInterrupt.
+    After `timeout_s`, or when a rank exceeds its deadline, ranks write their stacks to their log files. A HangDetector
+    whose `ending` returns True before the first step leads to KeyboardInterrupt.
 
     Returns:
         Descriptions of failures by rank, earliest first, and the hang (None: no hang).
@@ -364,7 +364,7 @@ def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int]) -> 
 
 
 def _raise_first(failures: dict[int, str], record_files: _Records, logs: Path, echo_rank: int | None) -> None:
-    """Raise the coded error of the rank that failed first or, without code, RankFailed with a line per failed rank."""
+    """Raise the coded error of the rank that failed first; if it has no code, RankFailed about all failed ranks."""
     records = {rank: record_files.read(rank) for rank in failures}
     # A killed rank leaves no record, and other ranks fail in their next collective, so its failure was the first.
     killed = [rank for rank, how in failures.items() if how.startswith("killed by")]
@@ -391,7 +391,6 @@ def _end(log: str) -> str:
 
 
 def _stack(log: str) -> str:
-    """Return the last stack of the main thread in a log; "" for a log without stacks."""
     stacks: list[str] = _STACK.findall(log)
     return stacks[-1] if stacks else ""
 

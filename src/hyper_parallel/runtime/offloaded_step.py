@@ -103,7 +103,7 @@ def gather_objects(value: T) -> list[T]:
 def agree_on_plan(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryPlan:
     """Return the memory plan of this rank, computed by the lowest rank with equal `inputs`; collective over all ranks.
 
-    If planning fails on any rank, all ranks raise an error with capacities that suffice on every rank.
+    If planning fails on any rank, all ranks raise the same error. A capacity that it names suffices on every rank.
     """
     digests = gather_objects(hashlib.sha256(repr(inputs).encode()).hexdigest())
     planners = [digests.index(digest) for digest in digests]
@@ -166,8 +166,8 @@ def offload(
             `loss.item()`).
         budget: Device memory, for example `"24GiB"`, within which the plan minimizes the time of the step.
         max_slowdown: Relative slowdown, for example 0.02, within which the plan minimizes device memory.
-        model: Modules of the step; None: the modules to which `step`, or a function of its file that it uses, refers.
-        optimizer: Optimizers of the modules; None: found like modules. The state of an optimizer must be in tensors
+        model: Modules of the step; None: modules to which `step` refers, also through functions of the same file.
+        optimizer: Optimizers of the step; None: those to which `step` refers. The state of an optimizer must be tensors
             (`AdamW(..., fused=True)`). Learning rates become tensors, which torch's schedulers change in place.
         topology: Preset name or YAML file; `local`: this machine. On a CPU, a device is simulated.
 

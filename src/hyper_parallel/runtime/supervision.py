@@ -297,8 +297,8 @@ class Deadlines:
     """Maximum time without progress of a rank.
 
     Attributes:
-        step_s: Seconds in a phase of a step after the first one of the process; also seconds in any phase for a process
-            that a signal has stopped or that has ended.
+        step_s: Seconds in a phase of any step except the first of the process; also seconds after which a process that
+            is stopped by a signal, or has ended, counts as a hang.
         first_step_s: Seconds in a phase of the first step of the process, and outside steps: start, evaluation,
             checkpoint, export.
     """
@@ -409,7 +409,7 @@ class HangDetector:
 
 
 class WaitReporter:
-    """Reporter for runs without deadlines, which prints the waits of all ranks when no rank makes progress.
+    """Reporter for runs without deadlines: prints waits and positions of all ranks when no rank makes progress.
 
     Args:
         board: Heartbeat slots of the ranks.
@@ -487,7 +487,7 @@ def process_state(pid: int) -> str:
 
 
 class HangMonitor:
-    """Hang monitor inside each rank of torchrun, which ends all ranks of the machine after a hang.
+    """Hang monitor inside each rank of torchrun; after a hang, all ranks of the machine end.
 
     Every rank polls, because any rank may be stopped by a signal. torchrun restarts the ended ranks if `--max-restarts`
     permits.
