@@ -103,7 +103,6 @@ def some_recipe(data: str = "") -> str | None:
 
 
 def _contains(path: Path, words: str) -> bool:
-    """Return whether a text file contains `words`; False for a file above 1 MiB."""
     try:
         return words in read_text(path, Limits(num_bytes=1024**2))
     except (OSError, ValueError):

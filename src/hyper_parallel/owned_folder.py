@@ -445,7 +445,6 @@ def _remove_if_dead(mark: Path, lock: int) -> None:
 
 
 def _remove_temporary(folder: Path, kind: str) -> None:
-    """Remove the files of a temporary folder, and the folder; other files in it stay, with a warning."""
     if remaining := remove_unfinished(folder, kind):
         _log.warning("%s is not removed: it holds %s", folder, ", ".join(sorted(remaining)[:3]))
 

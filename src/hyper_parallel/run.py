@@ -242,7 +242,6 @@ def _in_full(value: object) -> str | None:
 
 
 def _overrides_of(values: Mapping[str, Any]) -> list[str]:
-    """Convert keyword arguments to overrides; raise BadValue (HP102) for a value that a recipe cannot contain."""
     overrides = []
     for key, value in values.items():
         name = key.replace("__", ".")
@@ -259,14 +258,12 @@ def _overrides_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def _as_yaml(value: Any) -> str:
-    """Return the text of a value in an override: a string or path as plain text, other values as JSON."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value if isinstance(value, str) else json.dumps(value, default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    """Convert an object to a JSON value: a path to text, a numpy or torch scalar to a number."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     item = getattr(value, "item", None)

@@ -121,7 +121,6 @@ def _tokens_per_second(plan: Plan) -> float:
 
 
 def _tier(plan: Plan, tier: str) -> str:
-    """Return the peak bytes of a tier as text; for `hbm` also the capacity, if known."""
     total = sum(t.bytes for t in plan.memory if t.tier == tier)
     if tier != "hbm" or not plan.memory_capacity_bytes:
         return f"{format_bytes(total)} per device in {tier}"
@@ -289,7 +288,6 @@ def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def _share(part: float, whole: float) -> str:
-    """Return the ratio of `part` to `whole` as a percentage and a bar of characters."""
     share = part / whole if whole else 0.0
     bar = "#" * round(BAR * min(1.0, max(0.0, share)))
     return f"{share:6.1%}  {bar.ljust(BAR, '.')}"

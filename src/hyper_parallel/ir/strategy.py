@@ -470,7 +470,6 @@ class Workload:
         return replace(self, tokens_per_step=tokens, microbatch=micro, accumulation_steps=steps)
 
     def _refuse_batch(self, tokens: int, dp: int, per_rank: int) -> NoReturn:
-        """Raise BatchMismatch (HP308): the batch numbers contradict `per_rank` sequences per step and rank."""
         sequences = f"{per_rank} sequences per step of a data-parallel rank"
         got = f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}"
         if self.microbatch is not None and self.accumulation_steps is not None:

@@ -302,7 +302,6 @@ def assign_submodels(
 
 
 def _check(parts: Sequence[SubModel]) -> None:
-    """Raise ScheduleError for equal names, a missing speed on one device, or missing costs of microbatches."""
     names, count = [part.name for part in parts], len(parts[-1].forward_s)
     if len(set(names)) < len(names):
         raise ScheduleError("two sub-models have the same name", got=names, hint="give every sub-model its own name")

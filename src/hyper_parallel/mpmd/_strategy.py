@@ -58,7 +58,6 @@ def check_pipeline(strategy: Strategy, layers: int, microbatches: int, where: st
 
 
 def _unset(s: Strategy, *names: str) -> dict[str, object]:
-    """Return the changes that unset the fields `names`; fields that are not set are omitted."""
     return {f"parallel.{name}": _IDLE[name] for name in names if getattr(s, name) != _IDLE[name]}
 
 
@@ -163,7 +162,6 @@ def step_schedule(strategy: Strategy, microbatches: int) -> Schedule:
 
 
 def _read(strategy: Strategy, microbatches: int) -> Schedule:
-    """Return the verified schedule of the strategy's file; add messages and reductions if it lacks either of them."""
     path = strategy.schedule_file
     try:
         text = read_text(Path(path), _LIMITS)

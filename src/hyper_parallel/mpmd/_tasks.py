@@ -385,7 +385,6 @@ class _Builder:
             self.producers[s, way, i, to] = self.producers[s, way, i, None] = arrival
 
     def _move(self, rank: int, action: Action, seconds: float, at_start: int, at_end: int) -> None:
-        """Add a gather, free or reduction on the communication lane."""
         s, kind = action.stage, action.kind
         deps = [self.last_compute[rank]] if rank in self.last_compute else []
         if kind == "REDUCE_GRAD" and len(self.copies[s]) > 1:
@@ -543,6 +542,5 @@ _TIMES: Final = ("F", "I", "W", "B", "SEND_F", "SEND_B", "")
 
 
 def _times(cost: StageCost) -> list[int]:
-    """Return the nanoseconds of each entry of `_TIMES`, exposed collectives included."""
     both = (action_costs(cost)[kind][:2] for kind in _TIMES[:-1])
     return [*(nanoseconds(own) + nanoseconds(exposed) for own, exposed in both), 0]

@@ -174,7 +174,6 @@ def _check_schedule(
     layout: JointLayout | None,
     frozen: bool,
 ) -> None:
-    """Raise ScheduleError (HP320) for a schedule that the sub-models cannot run."""
     if schedule is None:
         return
     if layout is None:
@@ -362,7 +361,6 @@ def _validated_strategies(
 
 
 def _check_stages(language: Strategy) -> None:
-    """Raise UnsupportedSharding (HP205) if a rank of the language part has several pipeline stages."""
     if language.pp > 1 and language.virtual_stages > 1:
         raise UnsupportedSharding(
             "a rank must not have several pipeline stages of the language part",
@@ -379,7 +377,6 @@ def _unset_stages(language: Strategy) -> dict[str, object]:
 
 
 def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]], world_size: int) -> None:
-    """Raise BadValue (HP102), DegreesMismatch (HP301) or UnsupportedSharding (HP205) for invalid `ranks`."""
     for name, strategy in strategies.items():
         own = [*ranks.get(name, ())]
         if not len(own) == len({*own}) == strategy.world_size:

@@ -252,7 +252,6 @@ def publish_rank(rank: int, size: int, local_rank: int, store: Path, board: Hear
 
 
 def _redirect(log: Path) -> None:
-    """Redirect standard output and error to a log file; discard them if the file cannot be created."""
     try:
         file = create_file(log)
     except OSError:
@@ -386,7 +385,6 @@ def _text(log: Path) -> str:
 
 
 def _end(log: str) -> str:
-    """Return the last stack of the main thread in a log or, without a stack, the last 4000 characters."""
     return _stack(log)[:4000] or log[-4000:]
 
 
@@ -396,7 +394,6 @@ def _stack(log: str) -> str:
 
 
 def _last_line(record: _Record, how: str, log: str) -> str:
-    """Return the last line of a rank's traceback or, without traceback, `how` and the innermost frame of its stack."""
     if lines := record.trace.strip().splitlines():
         return lines[-1][:200]
     return ", in ".join([how, *(line.strip() for line in _stack(log).splitlines()[1:2])])

@@ -204,8 +204,6 @@ def offload(
 
 @dataclass(frozen=True, slots=True)
 class _StepMachine:
-    """Machine model for planning a step: memory tiers, rates of the device, and the link between ranks."""
-
     memory: MemoryMachine
     roofline: Roofline
     link: Channel

@@ -234,7 +234,6 @@ class Role:
         self._open.popleft().settle(value, error)
 
     def _error(self, call: RoleCall) -> HyperParallelError | None:
-        """Return the error of the lowest rank whose answer is an error; None if no answer so far is an error."""
         for rank, answer in sorted(self._answers.items()):
             if "raised" in answer:
                 description = f"`{call.method}` of role `{self.name}` has raised {answer['raised']} on rank {rank}"
@@ -268,10 +267,7 @@ class Role:
                 self._take(call)
 
     def _replace(self, error: RankFailed | RankHung) -> None:
-        """Restart the ranks after `error`; unanswered calls stay queued.
-
-        If the restart fails or `max_restarts` is reached, fail the role and all its calls.
-        """
+        """Restart the ranks after `error`, and keep unanswered calls queued; if that is impossible, fail the role."""
         self.end()
         max_restarts = self.controller.max_restarts
         if self.restarts < max_restarts:
@@ -293,7 +289,6 @@ class Role:
             )
 
     def _fail(self, error: HyperParallelError) -> None:
-        """End the ranks; every queued or future call raises `error`."""
         self.end()
         self._failure = error
         while self._open:
@@ -301,7 +296,6 @@ class Role:
 
 
 def _continuation(journal: Journal) -> str:
-    """Return a hint for continuing the program after a role has failed too often."""
     if journal.path is not None:
         return "start the program again: it continues with the answers in its journal"
     return "Controller(journal='journal.jsonl') lets a program that is started again continue"
