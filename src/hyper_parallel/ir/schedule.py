@@ -13,7 +13,6 @@ A schedule defines an order, not times. It may be illegal; `hyper_parallel.mpmd.
 from __future__ import annotations
 
 import csv
-import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -338,11 +337,15 @@ class Schedule:
         """Return the schedule in a CSV text as written by `to_csv`, extended or not; empty cells are idle time.
 
         Raises:
-            ScheduleError: HP320 for a cell that is not an action, with its row and column, a bad graph, or no actions.
+            ScheduleError: HP320 for invalid CSV, a bad graph, no actions, or a cell that is no action (with its place).
         """
         ranks: list[list[Action]] = []
         graph = None
-        for row, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+        try:
+            rows = [*csv.reader(text.splitlines())]
+        except csv.Error as error:
+            raise ScheduleError("the schedule is not in CSV format", where=name, got=str(error)) from error
+        for row, cells in enumerate(rows, start=1):
             if cells and cells[0].strip() == "graph":
                 try:
                     graph = StageGraph.parse(cells[1:])
