@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
-import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Self
@@ -18,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from hyper_parallel.backends.torch import FLAT
-from hyper_parallel.errors import CollectiveMismatch, DegreesMismatch, HostLost, HyperParallelError, LauncherIncomplete
+from hyper_parallel.errors import CollectiveMismatch, DegreesMismatch, HyperParallelError, LauncherIncomplete
 from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.runtime.fork_server import device_of_rank
 from hyper_parallel.runtime.local_launch import INIT_METHOD, stamp, world_of_rank
@@ -28,72 +25,10 @@ from hyper_parallel.runtime.supervision import (
     HangMonitor,
     HeartbeatBoard,
     HeartbeatWriter,
+    Hosts,
     WaitReporter,
     board_of_machine,
 )
-
-_ANSWER_S: Final = 5.0
-"""Seconds within which a machine must report after a failed collective; not measured on a large cluster."""
-_POLL_S: Final = 0.1  # short compared with `_ANSWER_S`
-
-
-class Hosts:
-    """Flags of live machines in the store of the process group, to name a lost machine after a failed collective.
-
-    Machines may run different numbers of ranks, so each machine adds its name and ranks to a list in the store.
-
-    Args:
-        store: Store of the process group.
-        rank: Rank of this process in its world.
-        world_size: Number of ranks of the world.
-        local_rank: Rank of this process on its machine.
-        local_size: Number of launched ranks on this machine.
-    """
-
-    def __init__(self, store: Any, rank: int, world_size: int, local_rank: int, local_size: int) -> None:
-        self._store, self._rank, self._first_rank = store, rank, max(0, rank - local_rank)
-        last = min(world_size, rank - local_rank + local_size) - 1
-        text = f"{rank} {socket.gethostname()} (ranks {rank} to {last})\n" if rank == self._first_rank else ""
-        store.append("hyper_parallel/hosts", text)
-
-    def report_alive(self) -> None:
-        """Set the flag of this machine; called after a failure of this rank."""
-        self._store.set(f"hyper_parallel/alive/{self._first_rank}", "")
-
-    def find_lost(self) -> HostLost | None:
-        """Wait a few seconds for the flags of all machines; return an error that names machines without flag, or None.
-
-        If the store is unreachable, the error names the rendezvous host.
-        """
-        missing = dict[int, str]()
-        answered = threading.Event()
-
-        def poll() -> None:
-            with suppress(Exception):  # the error class for a lost store depends on torch's store
-                self.report_alive()
-                lines = self._store.get("hyper_parallel/hosts").decode().splitlines()
-                missing.update((int(line.partition(" ")[0]), line.partition(" ")[2]) for line in lines)
-                deadline = time.monotonic() + _ANSWER_S
-                while missing and time.monotonic() < deadline:
-                    for first_rank in [*missing]:
-                        if self._store.check([f"hyper_parallel/alive/{first_rank}"]):
-                            del missing[first_rank]
-                    time.sleep(_POLL_S)
-                answered.set()
-
-        thread = threading.Thread(target=poll, daemon=True)
-        thread.start()
-        thread.join(2 * _ANSWER_S)
-        lost = [missing[first_rank] for first_rank in sorted(missing)] if answered.is_set() else []
-        if answered.is_set() and not lost:
-            return None
-        where = f"the rendezvous host {os.environ.get('MASTER_ADDR')}"
-        return HostLost(
-            f"the connection to {', '.join(lost) or where} is lost",
-            where=f"rank {self._rank} on {socket.gethostname()}",
-            hint="check the lost machine, then resume from the newest checkpoint",
-        )
-
 
 _MISMATCH: Final = "Detected mismatch between collectives"
 """Part of torch's error message at debug level DETAIL (ProcessGroupWrapper.cpp)."""
