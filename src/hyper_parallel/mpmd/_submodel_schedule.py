@@ -150,7 +150,7 @@ def submodel_schedule(
     """
     if lanes.padded(microbatches) != microbatches:
         raise ScheduleError(
-            "the number of microbatches is not a multiple of the lanes of a sharded encoder",
+            "the number of microbatches is not a multiple of the ranks with a shard of the encoder",
             got=f"{microbatches} microbatches",
             allowed=f"a multiple of {lanes.width}",
             hint=f"microbatches={lanes.padded(microbatches)}",
@@ -307,15 +307,15 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
     used = {lane for (stage, _), lane in homes.items() if not stage}
     if lanes.sharded and used != {*lanes.towers}:
         raise ScheduleError(
-            "the schedule does not use all lanes of a sharded encoder",
-            got=f"lanes {sorted(used)}",
-            allowed=f"lanes {sorted(lanes.towers)}",
+            "some ranks with a shard of the encoder compute no microbatch of it",
+            got=f"ranks {sorted(used)}",
+            allowed=f"ranks {sorted({*lanes.towers})}",
         )
     for (stage, _), lane in homes.items():
         if lane != stage - 1 if stage else lane not in lanes.towers:
             raise ScheduleError(
-                f"stage {stage} must not compute on lane {lane}",
-                allowed=f"lane {stage - 1}" if stage else [*lanes.towers],
+                f"stage {stage} must not compute on rank {lane}",
+                allowed=f"rank {stage - 1}" if stage else [f"rank {tower}" for tower in sorted({*lanes.towers})],
             )
     return schedule
 

@@ -31,6 +31,7 @@ from hyper_parallel.errors import (
     abbreviated,
 )
 from hyper_parallel.topology import RankCapacity, rank_capacity
+from hyper_parallel.units import plural
 
 _STORE_PORTS: Final = 20000  # first port of rendezvous stores, below ip_local_port_range of Linux
 
@@ -372,7 +373,8 @@ def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
     stack.callback(remove_placement_group, group)
     if not group.wait(PLACED_S):
         raise DeviceUnavailable(
-            f"the Ray cluster cannot reserve {per_node} {' and '.join(resources)} on each of {nnodes} machines",
+            f"the Ray cluster cannot reserve {' and '.join(plural(per_node, kind) for kind in resources)} "
+            f"on {'one machine' if nnodes == 1 else f'each of {nnodes} machines'}",
             where="launch.ray_address",
             got=ray.available_resources(),
             hint="ray status",
