@@ -201,7 +201,8 @@ class World:
         """
         members = self._members(ranks)
         if strategy.world_size != len(members):
-            raise _degrees_mismatch(strategy, len(members), is_subset=ranks is not None)
+            is_subset = ranks is not None and strategy.world_size <= self.world_size
+            raise _degrees_mismatch(strategy, len(members), is_subset=is_subset)
         if not dist.is_initialized():
             self._open(None)
         mesh = self._mesh(AXES, [getattr(strategy, axis) for axis in AXES], members)
