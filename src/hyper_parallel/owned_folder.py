@@ -148,16 +148,13 @@ def check_replaceable(folder: Path, kinds: Collection[str], label: str, option: 
             where=str(folder),
             got=got,
             allowed="an empty or missing directory, or one that is unchanged since it was written",
-            hint=_other_folder(folder, option) if _is_entered(folder) else move_away(folder),
+            hint=_replacement_hint(folder, option),
         )
 
 
-def _is_entered(folder: Path) -> bool:
-    """Return whether a folder is or contains the current directory."""
-    return Path.cwd().is_relative_to(os.path.realpath(folder))
-
-
-def _other_folder(folder: Path, option: str | None) -> str:
+def _replacement_hint(folder: Path, option: str | None) -> str:
+    if not Path.cwd().is_relative_to(os.path.realpath(folder)):
+        return move_away(folder)
     if option is None:
         return f"change to a directory outside of {folder}, then move {folder} away"
     return f"{option} {unused_path(Path('export'))}"

@@ -193,7 +193,8 @@ def _role(part: nn.Module, side: Tower | Reader, world: World) -> Role:
         # A rank receives features of its shard of the tokens, or of all tokens if activations are replicated.
         group = None if tp is None or tp.replicated_activations else tp.group
         side.watch(part, group, None if pipeline is None else pipeline.stages.running)
-    return Role(part, side, world.rank == _first_rank(side))
+    first_rank = side.border.tower[0] if isinstance(side, Tower) else side.borders[0].readers[0][0][0]
+    return Role(part, side, world.rank == first_rank)
 
 
 def _rank_module(roles: Sequence[Role], joint: JointSteps | None) -> nn.Module:
@@ -251,10 +252,6 @@ def _joint_steps(
         frozen,
         schedule,
     )
-
-
-def _first_rank(side: Tower | Reader) -> int:
-    return side.border.tower[0] if isinstance(side, Tower) else side.borders[0].readers[0][0][0]
 
 
 def _exchange_sides(
