@@ -53,7 +53,7 @@ class TrainingRun:
 
     @property
     def plan(self) -> Plan:
-        """Plan of the run, loaded from its directory."""
+        """Plan of the run, loaded from its directory; PlanUnreadable (HP306) is raised if that fails."""
         from hyper_parallel.ir import Plan
 
         return Plan.load(self.output_dir / "plan.json")

@@ -117,7 +117,7 @@ def merge(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def chunk(runs: Iterable[tuple[int, int]], count: int, number: int) -> Runs:
-    """Return the runs of chunk `number` if the indices in `runs` are divided into `count` chunks, as by `torch.chunk`.
+    """Divide the indices in `runs` into `count` chunks, as `torch.chunk` does, and return the runs of chunk `number`.
 
     The last chunks may be shorter or empty.
     """

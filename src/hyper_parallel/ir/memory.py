@@ -65,7 +65,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Kernel call or collective: an indivisible unit of device work over storages.
+    """Kernel call or collective of a step, which reads, changes or allocates storages.
 
     Attributes:
         name: Displayed name of the operator.
@@ -262,7 +262,7 @@ class HostBuffers:
         self._now[size] -= 1
 
     def fits(self, size: int, capacity_bytes: int) -> bool:
-        """Return whether an allocated or reserved buffer of `size` bytes is free, or one more fits `capacity_bytes`."""
+        """Return whether a buffer of `size` bytes is free or reserved, or slabs with one more fit `capacity_bytes`."""
         if self._now[size] < max(self.most[size], self._reserved[size]):
             return True
         asked = size, capacity_bytes

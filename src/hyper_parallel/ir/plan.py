@@ -441,7 +441,7 @@ class Plan:
 
     @property
     def predicted_mfu(self) -> float:
-        """Predicted model FLOP/s utilization (MFU) of the ranks that train, relative to the dense peak."""
+        """Predicted model FLOP/s utilization (MFU) of the ranks that train; 0 if the workload is not resolved."""
         tokens = self.workload.tokens_per_step or 0
         peak = self.peak_flops * self.num_ranks
         capacity = self.whole_step_s * peak
@@ -460,7 +460,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
-        """Return the plan in the text of the plan file `where`; the fingerprint in the text is ignored.
+        """Return the plan in a JSON text, without checking its fingerprint; `where` names the file in errors.
 
         Raises:
             PlanUnreadable: HP306 if the text is not JSON, exceeds a limit, has another schema version, or has a value

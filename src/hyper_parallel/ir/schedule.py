@@ -86,7 +86,7 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Return the action written in the text form, such as `2F0`; raise ScheduleError (HP320) for another text."""
+        """Return the action in a text such as `2F0`; raise ScheduleError (HP320) for a text that is no action."""
         return _parse(text.strip())
 
 
@@ -222,7 +222,7 @@ class Schedule:
         return tuple(source for source, target in self.graph.edges if target == stage)
 
     def after(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that consume a stage's output."""
+        """Return the stages that read a stage's output."""
         if self.graph is None:
             return (stage + 1,) if stage + 1 < self.stages else ()
         return tuple(target for source, target in self.graph.edges if source == stage)

@@ -231,7 +231,7 @@ class Strategy:
 
     @property
     def expert_tp(self) -> int:
-        """Tensor-parallel ranks of one expert."""
+        """Tensor-parallel ranks of one expert: `etp`; if it is None, `tp` without expert parallelism, else 1."""
         return self.etp or (self.tp if self.ep == 1 else 1)
 
     @property

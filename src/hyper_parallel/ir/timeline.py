@@ -49,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Cores, caches and memory that executors share, as the rate of each executor by the number of busy executors.
+    """Rates of executors that share cores, caches and memory, by the number of busy executors.
 
     Attributes:
         rates: Rate of each executor while 1, 2, ... executors are busy; 1 is the rate without contention. If more are

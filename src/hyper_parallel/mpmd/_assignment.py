@@ -73,7 +73,7 @@ class SubModel:
 
     @property
     def passes(self) -> float:
-        """Time of forward and backward relative to the forward."""
+        """Time of forward and backward divided by the time of the forward."""
         return 1.0 if self.frozen else 1.0 + self.input_grad + self.weight_grad
 
     def stage_costs(self, share: float, width: int, reduce_s: float = 0.0) -> list[StageCost]:
@@ -174,7 +174,7 @@ class Assignment:
         return 1.0 - busy_s / (sum(self.widths) * self.value_s)
 
     def lanes(self, columns: int = 96) -> str:
-        """Return the step as text: one line per rank and sub-model, with the kind of action in each column.
+        """Return the step as text; see `lanes_text`.
 
         Args:
             columns: Columns of a line, for the whole step; an action shorter than one column may not be shown.
@@ -191,7 +191,7 @@ def lanes_text(
     columns: int,
     end_s: float | None = None,
 ) -> list[str]:
-    """Return a simulated step as text: one line per rank and sub-model, with the kind of action in each column.
+    """Return a simulated step as text: a line per rank and sub-model, a column per time slot with its action, or `.`.
 
     Args:
         timeline: Simulation of a schedule.
