@@ -76,7 +76,7 @@ def read_bytes(path: Path, limits: Limits) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for a missing path, or one that is no regular file; some libraries would block on a pipe."""
+    """Raise OSError unless a path is a regular file or a link to one; some libraries would block on a pipe."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
@@ -137,7 +137,7 @@ def read_json(path: Path, limits: Limits) -> Any:
 def check_value(value: Any, limits: Limits) -> None:
     """Raise LimitExceeded for the first limit that a value of dicts, lists, texts and numbers exceeds.
 
-    A value that a YAML alias repeats is counted at each use. The number of visited elements is at most `num_elements`.
+    A value that a YAML alias repeats is counted at each use. The check stops at the first exceeded limit.
     """
     stack: list[Iterator[Any]] = [iter((value,))]
     num_elements_left, num_chars_left = limits.num_elements, limits.num_bytes
@@ -183,11 +183,11 @@ def outside_target(path: Path, folder: Path) -> Path | None:
 
 
 def foreign_target(path: Path, folder: Path) -> Path | None:
-    """Return the file that `path` refers to if symbolic links lead to a file outside `folder` that is not allowed.
+    """Return the target of `path` if it is outside `folder` and the symbolic links to it are not allowed; else None.
 
-    Return None for a file inside `folder`, and for two kinds of links, which are common in folders with models: a link
-    to a file of the same name, and a link to a blob in the cache of the Hugging Face hub. Links to other names, and
-    links in place of a folder, are not allowed: exports copy files of received folders, and could publish any file.
+    Allowed are two kinds of links that are common in folders with models: a link to a file of the same name, and a link
+    to a blob in the cache of the Hugging Face hub. A link to a file of another name is not allowed, nor is a link in
+    place of a folder: exports copy files of received folders, so such a link could publish any file.
     """
     if outside_target(path, folder) is None:
         return None

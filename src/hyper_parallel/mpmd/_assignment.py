@@ -191,7 +191,7 @@ def lanes_text(
     columns: int,
     end_s: float | None = None,
 ) -> list[str]:
-    """Return a simulated step as text: a line per rank and sub-model, a column per time slot with its action, or `.`.
+    """Return a simulated step as text: a line per rank and sub-model, with the kind of action over time (`.`: idle).
 
     Args:
         timeline: Simulation of a schedule.

@@ -80,7 +80,7 @@ class TowerLanes:
         return -(-microbatches // self.width) * self.width
 
     def owners(self, schedule: Schedule) -> list[int]:
-        """Return the index in `towers` of the rank that encodes each microbatch; ranks on the same lane alternate."""
+        """Return, per microbatch, the index in `towers` of the rank that encodes it; ranks on one lane alternate."""
         homes = schedule.homes()
         turns = dict.fromkeys(self.towers, 0)
         owners = []
@@ -113,7 +113,7 @@ class JointLayout:
         return share, self.lanes.towers[self.towers[share].index(tower_rank)]
 
     def owners(self, schedule: Schedule, share: int) -> list[int]:
-        """Return the tower rank that encodes each microbatch of a share."""
+        """Return, per microbatch of a share, the tower rank that encodes it."""
         return [self.towers[share][k] for k in self.lanes.owners(schedule)]
 
     def sources(self, schedule: Schedule, tower_rank: int) -> list[tuple[int, int] | None]:

@@ -152,7 +152,7 @@ def check_num_costs(costs: StageCosts, stages: int) -> None:
 
 
 def cost_rows(costs: StageCosts, microbatches: int) -> list[list[StageCost]]:
-    """Return the cost of every microbatch, per stage."""
+    """Return a list per stage with the cost of each microbatch."""
     return [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
 
 

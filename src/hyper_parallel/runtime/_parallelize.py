@@ -136,7 +136,7 @@ def plan_of(
 
 @dataclass(frozen=True, slots=True)
 class StrategyText(Caller):
-    """Caller whose strategy is the text of an argument or of a command-line `option`, with words as recipe keys."""
+    """Call of `plan_of`, or command with `option`, whose user wrote the strategy as a text of recipe keys."""
 
     text: str
     option: str | None = None

@@ -572,7 +572,7 @@ class Hosts:
         self._store.set(f"hyper_parallel/alive/{self._first_rank}", "")
 
     def find_lost(self) -> HostLost | None:
-        """Wait a few seconds for the flags of all machines; return an error that names machines without flag, or None.
+        """Return an error that names the machines whose flags are not set within 5 s; None if all flags are set.
 
         If the store is unreachable, the error names the rendezvous host.
         """

@@ -28,7 +28,7 @@ class RoleActor(Rank):
         return os.getpid()
 
     def begin(self, spec: RoleSpec, rank: int, environment: dict[str, str], threads: int) -> None:
-        """Set environment variables, CPU threads and seed. The call `BIRTH`, later, constructs the role's object."""
+        """Set environment variables, CPU threads and seed; the call `BIRTH` then constructs the role's object."""
         import torch
 
         os.environ.update(environment)
@@ -164,7 +164,7 @@ class ActorRanks:
         return first_line, tuple(line for _, line in other_lines), not first
 
     def end(self) -> None:
-        """Kill all actors, and wait at most 5 s for actors on this machine to end, also actors stopped by a signal."""
+        """Kill all actors, also those stopped by a signal, and wait at most 5 s for actors on this machine to end."""
         for actor in self._actors:
             self._ray.kill(actor)
         local_ranks = [rank for rank, host in enumerate(self._hosts) if host == socket.gethostname()]
