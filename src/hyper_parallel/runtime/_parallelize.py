@@ -60,6 +60,7 @@ def parallelize(
         `model` with sharded parameters of the same names. FSDP replaces its class by a subclass, as in `fully_shard`.
 
     Raises:
+        BadValue: HP102 when `ranks` has a repeated rank, or a rank outside the world.
         DegreesMismatch: HP301 when the plan is for another number of ranks.
         PlanMismatch: HP307 when the plan is for another model.
         NotDivisible: HP203 for a dimension that the degrees do not divide.

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from hyper_parallel.backends.torch import FLAT
-from hyper_parallel.errors import CollectiveMismatch, DegreesMismatch, HyperParallelError, LauncherIncomplete
+from hyper_parallel.errors import BadValue, CollectiveMismatch, DegreesMismatch, HyperParallelError, LauncherIncomplete
 from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.runtime.fork_server import device_of_rank
 from hyper_parallel.runtime.local_launch import INIT_METHOD, stamp, world_of_rank
@@ -197,6 +197,7 @@ class World:
                 disjoint sets of ranks.
 
         Raises:
+            BadValue: HP102 when `ranks` has a repeated rank, or a rank outside the world.
             DegreesMismatch: HP301 when the degrees do not multiply to the number of ranks.
         """
         members = self._members(ranks)
@@ -224,6 +225,12 @@ class World:
         return self._mesh(expert_axes.names, expert_axes.shape, self._members(ranks))
 
     def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        if ranks is not None and sorted(ranks) != sorted({*ranks}.intersection(range(self.world_size))):
+            raise BadValue(
+                "`ranks` has a repeated rank, or a rank outside the world",
+                got=[*ranks],
+                allowed=f"different ranks from 0 to {self.world_size - 1}",
+            )
         # Process groups sort their ranks, and shards follow the order of the process group.
         return tuple(range(self.world_size) if ranks is None else sorted(ranks))
 
