@@ -33,7 +33,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Final
 
-from hyper_parallel.errors import HyperParallelError, RankFailed, written
+from hyper_parallel.errors import BadValue, HyperParallelError, RankFailed, written
 from hyper_parallel.runtime.fork_server import begin_forked, fork_rank, prepare_fork, serial_tokenizers
 from hyper_parallel.runtime.scratch_folders import scratch_folder
 from hyper_parallel.runtime.supervision import (
@@ -97,19 +97,20 @@ def launch(
         ending: Function that returns whether a signal asks ranks to end; without `deadlines`, called only at the start.
 
     Raises:
+        BadValue: HP102 for fewer than one rank.
         KeyboardInterrupt: All ranks were killed because `ending` returned True before the first step.
         ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
         RankHung: HP620 when a rank exceeds its deadline; the error names the rank that caused the hang.
         RankFailed: HP601 with the first traceback when a rank cannot start, fails or exceeds `timeout_s`.
         HyperParallelError: Coded error of the rank that failed first, or HP105 when `log_dir` cannot be created.
     """
+    if world_size < 1:
+        raise BadValue("`launch` needs at least one rank", got=f"world_size={world_size}", allowed="1 and more")
     with scratch_folder() as scratch, _Records(world_size) as records:
         with written(logs := Path(log_dir or scratch)):
             logs.mkdir(parents=True, exist_ok=True)
         board = HeartbeatBoard(scratch / "board", world_size)
-        watch: HangDetector | WaitReporter = WaitReporter(board)
-        if deadlines is not None:
-            watch = HangDetector(board, deadlines, ending=ending)
+        watch = WaitReporter(board) if deadlines is None else HangDetector(board, deadlines, ending=ending)
         prepare_fork()
         ranks: list[ForkProcess] = []
         try:
@@ -117,8 +118,7 @@ def launch(
                 for rank in range(world_size):
                     if ending():
                         raise KeyboardInterrupt
-                    folder = None if rank == echo_rank else logs
-                    arguments = (fn, rank, worlds, scratch, folder, threads, board, records)
+                    arguments = fn, rank, worlds, scratch, None if rank == echo_rank else logs, threads, board, records
                     ranks.append(fork_rank(_child, arguments, rank, world_size))
                     if deadlines is not None:
                         board.started(rank, ranks[-1].pid or 0)
