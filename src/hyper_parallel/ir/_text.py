@@ -44,16 +44,13 @@ def panel(plan: Plan, half_width: float | None = None, width: int = 80) -> str:
 def brief(plan: Plan) -> str:
     """Return a plan in at most ten lines of 80 characters; `panel` and `explain` are longer."""
     rows = summary(plan)
-    labels = (
-        "strategy", "batch", "step time", "throughput", "memory", "mostly", "why not", "notes",
-    )  # fmt: skip
+    labels = ("strategy", "batch", "step time", "throughput", "memory", "mostly", "why not", "notes")
     shown = [f"  {label:<11}{rows[label][0]}" for label in labels if label in rows]
-    lines = [_cut(line) for line in (_title(plan), *shown)]
+    lines = [
+        line if len(line) <= _BRIEF_WIDTH else f"{line[: _BRIEF_WIDTH - 3].rstrip()}..."
+        for line in (_title(plan), *shown)
+    ]
     return "\n".join([*lines, "  more       plan.summary(), plan.explain()"])
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= _BRIEF_WIDTH else f"{line[: _BRIEF_WIDTH - 3].rstrip()}..."
 
 
 def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]:

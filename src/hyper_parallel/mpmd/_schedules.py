@@ -266,10 +266,7 @@ def microbatch_rule(name: str, ranks: int) -> str:
 
 
 def legal_microbatches(name: str, ranks: int, near: int) -> tuple[int, ...]:
-    """Return the legal numbers of microbatches closest to `near`, ascending, for error messages.
-
-    These are the largest legal number <= `near`, if there is one, and the smallest legal number >= `near`.
-    """
+    """Return the largest legal number of microbatches <= `near`, if any, and the smallest >= `near`, each once."""
     first, below = max(1, near), next((m for m in range(near, 0, -1) if is_legal(name, ranks, m)), None)
     above = next(m for m in range(first, first + 4 * ranks + 2) if is_legal(name, ranks, m))
     return tuple(sorted({m for m in (below, above) if m is not None}))

@@ -233,10 +233,7 @@ def _joint_steps(
     frozen: bool,
     schedule: Schedule | None,
 ) -> JointSteps:
-    """Return the runner of this rank's steps, which interleave tower and pipeline stages by a joint schedule.
-
-    `places` contains (data-parallel rank, pipeline stage) of each rank of the language part.
-    """
+    """Return the runner of this rank's joint steps; `places`: (data-parallel rank, stage) of each language rank."""
     side = roles[-1].side
     tower = (side.border if isinstance(side, Tower) else side.borders[0]).tower
     attached = handle(roles[-1].part)

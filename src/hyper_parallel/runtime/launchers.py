@@ -258,10 +258,7 @@ def launch_words(ranks: int, node_ranks: int | None = None) -> str:
 
 
 def connect_ray(ray: Any, address: str | None, **options: Any) -> None:
-    """Connect to a Ray cluster; raise DeviceUnavailable (HP502) on failure, or Ray's error for `address="local"`.
-
-    `address` None means the address in RAY_ADDRESS.
-    """
+    """Connect to Ray at `address` (None: RAY_ADDRESS); raise HP502 on failure, or Ray's error if it is `local`."""
     target = address or os.environ["RAY_ADDRESS"]
     try:
         ray.init(address, **options)

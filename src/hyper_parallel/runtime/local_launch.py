@@ -194,10 +194,7 @@ def _child(
     board: HeartbeatBoard,
     records: _Records,
 ) -> None:
-    """Run a forked rank until its process exits.
-
-    Output goes to `rank_<rank>.log` in `logs` or, if `logs` is None, to the standard output and error of the parent.
-    """
+    """Run a forked rank until its process exits; without `logs`, the rank writes to the parent's output."""
     status = 1
     try:
         begin_forked()

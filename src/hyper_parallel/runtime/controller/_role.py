@@ -219,10 +219,7 @@ class Role:
         self._ranks.start_call(call.number, call.method, call.arguments)
 
     def _take(self, call: RoleCall) -> None:
-        """Settle the running call `call` with the collected answers, and write the journal.
-
-        An error of the constructor (call `BIRTH`) fails the role instead.
-        """
+        """Settle the running call, and write the journal; an error of the constructor fails the role instead."""
         self._running, error = None, self._error(call)
         if call.number == BIRTH:
             if error is not None:
