@@ -61,7 +61,7 @@ def nearest_path(
 
 
 def export_hint(text: str) -> str | None:
-    """Return the command that creates a missing path `RUN_DIR/export`, for a hint; None for any other path."""
+    """Return a hint with the command that creates a missing path `RUN_DIR/export`; None for other paths."""
     path = Path(text)
     if path.name != "export" or path.parent == Path():
         return None
@@ -88,8 +88,8 @@ def is_recipe_file(path: Path) -> bool:
 def some_recipe(data: str = "") -> str | None:
     """Return the path of a recipe in the working directory or its folder `recipes`; None without one.
 
-    If several exist, recipes whose text contains `data`, the name of a data file, come first. Among equals, the working
-    directory comes before `recipes`, and names are in alphabetical order.
+    Recipes whose text contains `data`, the name of a data file, are preferred. Otherwise the working directory is
+    preferred to `recipes`, and names earlier in alphabetical order.
     """
     recipes: list[Path] = []
     for folder in (Path(), Path(RECIPE_FOLDER)):
@@ -103,7 +103,6 @@ def some_recipe(data: str = "") -> str | None:
 
 
 def _contains(path: Path, words: str) -> bool:
-    """Return whether a text file contains `words`; False for a file above 1 MiB."""
     try:
         return words in read_text(path, Limits(num_bytes=1024**2))
     except (OSError, ValueError):
@@ -111,7 +110,7 @@ def _contains(path: Path, words: str) -> bool:
 
 
 def command_with_data(command: str, data: str) -> str:
-    """Return `command` with the recipe of `some_recipe` and the file `data`; without one, `hyper-parallel init`."""
+    """Return `command` with the recipe of `some_recipe` and the file `data`; `hyper-parallel init` without a recipe."""
     recipe = some_recipe(Path(data).name)
     if recipe is None:
         return "hyper-parallel init"

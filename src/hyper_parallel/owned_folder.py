@@ -54,7 +54,7 @@ PATTERNS: Final[Mapping[str, str]] = {
     r"\.?step_\d+(\.tmp|\.old)?/((manifest|index|extra)\.json|rank_\d+\.safetensors)",
     "launch": r".*",
 }  # fmt: skip
-"""Per kind of folder, the paths of files that a killed process may have written into an unfinished one."""
+"""Kind of folder to the pattern of files that a killed process may have left in an unfinished folder."""
 
 _MARKER_PART: Final = re.compile(rf"{re.escape('.' + MARKER)}\.\d+\.part")
 
@@ -105,9 +105,9 @@ def seal(folder: Path, kind: str) -> None:
 
 
 def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
-    """Yield the relative paths, in no order, of changed files, links, and files and empty folders not in the marker.
+    """Yield, in any order, the relative paths of links, changed files, and files and empty folders not in the marker.
 
-    If the marker is missing, unfinished or of a kind not in `kinds`, yield all paths but partly written markers.
+    If the marker is missing, unfinished or of a kind not in `kinds`, yield all paths except partly written markers.
     """
     marker = read_marker(folder)
     files = marker.files if marker is not None and marker.kind in kinds else None
@@ -148,17 +148,13 @@ def check_replaceable(folder: Path, kinds: Collection[str], label: str, option: 
             where=str(folder),
             got=got,
             allowed="an empty or missing directory, or one that is unchanged since it was written",
-            hint=_other_folder(folder, option) if _is_entered(folder) else move_away(folder),
+            hint=_replacement_hint(folder, option),
         )
 
 
-def _is_entered(folder: Path) -> bool:
-    """Return whether a folder is or contains the current directory."""
-    return Path.cwd().is_relative_to(os.path.realpath(folder))
-
-
-def _other_folder(folder: Path, option: str | None) -> str:
-    """Return a hint for a folder that contains the current directory: the option with an unused name, or a sentence."""
+def _replacement_hint(folder: Path, option: str | None) -> str:
+    if not Path.cwd().is_relative_to(os.path.realpath(folder)):
+        return move_away(folder)
     if option is None:
         return f"change to a directory outside of {folder}, then move {folder} away"
     return f"{option} {unused_path(Path('export'))}"
@@ -200,7 +196,7 @@ def remove_files(
 
 
 def remove_finished(folder: Path) -> list[str]:
-    """Remove the files that the marker of a folder lists, then the folder if empty; return as `remove_files`."""
+    """Remove the files that the marker of a folder lists, then the folder if empty; return paths as `remove_files`."""
     marker = read_marker(folder)
     files = {} if marker is None or marker.files is None else marker.files
     remaining = remove_files(folder, files.__contains__)
@@ -317,7 +313,7 @@ class Replacement:
         return self.partial
 
     def publish(self) -> None:
-        """Replace the target by the written folder, and flush the renames; raise the errors of `check_replaceable`."""
+        """Replace the target by the written folder, and sync the renames to disk; errors as for `check_replaceable`."""
         self._check_targets()
         seal(self.partial, self._kind)
         remove_finished(self._old)
@@ -421,8 +417,8 @@ def _remove_dead(parent: Path) -> None:
 def _remove_if_dead(mark: Path, lock: int) -> None:
     """Remove the lock file and the folder of an ended process; raise OSError while another process holds the lock.
 
-    `mark` is the path of the lock file, `lock` its open file descriptor. Lock files of other users, and those written
-    before the last boot, are ignored.
+    `mark` is the path of the lock file, `lock` its open file descriptor. Lock files of other users, and lock files
+    written before the last boot, are ignored.
     """
     folder, status = mark.with_suffix(""), os.fstat(lock)
     is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
@@ -446,7 +442,6 @@ def _remove_if_dead(mark: Path, lock: int) -> None:
 
 
 def _remove_temporary(folder: Path, kind: str) -> None:
-    """Remove the files of a temporary folder, and the folder; other files in it stay, with a warning."""
     if remaining := remove_unfinished(folder, kind):
         _log.warning("%s is not removed: it holds %s", folder, ", ".join(sorted(remaining)[:3]))
 
@@ -468,7 +463,7 @@ def check_output_file(path: Path, is_own: Callable[[str], bool], label: str, opt
         path: The file.
         is_own: Function that returns whether a text, the first 2**20 characters of the file, is output of the same
             command. Any exception counts as False.
-        label: Description of such an output, such as `a plan`.
+        label: Description of the command's output, such as `a plan`.
         option: Option by which the user has named the file; None: the command has chosen its name.
 
     Raises:
@@ -514,7 +509,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def file_facts(path: Path) -> tuple[int, str]:
-    """Return size in bytes and checksum of a file; the checksum of a large file covers evenly spaced blocks only."""
+    """Return size in bytes and SHA-256 of a file; above 1 MiB, the hash covers only 256 evenly spaced blocks."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= _WHOLE_BYTES:

@@ -76,7 +76,7 @@ def read_bytes(path: Path, limits: Limits) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for a missing path, or one that is no regular file; some libraries would block on a pipe."""
+    """Raise OSError unless a path is a regular file or a link to one; some libraries would block on a pipe."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
@@ -137,8 +137,7 @@ def read_json(path: Path, limits: Limits) -> Any:
 def check_value(value: Any, limits: Limits) -> None:
     """Raise LimitExceeded for the first limit that a value of dicts, lists, texts and numbers exceeds.
 
-    A value referenced several times (a YAML alias) is counted at each reference. The check stops at the first exceeded
-    limit, so its cost is bounded by `num_elements`.
+    A value that a YAML alias repeats is counted at each use. The check stops at the first exceeded limit.
     """
     stack: list[Iterator[Any]] = [iter((value,))]
     num_elements_left, num_chars_left = limits.num_elements, limits.num_bytes
@@ -173,8 +172,8 @@ def _check_number(value: Any, limits: Limits) -> None:
 def outside_target(path: Path, folder: Path) -> Path | None:
     """Return the target of a symbolic link in a folder if it is outside the folder; else None.
 
-    Links inside the folder are followed. In the cache of the Hugging Face hub, a snapshot consists of links to blobs of
-    the same repository, which count as inside.
+    Links are followed to the end. If the folder is in the cache of the Hugging Face hub, the blobs of its repository
+    count as inside, because a snapshot consists of links to blobs.
     """
     # Unlike `Path.resolve`, `realpath` does not raise for a loop of links; opening the file does.
     target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
@@ -184,18 +183,18 @@ def outside_target(path: Path, folder: Path) -> Path | None:
 
 
 def foreign_target(path: Path, folder: Path) -> Path | None:
-    """Return the target of a path in a folder if symbolic links lead outside under another name; else None.
+    """Return the target of `path` if it is outside `folder` and the symbolic links to it are not allowed; else None.
 
-    A target that is outside because a parent folder of `path` is a link is returned under any name. Folders with links
-    to the files of a model are common: such a link has the name of its target, or leads to a blob in the cache of the
-    Hugging Face hub. A link with another name could publish any file, because exports copy files of received folders.
+    Allowed are two kinds of links that are common in folders with models: a link to a file of the same name, and a link
+    to a blob in the cache of the Hugging Face hub. A link to a file of another name is not allowed, nor is a link in
+    place of a folder: exports copy files of received folders, so such a link could publish any file.
     """
     if outside_target(path, folder) is None:
         return None
     root, place = Path(os.path.abspath(folder)), Path(os.path.abspath(path))  # noqa: PTH100
     leaves = False
     for _ in range(_MOST_LINKS):
-        if not place.is_symlink():
+        if not place.is_symlink() or (not leaves and outside_target(place.parent, folder) is not None):
             break
         place = Path(os.path.abspath(place.parent / place.readlink()))  # noqa: PTH100
         if place.is_relative_to(root):
@@ -216,10 +215,10 @@ def names_outside(name: str) -> bool:
 
 @contextmanager
 def bounded_heap(num_bytes: int) -> Iterator[None]:
-    """Raise MemoryError for allocations that would grow the heap of this process by more than `num_bytes`.
+    """Limit the growth of this process's heap to `num_bytes` in a context; larger allocations raise MemoryError.
 
     Intended for libraries that decompress a received file. Mapped files do not count. The limit applies to all
-    threads, so use it for a single read. On systems other than Linux, this does nothing.
+    threads, so use it for a single read. No effect on systems other than Linux.
     """
     if not sys.platform.startswith("linux"):
         yield

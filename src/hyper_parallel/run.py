@@ -43,24 +43,24 @@ class TrainingRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Records of all steps, as in metrics.jsonl; [] without this file."""
+        """Records in metrics.jsonl, in file order; [] without this file."""
         return _records(self.output_dir / "metrics.jsonl")
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Records of all evaluations, as in eval.jsonl; [] without this file."""
+        """Records in eval.jsonl, in file order; [] without this file."""
         return _records(self.output_dir / "eval.jsonl")
 
     @property
     def plan(self) -> Plan:
-        """Plan of the run, loaded from its directory."""
+        """Plan of the run, loaded from its directory; PlanUnreadable (HP306) is raised if that fails."""
         from hyper_parallel.ir import Plan
 
         return Plan.load(self.output_dir / "plan.json")
 
     @property
     def export_dir(self) -> Path:
-        """Hugging Face directory of the trained model, or of its adapter; missing with `checkpoint.export=false`."""
+        """Path of the exported model or adapter in Hugging Face format; missing with `checkpoint.export=false`."""
         return self.output_dir / "export"
 
     @property
@@ -81,7 +81,7 @@ def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> Tra
     """Train a recipe on this machine, and return the run.
 
     Args:
-        recipe: YAML or JSON file; LlamaFactory files are read by the command `hyper-parallel train` only.
+        recipe: YAML or JSON file; LlamaFactory files can be used only with the command `hyper-parallel train`.
         overrides: Overrides as on the command line: `"training.lr=1e-4"`.
         values: Overrides by key. A key is a section with a mapping (`training={"lr": 1e-4}`), a name with two
             underscores for the dot (`training__lr=1e-4`), or a dotted name (`**{"training.lr": 1e-4}`).
@@ -138,7 +138,7 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
         The continuation without the prompt: a text for one prompt, a list for a list of prompts.
 
     Raises:
-        BadValue: HP102 for an unknown option, a prompt that is not a text, or one longer than the model's context.
+        BadValue: HP102 for an unknown option, or a prompt that is not a text or is longer than the model's context.
         HyperParallelError: Any error of loading the model.
     """
     from hyper_parallel.trainer.generation import Generator, Sampling
@@ -164,11 +164,9 @@ class _GenerateCall(Caller):
     """Call of `generate`: options of the command are its arguments."""
 
     def where(self, text: str) -> str:
-        """Return the name of the function in place of an option."""
         return "hyper_parallel.generate" if text.startswith("--") else text
 
     def hint(self, changes: Mapping[str, object]) -> str | None:
-        """Return arguments, or a sentence for options that are no argument or are left out."""
         if "--trust-remote-code" in changes:
             return "use the command `hyper-parallel generate` with --trust-remote-code"
         arguments = {key.strip("-").replace("-", "_"): value for key, value in changes.items()}
@@ -215,7 +213,7 @@ def _check_path(value: object, where: str, label: str, hint: str, allowed: str =
 
 
 def _checked_overrides(overrides: Sequence[object]) -> list[str]:
-    """Return the overrides; raise BadValue (HP102) with the probably intended call for one that is not a text."""
+    """Return the overrides; raise BadValue (HP102), with a corrected call as hint, for an override that is no text."""
     for value in overrides:
         if isinstance(value, str):
             continue
@@ -244,7 +242,6 @@ def _in_full(value: object) -> str | None:
 
 
 def _overrides_of(values: Mapping[str, Any]) -> list[str]:
-    """Convert keyword arguments to overrides; raise BadValue (HP102) for a value that a recipe cannot contain."""
     overrides = []
     for key, value in values.items():
         name = key.replace("__", ".")
@@ -261,14 +258,12 @@ def _overrides_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def _as_yaml(value: Any) -> str:
-    """Return the text of a value in an override: a string or path as plain text, other values as JSON."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value if isinstance(value, str) else json.dumps(value, default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    """Convert an object to a JSON value: a path to text, a numpy or torch scalar to a number."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     item = getattr(value, "item", None)

@@ -31,7 +31,7 @@ _PROBLEMS: Final = {"unexpected_keyword_argument": "unknown key", "missing": "mi
 """Messages for pydantic's error types; other types keep pydantic's message."""
 
 _MOST_PROBLEMS: Final = 1000
-"""Number of problems above which an error contains only their number, because listing them is slow. Not measured."""
+"""Maximum number of problems that an error describes; above it, only their number, because describing them is slow."""
 
 
 class DecodeError(ValueError):
@@ -47,8 +47,8 @@ def decode(cls: type[T], data: Any, *, extra: Extra = "forbid") -> T:
     """Build `cls` from JSON values; at every level, unknown keys are errors, or accepted with `extra="allow"`.
 
     Raises:
-        DecodeError: A value does not fit. The text names the first such value by its path, such as `$.a[0]`, or only
-            the number of such values if there are more than 1000.
+        DecodeError: For values that do not fit `cls`. The text names the path of the first, such as `$.a[0]`; above
+            1000 values, it contains only their number.
     """
     try:
         check_value(data, _DECODED)
@@ -85,7 +85,7 @@ def _validate(cls: type[T], data: Any, extra: Extra) -> T:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key, after `prefix`, and value of each leaf of nested dicts; an empty dict is a leaf."""
+    """Yield (`prefix` and dotted key, value) of each leaf of nested dicts; an empty dict is a leaf."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{name}.")

@@ -143,6 +143,9 @@ def test_other_refusals():
     with pytest.raises(ScheduleError) as caught:
         make_schedule("1f1b", 4, 9, 2)
     assert caught.value.hint == 'name="interleaved_1f1b", microbatches=10'
+    with pytest.raises(ScheduleError) as caught:
+        make_schedule("dualpipev", 4, 4, 1)
+    assert caught.value.hint == "stages_per_rank=2, microbatches=8"
     with pytest.raises(ScheduleError, match="at least one rank"):
         make_schedule("1f1b", 0, 4)
     lowered = lower(make_schedule("1f1b", 2, 2))

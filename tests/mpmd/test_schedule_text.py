@@ -68,6 +68,9 @@ def test_csv_says_where_a_cell_is_wrong():
         Schedule.from_csv(",,\n")
     with pytest.raises(ScheduleError, match="`0OFFLOAD0` is not a schedule action"):
         Schedule.from_csv("0F0,0OFFLOAD0,0RELOAD0,0B0\n")
+    with pytest.raises(ScheduleError, match="not in CSV format"):
+        Schedule.from_csv("0" * 140_000)
+    assert Schedule.from_csv("0F0,0B0\r1F0,1B0\r").stages == 2
 
 
 def test_grid_shows_bubbles_and_marks():

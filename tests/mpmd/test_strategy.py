@@ -55,6 +55,9 @@ def test_stages_lie_where_the_schedule_puts_them(strategy):
          "training.accumulation_steps=10"),
         (Strategy(pp=4, schedule="dualpipev", virtual_stages=2), 8, 7, BatchMismatch,
          "training.accumulation_steps=8"),
+        (Strategy(pp=600), 600, 600, BatchMismatch, "parallel.pp=512 training.accumulation_steps=512"),
+        (Strategy(pp=300, schedule="dualpipev", virtual_stages=2), 600, 600, BatchMismatch,
+         "parallel.pp=256 training.accumulation_steps=512"),
         (Strategy(virtual_stages=2), 8, 8, UnsupportedSharding, "parallel.virtual_stages=1"),
         (Strategy(stage_layers=(8,)), 8, 8, UnsupportedSharding, "'parallel.stage_layers=[]'"),
     ],
@@ -69,11 +72,10 @@ def test_what_cannot_run_is_refused_with_the_nearest_that_can(strategy, layers, 
         check_pipeline(strategy, layers, microbatches)
     assert caught.value.hint == hint
     changes = {k: int(v) for k, v in (c.split("=") for c in hint.split()) if v.isdecimal()}
-    if error is NotDivisible or "parallel.virtual_stages" in changes:
+    microbatches = changes.pop("training.accumulation_steps", microbatches)
+    if changes or error is BatchMismatch:
         fixed = {key.removeprefix("parallel."): value for key, value in changes.items()}
         check_pipeline(replace(strategy, **fixed), layers, microbatches)
-    elif "training.accumulation_steps" in changes:
-        check_pipeline(strategy, layers, changes["training.accumulation_steps"])
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.config import Data
-from hyper_parallel.received import names_outside, outside_target
+from hyper_parallel.received import foreign_target, names_outside, outside_target
 from hyper_parallel.trainer.data.sources import resolve
 from tests.received.bounds import refusal
 
@@ -208,6 +208,13 @@ def test_names_and_targets(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     assert outside_target(tmp_path / "a", tmp_path) is None
     assert outside_target(tmp_path / ".." / "b", tmp_path) == tmp_path.parent / "b"
+
+
+def test_a_link_of_the_same_name_below_a_linked_folder_is_foreign(folder: Path, secret: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / secret.name).symlink_to(secret)
+    (folder / "sub").symlink_to(tmp_path / "elsewhere")
+    assert foreign_target(folder / "sub" / secret.name, folder) == secret
 
 
 def test_a_pipe_in_a_dataset_folder_is_refused(folder: Path) -> None:

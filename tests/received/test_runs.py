@@ -17,6 +17,9 @@ from hyper_parallel.serde import encode
 from tests.reports.conftest import make_plan, make_timeline
 
 pytestmark = pytest.mark.unit
+ROLES = {"rollout_ranks": 2, "rollout_tp": 1, "max_staleness": 1, "sample_s": 1.0, "learn_s": 1.0, "sampler_bytes": 1}
+PART = {"name": "language", "ranks": [0], "degrees": "", "forward_s": 1.0, "backward_s": 1.0}
+SUBMODELS = {"parts": [PART], "bubble": 0.0, "lower_s": 1.0}
 
 
 @pytest.fixture
@@ -68,6 +71,8 @@ def changed(place, *path, value):
         (("step_s",), "x"),
         (("memory_capacity_bytes",), 0),
         (("memory_capacity_bytes",), -1),
+        (("roles",), ROLES | {"step_s": 0.0}),
+        (("submodels",), SUBMODELS | {"step_s": -1.0}),
     ],
 )  # fmt: skip
 def test_a_plan_of_huge_numbers_is_refused(place, path, value):
@@ -76,6 +81,12 @@ def test_a_plan_of_huge_numbers_is_refused(place, path, value):
         write_report(place)
     with Cost(), pytest.raises(PlanUnreadable):
         Plan.load(place / "plan.json")
+
+
+def test_positive_step_times_are_read(place):
+    changed(place, "roles", value=ROLES | {"step_s": 1.0})
+    changed(place, "submodels", value=SUBMODELS | {"step_s": 1.0})
+    assert Plan.load(place / "plan.json").whole_step_s == 1.0
 
 
 def test_the_largest_plan_is_shown(place):

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hyper_parallel.errors import (
+    BadValue,
     CollectiveMismatch,
     ForkUnsafe,
     RankFailed,
@@ -34,6 +35,11 @@ from hyper_parallel.runtime.supervision import (
 
 def _sleep_forever(_: int) -> None:
     time.sleep(100)
+
+
+def test_a_launch_without_ranks_is_refused() -> None:
+    with pytest.raises(BadValue, match="at least one rank"):
+        launch(print, 0)
 
 
 def test_ranks_that_hang_are_stopped_and_say_where_they_stand() -> None:

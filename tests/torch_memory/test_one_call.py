@@ -176,6 +176,9 @@ def test_what_cannot_be_is_refused_with_what_to_write() -> None:
         hp.offload(step, budget="1MiB")(batch(0), scale=object())
     with pytest.raises(BadValue, match="exactly one of `budget` and `max_slowdown`"):
         hp.offload(step)
+    for budget in ("24 gigs", 2e9):
+        with pytest.raises(BadValue, match="`budget` is not a size"):
+            hp.offload(step, budget=budget)
     with pytest.raises(BadValue, match="no optimizer was found") as refused:
         hp.offload(lambda rows: model(rows), budget="1MiB")
     assert "optimizer=optimizer" in str(refused.value.hint)

@@ -31,7 +31,7 @@ def panel(plan: Plan, half_width: float | None = None, width: int = 80) -> str:
     Args:
         plan: The plan.
         half_width: h of the 80 % prediction interval, see `planner.half_width`; None: no interval.
-        width: Characters at which rows are wrapped; the title and long words are not divided.
+        width: Maximum characters of a line; the title and longer words are not wrapped.
     """
     lines = [_title(plan)]
     for label, items in summary(plan, half_width).items():
@@ -44,16 +44,13 @@ def panel(plan: Plan, half_width: float | None = None, width: int = 80) -> str:
 def brief(plan: Plan) -> str:
     """Return a plan in at most ten lines of 80 characters; `panel` and `explain` are longer."""
     rows = summary(plan)
-    labels = (
-        "strategy", "batch", "step time", "throughput", "memory", "mostly", "why not", "notes",
-    )  # fmt: skip
+    labels = ("strategy", "batch", "step time", "throughput", "memory", "mostly", "why not", "notes")
     shown = [f"  {label:<11}{rows[label][0]}" for label in labels if label in rows]
-    lines = [_cut(line) for line in (_title(plan), *shown)]
+    lines = [
+        line if len(line) <= _BRIEF_WIDTH else f"{line[: _BRIEF_WIDTH - 3].rstrip()}..."
+        for line in (_title(plan), *shown)
+    ]
     return "\n".join([*lines, "  more       plan.summary(), plan.explain()"])
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= _BRIEF_WIDTH else f"{line[: _BRIEF_WIDTH - 3].rstrip()}..."
 
 
 def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]:
@@ -121,7 +118,6 @@ def _tokens_per_second(plan: Plan) -> float:
 
 
 def _tier(plan: Plan, tier: str) -> str:
-    """Return the peak bytes of a tier as text; for `hbm` also the capacity, if known."""
     total = sum(t.bytes for t in plan.memory if t.tier == tier)
     if tier != "hbm" or not plan.memory_capacity_bytes:
         return f"{format_bytes(total)} per device in {tier}"
@@ -154,7 +150,7 @@ _SYMBOLS: Final = (
 
 
 def explain(plan: Plan, width: int | None = None) -> str:
-    """Return decisions and predictions of a plan, without `certificate`, as text; wrapped at `width` unless None."""
+    """Return decisions and predictions of a plan as text, wrapped at `width` characters; None: not wrapped."""
     constants = [f"{s.constant} x {s.factor:.3f}: {s.strategy}" for s in plan.sensitivity]
     sections = (
         _section(_title(plan), _head(plan)),
@@ -289,7 +285,6 @@ def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def _share(part: float, whole: float) -> str:
-    """Return the ratio of `part` to `whole` as a percentage and a bar of characters."""
     share = part / whole if whole else 0.0
     bar = "#" * round(BAR * min(1.0, max(0.0, share)))
     return f"{share:6.1%}  {bar.ljust(BAR, '.')}"

@@ -117,7 +117,7 @@ def merge(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def chunk(runs: Iterable[tuple[int, int]], count: int, number: int) -> Runs:
-    """Return the runs of chunk `number` if the indices in `runs` are divided into `count` chunks, as by `torch.chunk`.
+    """Divide the indices in `runs` into `count` chunks, as `torch.chunk` does, and return the runs of chunk `number`.
 
     The last chunks may be shorter or empty.
     """
@@ -136,15 +136,15 @@ Split = tuple[int, int, int]
 
 
 def runs_of_splits(size: int, splits: Sequence[Split]) -> Runs | None:
-    """Return the runs that one rank stores of a dim, if mesh axes divide the dim in mesh order as DTensor does.
+    """Return the runs of a dim that one rank stores, if mesh axes divide the dim in mesh order, as in DTensor.
 
     Args:
         size: Size of the dim.
         splits: Divisions by the mesh axes, outer to inner.
 
     Returns:
-        The runs of the rank. None if some rank stores other indices in mesh order than in the order of FSDP, which
-        divides after tensor parallelism.
+        The runs of the rank. None if the order of FSDP, which divides after tensor parallelism, would give any rank
+        other indices than mesh order.
     """
     divided = tuple((degree, blocks) for degree, blocks, _ in splits)
     return _divide(size, splits) if _is_unambiguous(size, divided) else None
@@ -309,5 +309,5 @@ def exchanged(parts: tuple[Part, ...], degree: int, source: int, target: int) ->
 
 
 def exchanged_rows(parts: tuple[Part, ...], degree: int, source: int, target: int) -> int:
-    """Return the number of rows that rank `source` computes and rank `target` uses."""
+    """Return the number of rows in the ranges of `exchanged`."""
     return sum(b - a for a, b in exchanged(parts, degree, source, target))

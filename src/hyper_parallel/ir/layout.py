@@ -124,7 +124,7 @@ class Mesh:
         return {name: coordinate[name] for name in self.names}
 
     def at(self, coordinate: Mapping[str, int]) -> int:
-        """Return the device id at a coordinate; omitted axes have coordinate 0.
+        """Return the device id at a coordinate; omitted axes have coordinate 0, axes that the mesh lacks are ignored.
 
         Raises:
             MeshError: HP201 when a coordinate is out of range for its axis.
@@ -142,7 +142,7 @@ class Mesh:
         return self.device(position)
 
     def group(self, device: int, axes: str | Sequence[str]) -> tuple[int, ...]:
-        """Return the group of `device` over `axes` by coordinate, the first axis slowest; errors as for `position`."""
+        """Return the device ids in the group of `device` over `axes`, first axis slowest; errors as for `position`."""
         group = [self.coordinate(device)]
         for axis in (axes,) if isinstance(axes, str) else axes:
             group = [{**c, axis: i} for c in group for i in range(self.degree(axis))]
@@ -174,7 +174,7 @@ class Layout:
 
     Attributes:
         axes: Per tensor dim, the mesh axes that shard it, outermost first; () if the dim is not sharded.
-        partial: Axes over which each rank holds one summand; the tensor is their sum.
+        partial: Axes whose ranks each have one summand of the tensor.
         memory: Memory kind that holds the local shard.
         dims: Displayed names of the dims; () if unknown.
         parts: Per dim, the number of equal parts stacked in it; the axes shard each part separately. (): one part per
@@ -237,7 +237,7 @@ class Layout:
             raise LayoutError("a layout uses an axis that the mesh does not have", got=missing, allowed=mesh.names)
 
     def split(self, dim: int, *axes: str) -> Layout:
-        """Return the layout with `axes` added as the innermost axes of a dim; raise LayoutError (HP202) if illegal."""
+        """Add innermost axes to a dim of the layout; raise LayoutError (HP202) for an axis in use or a wrong dim."""
         if not 0 <= dim < len(self.axes):
             raise LayoutError(
                 f"dim {dim} is out of range for a layout of {len(self.axes)} dims",
@@ -413,7 +413,7 @@ class Purpose(StrEnum):
     # Once a step
     GRADIENT_NORM = "gradient norm"
     STEP_LOG = "loss and memory of all ranks"
-    """Collectives of a trainer for its log; no formula counts them."""
+    """Collectives for the log of the trainer, which plans do not count."""
 
     @property
     def backward(self) -> Purpose:
@@ -452,7 +452,7 @@ StepKind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_t
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStep:
-    """Collective or local slice of a redistribution, with the resulting layout.
+    """Step of a redistribution: a collective or a local slice, with the resulting layout.
 
     Attributes:
         kind: Kind of collective, or `slice`.

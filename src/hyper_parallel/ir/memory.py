@@ -5,7 +5,7 @@ A storage is one allocation. Tensors are not modelled: a view is an address insi
 operators. `replay` computes the peak per tier from the actions.
 
 Pinning host memory is slow, so a step allocates none: for every size, the maximum number of buffers in use is allocated
-before the step. Pinned allocators round requests up to a power of two, so buffers are carved from slabs of such sizes.
+before the step. Pinned allocators round requests up to a power of two, so buffers are parts of slabs of these sizes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COPIES: dict[str, tuple[MemoryTier, MemoryTier]] = {
 }
 """Source and destination tier of each copying action."""
 OF_OPERATORS: tuple[MemoryActionKind, ...] = ("run", "recompute", "join")
-"""Actions whose target is an operator; the target of all others is a storage."""
+"""Actions whose target is an operator; all other actions have a storage as target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Kernel call or collective: an indivisible unit of device work over storages.
+    """Kernel call or collective of a step, which reads, changes or allocates storages.
 
     Attributes:
         name: Displayed name of the operator.
@@ -215,7 +215,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Decision to offload, recompute or stream a storage in a gap between its uses, or between a use and a step end.
+    """Decision to offload, recompute or stream a storage between two uses, or before the first or after the last use.
 
     Attributes:
         storage: Index of the storage.
@@ -262,7 +262,7 @@ class HostBuffers:
         self._now[size] -= 1
 
     def fits(self, size: int, capacity_bytes: int) -> bool:
-        """Return whether an allocated or reserved buffer of `size` bytes is free, or one more fits `capacity_bytes`."""
+        """Return whether a buffer of `size` bytes is free or reserved, or slabs with one more fit `capacity_bytes`."""
         if self._now[size] < max(self.most[size], self._reserved[size]):
             return True
         asked = size, capacity_bytes

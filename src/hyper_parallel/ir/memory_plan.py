@@ -36,9 +36,9 @@ class Replay:
         peak_action: Index of the action at which device memory has its peak.
         profile: Device bytes during every action.
         copied_bytes: Dict from kind of copy to copied bytes (requested, not rounded).
-        residency: Every live range on the device, in the order of their ends, without addresses.
-        recompute_seconds: Compute seconds of recomputed operators.
-        host_buffers: Dict from rounded size to the maximum number of host buffers in use.
+        residency: Live ranges of storages on the device, by ascending end, without addresses.
+        recompute_seconds: Seconds of recomputation on the compute lane.
+        host_buffers: Dict from rounded size in bytes to the maximum number of host buffers in use.
     """
 
     peak_bytes: dict[str, int]
@@ -194,7 +194,7 @@ def replay(program: MemoryProgram, homes: tuple[MemoryTier, ...], actions: Itera
         * operands are on the device with their latest content;
         * no storage is released or written while a copy or a collective uses it;
         * every collective is joined, and its results are not read before;
-        * every operator has one `run`; a recomputed one reads the contents of its first run;
+        * every operator has one `run`, and its recomputations read the same contents;
         * at the end, every storage with `at_end` has its latest content in its home tier, and no other bytes exist.
 
     Raises:
@@ -252,8 +252,8 @@ class MemoryPlan:
         actions: Actions in order.
         seconds: Simulated seconds of the step, copies included.
         choices: Decisions to offload, recompute or stream a storage, one per storage and interval between two uses.
-        statement: Sentences about the decisions, also about rejected ones and the reasons.
-        addresses: Every live range on the device, with its offset in the arena.
+        statement: Sentences about decisions and rejected alternatives, with reasons.
+        addresses: Live ranges of storages on the device, with their offsets in the arena.
         arena_bytes: Bytes of the arena, the one device allocation that contains all addresses.
     """
 

@@ -51,8 +51,8 @@ class RolesPlan:
             forward passes, such as those of the reference model.
         step_s: Steady-state seconds per optimizer step, sampling included.
         sampler_bytes: Peak bytes of a rank while it samples.
-        rejected: Splits that were not chosen. The mode of a split is its staleness, and whether it is colocated. Listed
-            are the next best splits of the chosen mode, and the best split of every other mode.
+        rejected: The next best splits of the chosen mode, and the best split of every other mode. The mode is the
+            staleness, and whether sampling is colocated with learning.
     """
 
     rollout_ranks: Annotated[int, Field(ge=0, le=MOST_RANKS)]
@@ -127,7 +127,7 @@ class PartPlan:
 
 @dataclass(frozen=True, slots=True)
 class SubmodelsPlan:
-    """Parts of a multimodal model with their ranks, and the simulated step without gradient reductions and optimizer.
+    """Parts of a multimodal model with their ranks, and a simulated step without gradient reductions and optimizer.
 
     Attributes:
         parts: All parts, the language part first.
@@ -138,7 +138,7 @@ class SubmodelsPlan:
             stage if `inline`, else in rounds, and every tower rank encodes one microbatch per round.
         wait_s: Seconds by which the step is longer than that of the language part alone.
         lanes: Chart of the simulated step, as lines of text.
-        certificate: `Plan.whole_step_s`, and its lower bound over all assignments of ranks; None without a search.
+        certificate: `Plan.whole_step_s` and a lower bound of it over all assignments of ranks; None without a search.
         inline: Whether the ranks of the first pipeline stage also run the towers.
     """
 
@@ -352,10 +352,10 @@ class Plan:
         step_s: Predicted seconds per step.
         cost: Terms whose sum is `step_s`.
         memory: Terms of the predicted peak of the fullest device.
-        memory_capacity_bytes: Bytes of device memory (HBM) of the fullest device.
+        memory_capacity_bytes: Bytes of device memory (HBM) of one device.
         collectives: Predicted collectives of one step.
         rejected: Faster strategies that exceed memory, then runners-up, best first.
-        stages: Virtual pipeline stages with the cost of one microbatch; input of `planner.simulate_plan`.
+        stages: Pipeline stages, virtual stages included, with the cost of one microbatch.
         pace: Speed of a pipeline rank while 1, 2, ... pipeline ranks are busy, relative to its speed while all are
             busy. Empty if every rank has its own cores.
         certificate: Proof of optimality; None for a strategy that the user fixed.
@@ -441,7 +441,7 @@ class Plan:
 
     @property
     def predicted_mfu(self) -> float:
-        """Predicted model FLOP/s utilization (MFU) of the ranks that train, relative to the dense peak."""
+        """Predicted model FLOP/s utilization (MFU) of the ranks that train; 0 if the workload is not resolved."""
         tokens = self.workload.tokens_per_step or 0
         peak = self.peak_flops * self.num_ranks
         capacity = self.whole_step_s * peak
@@ -460,7 +460,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
-        """Return the plan in the text of the plan file `where`; the fingerprint in the text is ignored.
+        """Return the plan in a JSON text, without checking its fingerprint; `where` names the file in errors.
 
         Raises:
             PlanUnreadable: HP306 if the text is not JSON, exceeds a limit, has another schema version, or has a value

@@ -13,7 +13,6 @@ A schedule defines an order, not times. It may be illegal; `hyper_parallel.mpmd.
 from __future__ import annotations
 
 import csv
-import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -87,7 +86,7 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Return the action written in the text form, such as `2F0`; raise ScheduleError (HP320) for another text."""
+        """Return the action in a text such as `2F0`; raise ScheduleError (HP320) for a text that is no action."""
         return _parse(text.strip())
 
 
@@ -187,7 +186,7 @@ class Schedule:
         name: Name shown in messages, such as `1f1b` or the path of a schedule file.
         stages: Number of stages over all ranks, virtual stages included.
         microbatches: Number of microbatches of a step.
-        ranks: Actions of each rank, in order; idle time is not stored.
+        ranks: Actions of each rank, in order, without idle time.
         graph: Edges between stages; None for the chain 0, 1, 2, ...
 
     Raises:
@@ -223,7 +222,7 @@ class Schedule:
         return tuple(source for source, target in self.graph.edges if target == stage)
 
     def after(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that consume a stage's output."""
+        """Return the stages that read a stage's output."""
         if self.graph is None:
             return (stage + 1,) if stage + 1 < self.stages else ()
         return tuple(target for source, target in self.graph.edges if source == stage)
@@ -252,7 +251,7 @@ class Schedule:
 
         Returns:
             Dict from a computation of a sharded stage to its group, itself included, as (action, rank) pairs. Group n
-            has the n-th computation of every replica. If a replica lacks it, those of other replicas are omitted.
+            is the n-th computation of every replica. If a replica has fewer computations, the dict has no later groups.
         """
         rounds: dict[Action, tuple[tuple[Action, int], ...]] = {}
         for stage in self.graph.sharded if self.graph else ():
@@ -304,7 +303,7 @@ class Schedule:
         return homes
 
     def placement(self) -> dict[int, int]:
-        """Return a dict from stage to its rank, for all stages outside `StageGraph.copied`; errors as for `homes`."""
+        """Return a dict from stage to rank, without the stages in `StageGraph.copied`; errors as for `homes`."""
         copied = self.graph.copied if self.graph else frozenset()
         return {s: rank for (s, _), rank in self.homes().items() if s not in copied}
 
@@ -338,11 +337,15 @@ class Schedule:
         """Return the schedule in a CSV text as written by `to_csv`, extended or not; empty cells are idle time.
 
         Raises:
-            ScheduleError: HP320 for a cell that is not an action, with its row and column, a bad graph, or no actions.
+            ScheduleError: HP320 for invalid CSV, a bad graph, no actions, or a cell that is no action (with its place).
         """
         ranks: list[list[Action]] = []
         graph = None
-        for row, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+        try:
+            rows = [*csv.reader(text.splitlines())]
+        except csv.Error as error:
+            raise ScheduleError("the schedule is not in CSV format", where=name, got=str(error)) from error
+        for row, cells in enumerate(rows, start=1):
             if cells and cells[0].strip() == "graph":
                 try:
                     graph = StageGraph.parse(cells[1:])
@@ -385,7 +388,7 @@ def grid(
         starts: Start slot of every action of every rank, from `mpmd.unit_starts`. Bubbles are then empty cells, and
             `..` marks later slots of an action. None: every action has one slot, and there are no gaps.
         mark: (rank, position) of an action to print between `>` and `<`.
-        around: Number of slots to show before and after the marked action; None, or no `mark`: all.
+        around: Number of slots to show before and after the marked action; all slots if `around` or `mark` is None.
     """
     cells: dict[tuple[int, int], str] = {}
     for rank, actions in enumerate(schedule.ranks):

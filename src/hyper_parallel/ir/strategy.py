@@ -26,7 +26,7 @@ from hyper_parallel.units import divisors, round_up
 
 BlockShape = Literal["1d", "2d", "weight"]
 BLOCK_SHAPES: Final[tuple[BlockShape, ...]] = ("1d", "2d", "weight")
-"""Use of two tensor-parallel axes by a block. `1d`: tp_x * tp_y ranks as one axis, as in Megatron with sequence
+"""How a block uses the axes tp_x and tp_y. `1d`: as one axis of tp_x * tp_y ranks, as in Megatron with sequence
 parallelism. `2d`: collectives over tp_y carry activations. `weight`: weights are gathered over tp_y."""
 _SORTED_AXES: Final = sorted(AXES)
 MOST_RANKS: Final = 1 << 20
@@ -45,7 +45,7 @@ class Rule:
     """Sharding rule: assigns a style to modules whose name matches a glob.
 
     Attributes:
-        pattern: Glob over module names, one `*` per name part: `model.layers.*.mlp.up_proj`.
+        pattern: Glob of module names, in which `*` matches one part of the name: `model.layers.*.mlp.up_proj`.
         style: Key of `hyper_parallel.shard.STYLES`, such as `colwise` or `replicate`.
     """
 
@@ -114,8 +114,8 @@ class Strategy:
         ep: Expert-parallel ranks, folded over dp_shard x cp x tp; does not multiply the world size.
         attention_shape: Shape of attention blocks on two tensor-parallel axes; no effect when tp_y is 1.
         mlp_shape: Shape of MLP blocks on two tensor-parallel axes; no effect when tp_y is 1.
-        attention_scatter: Whether 2-D attention shards heads over y, or tokens as context parallelism does.
-        gathered_inputs: Whether gathered inputs of matmuls are kept for backward or re-gathered in backward.
+        attention_scatter: Dim that 2-D attention shards over tp_y: heads, or tokens as in context parallelism.
+        gathered_inputs: Whether gathered inputs of matmuls are kept for backward, or gathered again in backward.
         cp_kind: Form of context-parallel attention: zigzag ring, Ulysses, both, or gathered keys and values.
         cp_ulysses: Ulysses ranks inside cp if `cp_kind` is `hybrid`; the ring then has cp / cp_ulysses places.
         schedule: Pipeline schedule; a `schedule_file` replaces its order of actions, but not its placement of stages.
@@ -198,10 +198,10 @@ class Strategy:
         return Mesh(tuple((name, int(getattr(self, name))) for name in self.order))
 
     def recomputed(self, stages: Sequence[Sequence[int]]) -> frozenset[int]:
-        """Return the decoder layers that a pipeline rank recomputes in full.
+        """Return the decoder layers that a pipeline rank recomputes in full; empty unless `recompute` is `full`.
 
-        Only `recompute="full"` selects layers. `recompute_layers` limits them to the first layers of the stages, chosen
-        from the stages in turn. Backward reaches these last, when activations of later layers are already freed.
+        With `recompute_layers`, the stages of the rank contribute in turn, each its first layers. Backward reaches
+        these layers last, when activations of later layers are already freed.
 
         Args:
             stages: Layers of every stage of the rank, in model order.
@@ -231,12 +231,12 @@ class Strategy:
 
     @property
     def expert_tp(self) -> int:
-        """Tensor-parallel ranks of one expert."""
+        """Tensor-parallel ranks of one expert: `etp`; if it is None, `tp` without expert parallelism, else 1."""
         return self.etp or (self.tp if self.ep == 1 else 1)
 
     @property
     def ulysses(self) -> int:
-        """Number of ranks inside cp whose all-to-alls trade attention heads for tokens; 1: no Ulysses."""
+        """Number of Ulysses ranks inside cp, which exchange attention heads for tokens by all-to-all; 1: no Ulysses."""
         return ulysses_degree(self.cp, self.cp_kind, self.cp_ulysses)
 
     @property
@@ -245,7 +245,7 @@ class Strategy:
         return tuple(a for a in ("dp_shard", "cp") if getattr(self, a) > 1)
 
     def expert_mesh(self) -> Mesh:
-        """Return the expert mesh: `ep` folds over the innermost of dp_shard x cp x tp_x x tp_y.
+        """Return the mesh of experts, with axes pp, dp_replicate, edp and ep; edp x ep = dp_shard x cp x tp_x x tp_y.
 
         The rank with index f inside dp_shard x cp x tp, in the default order, has coordinate f % ep on `ep`, and f //
         ep on `edp`. Ranks along `edp` have the same experts.
@@ -265,7 +265,7 @@ class Strategy:
         return self.expert_mesh() if {"ep", "edp"} & {*layout.sharding_axes} else self.mesh()
 
     def spanning_axes(self, expert_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes of the main mesh that span the same ranks as `expert_axes`, else `expert_axes` unchanged.
+        """Return the axes of the main mesh that span the same ranks as `expert_axes`; without any, `expert_axes`.
 
         For example, with dp_shard=2 and ep=2, the axis `ep` spans the ranks of `dp_shard`.
         """
@@ -411,8 +411,8 @@ PROMPT_CHUNK: Final = 512
 class Workload:
     """Batch sizes and number formats of one optimizer step.
 
-    The batch numbers are tokens per step, microbatch and accumulation steps. `resolve` derives those that are None from
-    the others and the data-parallel degree. If that is not sufficient, microbatch and then accumulation steps are 1.
+    `resolve` derives the batch numbers that are None (of `tokens_per_step`, `microbatch` and `accumulation_steps`) from
+    the set numbers and the data-parallel degree. If these do not suffice, `microbatch`, then `accumulation_steps` is 1.
 
     Attributes:
         seq_len: Tokens per sequence.
@@ -470,7 +470,6 @@ class Workload:
         return replace(self, tokens_per_step=tokens, microbatch=micro, accumulation_steps=steps)
 
     def _refuse_batch(self, tokens: int, dp: int, per_rank: int) -> NoReturn:
-        """Raise BatchMismatch (HP308): the batch numbers contradict `per_rank` sequences per step and rank."""
         sequences = f"{per_rank} sequences per step of a data-parallel rank"
         got = f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}"
         if self.microbatch is not None and self.accumulation_steps is not None:
@@ -496,7 +495,7 @@ class GenerateWorkload:
     """Generation workload: prompts of one length, each continued by the same number of tokens.
 
     Attributes:
-        prompts: Number of prompts, over all devices.
+        prompts: Number of prompts on all devices together.
         prompt_len: Tokens per prompt.
         new_tokens: Generated tokens per prompt.
         dtype: Format of weights, activations and KV cache; None: the format of the checkpoint.

@@ -30,7 +30,7 @@ class Task:
         executor: Executor, also the lane in the timeline: `rank 0/compute`, `link 0->1`.
         duration_ns: Nanoseconds from start to end without contention.
         kind: Category in the timeline: compute, communication, copy, ...
-        deps: Indices of the tasks that must end first; each smaller than the task's own.
+        deps: Indices of the tasks that must end first; each is smaller than the index of this task.
         at_start: Bytes allocated (negative: freed) when the task starts, as (memory lane, bytes) pairs:
             `("rank 0/device", 4096)`.
         at_end: Bytes allocated (negative: freed) when the task ends.
@@ -49,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Cores, caches and memory that executors share, as the rate of each executor by the number of busy executors.
+    """Rates of executors that share cores, caches and memory, by the number of busy executors.
 
     Attributes:
         rates: Rate of each executor while 1, 2, ... executors are busy; 1 is the rate without contention. If more are
@@ -128,7 +128,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Value of a quantity at one time, such as the bytes in use in a memory tier."""
+    """Value of a quantity at one time, such as the bytes in use in the memory tier `lane`."""
 
     lane: str
     time_s: float

@@ -73,7 +73,7 @@ class SubModel:
 
     @property
     def passes(self) -> float:
-        """Time of forward and backward relative to the forward."""
+        """Time of forward and backward divided by the time of the forward."""
         return 1.0 if self.frozen else 1.0 + self.input_grad + self.weight_grad
 
     def stage_costs(self, share: float, width: int, reduce_s: float = 0.0) -> list[StageCost]:
@@ -144,8 +144,8 @@ class Assignment:
         costs: Cost per stage and microbatch.
         transfer_s: Transfer seconds per edge and microbatch.
         max_bytes: Bytes that each rank has for activations.
-        value_s: Seconds of the step, gradient reductions included.
-        lower_s: Lower bound, in seconds, of the step time of every choice.
+        value_s: Seconds of the step, including gradient reductions.
+        lower_s: Lower bound of the seconds of a step, over all choices with the pins.
         tried: (number of choices, number of choices that were scheduled).
     """
 
@@ -174,10 +174,10 @@ class Assignment:
         return 1.0 - busy_s / (sum(self.widths) * self.value_s)
 
     def lanes(self, columns: int = 96) -> str:
-        """Return the step as text: one line per rank and sub-model, with the kind of action in each column.
+        """Return the step as text; see `lanes_text`.
 
         Args:
-            columns: Characters per line for the whole step; an action shorter than one character may be invisible.
+            columns: Columns of a line, for the whole step; an action shorter than one column may not be shown.
         """
         tasks = schedule_tasks(self.schedule, self.costs, transfer_s=self.transfer_s)
         ranks = [f"rank {rank} ({width})" for rank, width in enumerate(self.widths)]
@@ -191,13 +191,13 @@ def lanes_text(
     columns: int,
     end_s: float | None = None,
 ) -> list[str]:
-    """Return a simulated step as text: one line per rank and sub-model, with the kind of action in each column.
+    """Return a simulated step as text: a line per rank and sub-model, with the kind of action over time (`.`: idle).
 
     Args:
         timeline: Simulation of a schedule.
         parts: Name of the sub-model of each stage.
         ranks: Name of each rank of the schedule.
-        columns: Characters per line for the whole step; an action shorter than one character may be invisible.
+        columns: Columns of a line, for the whole step; an action shorter than one column may not be shown.
         end_s: Seconds of the step; None: the end of the timeline.
     """
     end_s = end_s or timeline.end_s
@@ -257,7 +257,7 @@ def assign_submodels(
     """Return the fastest assignment of encoders and language part to devices.
 
     Args:
-        encoders: Encoders; none reads the output of another one.
+        encoders: Encoders; the language part reads the features of each.
         language: Language part, which is not frozen.
         devices: Devices to use, all of them.
         pins: Dict from a field of `Choice` to its only allowed value.
@@ -302,7 +302,6 @@ def assign_submodels(
 
 
 def _check(parts: Sequence[SubModel]) -> None:
-    """Raise ScheduleError for equal names, a missing speed on one device, or missing costs of microbatches."""
     names, count = [part.name for part in parts], len(parts[-1].forward_s)
     if len(set(names)) < len(names):
         raise ScheduleError("two sub-models have the same name", got=names, hint="give every sub-model its own name")
@@ -374,8 +373,9 @@ class _Plan:
     def _balanced(self, shares: Sequence[float]) -> tuple[list[int], list[list[int]], list[float]]:
         """Return the language layers of each rank, the rank of each microbatch per encoder stage, and each rank's load.
 
-        Loads are in seconds. `shares` are the expected loads of language ranks by encoders. Layers go to the least
-        loaded rank. Then each encoder microbatch, longest first, goes to the rank with the lowest load after it.
+        Loads are in seconds. `shares` are the expected seconds of encoder work on each language rank. Each layer goes
+        to the least loaded rank. Then each encoder microbatch, longest first, goes to the rank with copies whose load
+        including this microbatch is lowest.
         """
         p, per_rank = self._ranks, self._key[3]
         layer_s = self._language_s / self._language.layers
@@ -400,7 +400,7 @@ class _Plan:
 
     @cached_property
     def _max_bytes(self) -> tuple[int, ...]:
-        """Bytes of memory on each rank without parameters, gradients and optimizer states of its sub-models."""
+        """Bytes that each rank has left after parameters, gradients and optimizer states of its sub-models."""
         memory = [self._devices.memory_bytes * width for width in self.widths]
         for rank, layers in zip(self._places, self._layers, strict=True):
             memory[rank] -= -(-self._language.state_bytes * layers // self._language.layers)

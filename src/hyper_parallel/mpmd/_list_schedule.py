@@ -167,7 +167,6 @@ class ListScheduler:
         return None if end >= stop else (self._schedule(), end)
 
     def _begin(self, order: Sequence[int], max_bytes: Sequence[int] | None, reduce_first: bool) -> None:
-        """Reset the state of all ranks, and queue the forwards that need no input."""
         count, m, stages = 1 + max(map(max, self._homes)), self._m, self._stages
         self._order, self._position = order, [0] * m
         for position, i in enumerate(order):
@@ -290,7 +289,6 @@ class ListScheduler:
         yield r
 
     def _hold(self, rank: _Rank, kind: int, stage: int, i: int) -> None:
-        """Add the bytes that an action allocates to the bytes that its rank holds, or subtract those it frees."""
         activation, kept = self._held[stage][i]
         change = (activation if self._trained[stage] else 0, kept - activation, -kept)[kind]
         position = self._position[i]

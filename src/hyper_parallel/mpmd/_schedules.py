@@ -26,7 +26,7 @@ from hyper_parallel.units import plural
 
 
 class RankProgram:
-    """Builder of one rank's actions; each action takes the next microbatch of its stage.
+    """Builder of one rank's actions; each forward or backward runs the next microbatch of its stage.
 
     Attributes:
         actions: Actions added so far.
@@ -102,7 +102,7 @@ def interleaved(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 def zb_h1(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
     """Append 1F1B with a split backward; rank r delays its weight gradients by r microbatches.
 
-    Bubble (p-1)(tf+tb-2tw) when tw <= min(tf, ti); p microbatches in flight on every rank, as on rank 0 of 1F1B.
+    Bubble (p-1)(tf+tb-2tw) when tw <= min(tf, ti); min(m, p) microbatches in flight on every rank.
     """
     m, warmup = max(m, p), p - 1 - rank
     r.add("F0", warmup)
@@ -113,10 +113,10 @@ def zb_h1(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 
 
 def zbv(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
-    """Append ZBV: no bubble in the steady state when tf = ti = tw, with the memory of 1F1B on rank 0.
+    """Append ZBV, which has no bubble in the steady state when tf = ti = tw.
 
-    With a time u per stage and kind, the step takes 6 m u + (p - 1) u for m >= 2p: ranks start one after the other
-    and are then never idle. At most 2p stage activations per rank.
+    If F, I and W of a stage take u seconds each, the step takes 6 m u + (p - 1) u for m >= 2p: rank r starts r u after
+    rank 0, and no rank is idle between its first and last action. Each rank holds at most 2p stage activations.
 
     Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 6 (ZB-V).
     """
@@ -136,9 +136,9 @@ def zbv(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 def dualpipev(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
     """Append DualPipeV: forward and backward of different microbatches overlap in the steady state.
 
-    Needs m >= 2p. In this docstring, times are those of one stage, tf = ti, and an overlapped forward and backward take
-    tfb >= tb. The last rank is idle for (p-1)(tfb + tb - 3 tw), and no rank for longer. Each rank holds at most 2p + 1
-    stage activations.
+    Needs m >= 2p. Idle time, with times of one stage instead of one rank, tf = ti, and tfb >= tb for an overlapped
+    forward and backward: (p-1)(tfb + tb - 3 tw) on the last rank; no rank is idle for longer. Each rank holds at most
+    2p + 1 stage activations.
 
     Source: DeepSeek-AI 2024, DeepSeek-V3 technical report, section 3.2.1 (DualPipe), cut in half so that no rank
         holds parameters twice.
@@ -205,7 +205,7 @@ SCHEDULES: Final = tuple(_FORMS)
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """Return a compute-only schedule.
+    """Return the compute-only schedule of this name.
 
     Rank r holds stages r, r + p, r + 2p, ...; for `zbv` and `dualpipev` it holds r and 2p - 1 - r.
 
@@ -230,11 +230,14 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int
     v = min(2, form.stages[-1]) if stages_per_rank is None else stages_per_rank
     if v not in form.stages:
         only = len(form.stages) == 1
+        other, hint = name, f"stages_per_rank={form.stages[0]}"
+        if v > 1:
+            other, hint = "interleaved_1f1b", 'name="interleaved_1f1b"'
         raise ScheduleError(
             f"schedule {name} does not support {plural(v, 'stage')} per rank",
             got=f"stages_per_rank={v}",
             allowed=f"{form.stages[0]}{'' if only else ' and more'}",
-            hint=_interleaved(p, m) if v > 1 else f"stages_per_rank={form.stages[0]}",
+            hint=hint if is_legal(other, p, m) else f"{hint}, microbatches={legal_microbatches(other, p, m)[-1]}",
         )
     if not is_legal(name, p, m):
         near = legal_microbatches(name, p, m)
@@ -252,14 +255,6 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int
     return Schedule(name, p * v, m, tuple(rows))
 
 
-def _interleaved(ranks: int, microbatches: int) -> str:
-    """Return the arguments with which `make_schedule` supports several stages per rank."""
-    name = "interleaved_1f1b"
-    if is_legal(name, ranks, microbatches):
-        return f'name="{name}"'
-    return f'name="{name}", microbatches={legal_microbatches(name, ranks, microbatches)[-1]}'
-
-
 def is_legal(name: str, ranks: int, microbatches: int) -> bool:
     """Return whether a schedule supports a number of microbatches."""
     return microbatches >= 1 and _FORMS[name].legal(ranks, microbatches)
@@ -271,7 +266,7 @@ def microbatch_rule(name: str, ranks: int) -> str:
 
 
 def legal_microbatches(name: str, ranks: int, near: int) -> tuple[int, ...]:
-    """Return the largest legal number of microbatches up to `near`, if any, and the smallest that is not below it."""
+    """Return the largest legal number of microbatches <= `near`, if any, and the smallest >= `near`, each once."""
     first, below = max(1, near), next((m for m in range(near, 0, -1) if is_legal(name, ranks, m)), None)
     above = next(m for m in range(first, first + 4 * ranks + 2) if is_legal(name, ranks, m))
     return tuple(sorted({m for m in (below, above) if m is not None}))

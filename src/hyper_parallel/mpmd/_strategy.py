@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,7 @@ _MOST_PASSES: Final = 2**18
 """Limit on (stage, microbatch) pairs per step: each becomes actions that are listed, checked and simulated."""
 _LIMITS: Final = Limits(num_bytes=64 * 1024**2)
 _IDLE: Final[dict[str, object]] = {"virtual_stages": 1, "stage_layers": (), "schedule_file": ""}
-"""Values, without a pipeline, of the fields of a strategy that need one."""
+"""Fields of a strategy that need a pipeline, with their values when pp is 1."""
 _NAMES: Final = {"interleaved": "interleaved_1f1b", "zb-h1": "zb_h1"}
 
 
@@ -30,13 +31,14 @@ def check_pipeline(strategy: Strategy, layers: int, microbatches: int, where: st
         strategy: Degrees, schedule and virtual stages.
         layers: Decoder layers of the model.
         microbatches: Microbatches of one step on one data-parallel rank.
-        where: Origin of the setting, for error messages.
+        where: Key or file that sets the pipeline, for error messages.
 
     Raises:
         UnsupportedSharding: HP205 for a number of virtual stages that the schedule does not support, or for pipeline
             settings without a pipeline.
         NotDivisible: HP203 for more stages than layers.
-        BatchMismatch: HP308 for a number of microbatches that the schedule does not support.
+        BatchMismatch: HP308 for fewer microbatches than pipeline ranks, for more than a step may have, or for a number
+            that the schedule does not support.
     """
     s = strategy
     if s.pp == 1:
@@ -56,7 +58,6 @@ def check_pipeline(strategy: Strategy, layers: int, microbatches: int, where: st
 
 
 def _unset(s: Strategy, *names: str) -> dict[str, object]:
-    """Return the changes that unset the fields `names`; fields that are not set are omitted."""
     return {f"parallel.{name}": _IDLE[name] for name in names if getattr(s, name) != _IDLE[name]}
 
 
@@ -74,8 +75,20 @@ def _check_no_pipeline(s: Strategy, where: str | None) -> None:
 
 def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> None:
     name = schedule_name(s)
-    if s.pp * s.virtual_stages * microbatches > _MOST_PASSES:
-        most = max(s.pp, _MOST_PASSES // (s.pp * s.virtual_stages))
+    fewest = legal_microbatches(name, s.pp, s.pp)[-1]
+    if s.stages * fewest > _MOST_PASSES:
+        most = isqrt(_MOST_PASSES * s.pp // (s.virtual_stages * fewest))
+        steps = legal_microbatches(name, most, most)[-1]
+        raise BatchMismatch(
+            "a step with one microbatch per pipeline rank has more computations than a pipeline schedule supports",
+            where=where,
+            got=f"pp={s.pp}, virtual_stages={s.virtual_stages}",
+            allowed=f"pp up to {most}",
+            changes={"parallel.pp": most, "training.accumulation_steps": steps}
+            | _unset(s, "stage_layers", "schedule_file"),
+        )
+    if s.stages * microbatches > _MOST_PASSES:
+        most = _MOST_PASSES // s.stages
         raise BatchMismatch(
             "a step has more microbatches than the pipeline schedule supports",
             where=where,
@@ -134,7 +147,7 @@ def schedule_name(strategy: Strategy) -> str:
 
 
 def step_schedule(strategy: Strategy, microbatches: int) -> Schedule:
-    """Return the verified schedule of one training step with a pipeline, with sends and receives.
+    """Return the verified schedule of one training step, with sends and receives, for a strategy with pp > 1.
 
     Raises:
         ScheduleError: HP320 for an illegal number of microbatches or virtual stages, or for a schedule file that cannot
@@ -149,7 +162,6 @@ def step_schedule(strategy: Strategy, microbatches: int) -> Schedule:
 
 
 def _read(strategy: Strategy, microbatches: int) -> Schedule:
-    """Return the verified schedule of the strategy's file; add messages and reductions if it lacks either of them."""
     path = strategy.schedule_file
     try:
         text = read_text(Path(path), _LIMITS)
@@ -198,10 +210,10 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
 
 
 def forward_schedule(strategy: Strategy, microbatches: int) -> Schedule:
-    """Return a forward-only schedule with sends and receives for evaluation, for any number of microbatches.
+    """Return the schedule of an evaluation step, with sends and receives, for any number of microbatches.
 
     Each rank runs its forwards by ascending sum of stage index and microbatch index. The input of a forward comes from
-    a forward with a smaller sum, so ranks cannot deadlock.
+    a forward with a smaller sum, so the ranks cannot deadlock.
     """
     rows = []
     for rank in range(strategy.pp):

@@ -80,7 +80,7 @@ class TowerLanes:
         return -(-microbatches // self.width) * self.width
 
     def owners(self, schedule: Schedule) -> list[int]:
-        """Return the index in `towers` of the rank that encodes each microbatch; ranks on the same lane alternate."""
+        """Return, per microbatch, the index in `towers` of the rank that encodes it; ranks on one lane alternate."""
         homes = schedule.homes()
         turns = dict.fromkeys(self.towers, 0)
         owners = []
@@ -113,11 +113,11 @@ class JointLayout:
         return share, self.lanes.towers[self.towers[share].index(tower_rank)]
 
     def owners(self, schedule: Schedule, share: int) -> list[int]:
-        """Return the tower rank that encodes each microbatch of a share."""
+        """Return, per microbatch of a share, the tower rank that encodes it."""
         return [self.towers[share][k] for k in self.lanes.owners(schedule)]
 
     def sources(self, schedule: Schedule, tower_rank: int) -> list[tuple[int, int] | None]:
-        """Return one entry per microbatch of a tower rank's share: (share, index) if the rank encodes it, else None."""
+        """Return, per microbatch of a tower rank's share: (share, index) if the rank encodes it, else None."""
         share, _ = self.place(tower_rank)
         owners = self.owners(schedule, share)
         return [(share, i) if rank == tower_rank else None for i, rank in enumerate(owners)]
@@ -131,11 +131,11 @@ def submodel_schedule(
     frozen: bool = False,
     ahead: int = AHEAD,
 ) -> Schedule:
-    """Return the fastest of several verified schedules of tower and language part, with sends and receives.
+    """Return the fastest of several schedules of tower and language part, verified and with sends and receives.
 
-    They differ in the order of microbatches and in the placement of the tower's microbatches on lanes. List scheduling
-    orders the actions. It splits each backward into I (input gradient) and W (weight gradient), within the activations
-    of `TowerLanes.limits`. For a sharded tower, 1F1B with whole backwards is tried too.
+    The candidates differ in the order of microbatches and in the lanes of the tower's microbatches. List scheduling
+    orders the actions within the activations in flight of `TowerLanes.limits`, with each backward split into I (input
+    gradient) and W (weight gradient). For a sharded tower, 1F1B with whole backwards is a candidate as well.
 
     Args:
         lanes: Lanes of tower and language part.
@@ -150,7 +150,7 @@ def submodel_schedule(
     """
     if lanes.padded(microbatches) != microbatches:
         raise ScheduleError(
-            "the number of microbatches is not a multiple of the lanes of a sharded encoder",
+            "the number of microbatches is not a multiple of the ranks with a shard of the encoder",
             got=f"{microbatches} microbatches",
             allowed=f"a multiple of {lanes.width}",
             hint=f"microbatches={lanes.padded(microbatches)}",
@@ -236,7 +236,7 @@ def _in_rounds(
     lead: int,
     lag: int,
 ) -> Schedule:
-    """Return a schedule in which the tower's actions are replaced by rounds over all of its lanes.
+    """Return `base` with the tower's actions replaced by rounds, in which each lane of the tower runs one microbatch.
 
     Rounds are inserted into a total order of all actions, and each lane runs its actions in this order. So the lanes
     cannot deadlock. A forward precedes the first use of its features by `lead` rounds. A backward follows its last
@@ -290,7 +290,7 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
     """Verify a joint schedule of tower and language part, and return it; add sends and receives if it has none.
 
     Raises:
-        ScheduleError: HP320 for a schedule that does not fit the lanes, or that cannot run.
+        ScheduleError: HP320 for a schedule with other lanes or stages, or that `verify` refuses.
     """
     graph = lanes.graph(frozen)
     if schedule.graph != graph or len(schedule.ranks) != lanes.count:
@@ -307,15 +307,15 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
     used = {lane for (stage, _), lane in homes.items() if not stage}
     if lanes.sharded and used != {*lanes.towers}:
         raise ScheduleError(
-            "the schedule does not use all lanes of a sharded encoder",
-            got=f"lanes {sorted(used)}",
-            allowed=f"lanes {sorted(lanes.towers)}",
+            "some ranks with a shard of the encoder compute no microbatch of it",
+            got=f"ranks {sorted(used)}",
+            allowed=f"ranks {sorted({*lanes.towers})}",
         )
     for (stage, _), lane in homes.items():
         if lane != stage - 1 if stage else lane not in lanes.towers:
             raise ScheduleError(
-                f"stage {stage} must not compute on lane {lane}",
-                allowed=f"lane {stage - 1}" if stage else [*lanes.towers],
+                f"stage {stage} must not compute on rank {lane}",
+                allowed=f"rank {stage - 1}" if stage else [f"rank {tower}" for tower in sorted({*lanes.towers})],
             )
     return schedule
 
@@ -337,8 +337,8 @@ def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
 def rounds_schedule(lanes: TowerLanes, microbatches: int, costs: StageCosts, *, frozen: bool = False) -> Schedule:
     """Return a compute-only schedule, for simulation only, of a tower that encodes in rounds.
 
-    In a round, every rank of the tower encodes one microbatch. Backwards are whole. Each lane has at most as many
-    microbatches in flight as in 1F1B, or two if that is more; a lane with the tower has one more than in 1F1B.
+    In a round, every rank of the tower encodes one microbatch. Backwards are whole. A lane has at most max(2, n)
+    activations in flight, where n is its limit in `lanes.limits(1)`.
 
     Args:
         lanes: Lanes with one entry in `towers`, which stands for all tower ranks.

@@ -136,9 +136,9 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
 
 
 StageCosts: TypeAlias = Sequence[StageCost | Sequence[StageCost]]
-"""Cost of each stage: one for all microbatches, or one per microbatch."""
+"""One entry per stage: one cost for all microbatches, or a list with one cost per microbatch."""
 Transfers: TypeAlias = Mapping[tuple[int, int], Sequence[float]]
-"""Transfer seconds of each microbatch, by edge (stage, stage); equal in both directions."""
+"""Edge (smaller stage, larger stage) to the transfer seconds of each microbatch, equal for output and gradient."""
 
 
 def check_num_costs(costs: StageCosts, stages: int) -> None:
@@ -152,7 +152,7 @@ def check_num_costs(costs: StageCosts, stages: int) -> None:
 
 
 def cost_rows(costs: StageCosts, microbatches: int) -> list[list[StageCost]]:
-    """Return the cost of every microbatch, per stage."""
+    """Return a list per stage with the cost of each microbatch."""
     return [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
 
 
@@ -178,9 +178,9 @@ def schedule_tasks(
     Args:
         schedule: Schedule that passes `verify`, with or without communication; only deadlocks are detected here.
         costs: Cost of each stage, or of each stage and microbatch.
-        overlap: Time of an OVERLAP_F_B as a fraction of the sum of its parts' times, for one task of both parts. None:
-            the parts run one after the other, and each sends its result when it ends.
-        transfer_s: Transfers between ranks; for a missing edge, the send times in the sender's cost apply.
+        overlap: Time of an OVERLAP_F_B divided by the sum of its parts' times; the parts are then one task. None: the
+            parts are two tasks, one after the other, and each sends its result when it ends.
+        transfer_s: Transfer times by edge; for a missing edge, the send times in the cost of the sending stage apply.
 
     Raises:
         ScheduleError: HP320 when the schedule deadlocks, or the number of costs is not the number of stages.
@@ -228,7 +228,7 @@ def action_times(
         transfer_s: As for `schedule_tasks`.
 
     Raises:
-        ScheduleError: HP320, as for `schedule_tasks`.
+        ScheduleError: HP320 when the schedule deadlocks, or the number of costs is not the number of stages.
     """
     costs = costs or [StageCost(1e-9, 1e-9, 1e-9)] * schedule.stages
     graph = schedule_tasks(schedule, costs, overlap=1.0, transfer_s=transfer_s)
@@ -267,7 +267,7 @@ def cost_function(schedule: Schedule, costs: StageCosts) -> Callable[[Action], A
 
 
 def action_costs(c: StageCost, trained: bool = True) -> dict[str, ActionCost]:
-    """Return the cost of each kind of action of a stage; if it is not `trained`, F frees its activations at its end."""
+    """Return the cost of each kind of action of a stage; without `trained`, the activations are freed after F."""
     activation, grad_input = c.activation_bytes, c.weight_grad_input_bytes
     return {
         "F": (c.forward_s, c.exposed_forward_s, activation, 0 if trained else -activation),
@@ -385,7 +385,6 @@ class _Builder:
             self.producers[s, way, i, to] = self.producers[s, way, i, None] = arrival
 
     def _move(self, rank: int, action: Action, seconds: float, at_start: int, at_end: int) -> None:
-        """Add a gather, free or reduction on the communication lane."""
         s, kind = action.stage, action.kind
         deps = [self.last_compute[rank]] if rank in self.last_compute else []
         if kind == "REDUCE_GRAD" and len(self.copies[s]) > 1:
@@ -398,15 +397,16 @@ class _Builder:
 
 
 def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:
-    """Return a copy of the graph in which the lanes of all ranks share the cores, caches and memory of one device.
+    """Return a copy of the graph in which the lanes of all ranks share the cores, caches and memory of one machine.
 
-    Durations in the graph hold while all ranks are busy. While some are idle, the others run faster. Transfer times do
-    not change.
+    Durations in the graph are those while all ranks are busy. While some ranks are idle, the busy ranks run faster.
+    Transfer times do not change.
 
     Args:
         graph: Graph of a schedule, on lanes `rank r/compute`, `rank r/communication`, ...
-        pace: Speed of a pipeline rank while 1, 2, ... ranks are busy, relative to that with all busy. One pipeline
-            rank stands for all ranks of its stage, which work in lockstep. Empty or all 1: return the graph unchanged.
+        pace: Speed of a pipeline rank while 1, 2, ... pipeline ranks are busy, relative to its speed while all are
+            busy. One pipeline rank stands for all ranks of its stage, which work in lockstep. Empty or all 1: the
+            graph is returned unchanged.
     """
     if all(p == 1.0 for p in pace):
         return graph
@@ -439,7 +439,7 @@ def makespan_s(
     costs: Sequence[StageCost],
     pace: Sequence[float] = (),
 ) -> float:
-    """Return the seconds from the first forward to the end of the last backward of any rank.
+    """Return the seconds from the start of the first forward to the end of the last backward, over all ranks.
 
     Args:
         name: Schedule, one of `SCHEDULES`.
@@ -447,12 +447,12 @@ def makespan_s(
         microbatches: Microbatches of a step.
         stages_per_rank: Virtual stages of a rank.
         costs: Cost of each stage. Gathers, reductions and the update are not counted.
-        pace: Relative speed of a rank while 1, 2, ... ranks are busy; events are simulated unless all are 1.
+        pace: As for `on_shared_cores`; the step is simulated if any value is not 1.
 
     Raises:
         ScheduleError: HP320 for an illegal schedule, or when the number of costs is not the number of stages.
 
-    Cost: a few numpy operations per level of the dependency graph; schedules are cached.
+    Cost: a few numpy operations per level of the dependency graph. The last 64 schedules are cached.
     """
     program = _program(name, ranks, microbatches, stages_per_rank)
     check_num_costs(costs, program.stages)
@@ -542,6 +542,5 @@ _TIMES: Final = ("F", "I", "W", "B", "SEND_F", "SEND_B", "")
 
 
 def _times(cost: StageCost) -> list[int]:
-    """Return the nanoseconds of each entry of `_TIMES`, exposed collectives included."""
     both = (action_costs(cost)[kind][:2] for kind in _TIMES[:-1])
     return [*(nanoseconds(own) + nanoseconds(exposed) for own, exposed in both), 0]

@@ -122,11 +122,7 @@ def _fail(schedule: Schedule, spot: _Spot, what: str, **facts: object) -> NoRetu
 
 
 def _index(schedule: Schedule) -> dict[Action, _Spot]:
-    """Return a dict from each action with a microbatch to its (rank, position).
-
-    Raises:
-        ScheduleError: HP320 for a stage or microbatch out of range, or a repeated action.
-    """
+    """Return a dict from action with microbatch to (rank, position); raise HP320 if one is repeated or out of range."""
     spots: dict[Action, _Spot] = {}
     for rank, position, leaf in schedule.leaves():
         spot = (rank, position)

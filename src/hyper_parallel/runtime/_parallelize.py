@@ -60,6 +60,7 @@ def parallelize(
         `model` with sharded parameters of the same names. FSDP replaces its class by a subclass, as in `fully_shard`.
 
     Raises:
+        BadValue: HP102 when `ranks` has a repeated rank, or a rank outside the world.
         DegreesMismatch: HP301 when the plan is for another number of ranks.
         PlanMismatch: HP307 when the plan is for another model.
         NotDivisible: HP203 for a dimension that the degrees do not divide.
@@ -136,18 +137,18 @@ def plan_of(
 
 @dataclass(frozen=True, slots=True)
 class StrategyText(Caller):
-    """Caller with the strategy `text`, an argument of `plan_of` or an `option`: recipe keys are words of this text."""
+    """Call of `plan_of`, or command with `option`, whose user wrote the strategy as a text of recipe keys."""
 
     text: str
     option: str | None = None
 
     def where(self, text: str) -> str:
-        """Return the option, or the word of the strategy, in place of a key of the section `parallel`."""
+        """Return the place of a recipe key: the option or `strategy: KEY` for section `parallel`, else `text`."""
         name = self.option or f"strategy: {text.removeprefix('parallel.')}"
         return name if text.startswith("parallel.") else text
 
     def hint(self, changes: Mapping[str, object]) -> str | None:
-        """Return the call or option with the changed strategy; None if a key of `changes` is in no strategy."""
+        """Return the call or option with the changed strategy; None if a strategy cannot express a key of `changes`."""
         keys = {key.removeprefix("parallel.").removeprefix("training."): key for key in changes}
         others = [key for k, key in keys.items() if key not in (f"parallel.{k}", "training.recompute")]
         if any(key.partition(".")[0] != "overlap" for key in others):
@@ -183,7 +184,7 @@ _DEFAULTS: Final = {
 
 
 def attach_save_pretrained(model: nn.Module) -> None:
-    """Replace the method `save_pretrained` of a model, if it has one, by one that can write sharded parameters."""
+    """Replace the method `save_pretrained` of a model, if there is one, so that it can write sharded parameters."""
     if callable(getattr(model, "save_pretrained", None)):
         object.__setattr__(model, "save_pretrained", MethodType(_save_pretrained, model))
 
@@ -202,10 +203,11 @@ def _save_pretrained(
         save_directory: Directory to write.
         is_main_process: Ignored: rank 0 writes.
         max_shard_size: Maximum file size, in bytes or as a text such as `5GB`; None: 5 GiB.
-        kwargs: Arguments in `_DEFAULTS`, with these values.
+        kwargs: Arguments named in `_DEFAULTS`, each only with its default value.
 
     Raises:
         BadValue: HP102 for an unsupported argument.
+        ValueError: `max_shard_size` is a text that is not a size.
         HyperParallelError: Errors of `hp.save_pretrained`.
     """
     from huggingface_hub.serialization._base import parse_size_to_int

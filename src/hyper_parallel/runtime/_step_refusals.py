@@ -14,7 +14,7 @@ from hyper_parallel.errors import CaptureUnsupported
 
 
 def models_of(step: Callable[..., Any]) -> list[torch.nn.Module]:
-    """Return the modules to which a step function refers, except submodules of another such module."""
+    """Return the modules to which a step function refers, except submodules of other returned modules."""
     modules = referenced_objects(step, torch.nn.Module)
     inside = {id(part) for value in modules for part in [*value.modules()][1:]}
     return [value for value in modules if id(value) not in inside]
@@ -28,8 +28,8 @@ def referenced_objects(step: Callable[..., Any], kind: type) -> list[Any]:
 def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
     """Yield the objects to which a function refers: closure variables, globals, arguments of `partial`, `self`.
 
-    Elements of lists, tuples and dicts, attributes of objects from the step's module, and references of functions from
-    this module are included.
+    Elements of lists, tuples and dicts are included, attributes of objects whose class is in the step's module, and
+    objects to which other functions of that module refer.
     """
     seen.add(id(step))
     values: list[Any] = []
@@ -85,8 +85,8 @@ def refuse_odd_arguments(leaves: list[Any]) -> None:
 def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise HP511 if the step's Python code reads a float that changes between steps, or any optimizer state.
 
-    A guard checks every number that Python reads. A changed number would stop a later step halfway, when the state
-    cannot be restored. Other integers and booleans are accepted, because they may repeat.
+    A planned step compares every number that Python reads with its recorded value. A difference ends the step halfway,
+    when the state cannot be restored. Integers and booleans that are no optimizer state are accepted: they may repeat.
     """
     program = captured.program
     varies = {*captured.input_storages, *captured.written_state}

@@ -90,7 +90,7 @@ def parallelize_submodels(
         DegreesMismatch: HP301 when the degrees do not add up to the number of ranks, or `ranks` are not all ranks.
         UnsupportedSharding: HP205 for a model without a separable tower, for axes or virtual stages that a sub-model
             does not support, and for pipeline stages that cannot share ranks with a tower.
-        ScheduleError: HP320 for an invalid `schedule`, or one whose layouts do not permit a joint schedule.
+        ScheduleError: HP320 for an invalid `schedule`, or for a `schedule` with layouts that permit no joint schedule.
         HyperParallelError: Errors of `plan_of` and `parallelize` for a sub-model.
     """
     with reported_by(_SubmodelLayouts()):
@@ -119,12 +119,11 @@ class _SubmodelLayouts(Caller):
     """Call of `parallelize_submodels`: keys of `parallel.submodels` are keys of its arguments."""
 
     def where(self, text: str) -> str:
-        """Return a location in `parallel.submodels` as `parallelize_submodels: PART`, and any other unchanged."""
+        """Return a key in `parallel.submodels` as `parallelize_submodels: PART`, and other texts unchanged."""
         is_own = text.startswith(_KEY)
         return f"parallelize_submodels{text.removeprefix(_KEY).replace('.', ': ', 1)}" if is_own else text
 
     def hint(self, changes: Mapping[str, object]) -> str | None:
-        """Return for each change a phrase that names the argument."""
         if not all(key.startswith("parallel.") for key in changes):
             return None
         texts = []
@@ -151,7 +150,7 @@ def _parts(model: nn.Module, division: Division, sides: Mapping[str, Tower | Rea
 
 
 def _with_stage_layers(model: nn.Module, language: Strategy, division: Division) -> Strategy:
-    """Return the strategy of the language part, with the planner's `stage_layers` if later stages may read features."""
+    """Return the language strategy; add the planned `stage_layers` if layers after the first may read features."""
     if language.pp == 1 or language.stage_layers or not division.layers_with_features:
         return language
     return replace(language, stage_layers=plan_of(model, language).strategy.stage_layers)
@@ -175,7 +174,6 @@ def _check_schedule(
     layout: JointLayout | None,
     frozen: bool,
 ) -> None:
-    """Raise ScheduleError (HP320) for a schedule that the sub-models cannot run."""
     if schedule is None:
         return
     if layout is None:
@@ -189,13 +187,14 @@ def _check_schedule(
 
 
 def _role(part: nn.Module, side: Tower | Reader, world: World) -> Role:
-    """Return the role of a parallelized sub-model; make a language part read its features from the tower ranks."""
+    """Return the role of a parallelized sub-model; in the language part, install the receipt of tower features."""
     if isinstance(side, Reader):
         tp, pipeline = handle(part).tp, handle(part).pipeline
         # A rank receives features of its shard of the tokens, or of all tokens if activations are replicated.
         group = None if tp is None or tp.replicated_activations else tp.group
         side.watch(part, group, None if pipeline is None else pipeline.stages.running)
-    return Role(part, side, world.rank == _first_rank(side))
+    first_rank = side.border.tower[0] if isinstance(side, Tower) else side.borders[0].readers[0][0][0]
+    return Role(part, side, world.rank == first_rank)
 
 
 def _rank_module(roles: Sequence[Role], joint: JointSteps | None) -> nn.Module:
@@ -234,10 +233,7 @@ def _joint_steps(
     frozen: bool,
     schedule: Schedule | None,
 ) -> JointSteps:
-    """Return the runner of this rank's steps, which interleave tower and pipeline stages by a joint schedule.
-
-    `places` contains (data-parallel rank, pipeline stage) of each rank of the language part.
-    """
+    """Return the runner of this rank's joint steps; `places`: (data-parallel rank, stage) of each language rank."""
     side = roles[-1].side
     tower = (side.border if isinstance(side, Tower) else side.borders[0]).tower
     attached = handle(roles[-1].part)
@@ -253,10 +249,6 @@ def _joint_steps(
         frozen,
         schedule,
     )
-
-
-def _first_rank(side: Tower | Reader) -> int:
-    return side.border.tower[0] if isinstance(side, Tower) else side.borders[0].readers[0][0][0]
 
 
 def _exchange_sides(
@@ -363,7 +355,6 @@ def _validated_strategies(
 
 
 def _check_stages(language: Strategy) -> None:
-    """Raise UnsupportedSharding (HP205) if a rank of the language part has several pipeline stages."""
     if language.pp > 1 and language.virtual_stages > 1:
         raise UnsupportedSharding(
             "a rank must not have several pipeline stages of the language part",
@@ -375,13 +366,11 @@ def _check_stages(language: Strategy) -> None:
 
 
 def _unset_stages(language: Strategy) -> dict[str, object]:
-    """Return the changes that unset the keys which depend on the number of pipeline stages."""
     idle: dict[str, object] = {"stage_layers": [], "schedule_file": ""}
     return {f"parallel.{name}": value for name, value in idle.items() if getattr(language, name)}
 
 
 def _check_ranks(strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]], world_size: int) -> None:
-    """Check explicit `ranks`: sub-models must match their degrees, use all ranks, and share ranks only if supported."""
     for name, strategy in strategies.items():
         own = [*ranks.get(name, ())]
         if not len(own) == len({*own}) == strategy.world_size:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
-import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Self
@@ -18,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from hyper_parallel.backends.torch import FLAT
-from hyper_parallel.errors import CollectiveMismatch, DegreesMismatch, HostLost, HyperParallelError, LauncherIncomplete
+from hyper_parallel.errors import BadValue, CollectiveMismatch, DegreesMismatch, HyperParallelError, LauncherIncomplete
 from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.runtime.fork_server import device_of_rank
 from hyper_parallel.runtime.local_launch import INIT_METHOD, stamp, world_of_rank
@@ -28,71 +25,10 @@ from hyper_parallel.runtime.supervision import (
     HangMonitor,
     HeartbeatBoard,
     HeartbeatWriter,
+    Hosts,
     WaitReporter,
     board_of_machine,
 )
-
-_ANSWER_S: Final = 5.0
-"""Seconds within which a machine must report after a failed collective; not measured on a large cluster."""
-_POLL_S: Final = 0.1  # short compared with `_ANSWER_S`
-
-
-class Hosts:
-    """Flags of live machines in the store of the process group, to name a lost machine after a failed collective.
-
-    Args:
-        store: Store of the process group.
-        rank: Rank of this process in its world.
-        world_size: Number of ranks of the world.
-        ranks_each: Number of launched ranks on each machine.
-        start: Launched rank that is rank 0 of the world.
-    """
-
-    def __init__(self, store: Any, rank: int, world_size: int, ranks_each: int, start: int) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
-        self._first_ranks = [0, *range(ranks_each - start % ranks_each, world_size, ranks_each)]
-        if rank in self._first_ranks:
-            store.set(f"hyper_parallel/name/{rank}", socket.gethostname())
-
-    def _alive(self, first_rank: int) -> str:
-        return f"hyper_parallel/alive/{first_rank}"
-
-    def report_alive(self) -> None:
-        """Set the flag of this machine; called after a failure of this rank."""
-        self._store.set(self._alive(max(r for r in self._first_ranks if r <= self._rank)), "")
-
-    def find_lost(self) -> HostLost | None:
-        """Wait for the flags of all machines; return an error that names the missing machines, or None.
-
-        If the store is unreachable, the error names the rendezvous host.
-        """
-        missing, names = [*self._first_ranks], list[str]()
-        answered = threading.Event()
-
-        def poll() -> None:
-            with suppress(Exception):  # the error class for a lost store depends on torch's store
-                self.report_alive()
-                deadline = time.monotonic() + _ANSWER_S
-                while missing and time.monotonic() < deadline:
-                    missing[:] = [r for r in missing if not self._store.check([self._alive(r)])]
-                    time.sleep(_POLL_S)
-                names.extend(self._store.get(f"hyper_parallel/name/{r}").decode() for r in missing)
-                answered.set()
-
-        thread = threading.Thread(target=poll, daemon=True)
-        thread.start()
-        thread.join(2 * _ANSWER_S)
-        if answered.is_set() and not names:
-            return None
-        ends = dict(zip(self._first_ranks, [*self._first_ranks[1:], self._world_size], strict=True))
-        lost = [f"{name} (ranks {r} to {ends[r] - 1})" for name, r in zip(names, missing, strict=False)]
-        where = f"the rendezvous host {os.environ.get('MASTER_ADDR')}"
-        return HostLost(
-            f"the connection to {', '.join(lost) or where} is lost",
-            where=f"rank {self._rank} on {socket.gethostname()}",
-            hint="check the lost machine, then resume from the newest checkpoint",
-        )
-
 
 _MISMATCH: Final = "Detected mismatch between collectives"
 """Part of torch's error message at debug level DETAIL (ProcessGroupWrapper.cpp)."""
@@ -101,8 +37,8 @@ _MISMATCH: Final = "Detected mismatch between collectives"
 class World:
     """Ranks with a common process group, which train one or more models; also a context manager.
 
-    If the block of a `with` statement fails because of other ranks, HostLost (HP631) names a lost machine, and
-    CollectiveMismatch (HP622) the different collectives of two ranks, if `debug` is set.
+    If the block of a `with` statement fails after the loss of a machine, HostLost (HP631) names the machine. If it
+    fails with `debug` because ranks run different collectives, CollectiveMismatch (HP622) contains torch's description.
 
     Attributes:
         rank: Rank of this process.
@@ -201,7 +137,7 @@ class World:
         return world
 
     def _open(self, init_method: str | None) -> None:
-        """Create the default process group; a single-rank group when `init_method` is None."""
+        """Create the default process group; if `init_method` is None, a group that connects to no other process."""
         # gloo for CPU tensors; for the device, the backend that torch or a device plug-in has registered.
         kind = self.device.type
         self.backend = "gloo"
@@ -224,11 +160,10 @@ class World:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         if init_method == "env://" and local_size < self.world_size:
             store = dist.distributed_c10d._get_default_store()
-            start = 0 if self._part is None else self._part[0].start
-            self._hosts = Hosts(store, self.rank, self.world_size, local_size, start)
+            self._hosts = Hosts(store, self.rank, self.world_size, self.local_rank, local_size)
 
     def _watch(self, deadlines: Deadlines | None, ending: Callable[[], bool]) -> None:
-        """Publish the heartbeats of this rank and, unless the launcher does so, monitor the ranks of this machine."""
+        """Publish the heartbeats of this rank, and monitor the ranks of this machine unless the launcher does so."""
         if BOARD_VARIABLE in os.environ:
             ranks, path = os.environ[BOARD_VARIABLE].split(" ", 1)
             board, poll = HeartbeatBoard(Path(path), int(ranks)), lambda: None  # the launcher polls
@@ -262,11 +197,13 @@ class World:
                 disjoint sets of ranks.
 
         Raises:
+            BadValue: HP102 when `ranks` has a repeated rank, or a rank outside the world.
             DegreesMismatch: HP301 when the degrees do not multiply to the number of ranks.
         """
         members = self._members(ranks)
         if strategy.world_size != len(members):
-            raise _degrees_mismatch(strategy, len(members), is_subset=ranks is not None)
+            is_subset = ranks is not None and strategy.world_size <= self.world_size
+            raise _degrees_mismatch(strategy, len(members), is_subset=is_subset)
         if not dist.is_initialized():
             self._open(None)
         mesh = self._mesh(AXES, [getattr(strategy, axis) for axis in AXES], members)
@@ -288,6 +225,12 @@ class World:
         return self._mesh(expert_axes.names, expert_axes.shape, self._members(ranks))
 
     def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        if ranks is not None and sorted(ranks) != sorted({*ranks}.intersection(range(self.world_size))):
+            raise BadValue(
+                "`ranks` has a repeated rank, or a rank outside the world",
+                got=[*ranks],
+                allowed=f"different ranks from 0 to {self.world_size - 1}",
+            )
         # Process groups sort their ranks, and shards follow the order of the process group.
         return tuple(range(self.world_size) if ranks is None else sorted(ranks))
 
@@ -381,8 +324,10 @@ def forget_meshes() -> None:
 def launched_rank() -> tuple[int, int, int]:
     """Return (rank, world size, local rank) from the environment variables of a launcher; (0, 1, 0) without RANK.
 
+    Without LOCAL_RANK, the local rank is 0.
+
     Raises:
-        LauncherIncomplete: HP315 when a variable is missing or has an invalid value.
+        LauncherIncomplete: HP315 when WORLD_SIZE is missing, or a variable has an invalid value.
     """
     if "RANK" not in os.environ:
         return 0, 1, 0
@@ -414,7 +359,6 @@ def _degrees_mismatch(strategy: Strategy, num_ranks: int, *, is_subset: bool) ->
 
 
 def _variables(*names: str) -> dict[str, str]:
-    """Return environment variables by name; raise LauncherIncomplete (HP315) for a missing variable."""
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise _incomplete(f"`{missing[0]}` is missing", f"RANK={os.environ['RANK']}")

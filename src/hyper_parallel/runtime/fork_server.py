@@ -26,7 +26,7 @@ _TOKENIZERS: Final = "TOKENIZERS_PARALLELISM"
 _LONGEST_WAIT_S: Final = 2.0  # idle BLAS workers spin for about 30 ms before they sleep
 _BETWEEN_LOOKS_S: Final = 0.002
 _QUIET_LOOKS: Final = 5
-"""Consecutive polls that must find all threads asleep: a computing thread may pause. A trade-off, not measured."""
+"""Consecutive polls that must find all threads asleep, because a computing thread may pause. Not measured."""
 
 
 def fork_rank(target: Callable[..., None], arguments: tuple[Any, ...], rank: int, world_size: int) -> ForkProcess:
@@ -71,8 +71,7 @@ def begin_forked() -> None:
     gc.freeze()  # objects of the parent must not be finalized here
     gc.enable()  # the command line disables garbage collection at its start
     if sys.platform == "linux":
-        # The kernel kills this rank when the parent ends for any reason: prctl(2), PR_SET_PDEATHSIG.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if parent is not None and os.getppid() != parent.pid:  # the parent ended before prctl
             os._exit(1)
 
@@ -98,7 +97,7 @@ def _check_fork() -> None:
 
 
 def _check_threads() -> None:
-    """Raise ForkUnsafe (HP605) if another thread still computes after 2 s; it may hold a lock that a forked rank needs.
+    """Raise ForkUnsafe (HP605) if a thread still computes after 2 s: it may hold a lock that a forked rank needs.
 
     Sleeping threads, for example of notebooks, progress bars or BLAS, are accepted. Systems without /proc are not
     checked.
@@ -128,10 +127,10 @@ def _running() -> Iterator[tuple[int, str]]:
 
 
 def _end_openmp_threads() -> None:
-    """End the worker threads of torch's OpenMP runtime, which the next parallel loop starts again.
+    """End the worker threads of torch's OpenMP runtime; the next parallel loop starts new threads.
 
     In a forked child these threads do not exist, but GNU's OpenMP runtime would wait for them. Source: OpenMP 5.0,
-    `omp_pause_resource_all`, found through torch._C, which links the runtime.
+    `omp_pause_resource_all`; torch._C links the runtime.
     """
     import torch
 

@@ -31,6 +31,7 @@ from hyper_parallel.errors import (
     abbreviated,
 )
 from hyper_parallel.topology import RankCapacity, rank_capacity
+from hyper_parallel.units import plural
 
 _STORE_PORTS: Final = 20000  # first port of rendezvous stores, below ip_local_port_range of Linux
 
@@ -54,7 +55,7 @@ def ranks_per_node(recipe: Recipe, ranks: int) -> int:
 
 
 def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str]:
-    """Return the arguments of `torchrun` that start the ranks of this machine.
+    """Return the arguments of `torchrun` that start the ranks of a machine; `--standalone` without `rdzv_endpoint`.
 
     Args:
         recipe: Recipe of the run.
@@ -195,7 +196,7 @@ def local_capacity(device: str | None = None) -> RankCapacity:
 
 
 def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
-    """Check that this machine can run the local ranks of a run; no effect in a rank, or if a cluster runs the ranks.
+    """Check that this machine can run its ranks of a run; no effect in a rank, or if a cluster runs the ranks.
 
     Args:
         recipe: Recipe of the run.
@@ -203,7 +204,7 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
         words: Arguments of `hyper-parallel` that start the run, for the hint.
 
     Raises:
-        DeviceUnavailable: HP502 with the limit of ranks on this machine, at least 256 for an oversubscribed CPU.
+        DeviceUnavailable: HP502 for more ranks than this machine can run; an oversubscribed CPU can run at least 256.
         DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
     """
     if "RANK" in os.environ:  # this process is a rank already
@@ -250,14 +251,14 @@ def check_rank_count(ranks: int, capacity: RankCapacity, where: str, hint: str) 
 
 
 def launch_words(ranks: int, node_ranks: int | None = None) -> str:
-    """Return recipe overrides that distribute ranks evenly over machines, at most `node_ranks` (None: 8) on each."""
+    """Return recipe overrides that distribute ranks evenly over machines of at most `node_ranks` (None: 8) each."""
     max_per_node = min(node_ranks or _NODE_RANKS, ranks)
     per_node = next(n for n in range(max_per_node, 0, -1) if ranks % n == 0)
     return f"launch.nnodes={ranks // per_node} launch.nproc_per_node={per_node}"
 
 
 def connect_ray(ray: Any, address: str | None, **options: Any) -> None:
-    """Connect to the Ray cluster at `address`, None: of RAY_ADDRESS; raise DeviceUnavailable (HP502) if that fails."""
+    """Connect to Ray at `address` (None: RAY_ADDRESS); raise HP502 on failure, or Ray's error if it is `local`."""
     target = address or os.environ["RAY_ADDRESS"]
     try:
         ray.init(address, **options)
@@ -369,7 +370,8 @@ def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
     stack.callback(remove_placement_group, group)
     if not group.wait(PLACED_S):
         raise DeviceUnavailable(
-            f"the Ray cluster cannot reserve {per_node} {' and '.join(resources)} on each of {nnodes} machines",
+            f"the Ray cluster cannot reserve {' and '.join(plural(per_node, kind) for kind in resources)} "
+            f"on {'one machine' if nnodes == 1 else f'each of {nnodes} machines'}",
             where="launch.ray_address",
             got=ray.available_resources(),
             hint="ray status",

@@ -33,7 +33,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Final
 
-from hyper_parallel.errors import HyperParallelError, RankFailed, written
+from hyper_parallel.errors import BadValue, HyperParallelError, RankFailed, written
 from hyper_parallel.runtime.fork_server import begin_forked, fork_rank, prepare_fork, serial_tokenizers
 from hyper_parallel.runtime.scratch_folders import scratch_folder
 from hyper_parallel.runtime.supervision import (
@@ -63,7 +63,7 @@ _STACK: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n(?:  File .*\n)*", re.M
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """Result of a rank or, for a failure, its time, traceback and coded error (None: an exception without code)."""
+    """Result of a rank or, after a failure, time, traceback and coded error (None: the exception had no code)."""
 
     result: Any = None
     failed_at: float = math.inf
@@ -88,7 +88,7 @@ def launch(
     Args:
         fn: Function of the rank; may be a closure. The result must be picklable.
         world_size: Number of ranks.
-        log_dir: Directory of the log files `rank_<n>.log`; None: a temporary directory.
+        log_dir: Directory of the log files `rank_<n>.log`; None: a temporary directory, removed at the end.
         timeout_s: Seconds after which unfinished ranks are killed and RankFailed is raised; None: no limit.
         threads: CPU threads per rank.
         echo_rank: Rank that writes to the parent's standard output and error instead of a log file; None: no rank.
@@ -97,19 +97,20 @@ def launch(
         ending: Function that returns whether a signal asks ranks to end; without `deadlines`, called only at the start.
 
     Raises:
+        BadValue: HP102 for fewer than one rank.
         KeyboardInterrupt: All ranks were killed because `ending` returned True before the first step.
         ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
         RankHung: HP620 when a rank exceeds its deadline; the error names the rank that caused the hang.
         RankFailed: HP601 with the first traceback when a rank cannot start, fails or exceeds `timeout_s`.
         HyperParallelError: Coded error of the rank that failed first, or HP105 when `log_dir` cannot be created.
     """
+    if world_size < 1:
+        raise BadValue("`launch` needs at least one rank", got=f"world_size={world_size}", allowed="1 and more")
     with scratch_folder() as scratch, _Records(world_size) as records:
         with written(logs := Path(log_dir or scratch)):
             logs.mkdir(parents=True, exist_ok=True)
         board = HeartbeatBoard(scratch / "board", world_size)
-        watch: HangDetector | WaitReporter = WaitReporter(board)
-        if deadlines is not None:
-            watch = HangDetector(board, deadlines, ending=ending)
+        watch = WaitReporter(board) if deadlines is None else HangDetector(board, deadlines, ending=ending)
         prepare_fork()
         ranks: list[ForkProcess] = []
         try:
@@ -117,8 +118,7 @@ def launch(
                 for rank in range(world_size):
                     if ending():
                         raise KeyboardInterrupt
-                    folder = None if rank == echo_rank else logs
-                    arguments = (fn, rank, worlds, scratch, folder, threads, board, records)
+                    arguments = fn, rank, worlds, scratch, None if rank == echo_rank else logs, threads, board, records
                     ranks.append(fork_rank(_child, arguments, rank, world_size))
                     if deadlines is not None:
                         board.started(rank, ranks[-1].pid or 0)
@@ -194,10 +194,7 @@ def _child(
     board: HeartbeatBoard,
     records: _Records,
 ) -> None:
-    """Run a forked rank until its process exits.
-
-    Output goes to `rank_<rank>.log` in `logs` or, if `logs` is None, to the standard output and error of the parent.
-    """
+    """Run a forked rank until its process exits; without `logs`, the rank writes to the parent's output."""
     status = 1
     try:
         begin_forked()
@@ -252,7 +249,6 @@ def publish_rank(rank: int, size: int, local_rank: int, store: Path, board: Hear
 
 
 def _redirect(log: Path) -> None:
-    """Redirect standard output and error to a log file; discard them if the file cannot be created."""
     try:
         file = create_file(log)
     except OSError:
@@ -273,8 +269,8 @@ def _wait(
 ) -> tuple[dict[int, str], Hang | None]:
     """Wait for the end of all ranks, at most a grace time after the first failure.
 
-    After `timeout_s`, or when a rank exceeds its deadline, ranks write their stacks to their log files. Before the
-    first step, a signal raises KeyboardInterrupt.
+    After `timeout_s`, or when a rank exceeds its deadline, ranks write their stacks to their log files. A HangDetector
+    whose `ending` returns True before the first step leads to KeyboardInterrupt.
 
     Returns:
         Descriptions of failures by rank, earliest first, and the hang (None: no hang).
@@ -364,7 +360,7 @@ def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int]) -> 
 
 
 def _raise_first(failures: dict[int, str], record_files: _Records, logs: Path, echo_rank: int | None) -> None:
-    """Raise the coded error of the rank that failed first or, without code, RankFailed with a line per failed rank."""
+    """Raise the coded error of the rank that failed first; if it has no code, RankFailed about all failed ranks."""
     records = {rank: record_files.read(rank) for rank in failures}
     # A killed rank leaves no record, and other ranks fail in their next collective, so its failure was the first.
     killed = [rank for rank, how in failures.items() if how.startswith("killed by")]
@@ -386,18 +382,15 @@ def _text(log: Path) -> str:
 
 
 def _end(log: str) -> str:
-    """Return the last stack of the main thread in a log or, without a stack, the last 4000 characters."""
     return _stack(log)[:4000] or log[-4000:]
 
 
 def _stack(log: str) -> str:
-    """Return the last stack of the main thread in a log; "" for a log without stacks."""
     stacks: list[str] = _STACK.findall(log)
     return stacks[-1] if stacks else ""
 
 
 def _last_line(record: _Record, how: str, log: str) -> str:
-    """Return the last line of a rank's traceback or, without traceback, `how` and the innermost frame of its stack."""
     if lines := record.trace.strip().splitlines():
         return lines[-1][:200]
     return ", in ".join([how, *(line.strip() for line in _stack(log).splitlines()[1:2])])

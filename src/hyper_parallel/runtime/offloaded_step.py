@@ -103,7 +103,7 @@ def gather_objects(value: T) -> list[T]:
 def agree_on_plan(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryPlan:
     """Return the memory plan of this rank, computed by the lowest rank with equal `inputs`; collective over all ranks.
 
-    If planning fails on any rank, all ranks raise an error with capacities that suffice on every rank.
+    If planning fails on any rank, all ranks raise the same error. A capacity that it names suffices on every rank.
     """
     digests = gather_objects(hashlib.sha256(repr(inputs).encode()).hexdigest())
     planners = [digests.index(digest) for digest in digests]
@@ -132,7 +132,7 @@ _Key = tuple[TreeSpec, tuple[Any, ...]]
 """Structure of the arguments, and for each leaf its shape, dtype and device, or the value of a non-tensor."""
 
 
-def _check_goal(budget: str | int | None, max_slowdown: float | None) -> None:
+def _budget_bytes(budget: str | int | None, max_slowdown: float | None) -> int | None:
     if (budget is None) == (max_slowdown is None):
         raise BadValue(
             "offload needs exactly one of `budget` and `max_slowdown`",
@@ -146,6 +146,15 @@ def _check_goal(budget: str | int | None, max_slowdown: float | None) -> None:
             allowed="a number, 0 or more",
             hint="hp.offload(step, max_slowdown=0.02)",
         )
+    try:
+        return None if budget is None else parse_bytes(budget)
+    except (ValueError, TypeError) as error:
+        raise BadValue(
+            "`budget` is not a size",
+            got=budget,
+            allowed="a whole number of bytes, or a text such as 24GiB or 800MB",
+            hint='hp.offload(step, budget="24GiB")',
+        ) from error
 
 
 def offload(
@@ -166,8 +175,8 @@ def offload(
             `loss.item()`).
         budget: Device memory, for example `"24GiB"`, within which the plan minimizes the time of the step.
         max_slowdown: Relative slowdown, for example 0.02, within which the plan minimizes device memory.
-        model: Modules of the step; None: the modules to which `step`, or a function of its file that it uses, refers.
-        optimizer: Optimizers of the modules; None: found like modules. The state of an optimizer must be in tensors
+        model: Modules of the step; None: modules to which `step` refers, also through functions of the same file.
+        optimizer: Optimizers of the step; None: those to which `step` refers. The state of an optimizer must be tensors
             (`AdamW(..., fused=True)`). Learning rates become tensors, which torch's schedulers change in place.
         topology: Preset name or YAML file; `local`: this machine. On a CPU, a device is simulated.
 
@@ -175,13 +184,12 @@ def offload(
         A callable with the signature of `step`.
 
     Raises:
-        BadValue: HP102 unless exactly one of `budget` and `max_slowdown` is given, for a negative `max_slowdown`, for a
-            step without optimizer, and for topology `local` with ranks on several machines.
-        ValueError: `budget` is a text that is not a size.
+        BadValue: HP102 unless exactly one of `budget` and `max_slowdown` is given, for a `budget` that is not a size, a
+            negative `max_slowdown`, a step without optimizer, and topology `local` with ranks on several machines.
         CaptureUnsupported: HP511 for compiled code. See `OffloadedStep.__call__` for errors of later calls.
         HyperParallelError: For an unknown or unreadable `topology`.
     """
-    _check_goal(budget, max_slowdown)
+    budget_bytes = _budget_bytes(budget, max_slowdown)
     models = models_of(step) if model is None else _as_list(model)
     optimizers = referenced_objects(step, torch.optim.Optimizer) if optimizer is None else _as_list(optimizer)
     if not optimizers:
@@ -197,15 +205,13 @@ def offload(
         joint_model,
         list({id(opt): opt for opt in map(_unwrapped, optimizers)}.values()),
         _step_machine(topology, optimizers),
-        None if budget is None else parse_bytes(budget),
+        budget_bytes,
         max_slowdown,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _StepMachine:
-    """Machine model for planning a step: memory tiers, rates of the device, and the link between ranks."""
-
     memory: MemoryMachine
     roofline: Roofline
     link: Channel

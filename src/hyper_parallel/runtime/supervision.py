@@ -1,4 +1,4 @@
-"""Heartbeats of ranks, detection of hangs, and restarts after a hang or a failed rank.
+"""Heartbeats of ranks, detection of hangs and lost machines, and restarts after a hang or a failed rank.
 
     one slot per rank:  pid | phases begun | steps begun | step | microbatch | phase | note
 
@@ -21,6 +21,7 @@ import logging
 import mmap
 import os
 import signal
+import socket
 import struct
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeVar
 
-from hyper_parallel.errors import RankFailed, RankHung, RestartsUsedUp
+from hyper_parallel.errors import HostLost, RankFailed, RankHung, RestartsUsedUp
 
 BOARD_VARIABLE: Final = "HYPER_PARALLEL_BOARD"
 """Environment variable of forked ranks: number of slots and path of the parent's board."""
@@ -297,8 +298,8 @@ class Deadlines:
     """Maximum time without progress of a rank.
 
     Attributes:
-        step_s: Seconds in a phase of a step after the first one of the process; also seconds in any phase for a process
-            that a signal has stopped or that has ended.
+        step_s: Seconds in a phase of any step except the first of the process; also seconds after which a process that
+            is stopped by a signal, or has ended, counts as a hang.
         first_step_s: Seconds in a phase of the first step of the process, and outside steps: start, evaluation,
             checkpoint, export.
     """
@@ -409,7 +410,7 @@ class HangDetector:
 
 
 class WaitReporter:
-    """Reporter for runs without deadlines, which prints the waits of all ranks when no rank makes progress.
+    """Reporter for runs without deadlines: prints waits and positions of all ranks when no rank makes progress.
 
     Args:
         board: Heartbeat slots of the ranks.
@@ -487,7 +488,7 @@ def process_state(pid: int) -> str:
 
 
 class HangMonitor:
-    """Hang monitor inside each rank of torchrun, which ends all ranks of the machine after a hang.
+    """Hang monitor inside each rank of torchrun; after a hang, all ranks of the machine end.
 
     Every rank polls, because any rank may be stopped by a signal. torchrun restarts the ended ranks if `--max-restarts`
     permits.
@@ -540,6 +541,69 @@ def board_of_machine() -> Path:
     names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     run = "-".join([str(os.getuid()), str(os.getppid()), *(os.environ.get(n, "") for n in names)])
     return Path(tempfile.gettempdir()) / f"hyper_parallel-{run.replace('/', '_')}.board"
+
+
+_ANSWER_S: Final = 5.0
+"""Seconds within which a machine must report after a failed collective; not measured on a large cluster."""
+_ANSWER_POLL_S: Final = 0.1  # short compared with `_ANSWER_S`
+
+
+class Hosts:
+    """Flags of live machines in the store of the process group, to name a lost machine after a failed collective.
+
+    Machines may run different numbers of ranks, so each machine adds its name and ranks to a list in the store.
+
+    Args:
+        store: Store of the process group.
+        rank: Rank of this process in its world.
+        world_size: Number of ranks of the world.
+        local_rank: Rank of this process on its machine.
+        local_size: Number of launched ranks on this machine.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, local_rank: int, local_size: int) -> None:
+        self._store, self._rank, self._first_rank = store, rank, max(0, rank - local_rank)
+        last = min(world_size, rank - local_rank + local_size) - 1
+        text = f"{rank} {socket.gethostname()} (ranks {rank} to {last})\n" if rank == self._first_rank else ""
+        store.append("hyper_parallel/hosts", text)
+
+    def report_alive(self) -> None:
+        """Set the flag of this machine; called after a failure of this rank."""
+        self._store.set(f"hyper_parallel/alive/{self._first_rank}", "")
+
+    def find_lost(self) -> HostLost | None:
+        """Return an error that names the machines whose flags are not set within 5 s; None if all flags are set.
+
+        If the store is unreachable, the error names the rendezvous host.
+        """
+        missing = dict[int, str]()
+        answered = threading.Event()
+
+        def poll() -> None:
+            with suppress(Exception):  # the error class for a lost store depends on torch's store
+                self.report_alive()
+                lines = self._store.get("hyper_parallel/hosts").decode().splitlines()
+                missing.update((int(line.partition(" ")[0]), line.partition(" ")[2]) for line in lines)
+                deadline = time.monotonic() + _ANSWER_S
+                while missing and time.monotonic() < deadline:
+                    for first_rank in [*missing]:
+                        if self._store.check([f"hyper_parallel/alive/{first_rank}"]):
+                            del missing[first_rank]
+                    time.sleep(_ANSWER_POLL_S)
+                answered.set()
+
+        thread = threading.Thread(target=poll, daemon=True)
+        thread.start()
+        thread.join(2 * _ANSWER_S)
+        lost = [missing[first_rank] for first_rank in sorted(missing)] if answered.is_set() else []
+        if answered.is_set() and not lost:
+            return None
+        where = f"the rendezvous host {os.environ.get('MASTER_ADDR')}"
+        return HostLost(
+            f"the connection to {', '.join(lost) or where} is lost",
+            where=f"rank {self._rank} on {socket.gethostname()}",
+            hint="check the lost machine, then resume from the newest checkpoint",
+        )
 
 
 def with_restarts(attempt: Callable[[int], _T], max_restarts: int) -> _T:

@@ -28,7 +28,7 @@ class RoleActor(Rank):
         return os.getpid()
 
     def begin(self, spec: RoleSpec, rank: int, environment: dict[str, str], threads: int) -> None:
-        """Set environment variables, CPU threads and seed; the later call `BIRTH` constructs the role's object."""
+        """Set environment variables, CPU threads and seed; the call `BIRTH` then constructs the role's object."""
         import torch
 
         os.environ.update(environment)
@@ -85,7 +85,7 @@ class RayEngine:
             self._ray.wait(running, timeout=most_s)
 
     def close(self) -> None:
-        """Disconnect from the cluster, or shut down a local cluster, unless the program connected before."""
+        """Shut down the local cluster or disconnect from the cluster, unless the program had connected before."""
         if self._joined:
             self._ray.shutdown()
 
@@ -164,10 +164,7 @@ class ActorRanks:
         return first_line, tuple(line for _, line in other_lines), not first
 
     def end(self) -> None:
-        """Kill all actors, and wait at most 5 s for the end of those on this machine.
-
-        On this machine, processes stopped by a signal are killed too.
-        """
+        """Kill all actors, also those stopped by a signal, and wait at most 5 s for actors on this machine to end."""
         for actor in self._actors:
             self._ray.kill(actor)
         local_ranks = [rank for rank, host in enumerate(self._hosts) if host == socket.gethostname()]

@@ -33,8 +33,8 @@ class Controller:
 
     Args:
         engine: `inline`: roles are objects in this process, and calls are synchronous. `processes`: ranks are processes
-            on this machine, which end when this process ends. `ray`: ranks are Ray actors, in the cluster of
-            RAY_ADDRESS or in a local cluster.
+            on this machine, which end when this process ends. `ray`: ranks are Ray actors in the cluster to which this
+            process is connected, else in the cluster of RAY_ADDRESS, else in a new local cluster.
         journal: File that records answered calls. A restarted program reads these answers from the file, and runs only
             the remaining calls. None: no journal.
         max_restarts: Maximum number of restarts of each role.
@@ -47,9 +47,10 @@ class Controller:
     Raises:
         BadValue: HP102 for an unknown engine.
         MissingDependency: HP501 for `ray` when the package is not installed.
+        DeviceUnavailable: HP502 for `ray` when the cluster of RAY_ADDRESS cannot be reached.
         JournalMismatch: HP641 for a file that is not a journal.
-        RunInUse: HP720 when another controller uses the journal.
-        OutputNotWritable: HP105 when the journal cannot be written.
+        RunInUse: HP720 when another controller or one of its ranks uses the journal.
+        OutputNotWritable: HP105 when the journal or, for `processes`, a temporary folder cannot be written.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class Controller:
     ) -> Role:
         """Start the ranks of a role, which construct `cls(*arguments)`.
 
-        Only the engine `inline` waits for the constructor. If the journal has answers of the role, the ranks start with
-        the first call that has no recorded answer. In a role with several ranks, `hp.World.join()` joins a world of the
-        role's ranks, which is also the default world of `hp.parallelize`.
+        Only the engine `inline` waits for the constructor. Results of calls raise its errors. If the journal has
+        answers of the role, the ranks start at the first call without recorded answer. On the ranks, `hp.World.join()`
+        joins a world of all ranks of the role, which is also the default world of `hp.parallelize`.
 
         Args:
             cls: Any class. With `ray`, workers must be able to import the class, unless the main file defines it.
@@ -128,7 +129,7 @@ class Controller:
 
         Raises:
             BadValue: HP102 for an empty list of calls.
-            JournalMismatch: HP641 when the journal records a choice among other calls.
+            JournalMismatch: HP641 when the journal records a choice between other calls.
             OutputNotWritable: HP105 when the journal cannot be written.
         """
         if not calls:
@@ -155,7 +156,7 @@ class Controller:
             role.advance()
 
     def close(self) -> None:
-        """End the ranks of all roles, and drop unanswered calls."""
+        """Kill the ranks of all roles, drop unanswered calls, and close the journal."""
         for role in self.roles.values():
             role.end()
         self.engine.close()

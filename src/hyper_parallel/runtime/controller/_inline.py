@@ -38,10 +38,7 @@ class RoleRanks(Protocol):
         """Start a call on every rank without waiting for it."""
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """Return, by rank, the answers to the running call, at least those that have arrived since the last poll.
-
-        An answer is the parsed JSON of `RoleHost.answer`.
-        """
+        """Return a dict from rank to answer (see `RoleHost.answer`), at least for answers since the last poll."""
 
     def lost(self) -> str | None:
         """Return a text that names an ended rank and the reason; None while all ranks are alive."""
@@ -50,8 +47,7 @@ class RoleRanks(Protocol):
         """Describe the ranks `unanswered`, which have not answered for `silent_s` seconds.
 
         Returns:
-            (line about the rank that causes the hang, lines about the other ranks, whether a signal has stopped the
-            rank of the first line).
+            (line about the rank that causes the hang, lines about other ranks, whether a signal has stopped a rank).
         """
 
     def end(self) -> None:
@@ -100,7 +96,7 @@ class InlineRanks:
         return self._answer
 
     def lost(self) -> None:
-        """Return None, because the rank is this process."""
+        """Return None: the rank is this process."""
 
     def end(self) -> None:
         """Do nothing; the role's object is freed with this instance."""

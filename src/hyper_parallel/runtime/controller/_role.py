@@ -61,12 +61,13 @@ class RoleCall:
         """Wait until all ranks have run the call, and return the result of rank 0.
 
         Raises:
-            CallFailed: HP640 when the method has raised on any rank, with the last lines of the traceback.
+            CallFailed: HP640 when the method, or before it the constructor, has raised on any rank.
             BadValue: HP102 when the result is not a JSON value.
-            RestartsUsedUp: HP621 when the role has failed more than `max_restarts` times.
+            RestartsUsedUp: HP621 when ranks of the role were lost or did not answer more than `max_restarts` times.
             RankFailed: HP601 when a rank was lost and `max_restarts` is 0.
             RankHung: HP620 when a rank did not answer and `max_restarts` is 0.
             OutputNotWritable: HP105 when the journal cannot be written.
+            HyperParallelError: Errors of `Controller.start`, when the ranks cannot be restarted.
         """
         while not self.answered:
             self.role.controller.wait()
@@ -75,7 +76,7 @@ class RoleCall:
         return self._value
 
     def settle(self, value: Any = None, error: HyperParallelError | None = None) -> None:
-        """Mark the call as answered, with a value or an error."""
+        """Mark the call as answered; `result` then returns `value`, or raises `error` unless it is None."""
         self._value, self._error = value, error
         self.answered = next(self.role.controller.places)
 
@@ -108,18 +109,22 @@ class Role:
         return None if self._running is None else self._ranks
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> RoleCall:
-        """Queue a method call for all ranks, after all earlier calls; only the engine `inline` waits for the answer.
+        """Queue a method call for all ranks, after all earlier calls of the role, and return it.
+
+        The call is answered at once if the journal contains its answer, if the role has failed, or with the engine
+        `inline`. `RoleCall.result` raises errors of the method or of failed ranks.
 
         Args:
             method: Name of the method.
             arguments: JSON values; a tuple arrives as a list.
-            timeout_s: Seconds after which the ranks are restarted if the call is unanswered; None: value of the
+            timeout_s: Seconds after which the ranks are restarted if the call is unanswered; None or 0: value of the
                 controller.
 
         Raises:
             BadValue: HP102 for a name that is no public method of the class, or an argument that is not a JSON value.
             JournalMismatch: HP641 when the journal records another call at this position.
-            HyperParallelError: Errors of `Controller.start`, when the first unrecorded call starts the ranks.
+            OutputNotWritable: HP105 when the journal cannot be written.
+            HyperParallelError: Errors of `Controller.start`, if this call starts the ranks.
         """
         cls, controller = self._spec.cls, self.controller
         if method.startswith("_") or not callable(getattr(cls, method, None)):
@@ -144,15 +149,16 @@ class Role:
         return call
 
     def resize(self, ranks: int) -> None:
-        """Wait for all pending calls, then start `ranks` new ranks in place of the current ranks.
+        """Wait for all pending calls of the role, end its ranks, and start `ranks` new ranks.
 
-        The new ranks construct their objects again, so constructors must load their state from files.
+        The new ranks construct the role's object again, so the constructor must load its state from files. If the
+        journal has more answers of the role, the first call without recorded answer starts the ranks.
 
         Raises:
             BadValue: HP102 for fewer than one rank.
             Contradiction: HP104 for several ranks with the engine `inline`.
-            HyperParallelError: The error with which the role has failed, or the ranks cannot be started. Errors of
-                constructors are raised by later calls.
+            HyperParallelError: Error with which the role has failed, or errors of `Controller.start`. Results of later
+                calls raise errors of the constructor.
         """
         while self._open:
             self.controller.wait()
@@ -161,7 +167,7 @@ class Role:
         self._begin_unless_recorded(ranks)
 
     def advance(self) -> None:
-        """Process all events of the ranks: collect answers, start queued calls, and restart failed ranks."""
+        """Collect answers of the ranks, start queued calls, and restart failed ranks, without waiting for answers."""
         while self._open or self._running is not None:
             if self._ranks is None:
                 self._begin()
@@ -213,7 +219,7 @@ class Role:
         self._ranks.start_call(call.number, call.method, call.arguments)
 
     def _take(self, call: RoleCall) -> None:
-        """Settle the running call `call` with the collected answers, and record the answer in the journal."""
+        """Settle the running call, and write the journal; an error of the constructor fails the role instead."""
         self._running, error = None, self._error(call)
         if call.number == BIRTH:
             if error is not None:
@@ -225,7 +231,6 @@ class Role:
         self._open.popleft().settle(value, error)
 
     def _error(self, call: RoleCall) -> HyperParallelError | None:
-        """Return the error of the lowest rank on which the call failed; None if no answer so far is an error."""
         for rank, answer in sorted(self._answers.items()):
             if "raised" in answer:
                 description = f"`{call.method}` of role `{self.name}` has raised {answer['raised']} on rank {rank}"
@@ -259,10 +264,7 @@ class Role:
                 self._take(call)
 
     def _replace(self, error: RankFailed | RankHung) -> None:
-        """Restart the ranks after `error`; unanswered calls stay queued.
-
-        If the restart fails or `max_restarts` is reached, fail the role and all its calls.
-        """
+        """Restart the ranks after `error`, and keep unanswered calls queued; if that is impossible, fail the role."""
         self.end()
         max_restarts = self.controller.max_restarts
         if self.restarts < max_restarts:
@@ -284,7 +286,6 @@ class Role:
             )
 
     def _fail(self, error: HyperParallelError) -> None:
-        """End the ranks; every queued or future call raises `error`."""
         self.end()
         self._failure = error
         while self._open:
@@ -292,7 +293,6 @@ class Role:
 
 
 def _continuation(journal: Journal) -> str:
-    """Return the hint by which a program can continue after its role has failed too often."""
     if journal.path is not None:
         return "start the program again: it continues with the answers in its journal"
     return "Controller(journal='journal.jsonl') lets a program that is started again continue"

@@ -5,8 +5,8 @@
     {"role": "Learner", "number": 4, "method": "learn", "arguments": [4, []], "error": "ValueError ..."}  its exception
     {"role": null, "number": 1, "method": "first", "arguments": [["Sampler", 1], ["Sampler", 2]], "value": 1}
 
-A line is written to disk before the program gets the answer. If the last answer of a role is an exception, it probably
-ended the program. A restarted program discards this answer and runs the call again.
+A line is on disk before the program gets the answer. If the last answer of a role is an exception, the exception
+probably ended the program, so a restarted program discards this answer and runs the call again.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class Journal:
         Args:
             role: Name of the role; None: a choice of `Controller.first`.
             number: Number of the call in the role, or number of the choice.
-            method: Name of the method; for number 0 name of the class.
+            method: Name of the method; for number 0, which starts a role, name of the class.
             arguments: Arguments as a JSON list.
 
         Raises:
-            JournalMismatch: HP641 when the record of this number is of another call.
+            JournalMismatch: HP641 when the record is of another call. Roles must start in their recorded order.
         """
         key = role, number
         if number == 0:  # roles start in the order of the program
@@ -118,7 +118,7 @@ class Journal:
             raise self._not_writable(error) from error
 
     def close(self) -> None:
-        """Close the file and release its lock; raise OutputNotWritable (HP105) if buffered bytes cannot be written."""
+        """Close the file, which releases its lock; raise OutputNotWritable (HP105) if writing buffered bytes fails."""
         if self._file is not None:
             try:
                 self._file.close()
@@ -126,7 +126,7 @@ class Journal:
                 raise self._not_writable(error) from error
 
     def _lock(self) -> None:
-        """Lock the file; wait a limited time for the end of ranks of an earlier program, which hold the lock."""
+        """Lock the file, after at most 10 s in which ranks of an earlier program may end; raise RunInUse (HP720)."""
         deadline = time.monotonic() + _LONGEST_WAIT_S
         while True:
             try:
@@ -203,6 +203,6 @@ def _is_torn(line: bytes) -> bool:
 
 
 def _words(role: str | None, number: int, method: str, arguments: str) -> str:
-    """Return a call as text for comparisons and errors, for example ``role `Learner`, call 3: learn(3, [])``."""
+    """Return a call as text, for example ``role `Learner`, call 3: learn(3, [])``."""
     call = f"{method}({arguments[1:-1]})"
     return f"choice {number}: {call}" if role is None else f"role `{role}`, call {number}: {call}"
