@@ -115,7 +115,7 @@ class StepProgram:
         return shapes
 
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """Return the ranks of each process group that collectives name by its ranks instead of a mesh axis."""
+        """Return the ranks of each process group whose name is from `group_name`; mesh axes are left out."""
         names = {n.args[-1] for n in self.nodes if n.op.startswith(COLLECTIVES)}
         return {
             name: tuple(map(int, name.removeprefix(_RANKS).split("_")))

@@ -111,9 +111,10 @@ def join(
     *,
     fuse: bool = False,
 ) -> MindSporeRunner:
-    """Return the runner of this rank; see `join_ranks`.
+    """Return the runner of this rank; see `program_runner.join_ranks`.
 
-    MindSpore reads the addresses of a job from environment variables, which are set as by its launcher `msrun`.
+    The function sets the environment variables from which MindSpore reads its ranks and addresses, like the launcher
+    `msrun`. Rank 0 starts MindSpore's scheduler process.
     """
     process = None
     if ranks > 1:
@@ -148,7 +149,7 @@ def _kernel_folder(rank: int, ranks: int, agree: Callable[[str | None], str]) ->
 
 
 def _build_in(folder: KernelFolder, log: Path, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled function whose first call, which compiles, builds kernels into a folder and writes `log`."""
+    """Wrap a function so that its first call, which compiles it, builds kernels into a folder and appends to `log`."""
     calls = count()
 
     def call(*args: Any) -> Any:

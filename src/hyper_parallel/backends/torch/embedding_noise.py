@@ -21,7 +21,7 @@ _LOW: Final = 0xFFFFFFFF
 _SPREAD: Final = 0x9E3779B1
 """2^32 over the golden ratio, odd: its multiples visit every 32-bit number."""
 _BLOCK_ELEMENTS: Final = 1 << 22
-"""Elements computed at a time, to bound temporaries."""
+"""Number of elements computed at a time, to bound temporary memory."""
 
 
 def hash32(x: Tensor) -> Tensor:

@@ -158,8 +158,8 @@ def _check_ranks(config: Any, adaptable: dict[str, nn.Module], where: str) -> No
 def absorb_adapters(model: nn.Module, config: Any, name: str = "default", where: str = _KEYS) -> None:
     """Remove peft's wrapper modules and move their adapters to the wrapped modules; values do not change.
 
-    `model` has peft's layers, without the `PeftModel` around it. `config` is kept for exports of the adapter `name`.
-    `where` is the key or file that selects the modules, for errors.
+    `model` is the model inside of a `PeftModel`. `config` is stored on it, for exports of the adapter `name`. `where`
+    is the key or file that selects the modules, for errors.
 
     Raises:
         UnsupportedSharding: HP205 for adapters of modules that are not linear, adapters other than plain LoRA, and
@@ -208,7 +208,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default", where:
 
 
 def _hint_without(path: str, config: Any, where: str) -> str:
-    """Return how to leave out the module `path` of `modules_to_save`, given in the recipe or in the file `where`."""
+    """Return a hint that removes the module `path` from `modules_to_save` of the recipe or of the file `where`."""
     names = [name for name in config.modules_to_save or () if not f".{path}".endswith(f".{name}")]
     if where == _KEYS:
         return f"'lora.modules_to_save=[{', '.join(names)}]'" if names else "lora.modules_to_save=[]"
@@ -240,7 +240,7 @@ _UNREAD: Final = (
 )  # fmt: skip
 """Keys of a `LoraConfig` that affect neither the selected modules nor the adapter matrices A and B."""
 _OTHER_INITIAL: Final = ("gaussian", "eva", "orthogonal")
-"""Prefixes of the initialization methods that do not change the base weights."""
+"""Values of `init_lora_weights`, up to the first `_`, that do not change the base weights."""
 
 _Rank = Annotated[int, Field(ge=1)]
 _Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
