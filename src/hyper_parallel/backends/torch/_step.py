@@ -1,12 +1,12 @@
-"""Forward and backward of one optimizer step, by the same call on every layout, optionally with a custom objective.
+"""Forward and backward of one optimizer step, with the same interface on every layout.
 
 A step is a list of microbatches. Without pipeline stages, each microbatch runs forward and backward in turn; with
 stages, the plan's schedule decides the order. The built-in loss of a step is the sum of the cross entropy over target
 tokens, divided once by their number `num_tokens`. The losses that ranks return with `num_tokens` add up to this loss.
 
-An objective is a function of a model result and a microbatch, `objective(first, batch) -> scalar`, in place of the
-cross entropy. Ranks that share a microbatch compute the same value, and backward counts its gradient once. With
-`over="logits"`, each rank instead computes the objective of its own tokens, and the values are summed.
+An objective, `objective(first, batch) -> scalar`, replaces the cross entropy; `first` is a result of the model, and
+`batch` the microbatch. Ranks that share a microbatch compute the same value, and backward counts its gradient once.
+With `over="logits"`, each rank instead computes the objective of its own tokens, and the values are summed.
 """
 
 from __future__ import annotations
@@ -550,9 +550,9 @@ def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
         count: Number of microbatches of each data-parallel rank in the step.
 
     Returns:
-        (data-parallel rank, index) of each microbatch. A rank with the language model lists its own microbatches first.
-        The microbatches for which the rank's encoders compute features follow. For an entry None, pass None in place of
-        a microbatch, so that all ranks of an encoder run the same number of passes.
+        (data-parallel rank, index) of each microbatch. A rank with the language model lists its own microbatches first,
+        then those for which its encoders compute features. An entry None stands for no microbatch: pass None at its
+        position, so that all ranks of an encoder run the same number of passes.
     """
     submodels = handle(model).submodels
     if submodels is not None:
@@ -611,7 +611,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
 
 
 def _square_sum(model: nn.Module, local_gradients: list[Tensor]) -> Tensor:
-    """Return the sum of squares of all gradients over ranks; append this rank's shards of them to `local_gradients`."""
+    """Return the sum of squares of a model's unsharded gradients; append this rank's shards to `local_gradients`."""
     attached = handle(model)
     by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     wide = torch.float32  # dtype of the sum: equal on all ranks, also on a rank without gradients

@@ -276,7 +276,7 @@ def check_names(model: nn.Module, config: Any, adaptable: Mapping[str, nn.Module
 def _suitable(
     listed: Iterable[str], nearest: Iterable[str], modules: Mapping[str, nn.Module], adaptable: Mapping[str, nn.Module]
 ) -> list[str]:
-    """Return those of the names that select only `adaptable` modules; `all-linear` without such names."""
+    """Return the names that select only `adaptable` modules; ["all-linear"] if there are none."""
     selected = {name: _with_ends([name], modules) for name in (*listed, *nearest)}
     return [name for name, modules in selected.items() if modules and modules <= adaptable.keys()] or ["all-linear"]
 
@@ -287,10 +287,10 @@ def last_names(names: Iterable[str]) -> list[str]:
 
 
 def target_hint(names: list[str], where: str, adaptable: Mapping[str, nn.Module] | None = None) -> str | None:
-    """Return how to select modules by `names`: a recipe override, or the key to set in the adapter file `where`.
+    """Return a hint that selects modules by `names`: a recipe override, or the key to set in the adapter file `where`.
 
-    `where` may also be LlamaFactory's key `lora_target`. Without names or adaptable modules the hint is `lora=null`,
-    or None if `where` is no recipe key.
+    `where` may also be LlamaFactory's key `lora_target`. If `names` or `adaptable` is empty, the hint is `lora=null`
+    for a recipe key, else None.
     """
     is_recipe = where.startswith("lora.")
     if not names or (adaptable is not None and not adaptable):
@@ -315,7 +315,7 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def _nearest(listed: Iterable[str], missing: Iterable[str], names: list[str]) -> list[str]:
-    """Return the listed names that exist in `names`, and the closest of `names` for the first missing ones."""
+    """Return the listed names that are in `names`, and the closest match in `names` for each of the first missing."""
     suggestions = [name for name in listed if name in names]
     for name in missing[:_SHOWN]:
         suggestions += difflib.get_close_matches(name[:120], names, n=1)

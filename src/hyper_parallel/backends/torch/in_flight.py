@@ -161,7 +161,7 @@ def _launch_sum(group: ProcessGroup, name: Purpose) -> CollectiveLauncher:
 
 
 def sum_forward(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Return the sum of `x` over ranks; backward returns the gradient, equal on all ranks, unchanged."""
+    """Return the sum of `x` over ranks; backward passes on the gradient, which must be equal on all ranks."""
     return collective(_launch_sum(group, name), _launch_identity, x)  # type: ignore[no-any-return]
 
 
@@ -205,7 +205,7 @@ class Turns:
             latest in `finish`.
 
         Raises:
-            Exception: The error of any unfinished call, after all other calls have been ended.
+            Exception: Error of a call that runs; the other unfinished calls have been ended.
         """
         results: list[Any] = [None, None]
         grad = torch.is_grad_enabled()
@@ -252,7 +252,7 @@ class Turns:
 
     @contextmanager
     def apply(self, index: int, hooks: saved_tensors_hooks) -> Iterator[None]:
-        """Apply hooks to the tensors that half-batch `index` saves in this context, but not to those of the other."""
+        """Apply hooks to tensors that half-batch `index` saves in this context; the other half-batch is unaffected."""
         applied = self._hooks[index]
         with hooks:
             applied.append(hooks)

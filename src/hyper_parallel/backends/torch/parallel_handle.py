@@ -46,7 +46,7 @@ class Ranks:
 
     @property
     def traced(self) -> bool:
-        """True if the step of one rank is traced into a `StepProgram`, which shards parameters in place of FSDP."""
+        """True if this rank's step is traced into a `StepProgram`; the program then shards parameters, not FSDP."""
         return isinstance(self.world_group, TracedGroup)
 
 
