@@ -200,7 +200,7 @@ class KeptActivations:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Causal language model as described for planning.
+    """Description of a model for the planner, without weights.
 
     Attributes:
         name: Preset name, directory name or hub id, for display.

@@ -136,7 +136,7 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
     """Return the values of a config, with head and embedding untied if their bytes in safetensors files differ.
 
     Only tensors of equal shape and dtype are compared. A warning is logged if the config states the tie. Transformers
-    unties them in this case too.
+    also unties head and embedding in this case.
     """
     if values.get("tie_word_embeddings") is False:
         return values
