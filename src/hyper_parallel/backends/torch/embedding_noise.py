@@ -68,8 +68,8 @@ class EmbeddingNoise:
             if out.shape[:-1] != flat_index.shape:
                 raise UnsupportedSharding(
                     "embedding noise (NEFTune) needs one embedding per token, in token order",
-                    where=type(model).__name__,
-                    got=f"embeddings of shape {tuple(out.shape)} for tokens {tuple(flat_index.shape)}",
+                    where="training.neftune_noise_alpha",
+                    got=f"{type(model).__name__}: embeddings {tuple(out.shape)} for tokens {tuple(flat_index.shape)}",
                     hint="training.neftune_noise_alpha=null",
                 )
             return out + noise.compute(ids, flat_index, out)
