@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -288,6 +289,18 @@ def test_stage_programs_compute_the_gradients_of_the_model():
         parts = [r[f"sum.{name}"] - 1 for r in (first, last) if f"sum.{name}" in r]
         assert len(parts) == 1 + ("embed_tokens" in name)  # both stages use the tied embedding
         torch.testing.assert_close(sum(parts), param.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_captured_reduction_keeps_its_kind():
+    def update(values):
+        largest = values["a"].clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return {"b": largest}
+
+    with World.fake(0, 2, TRACED):
+        program = capture_update(update, {"a": torch.ones(3)})
+    assert [node.args[1] for node in program.nodes if node.op.startswith(COLLECTIVES)] == ["max"]
+    assert [*unsupported_operators("mindspore", program)] == ["_c10d_functional.all_reduce.default"]
 
 
 def test_writes_in_place_become_new_values():
