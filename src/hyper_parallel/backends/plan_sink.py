@@ -140,6 +140,7 @@ def plan_program(
         reorder: Whether operators may change their order.
 
     Raises:
+        BadValue: HP102 unless exactly one goal is set, or for a negative slowdown.
         BudgetImpossible: HP402 when no plan fits into the budget.
         TierFull: HP403 when a plan fits into the budget, but not into host memory.
     """
@@ -191,7 +192,6 @@ def _values(program: StepProgram, plan: MemoryPlan) -> tuple[ValuePlan, ...]:
 
 
 def _execution_plan(program: StepProgram, plan: MemoryPlan) -> ExecutionPlan:
-    """Convert a plan of the memory planner into the form that `planned` applies to a program."""
     numbers = storage_values(program)
     producers = {r: i for i, node in enumerate(program.nodes) for r in node.results}
     steps: list[int | Move] = []

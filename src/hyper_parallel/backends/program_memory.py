@@ -121,8 +121,6 @@ def planned(program: StepProgram, plan: ExecutionPlan) -> StepProgram:
 
 @dataclass
 class _Rewriter:
-    """Rewriter that emits the nodes of a step program in the order of a plan."""
-
     program: StepProgram
     plan: ExecutionPlan
     nodes: list[Node] = field(default_factory=list)

@@ -171,7 +171,6 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
 
 
 def _has_tie(part: Any) -> bool:
-    """Return whether a config value is the config of a submodel with the key `tie_word_embeddings`."""
     return isinstance(part, Mapping) and "tie_word_embeddings" in part
 
 

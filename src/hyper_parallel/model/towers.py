@@ -195,6 +195,7 @@ def _rows(p: ParamSpec, merged: float) -> float:
     """Return the number of input rows per encoder position that the backward of a matrix outside the layers needs.
 
     A projector matrix counts two rows per projector position: its own input, and the input of the preceding norm.
+    Vectors and position embeddings count 0.
     """
     if not p.is_matrix or re.search(r"pos\w*embed|embed\w*pos|wpe", p.name):
         return 0.0

@@ -90,7 +90,7 @@ def without_broadcasts(program: StepProgram) -> StepProgram:
 
 
 def _narrow_values(program: StepProgram) -> set[int]:
-    """Return the values that can stay unexpanded: results of `expand` and of elementwise operators on such results."""
+    """Return the values that need no broadcast: results of `expand`, and of elementwise operators on these results."""
     shapes, readers = program.shapes(), defaultdict[int, list[Node]](list)
     derived = set()  # values that are constant along an expanded dimension
     for node in program.nodes:

@@ -93,10 +93,10 @@ def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
 
 
 def chosen_names(config: Any, names: Iterable[str], where: str) -> set[str]:
-    """Return the names, among those of all modules, that a `peft.LoraConfig` selects by peft's rules.
+    """Return the names that a `peft.LoraConfig` selects by peft's rules; `names` are those of all modules.
 
-    Its `target_modules` must be names or a regular expression. Raise HP102 for an invalid or slow pattern, and for a
-    `layers_pattern` that is not a name.
+    `target_modules` of the config must be names or a regular expression. Raise HP102 for an invalid or slow pattern,
+    and for a `layers_pattern` that is not a name.
     """
     targets, excluded = config.target_modules, config.exclude_modules or ()
     if isinstance(targets, str):
@@ -310,7 +310,6 @@ def _has_fused_experts(model: nn.Module) -> bool:
 
 
 def _shown(names: Iterable[str]) -> str:
-    """Return the first names, joined and truncated for a message."""
     return ", ".join(f"{name:.120}" for name in [*names][:_SHOWN])
 
 

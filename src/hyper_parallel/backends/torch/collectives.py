@@ -60,7 +60,6 @@ class _Flight:
         self.end_s: float | None = None
 
     def watch(self, work: dist.Work | None) -> None:
-        """Record the time at which an asynchronous collective completes."""
         if work is not None:
             # gloo does not report the completion of reduce-scatters: they count as in flight until the wait ends.
             with suppress(RuntimeError):
@@ -83,7 +82,7 @@ def _new_flight() -> _Flight | None:
 
 @contextmanager
 def purpose(name: Purpose, coalesced: bool = False) -> Iterator[None]:
-    """Set the purpose of the collectives issued in this context, unless the code is compiled; see `is_coalesced`."""
+    """Set the purpose of the collectives issued in this context; no effect in compiled code. See `is_coalesced`."""
     if torch.compiler.is_compiling():  # recorders see eager code only
         yield
         return

@@ -104,7 +104,7 @@ class Passes:
         raise NotImplementedError
 
     def move_sequence(self, source: int, target: int) -> None:
-        """Move the sequence of one slot to another slot."""
+        """Move the sequence of slot `source` to the free slot `target`."""
 
     def run_idle(self) -> None:
         """Run a pass on a placeholder token, so that the collectives of ranks with work complete."""

@@ -362,9 +362,9 @@ def _join_outputs(
     dim: int,
     joined: Callable[[Callable[[], Tensor], Tensor, int], Tensor],
 ) -> Any:
-    """Return the output of a layer: the outputs `first` and `second()` of both half-batches, joined.
+    """Join a layer's outputs `first` and `second()` of both half-batches.
 
-    The first tensor is joined along `dim`, others along dim 0. `joined(second, first, dim)` joins two tensors.
+    The first tensor of a tuple is joined along `dim`, others along dim 0. `joined(second, first, dim)` joins tensors.
     """
     if isinstance(first, Tensor):
         return joined(second, first, dim)

@@ -205,7 +205,7 @@ class Turns:
             latest in `finish`.
 
         Raises:
-            Exception: Error of a call that runs; the other unfinished calls have been ended.
+            Exception: Any error that a call raises. The other unfinished calls are ended first.
         """
         results: list[Any] = [None, None]
         grad = torch.is_grad_enabled()
@@ -236,7 +236,7 @@ class Turns:
         self._soon_starting.clear()
 
     def suspend(self, index: int, leads_to_start: bool = False) -> None:
-        """Suspend the running call of half-batch `index` and run the other one; see `PendingCollective.finish`."""
+        """Suspend the call of half-batch `index`, so that the other one runs; see `PendingCollective.finish`."""
         if leads_to_start:
             self._soon_starting.add(index)
         grad, hooks = torch.is_grad_enabled(), self._hooks[index]

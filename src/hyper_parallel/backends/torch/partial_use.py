@@ -49,8 +49,8 @@ def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[str, Any]) -> None:
     """Raise HP205 for images, audio or other inputs of an encoder that the parallel axes do not support.
 
-    `axes` contains "pp" and "cp" if their degree is above 1. With cp, every encoder input is refused. With pp, required
-    arguments of the forward are refused, because stages after the first one run without them.
+    `axes` contains "pp" and "cp" if their degree is above 1. With cp, every encoder input is refused. With pp, an
+    encoder input that is a required argument of the forward is refused, because later stages run without it.
     """
     media = encoder_inputs(batch) if axes else {}
     if media and "cp" in axes:

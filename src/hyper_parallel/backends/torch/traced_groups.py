@@ -59,7 +59,7 @@ class TracedGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, out: Tensor, x: Tensor, receive: list[int], send: list[int], options: Any = None
     ) -> None:
-        """Fill `out` with the rows that all ranks send to this rank."""
+        """Fill `out` with the rows that all ranks send to this rank; an empty `receive` or `send` means equal parts."""
         even = [x.shape[0] // self.size()] * self.size()
         received = _OPERATORS.all_to_all_single(x, receive or even, send or even, self.axis)
         out.copy_(received)

@@ -78,7 +78,7 @@ def _sharded_dims(model: nn.Module, layouts: dict[str, Layout], strategy: Strate
 
 
 class _Wrapper:
-    """Function `fully_shard` with the options of one model; `modules` collects the sharded modules.
+    """Wrapper of modules with `fully_shard`, which collects the wrapped modules in `modules`.
 
     `dims` has the sharded dim of each parameter by id. Summed gradients are divided by `divisor`, unless it is None.
     """
@@ -94,7 +94,6 @@ class _Wrapper:
         frees_gathered: bool,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        """Wrap a module with FSDP over a mesh; with `frees_gathered`, parameters are resharded after forward."""
         dims, divisor = self._dims, self._divisor
         fully_shard(
             module,

@@ -459,6 +459,5 @@ def gradient_of(param: Any) -> Tensor | None:
 
 
 def _common_length(name: str, other: str) -> int:
-    """Return the number of leading components that two dotted names have in common."""
     parts = zip(name.split("."), other.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], parts))

@@ -125,7 +125,7 @@ class StageLayers(SlotList):
         media_stages: Stages that run the encoders of images and recordings.
         trace: Trace of the running pass; None unless it is the first one with a kind of media.
         traced: Names of the media that were traced in earlier passes.
-        features: Features that the running stage received from other parts of the model, which receive the gradients.
+        features: Features that other parts of the model sent to the running stage, which returns their gradients.
     """
 
     ranges: tuple[range, ...]
