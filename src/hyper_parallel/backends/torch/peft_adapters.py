@@ -43,6 +43,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_LIMITS = Limits(16 * MiB, num_elements=200_000, depth=10, finite=True)
 """Limits for reading an adapter configuration."""
 _KEYS = "lora.target_modules"
+_NAME: Final = "default"
+"""Name that peft gives an adapter."""
 _SAVED_KEYS: Final = {_KEYS: "lora.modules_to_save", "lora_target": "additional_target"}
 """Key of the modules trained in full, by the key of the adapted modules: in recipes, and in files of LlamaFactory."""
 
@@ -155,11 +157,11 @@ def _check_ranks(config: Any, adaptable: dict[str, nn.Module], where: str) -> No
             )
 
 
-def absorb_adapters(model: nn.Module, config: Any, name: str = "default", where: str = _KEYS) -> None:
+def absorb_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
     """Remove peft's wrapper modules and move their adapters to the wrapped modules; values do not change.
 
-    `model` is the model inside of a `PeftModel`. `config` is stored on it, for exports of the adapter `name`. `where`
-    is the key or file that selects the modules, for errors.
+    `model` is the model inside of a `PeftModel`. `config` is stored on it, for exports of the adapter. `where` is the
+    key or file that selects the modules, for errors.
 
     Raises:
         UnsupportedSharding: HP205 for adapters of modules that are not linear, adapters other than plain LoRA, and
@@ -170,7 +172,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default", where:
 
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     layers = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
-    refused = {n: why for n, m in layers.items() if (why := _why_refused(model, m, name))}
+    refused = {n: why for n, m in layers.items() if (why := _why_refused(model, m))}
     if refused:
         path, why = next(iter(refused.items()))
         supported = {*last_names(layers.keys() - refused.keys())} - {*last_names(refused)}
@@ -183,7 +185,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default", where:
         )
     for path, layer in [*model.named_modules()]:
         if isinstance(layer, ModulesToSaveWrapper):
-            whole, trained = layer.original_module, layer.modules_to_save[name]
+            whole, trained = layer.original_module, layer.modules_to_save[_NAME]
             if any(uses[id(p)] > 1 for p in whole.parameters()):
                 raise UnsupportedSharding(
                     "a weight shared by two modules cannot be trained in full with adapters",
@@ -199,9 +201,9 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default", where:
             model.set_submodule(path, whole)
         elif path in layers:
             base = layer.get_base_layer()
-            a, b = (part[name].weight for part in (layer.lora_A, layer.lora_B))
-            drop = getattr(layer.lora_dropout[name], "p", 0.0)
-            adapt(base, a, b, Adapter(float(layer.scaling[name]), drop))
+            a, b = (part[_NAME].weight for part in (layer.lora_A, layer.lora_B))
+            drop = getattr(layer.lora_dropout[_NAME], "p", 0.0)
+            adapt(base, a, b, Adapter(float(layer.scaling[_NAME]), drop))
             model.set_submodule(path, base)
     model.__dict__.pop("peft_config", None)
     model.__dict__[CONFIGURATION] = config
@@ -215,7 +217,7 @@ def _hint_without(path: str, config: Any, where: str) -> str:
     return f"leave `{path}` out of {_SAVED_KEYS.get(where, f'modules_to_save in {where}')}"
 
 
-def _why_refused(model: nn.Module, layer: Any, name: str) -> str | None:
+def _why_refused(model: nn.Module, layer: Any) -> str | None:
     """Return a description of an unsupported adapter; None for a supported one."""
     from peft.tuners.lora import Linear
 
@@ -226,9 +228,9 @@ def _why_refused(model: nn.Module, layer: Any, name: str) -> str | None:
         return classes
     if layer.merged:
         return f"{classes}, merged into the weight"
-    if list(layer.active_adapters) != [name]:
+    if list(layer.active_adapters) != [_NAME]:
         return f"{classes} with the adapters {', '.join(layer.active_adapters)}"
-    if name in layer.lora_variant or layer.lora_bias.get(name):
+    if _NAME in layer.lora_variant or layer.lora_bias.get(_NAME):
         return f"{classes} with a variant of LoRA or a bias"
     return None
 
