@@ -165,13 +165,10 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
             continue
         if "tie_word_embeddings" in values:  # else the class default, which is untied for many
             _warn_once(str(directory), head, alike[0][0])
-        text = {k: {**v, "tie_word_embeddings": False} for k, v in values.items() if _has_tie(v)}
-        return {**values, **text, "tie_word_embeddings": False}
+        parts = {k: v for k, v in values.items() if isinstance(v, Mapping) and "tie_word_embeddings" in v}
+        untied = {k: {**v, "tie_word_embeddings": False} for k, v in parts.items()}
+        return {**values, **untied, "tie_word_embeddings": False}
     return values
-
-
-def _has_tie(part: Any) -> bool:
-    return isinstance(part, Mapping) and "tie_word_embeddings" in part
 
 
 @lru_cache
