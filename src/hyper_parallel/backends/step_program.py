@@ -8,7 +8,6 @@ process group: a mesh axis, or a list of ranks, see `group_name`.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -101,10 +100,6 @@ class StepProgram:
     constants: Mapping[int, NDArray[Any]]
     nodes: tuple[Node, ...]
     outputs: Mapping[str, int]
-
-    def operators(self) -> Counter[str]:
-        """Return how often each operator occurs, by name with overload."""
-        return Counter(node.op for node in self.nodes)
 
     def shapes(self) -> dict[int, tuple[int, ...]]:
         """Return the shapes of all values by number."""
