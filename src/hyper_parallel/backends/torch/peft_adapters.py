@@ -114,8 +114,8 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
         config.target_modules = all_linear(model, adaptable, where)
     if adaptable and all(weight_order(m) == IN_OUT for m in adaptable.values()):
         config.fan_in_fan_out = True
+    _check_ranks(config, adaptable, where)
     bounded = with_plain_patterns(config, chosen, where)
-    _check_ranks(bounded, adaptable, where)
     unmaterialized = all(p.is_meta for p in model.parameters())
     try:
         peft.inject_adapter_in_model(bounded, model, low_cpu_mem_usage=unmaterialized)
@@ -148,12 +148,15 @@ def _check_ranks(config: Any, adaptable: dict[str, nn.Module], where: str) -> No
         if rank > widest:
             recipe = where == _KEYS
             name = "r" if key == "r" else f"rank_pattern.{key}"
+            hint = f"set {name:.120} to {widest} in {where}"
+            if recipe:  # the dots of a pattern would be read as a nested key in an override
+                hint = f"lora.r={widest}" if key == "r" else f"set `{key:.120}: {widest}` in `lora.rank_pattern`"
             raise BadValue(
                 f"an adapter rank of {rank} exceeds {widest}, the largest dim of the model's linear modules",
                 where=f"lora.{name:.120}" if recipe else f"{where}: {name:.120}",
                 got=rank,
                 allowed=f"1 to {widest}",
-                hint=shlex.quote(f"lora.{name}={widest}") if recipe else f"set {name:.120} to {widest} in {where}",
+                hint=hint,
             )
 
 
