@@ -56,7 +56,8 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
     if media and "cp" in axes:
         raise UnsupportedSharding(
             f"context parallelism does not support `{min(media)}`, an input of a module outside the decoder",
-            where=type(model).__name__,
+            where="parallel.cp",
+            got=type(model).__name__,
             allowed="cp=1",
             changes={"parallel.cp": 1},
         )

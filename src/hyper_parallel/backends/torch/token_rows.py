@@ -99,7 +99,7 @@ class Tokens:
 def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
     return UnsupportedSharding(
         "a router gets only some of the tokens and cannot tell which of them are padding",
-        where="experts chosen by token type",
+        where="parallel.tp_x" if key == "tp" else "training.microbatch",
         got=got,
         hint={"parallel.tp_x": 1, "parallel.tp_y": 1}
         if key == "tp"
