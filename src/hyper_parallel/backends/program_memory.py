@@ -64,11 +64,8 @@ class ExecutionPlan:
 def recompute_layers(program: StepProgram, layers: Sequence[str]) -> ExecutionPlan:
     """Return the plan that recomputes layers in backward from their inputs.
 
-    Results of a layer that other layers read in forward are kept, because they are the inputs of those layers.
-
-    Args:
-        program: Program of loss and gradients.
-        layers: Module paths of the layers.
+    Results of a layer that other layers read in forward are kept, because they are the inputs of those layers. `layers`
+    are module paths, and `program` computes loss and gradients.
     """
     before: dict[int, list[int]] = {}
     residency: dict[int, Residency] = {}

@@ -222,7 +222,6 @@ def _positions(kind: str, config: Mapping[str, Any], image_size: int | None) -> 
 
 
 def _side(value: Any) -> int:
-    """Return an integer, or the first of a pair, as the side of an image or patch; 0 for other values."""
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
         value = value[0]
     return value if isinstance(value, int) and value > 0 else 0

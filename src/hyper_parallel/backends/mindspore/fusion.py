@@ -53,10 +53,7 @@ untested."""
 
 
 FORMS: Final = {"aten.div.Scalar": "real_div", "aten.div.Tensor": "real_div"}
-"""Dict from operator to the function of `kernels` used with fusion.
-
-AKG can fuse these functions, but not the functions that `OPERATORS` has for the same operators.
-"""
+"""Functions of `kernels` by operator that AKG can fuse; with fusion, they replace those in `OPERATORS`."""
 
 ELEMENTWISE: Final = tuple(
     f"aten.{name}.{overload}" for name in ("add", "sub", "mul", "div") for overload in ("Tensor", "Scalar")

@@ -34,18 +34,13 @@ _MOST_NAMES: Final = 2000
 """Maximum names that a key of `rank_pattern` or `alpha_pattern` may match: peft compares each module with each name."""
 
 
-_PATTERN_HINTS: Final = {
-    "lora.target_modules": "lora.target_modules=all-linear",
-}
-"""Hint for an invalid or slow pattern, by its key in a recipe."""
-
-
 def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
     """Return the names that match a Python regular expression in full; raise HP102 if it is invalid, too long or slow.
 
     `where` is the recipe key or file that contains the pattern.
     """
-    shown = f"{pattern:.120}"
+    shown, in_recipe = f"{pattern:.120}", where == "lora.target_modules"
+    hint = "lora.target_modules=all-linear" if in_recipe else "replace the pattern by module names"
     try:
         if len(pattern) > _LONGEST:
             raise ValueError(f"{len(pattern):,} characters, more than {_LONGEST:,}")
@@ -56,7 +51,7 @@ def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
             f"the pattern is not a valid regular expression: {error!s:.200}",
             where=where,
             got=shown,
-            hint=_PATTERN_HINTS.get(where, "replace the pattern by module names"),
+            hint=hint,
         ) from None
     end_s, matching = time.perf_counter() + _MOST_S, set()
     for name in names:
@@ -70,7 +65,7 @@ def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
                 where=where,
                 got=shown,
                 allowed="name suffixes, or an expression without nested repetitions",
-                hint=_PATTERN_HINTS.get(where, "replace the pattern by module names"),
+                hint=hint,
             ) from None
     return matching
 

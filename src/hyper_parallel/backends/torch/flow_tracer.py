@@ -227,7 +227,6 @@ def _num_token_dims(tensor: Tensor) -> int:
 
 
 def _along_tokens(packet: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operator of `ALONG_DIM_OPS` acts along a token dimension."""
     if packet not in ALONG_DIM_OPS or not args[0].dim():
         return False
     if packet in (_aten.tril, _aten.triu):

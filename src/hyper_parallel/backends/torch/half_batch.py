@@ -307,7 +307,6 @@ class HalfBatch:
 
 
 def _half_of(x: Tensor, dim: int) -> Callable[[int], Tensor]:
-    """Return a function from the index of a half, 0 or 1, to that half of `x` along `dim`."""
     return x.take_half if isinstance(x, HalvedTensor) else x.chunk(2, dim).__getitem__
 
 

@@ -327,8 +327,6 @@ def _settle(device: torch.device) -> None:
 
 
 def _passes(leaves: Sequence[Tensor], grad: Tensor, forward: Callable[[], Tensor]) -> Callable[[], object]:
-    """Return a function that resets the gradients of `leaves`, and runs `forward` and its backward from `grad`."""
-
     def action() -> None:
         for leaf in leaves:
             leaf.grad = None

@@ -114,7 +114,6 @@ class _Unmeasured(Exception):
 
 
 def _answer(measure: Callable[[], float]) -> Property:
-    """Return the property for which `measure` returns the relative difference of two outputs."""
     try:
         difference = measure()
     except _Unmeasured as why:

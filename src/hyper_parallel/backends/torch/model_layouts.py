@@ -365,7 +365,6 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
 
 
 def _notes(model: nn.Module, blocks: tuple[Block, ...]) -> Iterator[str]:
-    """Yield the notes of the ModelSpec: its source, and the values that are assumed."""
     yield f"`{type(model).__name__}` was read from the module itself"
     visited = _number(text_config(model), *_VISITED)
     if any(b.name == "moe_decoder" for b in blocks) and not visited:

@@ -221,7 +221,6 @@ def _hint_without(path: str, config: Any, where: str) -> str:
 
 
 def _why_refused(model: nn.Module, layer: Any) -> str | None:
-    """Return a description of an unsupported adapter; None for a supported one."""
     from peft.tuners.lora import Linear
 
     base = layer.get_base_layer()

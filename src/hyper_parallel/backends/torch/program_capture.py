@@ -219,7 +219,6 @@ def _partial_gradients(model: nn.Module) -> dict[str, str]:
 
 
 def _parts(model: nn.Module, leaves: Mapping[str, Tensor], shards: Shards) -> dict[str, Tensor]:
-    """Return `leaves` with each parameter replaced by an empty tensor of its shard's shape."""
     params = {name for name, _ in model.named_parameters()}
     return {
         name: leaf.new_empty(shards.of(name).shape(leaf.shape)).requires_grad_(leaf.requires_grad)
@@ -251,8 +250,6 @@ def _call_with(
     parameters: Mapping[str, Tensor],
     batch: dict[str, Tensor],
 ) -> Tensor:
-    """Return `loss(model, **batch)` computed with `parameters` in place of the model's own ones."""
-
     class Call(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -376,8 +373,6 @@ def _program(graph: GraphModule, inputs: list[str], outputs: list[str]) -> StepP
 
 
 class _Builder:
-    """Builder of a `StepProgram` from graph nodes, with constant folding."""
-
     def __init__(self, graph: GraphModule) -> None:
         self._graph = graph
         self._numbers: dict[FxNode, int] = {}
