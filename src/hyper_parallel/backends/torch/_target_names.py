@@ -48,7 +48,7 @@ def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
         compiled = regex.compile(pattern)
     except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
         raise BadValue(
-            f"the pattern is not a valid regular expression: {error!s:.200}",
+            f"the pattern is too long, or not a valid regular expression: {error!s:.200}",
             where=where,
             got=shown,
             hint=hint,

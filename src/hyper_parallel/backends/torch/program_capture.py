@@ -343,7 +343,7 @@ def _refuse_writes(graph: GraphModule, example: Sequence[Tensor]) -> None:
         if source in trained:
             raise Contradiction(
                 "the model changes a parameter in forward, which only the back end torch supports",
-                where=_module(node),
+                where=_module(node) or None,
                 got=str(node.target),
                 hint="backend=torch training.compile=false",
             )
@@ -352,7 +352,7 @@ def _refuse_writes(graph: GraphModule, example: Sequence[Tensor]) -> None:
 def _dynamic(module: str, operator: str) -> Contradiction:
     return Contradiction(
         "shapes or branches of the model depend on tensor values, which only the back end torch supports",
-        where=module,
+        where=module or None,
         got=operator,
         hint="backend=torch training.compile=false",
     )
