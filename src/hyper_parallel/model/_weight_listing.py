@@ -163,7 +163,7 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
             for _, embedding_file, embedding in alike
         ):
             continue
-        if "tie_word_embeddings" in values:  # else the class default, which is untied for many
+        if "tie_word_embeddings" in values:  # without the key, the default applies: untied for many classes
             _warn_once(str(directory), head, alike[0][0])
         parts = {k: v for k, v in values.items() if isinstance(v, Mapping) and "tie_word_embeddings" in v}
         untied = {k: {**v, "tie_word_embeddings": False} for k, v in parts.items()}

@@ -37,8 +37,7 @@ class MindSporeRunner:
 
     Args:
         groups: Dict from name to group of ranks, in the form described in `kernels`.
-        scheduler: MindSpore's scheduler process, with which the ranks have registered; None on ranks that have not
-            started it.
+        scheduler: MindSpore's scheduler process if this rank has started it, else None.
         kernels: Folder of generated kernels; None: no fusion.
     """
 
@@ -113,8 +112,8 @@ def join(
 ) -> MindSporeRunner:
     """Return the runner of this rank; see `program_runner.join_ranks`.
 
-    The function sets the environment variables from which MindSpore reads its ranks and addresses, like the launcher
-    `msrun`. Rank 0 starts MindSpore's scheduler process.
+    With several ranks, the function sets the environment variables from which MindSpore reads ranks and addresses, like
+    the launcher `msrun`, and rank 0 starts MindSpore's scheduler process.
     """
     process = None
     if ranks > 1:

@@ -1,7 +1,8 @@
 """Collectives on local tensors over one process group, each counted and timed under a `Purpose`.
 
-A differentiable collective is a pair of functions: one for the forward, one for the gradient. No function dispatches a
-DTensor operator, because in eager mode the dispatch costs more than the small operators themselves.
+A differentiable collective is a pair of functions: one for the forward, one for the gradient. `launch_` functions with
+`async_op=False` block until the collective is complete, as in torch. No function dispatches a DTensor operator, because
+in eager mode the dispatch costs more than the small operators themselves.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def _new_flight() -> _Flight | None:
 
 @contextmanager
 def purpose(name: Purpose, coalesced: bool = False) -> Iterator[None]:
-    """Set the purpose of the collectives issued in this context; no effect in compiled code. See `is_coalesced`."""
-    if torch.compiler.is_compiling():  # recorders see eager code only
+    """Set the results of `current_purpose` and `is_coalesced` in this context; no effect in compiled code."""
+    if torch.compiler.is_compiling():  # purposes are read in eager code only
         yield
         return
     token = _current.set((name, coalesced))

@@ -63,7 +63,11 @@ class HalvedTensor(StandIn):
         return self._second() if index else self._first
 
     def whole(self) -> Tensor:
-        """Complete both half-batches and return the joined output; repeated calls return the same tensor."""
+        """Complete both half-batches and return the joined output; repeated calls return the same tensor.
+
+        Raises:
+            RuntimeError: The forward pass has ended with an error.
+        """
         if self._whole is None:
             self._finish()
             if (second := self._second()) is None:

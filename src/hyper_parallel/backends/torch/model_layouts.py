@@ -228,7 +228,7 @@ def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
 
 
 def _declared_ends(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the embedding ("vocab") and the output head ("head") that a Hugging Face model names."""
+    """Return the embedding ("vocab") and the output head ("head") from the getters of a Hugging Face model."""
     modules, ends = {*model.modules()}, dict[str, nn.Module]()
     for style, get in (("vocab", "get_input_embeddings"), ("head", "get_output_embeddings")):
         with suppress(AttributeError, NotImplementedError):  # the class does not name the module
@@ -404,7 +404,7 @@ def _embedding_width(model: nn.Module) -> int:
 def _dims(name: str, shape: tuple[int, ...], hidden: int) -> tuple[str, ...]:
     words = ["embed" if size == hidden else "features" for size in shape]
     parts = [*name.split("."), ""]
-    # The parameter contains all experts, unless an index follows: then the experts are a list.
+    # An index after `experts` means a list of experts; otherwise one parameter contains all experts.
     fused = "experts" in parts and not parts[parts.index("experts") + 1].isdecimal()
     return ("expert", *words[1:]) if fused and len(shape) > 1 else tuple(words)
 

@@ -199,7 +199,7 @@ def capture_update(update: Callable[..., dict[str, Tensor]], example: Mapping[st
 
 
 def _leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return empty tensors like this rank's parameters and persistent buffers of a model, by name."""
+    """Return empty tensors with the shapes and dtypes of this rank's parameters and persistent buffers, by name."""
     saved = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return {

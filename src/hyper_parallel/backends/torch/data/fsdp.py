@@ -201,7 +201,7 @@ def reduce_now(module: nn.Module) -> None:
 
 
 def complete_gradients(root: nn.Module, names: Set[str]) -> None:
-    """Give parameters of the root a zero gradient, before the reduction, if only other ranks have a gradient.
+    """Give parameters of the root that have gradients only on other ranks a zero gradient, before the reduction.
 
     `names` are the parameters that some ranks may not use; all ranks pass the same names.
     """

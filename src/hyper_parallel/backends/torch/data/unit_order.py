@@ -233,7 +233,7 @@ class UnitOrder:
             self._forward = None
             self._passes += torch.is_grad_enabled()
         if unit.state == _IDLE:
-            # The call for the other half-batch has ended forward; another would free parameters kept until backward.
+            # The other half-batch has run `post_forward`; a second run would free parameters kept until backward.
             return output
         return unit.methods["post_forward"](module, inputs, output)
 
@@ -324,7 +324,7 @@ class UnitOrder:
     def _reduce(self, unit: _Unit) -> None:
         group = unit.group
         if not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
-            # Never run on any rank: FSDP would read gradients of parameters that were never gathered.
+            # No rank has run this unit: FSDP would read gradients of parameters that were never gathered.
             group._training_state = type(group._training_state)[_POST_BACKWARD]
             return
         self._complete(unit)

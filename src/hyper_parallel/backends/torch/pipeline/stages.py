@@ -87,7 +87,7 @@ class MediaTrace(TorchDispatchMode):
 
 
 def layers_with_media(model: nn.Module) -> set[int]:
-    """Return the indices of decoder layers that read media features in addition to activations, from the config."""
+    """Return the indices of decoder layers that, by the model's config, add media features to their activations."""
     config: Any = getattr(model, "config", None)
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
     layers: set[int] = set()
