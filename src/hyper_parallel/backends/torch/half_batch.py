@@ -63,11 +63,7 @@ class HalvedTensor(StandIn):
         return self._second() if index else self._first
 
     def whole(self) -> Tensor:
-        """Complete both half-batches and return the joined output; repeated calls return the same tensor.
-
-        Raises:
-            RuntimeError: The forward pass has ended with an error.
-        """
+        """Complete both half-batches; return the joined output, cached, or raise RuntimeError after a failed pass."""
         if self._whole is None:
             self._finish()
             if (second := self._second()) is None:
