@@ -3,7 +3,8 @@
 import pytest
 
 from hyper_parallel.backends.mindspore.operators import is_supported
-from hyper_parallel.backends.step_program import Node, Ref, ValueType
+from hyper_parallel.backends.mindspore.translate import to_source
+from hyper_parallel.backends.step_program import Node, Ref, StepProgram, ValueType
 
 
 def call(op: str, *args: object, dtype: str = "float32") -> Node:
@@ -21,3 +22,11 @@ def test_only_sums_are_reduced(reduction):
 def test_remainders_of_integers_are_refused():
     assert is_supported(call("aten.fmod.Scalar", 3, dtype="bfloat16"))
     assert not is_supported(call("aten.fmod.Scalar", 3, dtype="int64"))
+
+
+@pytest.mark.parametrize("op", ["sum.default", "cumsum.default", "prod.dim_int", "full.default"])
+def test_results_have_the_integer_type_of_aten(op):
+    for dtype in ("int64", "float32"):
+        node = call(f"aten.{op}", 0, dtype=dtype)
+        program = StepProgram({"x": (0, ValueType((4,), "int32"))}, {}, (node,), {"y": 1})
+        assert ("dtype=t_int64" in to_source(program, {})) == (dtype == "int64")

@@ -65,6 +65,19 @@ def test_a_hint_for_a_wrong_name_works_when_pasted(family, keys, code, says) -> 
     assert _adapted(_model(family), **keys | {key.removeprefix("lora."): yaml.safe_load(value)})
 
 
+@pytest.mark.parametrize(
+    ("keys", "hint"),
+    [
+        ({"r": 999}, "lora.r=48"),
+        ({"rank_pattern": {r"0\..*q_proj": 999}}, r"set `0\..*q_proj: 48` in `lora.rank_pattern`"),
+    ],
+)
+def test_a_hint_for_a_large_rank_names_the_key_as_written(keys, hint) -> None:
+    with pytest.raises(HyperParallelError, match="HP102") as error:
+        _adapted(_model("llama"), **keys)
+    assert error.value.hint == hint
+
+
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning", "ignore:.is_gradient:FutureWarning")
 @pytest.mark.parametrize("family", ["gpt2", "falcon", "falcon_h1"])
 def test_all_linear_adapts_every_class_of_linear_module(family) -> None:

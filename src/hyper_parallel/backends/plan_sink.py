@@ -2,8 +2,7 @@
 
 For each operator result, the planner decides: keep, recompute or offload to the host. The decisions are inserted into
 the program as operators. `TO_HOST` copies a value to host memory. `TO_DEVICE` copies the value back after another
-value has been computed. A framework without separate host memory executes both as identities, so its peak is only
-simulated.
+value has been computed. A back end that runs on the CPU may execute both as identities; its peak is then simulated.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ _PRODUCTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ValuePlan:
-    """Interval in which one value of a program occupies no device memory.
+    """Interval of the plan in which a value of the program occupies no device memory.
 
-    Its ends are positions in the plan's order of operators, without recomputed ones.
+    `first` and `last` are positions in the plan's order of operators; recomputed operators are not counted.
 
     Attributes:
         value: Number of the value in the program before planning, see `step_program`.
@@ -80,9 +79,10 @@ class ProgramMemory:
 
 
 def timed_operators(program: StepProgram) -> MemoryProgram:
-    """Return the storages and operators of a program, with the bytes of operators and the FLOPs of matrix products.
+    """Return the storages and operators of a program, with the inputs of a roofline model.
 
-    All operators may be recomputed except collectives. Collectives keep their order.
+    These are the bytes that each operator reads and writes, and the FLOPs of matrix products. Collectives must keep
+    their order and must not be recomputed.
     """
     memory, shapes = memory_program(program), program.shapes()
     operators = []
@@ -133,13 +133,14 @@ def plan_program(
     Args:
         program: The program before planning.
         machine: Copy bandwidths between device and host, and the capacity of host memory.
-        roofline: Rates from which the seconds of operators are computed.
+        roofline: Compute rate and memory bandwidth, which give the seconds of operators.
         budget_bytes: Limit of device memory, inputs included; the plan minimizes time.
         max_slowdown: Allowed extra time as a fraction (0.02 is 2 %); the plan minimizes device memory.
         recompute: Whether results may be recomputed.
         reorder: Whether operators may change their order.
 
     Raises:
+        BadValue: HP102 unless exactly one goal is set, or for a negative slowdown.
         BudgetImpossible: HP402 when no plan fits into the budget.
         TierFull: HP403 when a plan fits into the budget, but not into host memory.
     """
@@ -191,7 +192,6 @@ def _values(program: StepProgram, plan: MemoryPlan) -> tuple[ValuePlan, ...]:
 
 
 def _execution_plan(program: StepProgram, plan: MemoryPlan) -> ExecutionPlan:
-    """Convert a plan of the memory planner into the form that `planned` applies to a program."""
     numbers = storage_values(program)
     producers = {r: i for i, node in enumerate(program.nodes) for r in node.results}
     steps: list[int | Move] = []

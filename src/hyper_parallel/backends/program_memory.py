@@ -1,8 +1,8 @@
-"""Memory of step programs: application of memory plans, and bytes that are live at each operator.
+"""Application of memory plans to step programs, and the bytes that are live at each operator.
 
-A planned program computes the same values as the program before planning. To recompute an operator, it contains a
-second node with the same arguments, and later nodes read the results of the second node. `AFTER` operators delay the
-inputs of the second node, so that a compiler neither merges both nodes nor runs the second one early.
+A planned program computes the same values as the program before planning. A recomputed operator has a second node,
+whose results later nodes read. `AFTER` operators delay the inputs of the second node, so that a compiler neither merges
+both nodes nor runs the second one early.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ class ExecutionPlan:
     """Order of the nodes of a step program, and residency of their results.
 
     Attributes:
-        order: Node indices in execution order, and copies between them. Further occurrences of an index recompute the
-            results of the node.
-        residency: Residency of the results by node index; results of other nodes are kept.
+        order: Node indices and copies in execution order. An index that occurs again recomputes the node's results.
+        residency: Residency of results by index of their node; results of nodes without an entry are kept.
     """
 
     order: tuple[int | Move, ...]
@@ -65,11 +64,8 @@ class ExecutionPlan:
 def recompute_layers(program: StepProgram, layers: Sequence[str]) -> ExecutionPlan:
     """Return the plan that recomputes layers in backward from their inputs.
 
-    Results of a layer that other layers read in forward are kept, because they are the inputs of those layers.
-
-    Args:
-        program: Program of loss and gradients.
-        layers: Module paths of the layers.
+    Results of a layer that other layers read in forward are kept, because they are the inputs of those layers. `layers`
+    are module paths, and `program` computes loss and gradients.
     """
     before: dict[int, list[int]] = {}
     residency: dict[int, Residency] = {}
@@ -87,7 +83,8 @@ def recompute_layers(program: StepProgram, layers: Sequence[str]) -> ExecutionPl
 def _nodes_to_recompute(program: StepProgram, own: Sequence[int], last: int) -> tuple[int, list[int]]:
     """Return the index of the first backward node that reads dropped results, and the indices of nodes to recompute.
 
-    `own` are the indices of a layer's forward nodes; `last` is the index of the model's last forward node.
+    If no node reads them, return `last` and []. `own` are the indices of a layer's forward nodes; `last` is the index
+    of the model's last forward node.
     """
     producers = {r: i for i in own for r in program.nodes[i].results}
     inside, reads = set(own), [_reads(node) for node in program.nodes]
@@ -108,7 +105,7 @@ def _reads(node: Node) -> set[int]:
 
 
 def planned(program: StepProgram, plan: ExecutionPlan) -> StepProgram:
-    """Return the program in the order of a plan, with recomputation and copies inserted, and residencies set."""
+    """Return the program in the order of a plan, with recomputed nodes and copies inserted and `residency` set."""
     rewriter = _Rewriter(program, plan)
     for step in plan.order:
         if isinstance(step, Move):
@@ -121,8 +118,6 @@ def planned(program: StepProgram, plan: ExecutionPlan) -> StepProgram:
 
 @dataclass
 class _Rewriter:
-    """Rewriter that emits the nodes of a step program in the order of a plan."""
-
     program: StepProgram
     plan: ExecutionPlan
     nodes: list[Node] = field(default_factory=list)
@@ -236,7 +231,8 @@ def storage_values(program: StepProgram) -> list[int]:
 def memory_program(program: StepProgram) -> MemoryProgram:
     """Return the program as a `MemoryProgram`, with one storage per number in `storage_values`, in the same order.
 
-    Inputs and constants occupy memory from the start to the end. Host copies count 0 bytes. Operators have no times.
+    Inputs and constants occupy memory from the start to the end. Copies on the host count 0 bytes. Operators have
+    neither FLOPs nor times.
     """
     storages: list[Storage] = []
     roots: dict[int, int] = {}

@@ -32,7 +32,7 @@ class FusedKernel:
 
 
 class ProgramRunner(Protocol):
-    """Runner of step programs on one rank. Its values are tensors of the framework, which callers only pass on."""
+    """Runner of step programs on one rank. Values are tensors of the framework; callers treat them as opaque."""
 
     def compile(self, program: StepProgram, source: Path) -> CompiledProgram:
         """Compile a program; generated code is written to `source`, a path that ends in `.py`."""
@@ -60,9 +60,10 @@ class ProgramRunner(Protocol):
 
 
 def unsupported_operators(backend: str, program: StepProgram) -> dict[str, str]:
-    """Return the operators that a back end does not support, each with the path of the first module that uses it.
+    """Return the unsupported operators of a program, each with the path of the first module that calls it.
 
-    A partly supported operator is included if the program needs an unsupported case, such as a data type.
+    A partly supported operator is included if a call is an unsupported case, such as a data type. The path is empty for
+    calls outside of submodules.
     """
     is_supported = _module(backend, "operators").is_supported
     missing: dict[str, str] = {}
@@ -73,7 +74,7 @@ def unsupported_operators(backend: str, program: StepProgram) -> dict[str, str]:
 
 
 def missing_for_fusion(backend: str) -> dict[str, str]:
-    """Return the packages and programs that a back end lacks to fuse operators, with the commands to install them."""
+    """Return the missing packages and executables that operator fusion needs, each with the command to install it."""
     missing: dict[str, str] = _module(backend, "fusion").missing_for_fusion()
     return missing
 

@@ -8,7 +8,6 @@ process group: a mesh axis, or a list of ranks, see `group_name`.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -102,10 +101,6 @@ class StepProgram:
     nodes: tuple[Node, ...]
     outputs: Mapping[str, int]
 
-    def operators(self) -> Counter[str]:
-        """Return how often each operator occurs, by name with overload."""
-        return Counter(node.op for node in self.nodes)
-
     def shapes(self) -> dict[int, tuple[int, ...]]:
         """Return the shapes of all values by number."""
         shapes = {number: kind.shape for number, kind in self.inputs.values()}
@@ -115,7 +110,7 @@ class StepProgram:
         return shapes
 
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """Return the ranks of each process group that collectives name by its ranks instead of a mesh axis."""
+        """Return the ranks of each process group whose name is from `group_name`; mesh axes are left out."""
         names = {n.args[-1] for n in self.nodes if n.op.startswith(COLLECTIVES)}
         return {
             name: tuple(map(int, name.removeprefix(_RANKS).split("_")))

@@ -37,7 +37,7 @@ class ConfigView:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, key: str) -> Any:
-        """Return the value of the family's key for a standard key, else of that key, else the default, else None."""
+        """Return the value of the family's alias of `key`, else of `key`, else the default; None without a default."""
         for name in (self.aliases.get(key, key), key):
             if name in self.values:
                 return self.values[name]

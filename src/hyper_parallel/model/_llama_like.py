@@ -21,7 +21,7 @@ Params = tuple[ParamSpec, ...]
 
 
 _MOST_LAYERS: Final = 100_000
-"""Maximum number of layers of a config in memory. Layers are listed one by one, so a damaged config could take long."""
+"""Maximum number of layers, for configs that `check_config` has not checked. Layers are listed one by one."""
 
 
 def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:

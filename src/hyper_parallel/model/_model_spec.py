@@ -158,7 +158,7 @@ class Block:
         return sum(p.num_elements for p in self.params)
 
     def _active(self, size: int, param: ParamSpec) -> int:
-        """Return the number of a parameter's `size` elements that one token uses: all, or the share of its experts."""
+        """Return how many of a parameter's `size` elements one token uses: all, or those of the selected experts."""
         if not param.is_expert or self.mlp is None:
             return size
         return size * self.mlp.experts_per_token // self.mlp.num_experts
@@ -200,7 +200,7 @@ class KeptActivations:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Causal language model as described for planning.
+    """Description of a model for the planner, without weights.
 
     Attributes:
         name: Preset name, directory name or hub id, for display.

@@ -136,7 +136,7 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
     """Return the values of a config, with head and embedding untied if their bytes in safetensors files differ.
 
     Only tensors of equal shape and dtype are compared. A warning is logged if the config states the tie. Transformers
-    unties them in this case too.
+    also unties head and embedding in this case.
     """
     if values.get("tie_word_embeddings") is False:
         return values
@@ -163,16 +163,12 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
             for _, embedding_file, embedding in alike
         ):
             continue
-        if "tie_word_embeddings" in values:  # else the class default, which is untied for many
+        if "tie_word_embeddings" in values:  # without the key, the default applies: untied for many classes
             _warn_once(str(directory), head, alike[0][0])
-        text = {k: {**v, "tie_word_embeddings": False} for k, v in values.items() if _has_tie(v)}
-        return {**values, **text, "tie_word_embeddings": False}
+        parts = {k: v for k, v in values.items() if isinstance(v, Mapping) and "tie_word_embeddings" in v}
+        untied = {k: {**v, "tie_word_embeddings": False} for k, v in parts.items()}
+        return {**values, **untied, "tie_word_embeddings": False}
     return values
-
-
-def _has_tie(part: Any) -> bool:
-    """Return whether a config value is the config of a submodel with the key `tie_word_embeddings`."""
-    return isinstance(part, Mapping) and "tie_word_embeddings" in part
 
 
 @lru_cache

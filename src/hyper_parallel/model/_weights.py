@@ -148,7 +148,6 @@ def _stored_as(name: str, param: ParamSpec, experts: Experts | None) -> Iterator
 
 
 def _main_dtype(tensors: list[TensorInfo]) -> str | None:
-    """Return the name of the dtype of most elements; None without tensors, or if `FLOAT_DTYPES` does not have it."""
     elements: Counter[str] = Counter()
     for tensor in tensors:
         elements[tensor.dtype] += math.prod(tensor.shape)

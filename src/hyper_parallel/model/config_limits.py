@@ -19,7 +19,7 @@ CONFIG_LIMITS: Final = Limits(num_bytes=8 * 1024**2, num_elements=300_000, depth
 
 
 class _Count(NamedTuple):
-    """Bound on one kind of number: config keys, largest allowed magnitude, largest published value with its model."""
+    """Bound `most` on the magnitude of numbers whose config key matches `keys`; `published` is the largest in use."""
 
     label: str
     keys: re.Pattern[str]

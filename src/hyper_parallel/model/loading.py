@@ -348,7 +348,6 @@ def _dtype(config: ConfigView) -> tuple[str, tuple[str, ...]]:
 
 
 def _unknown_hint(text: str) -> str:
-    """Return the hint for a text that names no model: a similar path or preset, or a command."""
     near = nearest_path(text)
     # os.path, because pathlib raises for a text that is too long for a path.
     if "/" not in text and not (near and os.path.isfile(f"{near}/config.json")):  # noqa: PTH113

@@ -195,6 +195,7 @@ def _rows(p: ParamSpec, merged: float) -> float:
     """Return the number of input rows per encoder position that the backward of a matrix outside the layers needs.
 
     A projector matrix counts two rows per projector position: its own input, and the input of the preceding norm.
+    Vectors and position embeddings count 0.
     """
     if not p.is_matrix or re.search(r"pos\w*embed|embed\w*pos|wpe", p.name):
         return 0.0
@@ -221,7 +222,6 @@ def _positions(kind: str, config: Mapping[str, Any], image_size: int | None) -> 
 
 
 def _side(value: Any) -> int:
-    """Return an integer, or the first of a pair, as the side of an image or patch; 0 for other values."""
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
         value = value[0]
     return value if isinstance(value, int) and value > 0 else 0

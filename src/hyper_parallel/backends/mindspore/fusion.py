@@ -1,9 +1,9 @@
 """Graph-kernel fusion: chains of operators of a program become one generated kernel each. Imports no MindSpore.
 
-MindSpore hands each chain to its compiler AKG, which writes three files per kernel into the folder `akg_kernel_meta` of
-`MS_COMPILER_CACHE_PATH`: the chain (`.info`), the description of the kernel (`.json`) and the kernel (`.so`).
-Processes with the same working directory share this work, so they must share the folder. Every other job must have
-another folder.
+MindSpore passes each chain to its compiler AKG, which writes three files per kernel into the folder `akg_kernel_meta`
+of `MS_COMPILER_CACHE_PATH`: the chain (`.info`), the description of the kernel (`.json`) and the kernel (`.so`).
+AKG divides this work among processes with the same working directory, so the ranks of a job must share the folder.
+Different jobs need different folders.
 """
 
 from __future__ import annotations
@@ -53,21 +53,18 @@ untested."""
 
 
 FORMS: Final = {"aten.div.Scalar": "real_div", "aten.div.Tensor": "real_div"}
-"""Dict from operator to the function of `kernels` used with fusion.
-
-AKG can fuse these functions, but not the functions that `OPERATORS` has for the same operators.
-"""
+"""Functions of `kernels` by operator that AKG can fuse; with fusion, they replace those in `OPERATORS`."""
 
 ELEMENTWISE: Final = tuple(
     f"aten.{name}.{overload}" for name in ("add", "sub", "mul", "div") for overload in ("Tensor", "Scalar")
 )
-"""Operators that broadcast their arguments by themselves."""
+"""Operators that broadcast their arguments, so that they need no `expand` before them."""
 
 
 def without_broadcasts(program: StepProgram) -> StepProgram:
-    """Return the program without `expand` operators whose consumers broadcast by themselves.
+    """Return the program without `expand` operators whose consumers broadcast their arguments.
 
-    AKG does not fuse a broadcast, so its result would be written to memory and read again. Values do not change.
+    AKG does not fuse an `expand`, so its result would be written to memory and read again. Outputs do not change.
     """
     narrow = _narrow_values(program)
     shapes = program.shapes()
@@ -90,7 +87,7 @@ def without_broadcasts(program: StepProgram) -> StepProgram:
 
 
 def _narrow_values(program: StepProgram) -> set[int]:
-    """Return the values that can stay unexpanded: results of `expand` and of elementwise operators on such results."""
+    """Return the values that need no broadcast: results of `expand`, and of elementwise operators on these results."""
     shapes, readers = program.shapes(), defaultdict[int, list[Node]](list)
     derived = set()  # values that are constant along an expanded dimension
     for node in program.nodes:
@@ -118,7 +115,7 @@ def _narrow_values(program: StepProgram) -> set[int]:
 
 
 def missing_for_fusion() -> dict[str, str]:
-    """Return packages and programs that fusion lacks, as a dict from name to the command that installs it."""
+    """Return the missing packages and executables that fusion needs, each with the command to install it."""
     packages = {name: fix for name, fix in _PACKAGES.items() if find_spec(name) is None}
     return packages | {name: fix for name, fix in _PROGRAMS.items() if shutil.which(name) is None}
 
@@ -141,8 +138,8 @@ class KernelFolder:
     def building(self, log: Path) -> Iterator[None]:
         """Return a context in which AKG builds kernels into the folder.
 
-        The context changes the working directory, through which AKG's processes share work and locks. All standard
-        output of this process and its children is appended to `log`, because AKG writes a line per kernel there. AKG's
+        The context changes the working directory, because AKG's processes share work and locks through it. Standard
+        output of this process and its children is appended to `log`, because AKG prints a line per kernel. AKG's
         workers keep the standard output of the first call, so all calls of a run must pass the same `log`.
         """
         with log.open("ab") as file, chdir(self._folder), _standard_output_to(file.fileno()):
@@ -181,6 +178,5 @@ def _flush_output() -> None:
 
 
 def _read(path: Path) -> FusedKernel:
-    """Return the kernel of a chain that MindSpore wrote."""
     chain = json.loads(path.read_text(encoding="utf-8"))
     return FusedKernel(path.stem, tuple(op["name"] for op in chain["op_desc"]))

@@ -187,12 +187,7 @@ def solve_triangular(a, b, upper=False, left=True, unitriangular=False):
 
 
 def sum_over(x, dims=None, keepdim=False, dtype=None):
-    return ops.ReduceSum(keep_dims=keepdim)(_summands(x, dtype), _axes(x, dims))
-
-
-def _summands(x, dtype):
-    value = to_copy(x, dtype)
-    return ops.cast(value, ms.int64) if value.dtype == ms.bool_ else value
+    return ops.ReduceSum(keep_dims=keepdim)(to_copy(x, dtype), _axes(x, dims))
 
 
 def _axes(x, dims):
@@ -251,7 +246,7 @@ def product_over(x, dim, keepdim=False, dtype=None):
 
 
 def cumsum(x, dim, dtype=None):
-    return ops.CumSum()(_summands(x, dtype), dim)
+    return ops.CumSum()(to_copy(x, dtype), dim)
 
 
 def softmax(x, dim, half_to_float=False):

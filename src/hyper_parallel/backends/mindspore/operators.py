@@ -123,11 +123,11 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
     "aten.sort.stable": ("one dimension of integers, ascending", _sorts_integers),
     "aten.topk.default": _FLOATS,
 }
-"""Dict from operator to (description, predicate) of the supported calls, apart from the limit to real numbers."""
+"""Dict from operator to (description, predicate) of the supported calls. Complex results are refused for all."""
 
 
 def is_supported(node: Node) -> bool:
-    """Return whether MindSpore executes a call; calls with complex results are not supported."""
+    """Return whether the MindSpore back end executes a call of an operator; complex results are not supported."""
     if node.op in OWN:
         return True
     if node.op not in OPERATORS or any(kind.dtype.startswith("complex") for kind in node.types):

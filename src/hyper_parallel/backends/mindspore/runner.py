@@ -37,8 +37,7 @@ class MindSporeRunner:
 
     Args:
         groups: Dict from name to group of ranks, in the form described in `kernels`.
-        scheduler: MindSpore's scheduler process, with which the ranks have registered; None on ranks that have not
-            started it.
+        scheduler: MindSpore's scheduler process if this rank has started it, else None.
         kernels: Folder of generated kernels; None: no fusion.
     """
 
@@ -111,9 +110,10 @@ def join(
     *,
     fuse: bool = False,
 ) -> MindSporeRunner:
-    """Return the runner of this rank; see `join_ranks`.
+    """Return the runner of this rank; see `program_runner.join_ranks`.
 
-    MindSpore reads the addresses of a job from environment variables, which are set as by its launcher `msrun`.
+    With several ranks, the function sets the environment variables from which MindSpore reads ranks and addresses, like
+    the launcher `msrun`, and rank 0 starts MindSpore's scheduler process.
     """
     process = None
     if ranks > 1:
@@ -148,7 +148,7 @@ def _kernel_folder(rank: int, ranks: int, agree: Callable[[str | None], str]) ->
 
 
 def _build_in(folder: KernelFolder, log: Path, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled function whose first call, which compiles, builds kernels into a folder and writes `log`."""
+    """Wrap a function so that its first call, which compiles it, builds kernels into a folder and appends to `log`."""
     calls = count()
 
     def call(*args: Any) -> Any:

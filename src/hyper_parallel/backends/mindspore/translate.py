@@ -58,21 +58,24 @@ def _call(node: Node, forms: Mapping[str, str], previous: str) -> str:
     if node.op.startswith(COLLECTIVES):
         args[-1] = f"g_{node.args[-1]}"
         args[0] = f"k.after({args[0]}, {previous})" if previous else args[0]
+    if node.op in _PROMOTED and "float" not in node.types[0].dtype:
+        kwargs["dtype"] = node.types[0].dtype
     if node.op in _SCALED and "alpha" in kwargs:
         args[1] = f"k.mul({args[1]}, {kwargs.pop('alpha')!r})"
-    words = [*args, *(f"{k}={_keyword(k, v)}" for k, v in kwargs.items())]
+    words = [*args, *(f"{k}=t_{v}" if k == "dtype" else f"{k}={_text(v)}" for k, v in kwargs.items())]
     results = ", ".join(f"v{i}" for i in node.results)
     if node.op == "aten.split_with_sizes.default":  # the result is a tuple, even for one part
         results += ","
     return f"{results} = k.{forms[node.op]}({', '.join(words)})"
 
 
+_PROMOTED = (
+    "aten.cumsum.default", "aten.full.default", "aten.prod.dim_int", "aten.scalar_tensor.default",
+    "aten.sum.default", "aten.sum.dim_IntList",
+)  # fmt: skip
+"""Operators whose result may be int64 or bool by default, where MindSpore keeps int32 or uses float32."""
 _SCALED = ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar")
 _IGNORED = ("device", "layout", "memory_format", "pin_memory", "non_blocking")
-
-
-def _keyword(key: str, value: Any) -> str:
-    return f"t_{value}" if key == "dtype" else _text(value)
 
 
 def _text(value: Any) -> str:

@@ -43,7 +43,6 @@ from hyper_parallel.backends.torch.kept_activations import (
 )
 from hyper_parallel.backends.torch.model_layouts import read_model, resolve_layouts
 from hyper_parallel.backends.torch.parallel_handle import (
-    Handle,
     Ranks,
     attach,
     handle,
@@ -57,7 +56,6 @@ from hyper_parallel.backends.torch.weights.shard_ranges import local
 __all__ = [
     "FLAT",
     "FusedAttention",
-    "Handle",
     "Ranks",
     "Routing",
     "RoutingStatistics",

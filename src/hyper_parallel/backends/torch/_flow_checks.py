@@ -37,8 +37,8 @@ class ForwardTrials:
 def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None) -> ForwardTrials:
     """Run the trial forward passes that the axes of a plan need, in one process, and return their results.
 
-    Raise HP205 if the forward does not support an axis. `shard_plan` is the result of `resolve_layouts`; None: it is
-    called here if tensor parallelism needs the layouts.
+    Raise HP205 if the forward does not support an axis; `trace_stages` and `resolve_layouts` raise further errors.
+    `shard_plan` is the result of `resolve_layouts`; None: computed here if tensor parallelism needs it.
     """
     strategy = plan.strategy
     with completed_changes(strategy):

@@ -77,8 +77,8 @@ def replace_forwards(
     """Replace the forwards of a model's modules as its plan requires.
 
     Returns:
-        State of tensor parallelism, state of context parallelism and executor of half-batches, each None if the plan
-        does not use it; then the layers of this rank.
+        State of tensor parallelism, state of context parallelism, executor of half-batches, and the decoder layers of
+        this rank. The first three are None if the plan does not use them.
     """
     strategy, view = plan.strategy, view_of(model)
     compute = getattr(torch, plan.workload.compute_dtype)

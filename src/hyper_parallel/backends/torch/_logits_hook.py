@@ -5,8 +5,8 @@ parallelism). The hook computes three kinds of values for a user's objective:
 
     logprobs   [B, S]  log-probability of every target, for full sequences, equal on all tp and cp ranks; backward
                        counts each gradient once, although these ranks have equal values
-    logits     [N, V]  logits of the N tokens that this rank owns. Different cp ranks own different tokens. So do tp
-                       ranks, unless each of them computes the full logits
+    logits     [N, V]  logits of the N tokens that this rank owns. cp ranks own different tokens. tp ranks own
+                       different tokens too, unless each of them computes the full logits
     scores     [B, S]  scores of a reward model, which has one logit per token, in place of log-probabilities
 """
 
@@ -68,7 +68,7 @@ class LogitsHook:
     def intercept(self, transform: LogitsTransform) -> Iterator[None]:
         """Make forward passes in this context return `transform(logits, shift_labels)` as their loss.
 
-        The arguments of such a pass must contain `shift_labels`.
+        The forward must be called with `shift_labels`.
         """
         self.transform, self.called = transform, False
         try:
@@ -124,7 +124,7 @@ class LogitsHook:
 def replace_loss(
     model: nn.Module, tp: TpState | None, context: ContextState | None, balance: BalanceLoss | None
 ) -> LogitsHook | None:
-    """Replace and return the loss function of a causal language model or a reward model; return None for others."""
+    """Replace the loss function of a causal language model or reward model; return the new one, None for others."""
     is_causal = has_causal_loss(model)
     if not is_causal and not scores_tokens(model):
         return None

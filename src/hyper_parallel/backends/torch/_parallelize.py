@@ -57,7 +57,7 @@ def apply_plan(
         routing: Options of expert routing; None: the model's own routing.
         average: See `hyper_parallel.parallelize`.
         one_order: See `hyper_parallel.parallelize`.
-        sync_replicas: False: no gradients are all-reduced over dp_replicate; the caller sums them.
+        sync_replicas: Whether to all-reduce gradients over dp_replicate; if False, the caller must sum them.
 
     Returns:
         `model` itself, with this rank's shards of the parameters of its pipeline stages, under unchanged names.
@@ -162,7 +162,7 @@ def audit(model: nn.Module) -> None:
 def _with_flat_fsdp_axis(mesh: Mesh, rank: int) -> tuple[Mesh, dict[str, int]]:
     """Return the mesh with dp_shard and cp merged into FSDP's axis, and the coordinate of `rank` on this mesh.
 
-    For uneven sizes, one split into dp_shard * cp slices differs from a split by dp_shard and then by cp.
+    FSDP splits once into dp_shard * cp slices. For uneven sizes, a split by dp_shard and then by cp would differ.
     """
     coordinate, cp = mesh.coordinate(rank), mesh.degree("cp")
     names = [name for name in mesh.names if name not in ("dp_shard", "cp")]

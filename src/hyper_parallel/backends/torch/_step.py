@@ -1,12 +1,12 @@
-"""Forward and backward of one optimizer step, by the same call on every layout, optionally with a custom objective.
+"""Forward and backward of one optimizer step, with the same interface on every layout.
 
 A step is a list of microbatches. Without pipeline stages, each microbatch runs forward and backward in turn; with
 stages, the plan's schedule decides the order. The built-in loss of a step is the sum of the cross entropy over target
 tokens, divided once by their number `num_tokens`. The losses that ranks return with `num_tokens` add up to this loss.
 
-An objective is a function of a model result and a microbatch, `objective(first, batch) -> scalar`, in place of the
-cross entropy. Ranks that share a microbatch compute the same value, and backward counts its gradient once. With
-`over="logits"`, each rank instead computes the objective of its own tokens, and the values are summed.
+An objective, `objective(first, batch) -> scalar`, replaces the cross entropy; `first` is a result of the model, and
+`batch` the microbatch. Ranks that share a microbatch compute the same value, and backward counts its gradient once.
+With `over="logits"`, each rank instead computes the objective of its own tokens, and the values are summed.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def _objective_loss(
     else:
         raise BadValue(
             "unknown value of `over`, which selects the first argument of an objective",
+            where="over",
             got=over,
             allowed=OVER,
             hint='over="logprobs"',
@@ -239,7 +240,6 @@ def _no_loss(
     got: str | None = None,
     allowed: str | None = None,
 ) -> NoLoss:
-    """Return an HP514 error; without pipeline stages, its hint proposes an objective of the model's output."""
     hint = 'forward_backward(model, microbatches, objective=..., over="output")'
     return NoLoss(
         what,
@@ -316,7 +316,9 @@ def forward_backward(
     over: Over | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Compute the gradients of one step; call `clip_grad_norm_` and the optimizer afterwards.
+    """Compute the gradients of one step and add them to `grad` of the parameters.
+
+    Call `clip_grad_norm_` and the optimizer afterwards.
 
     Args:
         model: A model that passed through `parallelize` or `parallelize_submodels`.
@@ -340,8 +342,8 @@ def forward_backward(
         scale: Factor of the gradients; the returned loss is not scaled.
 
     Returns:
-        The loss of the step, with the load-balancing loss of experts: a float64 scalar, equal on all ranks. With
-        `num_tokens`, only this rank's part of the loss: no collective sums the parts of all ranks.
+        The loss of the step, with the load-balancing loss of experts: a float64 scalar without gradient, equal on all
+        ranks. With `num_tokens`, only this rank's part of the loss: no collective sums the parts of all ranks.
 
     Raises:
         NoLoss: HP514 when the model or the microbatches have no loss.
@@ -361,7 +363,10 @@ def forward_loss(
     objective: Objective | None = None,
     over: Over | None = None,
 ) -> Tensor:
-    """Return the loss without the load-balancing loss, and compute no gradients; arguments as in `forward_backward`."""
+    """Return the loss of a step without the load-balancing loss, and compute no gradients.
+
+    Arguments, result and errors are those of `forward_backward`.
+    """
     return _run(model, microbatches, num_tokens, _no_span, objective, over, train=False)
 
 
@@ -436,6 +441,7 @@ def _run_losses(
     elif local_only:
         raise BadValue(
             "`num_tokens` applies to the built-in cross entropy only; an objective divides by its own total",
+            where="num_tokens",
             got=f"num_tokens={num_tokens}",
             hint="num_tokens=None",
         )
@@ -518,7 +524,6 @@ def _count(model: nn.Module, attached: Handle, microbatches: Sequence[Microbatch
 
 
 def _is_first(attached: Handle, *axes: str) -> bool:
-    """Return whether the coordinates of this rank on these mesh axes are 0."""
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
     return not any(coordinate[axis] for axis in axes)
 
@@ -550,9 +555,9 @@ def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
         count: Number of microbatches of each data-parallel rank in the step.
 
     Returns:
-        (data-parallel rank, index) of each microbatch. A rank with the language model lists its own microbatches first.
-        The microbatches for which the rank's encoders compute features follow. For an entry None, pass None in place of
-        a microbatch, so that all ranks of an encoder run the same number of passes.
+        (data-parallel rank, index) of each microbatch. A rank with the language model lists its own microbatches first,
+        then those for which its encoders compute features. An entry None stands for no microbatch: pass None at its
+        position, so that all ranks of an encoder run the same number of passes.
     """
     submodels = handle(model).submodels
     if submodels is not None:
@@ -611,7 +616,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
 
 
 def _square_sum(model: nn.Module, local_gradients: list[Tensor]) -> Tensor:
-    """Return the sum of squares of all gradients over ranks; append this rank's shards of them to `local_gradients`."""
+    """Return the sum of squares of a model's unsharded gradients; append this rank's shards to `local_gradients`."""
     attached = handle(model)
     by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     wide = torch.float32  # dtype of the sum: equal on all ranks, also on a rank without gradients

@@ -34,18 +34,13 @@ _MOST_NAMES: Final = 2000
 """Maximum names that a key of `rank_pattern` or `alpha_pattern` may match: peft compares each module with each name."""
 
 
-_PATTERN_HINTS: Final = {
-    "lora.target_modules": "lora.target_modules=all-linear",
-}
-"""Hint for an invalid or slow pattern, by its key in a recipe."""
-
-
 def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
     """Return the names that match a Python regular expression in full; raise HP102 if it is invalid, too long or slow.
 
     `where` is the recipe key or file that contains the pattern.
     """
-    shown = f"{pattern:.120}"
+    shown, in_recipe = f"{pattern:.120}", where == "lora.target_modules"
+    hint = "lora.target_modules=all-linear" if in_recipe else "replace the pattern by module names"
     try:
         if len(pattern) > _LONGEST:
             raise ValueError(f"{len(pattern):,} characters, more than {_LONGEST:,}")
@@ -53,10 +48,10 @@ def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
         compiled = regex.compile(pattern)
     except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
         raise BadValue(
-            f"the pattern is not a valid regular expression: {error!s:.200}",
+            f"the pattern is too long, or not a valid regular expression: {error!s:.200}",
             where=where,
             got=shown,
-            hint=_PATTERN_HINTS.get(where, "replace the pattern by module names"),
+            hint=hint,
         ) from None
     end_s, matching = time.perf_counter() + _MOST_S, set()
     for name in names:
@@ -70,7 +65,7 @@ def _matching(pattern: str, names: Iterable[str], where: str) -> set[str]:
                 where=where,
                 got=shown,
                 allowed="name suffixes, or an expression without nested repetitions",
-                hint=_PATTERN_HINTS.get(where, "replace the pattern by module names"),
+                hint=hint,
             ) from None
     return matching
 
@@ -93,10 +88,10 @@ def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
 
 
 def chosen_names(config: Any, names: Iterable[str], where: str) -> set[str]:
-    """Return the names, among those of all modules, that a `peft.LoraConfig` selects by peft's rules.
+    """Return the names that a `peft.LoraConfig` selects by peft's rules; `names` are those of all modules.
 
-    Its `target_modules` must be names or a regular expression. Raise HP102 for an invalid or slow pattern, and for a
-    `layers_pattern` that is not a name.
+    `target_modules` of the config must be names or a regular expression. Raise HP102 for an invalid or slow pattern,
+    and for a `layers_pattern` that is not a name.
     """
     targets, excluded = config.target_modules, config.exclude_modules or ()
     if isinstance(targets, str):
@@ -276,7 +271,7 @@ def check_names(model: nn.Module, config: Any, adaptable: Mapping[str, nn.Module
 def _suitable(
     listed: Iterable[str], nearest: Iterable[str], modules: Mapping[str, nn.Module], adaptable: Mapping[str, nn.Module]
 ) -> list[str]:
-    """Return those of the names that select only `adaptable` modules; `all-linear` without such names."""
+    """Return the names that select only `adaptable` modules; ["all-linear"] if there are none."""
     selected = {name: _with_ends([name], modules) for name in (*listed, *nearest)}
     return [name for name, modules in selected.items() if modules and modules <= adaptable.keys()] or ["all-linear"]
 
@@ -287,10 +282,10 @@ def last_names(names: Iterable[str]) -> list[str]:
 
 
 def target_hint(names: list[str], where: str, adaptable: Mapping[str, nn.Module] | None = None) -> str | None:
-    """Return how to select modules by `names`: a recipe override, or the key to set in the adapter file `where`.
+    """Return a hint that selects modules by `names`: a recipe override, or the key to set in the adapter file `where`.
 
-    `where` may also be LlamaFactory's key `lora_target`. Without names or adaptable modules the hint is `lora=null`,
-    or None if `where` is no recipe key.
+    `where` may also be LlamaFactory's key `lora_target`. If `names` or `adaptable` is empty, the hint is `lora=null`
+    for a recipe key, else None.
     """
     is_recipe = where.startswith("lora.")
     if not names or (adaptable is not None and not adaptable):
@@ -310,12 +305,11 @@ def _has_fused_experts(model: nn.Module) -> bool:
 
 
 def _shown(names: Iterable[str]) -> str:
-    """Return the first names, joined and truncated for a message."""
     return ", ".join(f"{name:.120}" for name in [*names][:_SHOWN])
 
 
 def _nearest(listed: Iterable[str], missing: Iterable[str], names: list[str]) -> list[str]:
-    """Return the listed names that exist in `names`, and the closest of `names` for the first missing ones."""
+    """Return the listed names that are in `names`, and the closest match in `names` for each of the first missing."""
     suggestions = [name for name in listed if name in names]
     for name in missing[:_SHOWN]:
         suggestions += difflib.get_close_matches(name[:120], names, n=1)

@@ -1,7 +1,8 @@
-"""Collectives on local tensors over one process group, each with a `Purpose` by which it is counted and timed.
+"""Collectives on local tensors over one process group, each counted and timed under a `Purpose`.
 
-A differentiable collective is a pair of functions: one for the forward, one for the gradient. No function dispatches a
-DTensor operator, because in eager mode the dispatch costs more than the small operators themselves.
+A differentiable collective is a pair of functions: one for the forward, one for the gradient. `launch_` functions with
+`async_op=False` block until the collective is complete, as in torch. No function dispatches a DTensor operator, because
+in eager mode the dispatch costs more than the small operators themselves.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _current: ContextVar[tuple[Purpose | None, bool]] = ContextVar("purpose", defaul
 
 
 def current_purpose() -> Purpose | None:
-    """Return the purpose of the collective that is being issued; None if other code, such as FSDP, issues it."""
+    """Return the purpose of the collective that is being issued; None outside of this module, such as in FSDP."""
     return _current.get()[0]
 
 
 def is_coalesced() -> bool:
-    """Return whether the message being issued is one of several that are all issued before the first wait."""
+    """Return whether the message being issued belongs to a batch of messages that are issued before the first wait."""
     return _current.get()[1]
 
 
 @contextmanager
 def flights_to(listener: Callable[[Flight], None]) -> Iterator[None]:
-    """Pass the times of each collective of this module to `listener`, after the wait for the collective.
+    """Pass a `Flight` with the times of each collective of this module to `listener`, after the wait for it.
 
-    This covers collectives that the current thread issues inside the context, except in compiled code. Times are those
-    of the host: on an accelerator, a wait may return before the collective is complete.
+    This covers collectives that the current thread issues inside the context, except in compiled code. Times are
+    measured on the host: on an accelerator, a wait may return before the collective is complete.
     """
     token = _listener.set(listener)
     try:
@@ -60,7 +61,6 @@ class _Flight:
         self.end_s: float | None = None
 
     def watch(self, work: dist.Work | None) -> None:
-        """Record the time at which an asynchronous collective completes."""
         if work is not None:
             # gloo does not report the completion of reduce-scatters: they count as in flight until the wait ends.
             with suppress(RuntimeError):
@@ -83,8 +83,8 @@ def _new_flight() -> _Flight | None:
 
 @contextmanager
 def purpose(name: Purpose, coalesced: bool = False) -> Iterator[None]:
-    """Set the purpose of the collectives issued in this context, unless the code is compiled; see `is_coalesced`."""
-    if torch.compiler.is_compiling():  # recorders see eager code only
+    """Set the results of `current_purpose` and `is_coalesced` in this context; no effect in compiled code."""
+    if torch.compiler.is_compiling():  # purposes are read in eager code only
         yield
         return
     token = _current.set((name, coalesced))
@@ -169,7 +169,7 @@ def launch_gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose, *, as
 def launch_reduce_into(
     out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
 ) -> Callable[[], Tensor]:
-    """Issue a reduce-scatter of `rows` into `out`; return a function that waits for it and returns `out`."""
+    """Issue a reduce-scatter (sum) of `rows` into `out`; return a function that waits for it and returns `out`."""
     issue = partial(_reduce_scatter, out, rows, group=group, async_op=async_op)
     return _launch("reduce_scatter", issue, out, rows, group, name)
 
@@ -233,10 +233,10 @@ def gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
 def send_receive(
     sent: Tensor, to: int, source: int, group: dist.ProcessGroup, name: Purpose
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Send a contiguous tensor to rank `to` of the group and receive a tensor of the same shape from rank `source`.
+    """Issue a send of a contiguous tensor to group rank `to`, and a receive of the same shape from group rank `source`.
 
     Returns:
-        The received tensor, and a function that waits until both transfers are complete.
+        The receive buffer, and a function that waits until both transfers are complete.
     """
     received = torch.empty_like(sent)
     pair = [

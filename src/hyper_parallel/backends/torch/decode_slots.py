@@ -104,7 +104,7 @@ class Passes:
         raise NotImplementedError
 
     def move_sequence(self, source: int, target: int) -> None:
-        """Move the sequence of one slot to another slot."""
+        """Move the sequence of slot `source` to the free slot `target`."""
 
     def run_idle(self) -> None:
         """Run a pass on a placeholder token, so that the collectives of ranks with work complete."""
@@ -149,9 +149,9 @@ class Passes:
 
 
 class SlotPasses(Passes):
-    """Executor of passes with a KV cache, for a model for which `slot_cache_refusal` returns None.
+    """Executor of passes with a KV cache; the model must be one for which `slot_cache_refusal` returns None.
 
-    `length` is the maximum number of tokens per sequence that the model reads: the last generated one is not read.
+    `length` is the maximum number of tokens per sequence that the model reads. It never reads the last generated token.
     """
 
     def __init__(self, model: Any, slots: int, length: int) -> None:
@@ -326,7 +326,7 @@ class SlotSteps:
 class FixedPasses(Passes):
     """Executor of passes in fixed shapes: each pass runs the prompt step or the decode step of `SlotSteps`.
 
-    The model is one for which `why_no_own_cache` returns None.
+    The model must be one for which `why_no_own_cache` returns None.
     """
 
     def __init__(self, model: Any, fixed: SlotSteps) -> None:
@@ -335,7 +335,7 @@ class FixedPasses(Passes):
         self.cache = fixed.new_cache(model)
 
     def read_tokens(self, rows: Ints, tokens: Sequence[Ints], starts: Ints) -> Tensor:
-        """Run a prompt step in the first pass and for several tokens per slot, else a decode step; see `Passes`."""
+        """Run a prompt step in the first pass or if a slot has several tokens, else a decode step; see `Passes`."""
         prompt = not self._has_run or max(map(len, tokens)) > 1
         self._has_run = True
         slots = [self._slots[row] for row in rows]

@@ -59,7 +59,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def has_dropout(model: nn.Module, *, adapters: bool = True) -> bool:
-    """Return whether a model samples in training mode or has dropout; `adapters`: include LoRA adapters."""
+    """Return whether a model samples in training mode or has dropout, in LoRA adapters too if `adapters`."""
     for _, part in _configs(getattr(model, "config", None)):
         rates = (k for k, v in vars(part).items() if _without_rate(k, v) is not v)
         if not all(map(_TASK_HEAD.match, rates)):
@@ -94,7 +94,7 @@ def _configs(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def _without_rate(name: str, value: Any) -> Any:
-    """Return 0 in place of a rate, or zeros in place of several; return `value` itself if it has no rate above 0."""
+    """Return `value` with its rate, or its list of rates, set to 0; return `value` itself if it has no rate above 0."""
     if not _RATE.search(name):
         return value
     if isinstance(value, float) and 0 < value <= 1:

@@ -21,7 +21,7 @@ _LOW: Final = 0xFFFFFFFF
 _SPREAD: Final = 0x9E3779B1
 """2^32 over the golden ratio, odd: its multiples visit every 32-bit number."""
 _BLOCK_ELEMENTS: Final = 1 << 22
-"""Elements computed at a time, to bound temporaries."""
+"""Number of elements computed at a time, to bound temporary memory."""
 
 
 def hash32(x: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ class EmbeddingNoise:
             if out.shape[:-1] != flat_index.shape:
                 raise UnsupportedSharding(
                     "embedding noise (NEFTune) needs one embedding per token, in token order",
-                    where=type(model).__name__,
-                    got=f"embeddings of shape {tuple(out.shape)} for tokens {tuple(flat_index.shape)}",
+                    where="training.neftune_noise_alpha",
+                    got=f"{type(model).__name__}: embeddings {tuple(out.shape)} for tokens {tuple(flat_index.shape)}",
                     hint="training.neftune_noise_alpha=null",
                 )
             return out + noise.compute(ids, flat_index, out)

@@ -1,7 +1,7 @@
-"""Dispatch mode that runs a forward pass on meta tensors and records from which origins every tensor was computed.
+"""Dispatch mode that runs a forward pass on meta tensors and records the origins of every tensor.
 
-Origins are inputs such as token ids, and parameters or activations that the caller marks. An integer per storage, its
-marks, has one bit per origin. The result of an operator has the marks of all inputs whose values the operator reads.
+Origins are inputs such as token ids, and parameters or activations that the caller marks. Each storage has an integer,
+its marks, with one bit per origin. The result of an operator has the marks of all inputs whose values it reads.
 
 Tensors that depend on a parameter are meta tensors. All other tensors (ids, positions, masks) have values, so that code
 that reads their values works. The sequence length is a prime number, assumed to divide no dim of the model. A dim that
@@ -46,7 +46,7 @@ class FlowTracer(TorchDispatchMode):
     """Dispatch mode that propagates marks from the inputs to the results of operators; see the module docstring.
 
     Args:
-        draw: Number that `torch.rand` returns; with 0, code that skips layers at random skips every layer.
+        draw: Number that `torch.rand` returns, such as 0: code that skips layers at random then skips all of them.
 
     Attributes:
         num_operators: Number of operators that have run.
@@ -227,7 +227,6 @@ def _num_token_dims(tensor: Tensor) -> int:
 
 
 def _along_tokens(packet: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operator of `ALONG_DIM_OPS` acts along a token dimension."""
     if packet not in ALONG_DIM_OPS or not args[0].dim():
         return False
     if packet in (_aten.tril, _aten.triu):

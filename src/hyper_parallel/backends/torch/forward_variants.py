@@ -72,9 +72,9 @@ def keep_float64(model: nn.Module) -> None:
 
 
 def ungrouped_experts(model: nn.Module, dtype: torch.dtype) -> str | None:
-    """Return the reason why matrix products grouped in `dtype` cannot compute the experts of a model.
+    """Return the reason why grouped matrix products in `dtype` cannot compute the experts of a model.
 
-    The result is None if they can, or if the model has no layer with all experts in one parameter [E, ...].
+    The result is None if they can, or if no layer of the model has all its experts in one parameter [E, ...].
     """
     experts = (p for n, p in model.named_parameters() if ".experts." in n and p.dim() == 3)
     sizes = {size for p in experts for size in p.shape[1:]}

@@ -63,7 +63,7 @@ class HalvedTensor(StandIn):
         return self._second() if index else self._first
 
     def whole(self) -> Tensor:
-        """Complete both half-batches and return the joined output; repeated calls return the same tensor."""
+        """Complete both half-batches; return the joined output, cached, or raise RuntimeError after a failed pass."""
         if self._whole is None:
             self._finish()
             if (second := self._second()) is None:
@@ -140,7 +140,7 @@ class HalfBatch:
     ) -> None:
         """Wrap the forwards of decoder layers, so that they run on half-batches.
 
-        `recomputed` has the layers that backward recomputes, with functions that create their `RecomputedHalves`.
+        `recomputed` maps each layer that backward recomputes to a function that creates its `RecomputedHalves`.
         """
         self._layers += layers
         self._recomputed.update(recomputed)
@@ -148,7 +148,10 @@ class HalfBatch:
             wrap(layer, partial(self._forward, layer, following))
 
     def replace_unit_hooks(self, modules: Sequence[nn.Module]) -> None:
-        """Replace FSDP's hooks on the layers among `modules`, unless every layer completes both half-batches."""
+        """Remove FSDP's hooks from the layers among `modules`; a `UnitPass` gathers their parameters instead.
+
+        FSDP's hooks stay if every layer completes both half-batches before it returns.
+        """
         if not self._joins_layers:
             self._units = {*self._layers} & {*modules}
             for layer in self._units:
@@ -304,7 +307,6 @@ class HalfBatch:
 
 
 def _half_of(x: Tensor, dim: int) -> Callable[[int], Tensor]:
-    """Return a function from the index of a half, 0 or 1, to that half of `x` along `dim`."""
     return x.take_half if isinstance(x, HalvedTensor) else x.chunk(2, dim).__getitem__
 
 
@@ -331,8 +333,9 @@ def _split_argument(value: Any, batch: int) -> tuple[Any, Any] | None:
     """Return the values of an argument for both half-batches; None if it cannot be halved.
 
     A tensor is halved if its first dim has size `batch`. Both half-batches get the same tensor if its first dim is 1 or
-    if it has no dim of size `batch`. Tuples are halved item by item; numbers, strings and None are shared. Lists, dicts
-    and other objects cannot be halved, because layers may use them to pass values to later layers.
+    if it has no dim of size `batch`. Other tensors cannot be halved. Tuples are halved item by item; numbers, strings
+    and None are shared. Lists, dicts and other objects cannot be halved, because layers may use them to pass values to
+    later layers.
     """
     if isinstance(value, Tensor):
         if batch not in value.shape or value.shape[0] == 1:
@@ -358,9 +361,9 @@ def _join_outputs(
     dim: int,
     joined: Callable[[Callable[[], Tensor], Tensor, int], Tensor],
 ) -> Any:
-    """Return the output of a layer: the outputs `first` and `second()` of both half-batches, joined.
+    """Join a layer's outputs `first` and `second()` of both half-batches.
 
-    The first tensor is joined along `dim`, others along dim 0. `joined(second, first, dim)` joins two tensors.
+    The first tensor of a tuple is joined along `dim`, others along dim 0. `joined(second, first, dim)` joins tensors.
     """
     if isinstance(first, Tensor):
         return joined(second, first, dim)

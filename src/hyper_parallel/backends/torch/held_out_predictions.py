@@ -69,9 +69,10 @@ class HeldOutPredictions:
         self._sums.append(torch.stack((tokens - wrong.sum(), tokens, right_answers, begins.sum())))
 
     def accuracies(self, num_tokens: int, device: torch.device) -> dict[str, float]:
-        """Return `token_accuracy` and `answer_accuracy` over all ranks, by name; {} without targets.
+        """Return `token_accuracy` and `answer_accuracy` over all ranks, by name.
 
-        The dict is empty unless all `num_tokens` targets were counted, and has no `answer_accuracy` for sharded rows.
+        The dict is empty without targets, or if fewer than all `num_tokens` targets were counted. It has no
+        `answer_accuracy` if `whole_rows` is False.
         """
         zeros = torch.zeros(4, dtype=torch.int64, device=device)
         sums = torch.stack([zeros, *self._sums]).sum(0)
@@ -102,7 +103,7 @@ def _most_likely_tokens(tp: TpState | None, logits: Tensor) -> Tensor:
 
 @contextmanager
 def count_predictions(whole_rows: bool) -> Iterator[HeldOutPredictions]:
-    """Yield counters that every next-token loss in this context updates, except in code under `torch.compile`."""
+    """Yield counters that next-token losses in this context update, except in code under `torch.compile`."""
     counted = HeldOutPredictions(whole_rows)
     token = _counted.set(counted)
     try:
@@ -112,5 +113,5 @@ def count_predictions(whole_rows: bool) -> Iterator[HeldOutPredictions]:
 
 
 def counted_predictions() -> HeldOutPredictions | None:
-    """Return the counters of the surrounding `count_predictions`; None without one and in compiled code."""
+    """Return the counters of the surrounding `count_predictions`; None outside of one or in compiled code."""
     return None if torch.compiler.is_compiling() else _counted.get()

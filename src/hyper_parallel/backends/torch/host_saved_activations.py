@@ -1,7 +1,7 @@
-"""Activation recomputation in which the outputs of matrix products and attention are offloaded to host memory.
+"""Activation recomputation that offloads outputs of matrix products and attention to host memory.
 
-Backward recomputes a layer, but reloads these outputs, which are the most expensive ones, instead of recomputing them.
-Unlike a memory plan, this method does not need fixed shapes.
+Backward recomputes a layer, but reloads these expensive outputs instead of recomputing them. Unlike a memory plan, this
+method does not need fixed shapes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HOST_SAVED: Final = "_swap"
 
 
 def host_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the contexts of forward and of recomputation: the argument `context_fn` of `checkpoint`."""
+    """Return the contexts of forward and of recomputation, for `context_fn` of `torch.utils.checkpoint.checkpoint`."""
     saved: deque[tuple[Any, Any]] = deque()
     return _SavedOutputs(saved, reloads=False), _SavedOutputs(saved, reloads=True)
 
@@ -63,9 +63,9 @@ def _to_device(copy: _HostCopy) -> Tensor:
 
 
 class _SavedOutputs(TorchDispatchMode):
-    """Mode that offloads outputs of operators in call order; with `reloads`, it returns them in place of new results.
+    """Mode that offloads outputs of `_SAVED_OPS` in call order; with `reloads`, it reloads them in the same order.
 
-    Outputs of operators with dropout are not offloaded: recomputation draws the same masks.
+    Attention with dropout is recomputed instead: recomputation restores the random state and draws the same masks.
     """
 
     def __init__(self, saved: deque[tuple[Any, Any]], *, reloads: bool) -> None:

@@ -161,7 +161,7 @@ def _launch_sum(group: ProcessGroup, name: Purpose) -> CollectiveLauncher:
 
 
 def sum_forward(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Return the sum of `x` over ranks; backward returns the gradient, equal on all ranks, unchanged."""
+    """Return the sum of `x` over ranks; backward passes on the gradient, which must be equal on all ranks."""
     return collective(_launch_sum(group, name), _launch_identity, x)  # type: ignore[no-any-return]
 
 
@@ -205,7 +205,7 @@ class Turns:
             latest in `finish`.
 
         Raises:
-            Exception: The error of any unfinished call, after all other calls have been ended.
+            Exception: Any error that a call raises. The other unfinished calls are ended first.
         """
         results: list[Any] = [None, None]
         grad = torch.is_grad_enabled()
@@ -236,7 +236,7 @@ class Turns:
         self._soon_starting.clear()
 
     def suspend(self, index: int, leads_to_start: bool = False) -> None:
-        """Suspend the running call of half-batch `index` and run the other one; see `PendingCollective.finish`."""
+        """Suspend the call of half-batch `index`, so that the other one runs; see `PendingCollective.finish`."""
         if leads_to_start:
             self._soon_starting.add(index)
         grad, hooks = torch.is_grad_enabled(), self._hooks[index]
@@ -252,7 +252,7 @@ class Turns:
 
     @contextmanager
     def apply(self, index: int, hooks: saved_tensors_hooks) -> Iterator[None]:
-        """Apply hooks to the tensors that half-batch `index` saves in this context, but not to those of the other."""
+        """Apply hooks to tensors that half-batch `index` saves in this context; the other half-batch is unaffected."""
         applied = self._hooks[index]
         with hooks:
             applied.append(hooks)

@@ -234,20 +234,21 @@ class FusedAttention(torch.autograd.Function):
 _TURNS = 3
 """Repetitions of each benchmark; the fastest one counts."""
 _SLOW_WINDOWS = 4
-"""On a CPU, a warm-up call that takes more than this number of time windows is itself the measurement."""
+"""On a CPU, a warm-up call that takes more than this number of time windows replaces the measurement."""
 Action = Callable[..., Callable[[], object]]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def measure_rates(device: torch.device, dtypes: tuple[str, ...], window_s: float = 0.2) -> LocalRates:
-    """Return the times of matmuls, attention, element-wise chains, an optimizer step and all-gathers on this rank.
+    """Return the times of matmuls, attention, element-wise chains and an optimizer step on this rank.
 
-    All ranks must call this function at the same time. On several CPU ranks, a small layer is timed too.
+    With several ranks, all-gathers are timed too, and on CPUs a small layer. All ranks must call this function at the
+    same time.
 
     Args:
         device: Device of this rank.
         dtypes: Dtypes of matmuls and attention: "float32", "bfloat16".
-        window_s: Approximate seconds of each measurement, over all its repetitions.
+        window_s: Approximate seconds of each measurement, over all repetitions.
     """
     return fastest_rates([_once(device, dtypes, window_s / _TURNS) for _ in range(_TURNS)])
 
@@ -326,8 +327,6 @@ def _settle(device: torch.device) -> None:
 
 
 def _passes(leaves: Sequence[Tensor], grad: Tensor, forward: Callable[[], Tensor]) -> Callable[[], object]:
-    """Return a function that resets the gradients of `leaves`, and runs `forward` and its backward from `grad`."""
-
     def action() -> None:
         for leaf in leaves:
             leaf.grad = None
@@ -366,7 +365,10 @@ def _adamw(device: torch.device, elements: int) -> Callable[[], object]:
 
 
 def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], ...]:
-    """Time a small layer on all ranks, half of them, ..., one; return (ranks, seconds or NaN if idle) pairs."""
+    """Time a small layer while all, half, ..., one of the ranks run it; return (running ranks, seconds) pairs.
+
+    The seconds are NaN if this rank is idle.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     action = _layer(device)
     measured = []

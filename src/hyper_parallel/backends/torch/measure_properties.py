@@ -1,7 +1,7 @@
 """Measurement of model properties, such as causality: run a small copy in float64, change an input, compare outputs.
 
-Nothing is inferred from names or source text. Each measurement compares two outputs that are equal if the model has the
-property. A difference above `TOLERANCE`, relative to the largest output, means that the model does not have it.
+The outputs are equal if the model has the property. A difference above `TOLERANCE`, relative to the largest output,
+means that the model does not have it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from hyper_parallel.ir import Overlap
 from hyper_parallel.model import ModelProperties, Property
 
 TOLERANCE: Final = 1e-6
-"""Maximum relative difference of equal outputs. Rounding stays below 1e-12 in float64, and below 1e-6 in models that
-keep some state in float32. A single changed token changes outputs by more than 1e-3."""
+"""Maximum relative difference of equal outputs. Rounding errors are typically below 1e-12 in float64, and below 1e-6 in
+models that keep some state in float32. A changed token typically changes outputs by more than 1e-3."""
 
 SHORTEST: Final = 16
 """Number of tokens that the small copy of a model must be able to read."""
@@ -69,7 +69,11 @@ class StableTopK(TorchFunctionMode):
 
 
 def prepare_model(model: nn.Module) -> None:
-    """Prepare a small float64 model: evaluation mode, noise on parameters, document masks, forward in float64."""
+    """Prepare a small float64 model for measurements, in place.
+
+    Set evaluation mode, add noise to the parameters, mask attention between packed documents, and keep values float64
+    where the forward would convert them.
+    """
     from hyper_parallel.backends.torch.context.apply import mask_documents
 
     model.eval()
@@ -82,8 +86,9 @@ def prepare_model(model: nn.Module) -> None:
 def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
     """Return the measured properties of a model after `prepare_model`.
 
-    A property whose measurement raises has `holds` None and the exception as its reason. The effect of earlier passes
-    is measured with sequences beyond `positions`, the maximum length of the model's config, if the model can read them.
+    A property that cannot be measured has `holds` None and a reason: an unsupported case, an exception, or outputs that
+    are not finite. `history_independent` is measured with sequences beyond `positions`, the maximum length in the
+    model's config, if the model can read them. `idle_modules` is empty if its measurement raises.
     """
     with torch.no_grad(), StableTopK():
         texts = _Texts(model)
@@ -109,7 +114,6 @@ class _Unmeasured(Exception):
 
 
 def _answer(measure: Callable[[], float]) -> Property:
-    """Return the property for which `measure` returns the relative difference of two outputs."""
     try:
         difference = measure()
     except _Unmeasured as why:
@@ -132,10 +136,7 @@ def _perturb_parameters(model: nn.Module) -> None:
 
 
 class _Texts:
-    """Measurements of one model on short random sequences.
-
-    Measurements of properties return the largest absolute difference of two outputs over the largest absolute output.
-    """
+    """Measurements of one model on random sequences; those of properties return a `_difference` of outputs."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -292,5 +293,5 @@ class _Texts:
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest absolute difference over the largest absolute value."""
+    """Return max |a - b| / max |b|."""
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))

@@ -1,9 +1,9 @@
-"""Layouts of a model's parameters, and a description for planning (`ModelSpec`) of any torch module.
+"""Layouts of a model's parameters, and the `ModelSpec` of any torch module, which the planner reads.
 
 `hyper_parallel.model` reads a ModelSpec from the config of a known model family. For other modules, parameters, tied
 weights and layers are read from the module itself, also on the meta device. Heads, windows and the number of experts
-per token are read from the module's Hugging Face config, if it has one. Values that neither contains are assumed. The
-notes of the ModelSpec name an assumed number of experts per token, and layers whose attention is unknown.
+per token are read from the module's Hugging Face config, if it has one. Other values are assumed. The notes of the
+ModelSpec name an assumed number of experts per token, and layers whose attention is unknown.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _WIDTH_OF_INPUT: Final = ("TrOCRAttention",)
 
 
 def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
-    """Return the layouts of a model's parameters and adapters; raise if the plan has other layouts.
+    """Return the layouts of a model's parameters and adapters, and check that the plan has the same layouts.
 
     Raises:
-        PlanMismatch: HP307 with the first parameter whose layout differs.
+        PlanMismatch: HP307 for the first parameter, in order of names, whose layout differs.
         RuleError: HP204 for invalid sharding rules.
         NotDivisible: HP203 for a parallel degree that does not divide the size of a dim.
         UnsupportedSharding: HP205 for a model that the strategy cannot shard.
@@ -100,7 +100,10 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
 
 
 def is_reversible(model: nn.Module) -> bool:
-    """Return whether layers recompute their inputs from their outputs in backward, like those of Reformer."""
+    """Return whether backward recomputes the inputs of layers from their outputs (reversible layers, as in Reformer).
+
+    A reversible layer is recognized by its method `backward_pass`.
+    """
     return any(hasattr(module, "backward_pass") for module in model.modules())
 
 
@@ -200,7 +203,8 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
 def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
     """Return rules for the embedding and the head that can be sharded, and for the score head of a reward model.
 
-    There are no rules if another module shares their weights, or if they share a weight and one cannot be sharded.
+    Return () if another module shares a weight of the embedding or head, or if both share a weight and one of them
+    cannot be sharded.
     """
     names = {module: name for name, module in model.named_modules()}
     ends = _declared_ends(model)
@@ -224,7 +228,7 @@ def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
 
 
 def _declared_ends(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the embedding ("vocab") and the output head ("head") that a Hugging Face model names."""
+    """Return the embedding ("vocab") and the output head ("head") from the getters of a Hugging Face model."""
     modules, ends = {*model.modules()}, dict[str, nn.Module]()
     for style, get in (("vocab", "get_input_embeddings"), ("head", "get_output_embeddings")):
         with suppress(AttributeError, NotImplementedError):  # the class does not name the module
@@ -261,7 +265,7 @@ def _has_decoder(model: nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _memo(model: type[nn.Module], base: type[nn.Module]) -> dict[str, int]:
-    """Return the dict in which results for a model class are cached; equal arguments give the same dict."""
+    """Return the dict in which results for the classes of a model and its decoder are cached."""
     return {}
 
 
@@ -309,7 +313,10 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_leng
 
 
 def read_model(model: nn.Module, name: str) -> ModelSpec:
-    """Return the `ModelSpec` of any module, for planning. Reports show `name`; no parameter values are read."""
+    """Return the `ModelSpec` of any module, for the planner; `name` is the name in reports.
+
+    Shapes, structure and config are read, but no parameter values: parameters may be on the meta device.
+    """
     config = text_config(model)
     hidden = _number(config, "hidden_size", "n_embd", "d_model") or _embedding_width(model)
     view = view_of(model)
@@ -358,7 +365,6 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
 
 
 def _notes(model: nn.Module, blocks: tuple[Block, ...]) -> Iterator[str]:
-    """Yield the notes of the ModelSpec: its source, and the values that are assumed."""
     yield f"`{type(model).__name__}` was read from the module itself"
     visited = _number(text_config(model), *_VISITED)
     if any(b.name == "moe_decoder" for b in blocks) and not visited:
@@ -398,7 +404,7 @@ def _embedding_width(model: nn.Module) -> int:
 def _dims(name: str, shape: tuple[int, ...], hidden: int) -> tuple[str, ...]:
     words = ["embed" if size == hidden else "features" for size in shape]
     parts = [*name.split("."), ""]
-    # The parameter contains all experts, unless an index follows: then the experts are a list.
+    # An index after `experts` means a list of experts; otherwise one parameter contains all experts.
     fused = "experts" in parts and not parts[parts.index("experts") + 1].isdecimal()
     return ("expert", *words[1:]) if fused and len(shape) > 1 else tuple(words)
 
@@ -428,9 +434,9 @@ def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> Attent
 
 
 def _mlp(params: list[ParamSpec], config: Any, hidden: int) -> MlpSpec | None:
-    """Return the feed-forward part of a layer; None if no matrix has its width.
+    """Return the feed-forward part of a layer; None if the layer has neither experts nor a matrix of this width.
 
-    Widths are read from the config, or from the shapes of matrices if the config has none.
+    The width is read from the config, or from the shapes of matrices if the config has none.
     """
     matrices = [p for p in params if p.is_matrix and "attn" not in p.name and "attention" not in p.name]
     gated = any("gate" in p.name.rsplit(".", 2)[-2] or p.name.endswith("gate_up_proj") for p in matrices)

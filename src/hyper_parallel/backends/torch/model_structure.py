@@ -1,4 +1,4 @@
-"""Parts of a model (layers, norm, config), found by its structure, and placeholders for those of other ranks."""
+"""Parts of a model (layers, norm, config), found by its structure, and placeholders for modules of other ranks."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ def view_of(model: nn.Module) -> ModelView:
 
 
 def _largest_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return name and members of the layer list with most parameters; "" and an empty list if the model has none.
+    """Return name and members of the module list with most parameters; "" and an empty list if the model has none.
 
-    Lists inside of other lists and lists without parameters do not count. Lists in a module that has the config of the
-    language model are preferred, then lists of the classes in the model's `_no_split_modules`.
+    Lists inside of other lists and lists without parameters are ignored. Lists in a module that has the config of the
+    language model are preferred, then lists with layers of the classes in the model's `_no_split_modules`.
     """
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None

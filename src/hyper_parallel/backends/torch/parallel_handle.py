@@ -46,7 +46,7 @@ class Ranks:
 
     @property
     def traced(self) -> bool:
-        """True if the step of one rank is traced into a `StepProgram`, which shards parameters in place of FSDP."""
+        """True if this rank's step is traced into a `StepProgram`; the program then shards parameters, not FSDP."""
         return isinstance(self.world_group, TracedGroup)
 
 
@@ -123,7 +123,7 @@ def attach_properties(model: nn.Module, properties: ModelProperties) -> None:
 
 
 def known_properties(model: nn.Module) -> ModelProperties | None:
-    """Return the measured properties of a model, those of its plan if it has a plan; None if it was not measured."""
+    """Return the properties in the plan of a parallelized model, else those of `attach_properties`; None without."""
     if (attached_handle := attached(model)) is not None:
         return attached_handle.plan.properties
     return model.__dict__.get(_PROPERTIES)
@@ -133,7 +133,7 @@ def handle(model: nn.Module) -> Handle:
     """Return the handle that `parallelize` attached to a model; raise TypeError without one."""
     attached_handle = attached(model)
     if attached_handle is None:
-        raise TypeError(f"{type(model).__name__} did not pass through parallelize")
+        raise TypeError(f"{type(model).__name__} did not pass through hp.parallelize(model, plan)")
     return attached_handle
 
 

@@ -10,7 +10,8 @@
     vector        at most one dimension above 1: sinks, residual scales, gates, class tokens
     other         position tables, latent queries, recurrent cells, weights with unknown names
 
-A parameter shared by several modules has the role `embedding` if one of these modules is an embedding.
+A parameter shared by several modules has the role `embedding` if one of these modules is an embedding, else the role
+from the first module.
 """
 
 from __future__ import annotations

@@ -49,14 +49,15 @@ def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[str, Any]) -> None:
     """Raise HP205 for images, audio or other inputs of an encoder that the parallel axes do not support.
 
-    `axes` are those of `pp` and `cp` whose degree is above 1. With cp, every encoder input is refused. With pp, an
-    encoder input that the forward requires is refused, because stages after the first one run without it.
+    `axes` contains "pp" and "cp" if their degree is above 1. With cp, every encoder input is refused. With pp, an
+    encoder input that is a required argument of the forward is refused, because later stages run without it.
     """
     media = encoder_inputs(batch) if axes else {}
     if media and "cp" in axes:
         raise UnsupportedSharding(
             f"context parallelism does not support `{min(media)}`, an input of a module outside the decoder",
-            where=type(model).__name__,
+            where="parallel.cp",
+            got=type(model).__name__,
             allowed="cp=1",
             changes={"parallel.cp": 1},
         )
@@ -70,9 +71,9 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
 def extend_backward(model: nn.Module, strategy: Strategy) -> Iterator[None]:
     """Extend backward passes to the token embeddings in this context, if the decoder is frozen.
 
-    If only an encoder is trained, a microbatch of text has no backward of its own. Its rank would not take part in the
-    collectives of data-parallel ranks that run the backward of an image or recording at the same time. The context has
-    no effect without data parallelism, or on a model without a Hugging Face decoder.
+    If only an encoder is trained, the loss of a text-only microbatch has no gradient. The rank would skip collectives
+    that other data-parallel ranks run in the backward of an image or recording. The context has no effect without data
+    parallelism, on a decoder with trained parameters, or on a model without a Hugging Face decoder.
     """
     base = view_of(model).base if strategy.dp > 1 else None
     if base is None:
@@ -97,10 +98,10 @@ def extend_backward(model: nn.Module, strategy: Strategy) -> Iterator[None]:
 
 
 def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
-    """Raise HP205 for a model that skips modules at random, if the strategy has tp, cp or pp ranks.
+    """Raise HP205 for a model that skips modules at random, if tp, cp or pp is above 1.
 
-    Such ranks have the same data, but would skip different modules. Random skipping is found by two passes on meta
-    tensors, one with all random numbers 0 and one with all random numbers 1, which run different modules.
+    Ranks of these axes have the same data, but would skip different modules. The function runs the model twice on meta
+    tensors, with all random numbers 0 and with all random numbers 1, and compares which modules run.
     """
     axes = [axis for axis in ("pp", "cp", "tp_x", "tp_y") if getattr(strategy, axis) > 1]
     if not axes or not any(map(_has_probability, model.modules())):

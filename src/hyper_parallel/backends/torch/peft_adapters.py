@@ -43,6 +43,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_LIMITS = Limits(16 * MiB, num_elements=200_000, depth=10, finite=True)
 """Limits for reading an adapter configuration."""
 _KEYS = "lora.target_modules"
+_NAME: Final = "default"
+"""Name that peft gives an adapter."""
 _SAVED_KEYS: Final = {_KEYS: "lora.modules_to_save", "lora_target": "additional_target"}
 """Key of the modules trained in full, by the key of the adapted modules: in recipes, and in files of LlamaFactory."""
 
@@ -112,8 +114,8 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
         config.target_modules = all_linear(model, adaptable, where)
     if adaptable and all(weight_order(m) == IN_OUT for m in adaptable.values()):
         config.fan_in_fan_out = True
+    _check_ranks(config, adaptable, where)
     bounded = with_plain_patterns(config, chosen, where)
-    _check_ranks(bounded, adaptable, where)
     unmaterialized = all(p.is_meta for p in model.parameters())
     try:
         peft.inject_adapter_in_model(bounded, model, low_cpu_mem_usage=unmaterialized)
@@ -146,20 +148,23 @@ def _check_ranks(config: Any, adaptable: dict[str, nn.Module], where: str) -> No
         if rank > widest:
             recipe = where == _KEYS
             name = "r" if key == "r" else f"rank_pattern.{key}"
+            hint = f"set {name:.120} to {widest} in {where}"
+            if recipe:  # the dots of a pattern would be read as a nested key in an override
+                hint = f"lora.r={widest}" if key == "r" else f"set `{key:.120}: {widest}` in `lora.rank_pattern`"
             raise BadValue(
                 f"an adapter rank of {rank} exceeds {widest}, the largest dim of the model's linear modules",
                 where=f"lora.{name:.120}" if recipe else f"{where}: {name:.120}",
                 got=rank,
                 allowed=f"1 to {widest}",
-                hint=shlex.quote(f"lora.{name}={widest}") if recipe else f"set {name:.120} to {widest} in {where}",
+                hint=hint,
             )
 
 
-def absorb_adapters(model: nn.Module, config: Any, name: str = "default", where: str = _KEYS) -> None:
+def absorb_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
     """Remove peft's wrapper modules and move their adapters to the wrapped modules; values do not change.
 
-    `model` has peft's layers, without the `PeftModel` around it. `config` is kept for exports of the adapter `name`.
-    `where` is the key or file that selects the modules, for errors.
+    `model` is the model inside of a `PeftModel`. `config` is stored on it, for exports of the adapter. `where` is the
+    key or file that selects the modules, for errors.
 
     Raises:
         UnsupportedSharding: HP205 for adapters of modules that are not linear, adapters other than plain LoRA, and
@@ -170,7 +175,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default", where:
 
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     layers = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
-    refused = {n: why for n, m in layers.items() if (why := _why_refused(model, m, name))}
+    refused = {n: why for n, m in layers.items() if (why := _why_refused(model, m))}
     if refused:
         path, why = next(iter(refused.items()))
         supported = {*last_names(layers.keys() - refused.keys())} - {*last_names(refused)}
@@ -183,7 +188,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default", where:
         )
     for path, layer in [*model.named_modules()]:
         if isinstance(layer, ModulesToSaveWrapper):
-            whole, trained = layer.original_module, layer.modules_to_save[name]
+            whole, trained = layer.original_module, layer.modules_to_save[_NAME]
             if any(uses[id(p)] > 1 for p in whole.parameters()):
                 raise UnsupportedSharding(
                     "a weight shared by two modules cannot be trained in full with adapters",
@@ -199,24 +204,23 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default", where:
             model.set_submodule(path, whole)
         elif path in layers:
             base = layer.get_base_layer()
-            a, b = (part[name].weight for part in (layer.lora_A, layer.lora_B))
-            drop = getattr(layer.lora_dropout[name], "p", 0.0)
-            adapt(base, a, b, Adapter(float(layer.scaling[name]), drop))
+            a, b = (part[_NAME].weight for part in (layer.lora_A, layer.lora_B))
+            drop = getattr(layer.lora_dropout[_NAME], "p", 0.0)
+            adapt(base, a, b, Adapter(float(layer.scaling[_NAME]), drop))
             model.set_submodule(path, base)
     model.__dict__.pop("peft_config", None)
     model.__dict__[CONFIGURATION] = config
 
 
 def _hint_without(path: str, config: Any, where: str) -> str:
-    """Return how to leave out the module `path` of `modules_to_save`, given in the recipe or in the file `where`."""
+    """Return a hint that removes the module `path` from `modules_to_save` of the recipe or of the file `where`."""
     names = [name for name in config.modules_to_save or () if not f".{path}".endswith(f".{name}")]
     if where == _KEYS:
         return f"'lora.modules_to_save=[{', '.join(names)}]'" if names else "lora.modules_to_save=[]"
     return f"leave `{path}` out of {_SAVED_KEYS.get(where, f'modules_to_save in {where}')}"
 
 
-def _why_refused(model: nn.Module, layer: Any, name: str) -> str | None:
-    """Return a description of an unsupported adapter; None for a supported one."""
+def _why_refused(model: nn.Module, layer: Any) -> str | None:
     from peft.tuners.lora import Linear
 
     base = layer.get_base_layer()
@@ -226,9 +230,9 @@ def _why_refused(model: nn.Module, layer: Any, name: str) -> str | None:
         return classes
     if layer.merged:
         return f"{classes}, merged into the weight"
-    if list(layer.active_adapters) != [name]:
+    if list(layer.active_adapters) != [_NAME]:
         return f"{classes} with the adapters {', '.join(layer.active_adapters)}"
-    if name in layer.lora_variant or layer.lora_bias.get(name):
+    if _NAME in layer.lora_variant or layer.lora_bias.get(_NAME):
         return f"{classes} with a variant of LoRA or a bias"
     return None
 
@@ -240,7 +244,7 @@ _UNREAD: Final = (
 )  # fmt: skip
 """Keys of a `LoraConfig` that affect neither the selected modules nor the adapter matrices A and B."""
 _OTHER_INITIAL: Final = ("gaussian", "eva", "orthogonal")
-"""Prefixes of the initialization methods that do not change the base weights."""
+"""Values of `init_lora_weights`, up to the first `_`, that do not change the base weights."""
 
 _Rank = Annotated[int, Field(ge=1)]
 _Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]

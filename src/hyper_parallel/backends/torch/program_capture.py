@@ -1,11 +1,11 @@
 """Capture of a training step, or of one pipeline stage, as a `StepProgram`, with fake tensors: nothing is computed.
 
-Parameters may be sharded over ranks. All ranks run the same program, so shards have equal sizes. A collective names its
-group by a mesh axis, or by the ranks in the group.
+Parameters may be sharded over ranks. All ranks of a stage run the same program, so shards have equal sizes. A
+collective names its group by a mesh axis, or by the ranks in the group.
 
 The forward program of a stage computes the activations `sent` to the next stage from the activations `received`. The
-backward program recomputes `sent` and differentiates the inner product of `sent` and its gradient. The next stage
-returns this gradient as the gradient of its input `received`.
+backward program recomputes `sent` and differentiates the inner product of `sent` and its gradient, which the next stage
+has computed as the gradient of its input `received`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Shards:
         return self._swap_to_first(rows[:size])
 
     def reduce(self, grad: Tensor) -> Tensor:
-        """Sum the gradient of a full parameter over the ranks and return this rank's shard of the sum."""
+        """Sum the gradient of a full parameter over the ranks and return this rank's shard; no effect on 1 rank."""
         if self.ranks == 1:
             return grad
         rows = self._swap_to_first(grad)
@@ -199,7 +199,7 @@ def capture_update(update: Callable[..., dict[str, Tensor]], example: Mapping[st
 
 
 def _leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return empty tensors like this rank's parameters and persistent buffers of a model, by name."""
+    """Return empty tensors with the shapes and dtypes of this rank's parameters and persistent buffers, by name."""
     saved = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return {
@@ -209,7 +209,7 @@ def _leaves(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _partial_gradients(model: nn.Module) -> dict[str, str]:
-    """Return the group over which tensor-parallel ranks must sum a gradient, by name of the parameter."""
+    """Return the name of the group over which tensor-parallel ranks must sum each partial gradient, by parameter."""
     handle = attached(model)
     if handle is None or handle.tp is None:
         return {}
@@ -219,7 +219,6 @@ def _partial_gradients(model: nn.Module) -> dict[str, str]:
 
 
 def _parts(model: nn.Module, leaves: Mapping[str, Tensor], shards: Shards) -> dict[str, Tensor]:
-    """Return `leaves` with each parameter replaced by an empty tensor of the shape of its shard."""
     params = {name for name, _ in model.named_parameters()}
     return {
         name: leaf.new_empty(shards.of(name).shape(leaf.shape)).requires_grad_(leaf.requires_grad)
@@ -251,8 +250,6 @@ def _call_with(
     parameters: Mapping[str, Tensor],
     batch: dict[str, Tensor],
 ) -> Tensor:
-    """Return `loss(model, **batch)` computed with `parameters` in place of the model's own ones."""
-
     class Call(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -275,7 +272,7 @@ def _call_with(
 
 @contextmanager
 def _module_names(model: nn.Module) -> Iterator[list[str]]:
-    """Record for each operator traced in this context the path of the module that calls it.
+    """Record, for each operator traced in this context, the path of the module that calls it.
 
     Yields:
         List of the paths of the modules that are running, outermost first; it changes during the trace.
@@ -346,7 +343,7 @@ def _refuse_writes(graph: GraphModule, example: Sequence[Tensor]) -> None:
         if source in trained:
             raise Contradiction(
                 "the model changes a parameter in forward, which only the back end torch supports",
-                where=_module(node),
+                where=_module(node) or None,
                 got=str(node.target),
                 hint="backend=torch training.compile=false",
             )
@@ -355,7 +352,7 @@ def _refuse_writes(graph: GraphModule, example: Sequence[Tensor]) -> None:
 def _dynamic(module: str, operator: str) -> Contradiction:
     return Contradiction(
         "shapes or branches of the model depend on tensor values, which only the back end torch supports",
-        where=module,
+        where=module or None,
         got=operator,
         hint="backend=torch training.compile=false",
     )
@@ -376,8 +373,6 @@ def _program(graph: GraphModule, inputs: list[str], outputs: list[str]) -> StepP
 
 
 class _Builder:
-    """Builder of a `StepProgram` from graph nodes, with constant folding."""
-
     def __init__(self, graph: GraphModule) -> None:
         self._graph = graph
         self._numbers: dict[FxNode, int] = {}
@@ -534,10 +529,10 @@ def capture_stage(
         loss: Function called as `loss(model, **batch)` on the last stage.
 
     Returns:
-        The forward program has the output `sent`, or `loss` on the last stage. The backward program is that of
-        `capture_gradients`. Stages after the first one have the input `batch.received` in both programs and the output
-        `grad.received` in the second. Stages before the last one have the input `batch.gradient`, the gradient of
-        `sent`, in the second.
+        The forward program has the output `sent`, or `loss` on the last stage. The backward program has the inputs and
+        outputs of `capture_gradients`. After the first stage, both programs have the input `batch.received`, and the
+        backward program the output `grad.received`. Before the last stage, the backward program has the input
+        `batch.gradient`, the gradient of `sent`.
     """
     parallel = handle(model)
     assert parallel.pipeline is not None

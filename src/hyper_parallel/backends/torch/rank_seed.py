@@ -15,11 +15,11 @@ def derive_seed(*parts: int) -> int:
 
 
 def rank_seed(model: nn.Module, seed: int) -> int:
-    """Return the seed of this rank, which callers pass to `derive_seed` with the number of each step.
+    """Return the seed of this rank; callers derive the seed of each step from it with `derive_seed`.
 
     Tensor-parallel ranks with replicated activations must draw equal random numbers. They get equal seeds, derived from
-    `seed`, and `TpState.same_random` is set, so that forward passes do not synchronize random states again. Other ranks
-    draw a seed from torch's random state.
+    `seed`, and `TpState.same_random` is set, so that forward passes do not synchronize random states again. For other
+    ranks, the seed is drawn from torch's random state.
     """
     own, attached = int(torch.randint(1 << 62, ())), handle(model)
     if attached.tp is None or not attached.tp.replicated_activations:

@@ -64,7 +64,7 @@ def _rotate(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the forward `inner` of a rotary embedding once for all tokens with equal frequencies; merge the results."""
+    """Run the forward `inner` of a rotary embedding once per group of tokens with equal frequencies; merge results."""
     if position_ids.dim() != 2:  # positions of images in several dims
         return inner(x, position_ids, *args, **kwargs)
     layer_type = kwargs.get("layer_type", args[0] if args else None)
@@ -134,7 +134,7 @@ class _ResetState:
 
 
 def state_of(module: nn.Module) -> Values:
-    """Return the buffers of one module, and its attributes that are numbers, strings, tensors or None."""
+    """Return a module's buffers and its attributes that are numbers, strings, tensors or None, except `training`."""
     state: Values = {(BUFFER, name): buffer for name, buffer in module._buffers.items()}
     for name, value in vars(module).items():
         if name == "training":  # set by the caller, not by forward

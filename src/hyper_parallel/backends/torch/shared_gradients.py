@@ -11,7 +11,7 @@ from hyper_parallel.backends.torch.weights.shard_ranges import local
 
 
 def divide_gradients(params: Sequence[nn.Parameter], holders: int) -> None:
-    """Divide gradients that earlier calls of `sum_gradients` have summed over `holders` ranks, before the next call."""
+    """Divide gradients by the number of ranks over which `sum_gradients` has summed them, before its next call."""
     for p in params:
         if p.grad is not None:
             local(p.grad).div_(holders)
@@ -30,7 +30,7 @@ def sum_gradients(
         params: The parameters, in the same order on all ranks that hold them.
         all_reduce: Function from a tensor [N] of this rank to the sum over ranks.
         dtype: Dtype of the sums; None: the dtype of the gradients.
-        optional: True: a parameter that has a gradient on no rank keeps None. False: its gradient becomes zero.
+        optional: Whether a parameter without a gradient on all ranks keeps None; if False, its gradient becomes zero.
     """
     if not params:
         return

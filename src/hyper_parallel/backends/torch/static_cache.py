@@ -65,7 +65,7 @@ class FixedLayer(StaticLayer):
 
 
 def why_no_own_cache(model: Any) -> str | None:
-    """Return the reason why a model cannot use a `FixedLayer` cache and the result of `masks`; None if it can."""
+    """Return the reason why a model cannot use a `FixedLayer` cache with the masks of `masks`; None if it can."""
     config = model.config.get_text_config(decoder=True)
     unsupported = set(getattr(config, "layer_types", None) or ()) - _PLAIN
     if unsupported:
@@ -103,7 +103,7 @@ def cache_tensors(cache: Any) -> dict[str, Tensor]:
 
 
 def bind_cache(cache: Any, tensors: dict[str, Tensor]) -> None:
-    """Replace the tensors of a cache by `tensors`, named as in `cache_tensors`."""
+    """Replace tensors of a cache by `tensors`, named as in `cache_tensors`; layers without an entry do not change."""
     for index, layer in enumerate(cache.layers):
         keys, values = (tensors.get(f"cache.{index}.{name}") for name in ("keys", "values"))
         if keys is not None:
@@ -112,10 +112,10 @@ def bind_cache(cache: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def masks(model: Any, positions: Tensor, length: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return attention masks [B, 1, S, N] for N = `length` cached keys, by kind of layer.
+    """Return attention masks [B, 1, S, N] for N = `length` cached keys, by name: `mask.` and the kind of layer.
 
-    The queries are at `positions` [B, S], and the key of position p has index p. Masks are boolean for `sdpa`. For the
-    model's eager attention they are additive, of `dtype`.
+    The queries are at `positions` [B, S], and the key of position p has index p. Masks for `sdpa` are boolean, True
+    where a query may attend to a key. Masks for eager attention are additive, of `dtype`.
     """
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)

@@ -29,7 +29,7 @@ TOKEN_MASK: Final = "token_mask"
 class Tokens:
     """Selector of the rows of a layer's input that are tokens, for the running forward pass.
 
-    The methods raise HP205 if the rows are only some of the tokens, and cannot be told from padding.
+    The methods raise HP205 if a layer gets only some of the tokens, so that padding rows cannot be identified.
     """
 
     tp: TpState | None = None
@@ -53,7 +53,10 @@ class Tokens:
         return torch.arange(stop - start, device=device) if stop - start < rows else None
 
     def select_real(self, selected: Tensor | None, rows: int) -> Tensor | None:
-        """Return a mask of the rows `selected` by `token_rows`, False for batch padding; None without such padding."""
+        """Return a mask over the rows `selected` by `token_rows`, False for padding of the batch.
+
+        None: no row is known to be padding. `rows` is the number of local rows; `selected` None means all of them.
+        """
         if (padding := self.running.context.padding) is None:
             return None
         real = rows_of_half(padding.real)
@@ -69,8 +72,8 @@ class Tokens:
     def own_tokens(self, rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Return the indices of the rows that this rank owns, and a mask of those that are not padding of the batch.
 
-        None in place of the indices or the mask means all rows. The `rows` rows of the input may be this rank's shard
-        of the tokens, or the tokens of all tensor-parallel ranks.
+        If the indices are None, the rank owns all rows; if the mask is None, no row is padding. The `rows` rows of the
+        input may be this rank's shard of the tokens, or the tokens of all tensor-parallel ranks.
         """
         tp = self.tp
         if tp is None or rows != math.prod(tp.batch):
@@ -96,7 +99,7 @@ class Tokens:
 def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
     return UnsupportedSharding(
         "a router gets only some of the tokens and cannot tell which of them are padding",
-        where="experts chosen by token type",
+        where="parallel.tp_x" if key == "tp" else "training.microbatch",
         got=got,
         hint={"parallel.tp_x": 1, "parallel.tp_y": 1}
         if key == "tp"

@@ -44,22 +44,22 @@ class TracedGroup(dist.ProcessGroup):
         """Do nothing, because no other process exists."""
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> None:
-        """Sum each tensor over ranks in place."""
+        """Reduce each tensor over ranks in place."""
         for tensor in tensors:
-            tensor.copy_(_OPERATORS.all_reduce(tensor, "sum", self.axis))
+            tensor.copy_(_OPERATORS.all_reduce(tensor, _reduction(options), self.axis))
 
     def all_gather_single(self, out: Tensor, x: Tensor, options: Any = None) -> None:
         """Fill `out` with the rows `x` of all ranks."""
         out.copy_(_OPERATORS.all_gather_into_tensor(x, self.size(), self.axis))
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, options: Any = None) -> None:
-        """Sum `x` over ranks and write this rank's slice of the rows to `out`."""
-        out.copy_(_OPERATORS.reduce_scatter_tensor(x, "sum", self.size(), self.axis))
+        """Reduce `x` over ranks and write this rank's slice of the rows to `out`."""
+        out.copy_(_OPERATORS.reduce_scatter_tensor(x, _reduction(options), self.size(), self.axis))
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, receive: list[int], send: list[int], options: Any = None
     ) -> None:
-        """Fill `out` with the rows that all ranks send to this rank."""
+        """Fill `out` with the rows that all ranks send to this rank; an empty `receive` or `send` means equal parts."""
         even = [x.shape[0] // self.size()] * self.size()
         received = _OPERATORS.all_to_all_single(x, receive or even, send or even, self.axis)
         out.copy_(received)
@@ -68,6 +68,11 @@ class TracedGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
+
+
+def _reduction(options: Any) -> str:
+    """Return the name of a collective's reduction; back ends refuse the reductions that they do not support."""
+    return "sum" if options is None else options.reduceOp.op.name.lower()  # type: ignore[no-any-return]
 
 
 def _create(options: Any, _: Any) -> TracedGroup:

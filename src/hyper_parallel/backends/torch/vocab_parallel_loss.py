@@ -98,17 +98,17 @@ def cross_entropy(
     ignore_index: int = IGNORED,
     summed: bool = True,
 ) -> Tensor:
-    """Return the sum of the cross entropies of all tokens whose target is not `ignore_index`.
+    """Return the cross entropy, summed over the tokens whose target is not `ignore_index`.
 
-    If the head shards tokens over tensor-parallel ranks, the result is that of this rank's ceil(T / tp) tokens, padding
-    included.
+    If the head shards tokens over tensor-parallel ranks, the result covers only this rank's ceil(T / tp) tokens. The
+    last ranks may have padding.
 
     Args:
         tp: State of tensor parallelism; None without it.
         logits: Output [..., V] of this rank's head, which may be sharded by tokens or by columns.
         targets: Target ids [T] of all tokens in the full vocabulary.
         ignore_index: Value in `targets` that marks tokens without a target.
-        summed: False: return the cross entropy of every token, 0 where the target is `ignore_index`.
+        summed: If False, return one cross entropy per token instead: 0 where the target is `ignore_index`.
     """
     split = None if tp is None or tp.head == "whole" else tp.head
     if tp is not None:
@@ -171,7 +171,7 @@ def loss_function(tp: TpState | None, add: Callable[[Tensor, Tensor], Tensor] | 
 
 
 def has_causal_loss(model: nn.Module) -> bool:
-    """Return whether the loss of a transformers model is the next-token cross entropy."""
+    """Return whether the loss of a transformers model is the next-token cross entropy; False for other modules."""
     if not hasattr(type(model), "loss_function"):
         return False
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -181,9 +181,10 @@ def has_causal_loss(model: nn.Module) -> bool:
 
 
 def use_loss_function(model: nn.Module) -> None:
-    """Make a forward that contains code for its loss use `model.loss_function` if it is called with `shift_labels`.
+    """Wrap a forward that computes its loss inline, so that calls with `shift_labels` use `model.loss_function`.
 
-    The replaced losses are means over a microbatch, and not all of them shift the labels.
+    Inline losses are means over a microbatch, and not all of them shift the labels. A forward that calls
+    `loss_function`, or has no argument `labels`, is not wrapped.
     """
     own = inspect.unwrap(type(model).forward)
     calls_function = "loss_function" in own.__code__.co_names

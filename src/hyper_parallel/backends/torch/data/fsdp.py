@@ -35,8 +35,9 @@ def shard_data_parallel(
 ) -> tuple[nn.Module, ...]:
     """Wrap experts, layers and the root module with FSDP; return the wrapped modules, the root after the others.
 
-    Layers and root are wrapped if dp * cp > 1 or parameters are cast for computation, experts also if edp > 1. A layer
-    that shares parameters with other modules is not wrapped: the root's group contains its parameters.
+    Without a mesh, nothing is wrapped. Layers and root are wrapped if dp * cp > 1 or parameters are cast for
+    computation. With an expert mesh, experts are wrapped in the same cases, and if edp > 1. A layer that shares
+    parameters with other modules is not wrapped: the root's group contains its parameters.
 
     `experts` are the names of the modules with routed experts on this rank. With `average`, gradients are averaged over
     the data-parallel ranks instead of summed.
@@ -77,7 +78,7 @@ def _sharded_dims(model: nn.Module, layouts: dict[str, Layout], strategy: Strate
 
 
 class _Wrapper:
-    """Function `fully_shard` with the options of one model; `modules` collects the sharded modules.
+    """Wrapper of modules with `fully_shard`, which collects the wrapped modules in `modules`.
 
     `dims` has the sharded dim of each parameter by id. Summed gradients are divided by `divisor`, unless it is None.
     """
@@ -93,7 +94,6 @@ class _Wrapper:
         frees_gathered: bool,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        """Wrap a module with FSDP over a mesh; with `frees_gathered`, parameters are resharded after forward."""
         dims, divisor = self._dims, self._divisor
         fully_shard(
             module,
@@ -201,9 +201,9 @@ def reduce_now(module: nn.Module) -> None:
 
 
 def complete_gradients(root: nn.Module, names: Set[str]) -> None:
-    """Give parameters of the root a zero gradient, before the reduction, if only other ranks have a gradient.
+    """Give parameters of the root that have gradients only on other ranks a zero gradient, before the reduction.
 
-    `names` are those of the parameters that some ranks may not use, equal on all ranks.
+    `names` are the parameters that some ranks may not use; all ranks pass the same names.
     """
     for group in groups_of(fully_shard.state(root)):
         own = [p for p in group.fsdp_params if p._param_fqn in names]
@@ -230,7 +230,7 @@ def gathered_parameters(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def end_backward(modules: Sequence[nn.Module]) -> None:
-    """Run FSDP's callback at the end of backward: wait for reductions and free prefetched parameters."""
+    """Run FSDP's final backward callback of the FSDP roots in `modules`: await reductions, free prefetched weights."""
     for module in modules:
         state = fully_shard.state(module)
         if state._is_root:

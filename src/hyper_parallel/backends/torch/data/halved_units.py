@@ -34,7 +34,7 @@ def remove_hooks(layer: nn.Module) -> None:
 
 
 class UnitPass:
-    """Forward pass through one layer after `remove_hooks`, and the backward pass that belongs to it.
+    """Forward pass, and its backward pass, through a layer whose FSDP hooks `remove_hooks` has removed.
 
     Attributes:
         is_trained: Whether an output of the layer requires gradients.
@@ -63,7 +63,7 @@ class UnitPass:
         return state._cast_output_dtype(state._register_pre_backward_hook(output))
 
     def gather_for_backward(self) -> None:
-        """Begin FSDP's backward of the layer: gather its parameters, unless they still are, and prefetch others.
+        """Begin FSDP's backward of the layer: gather its parameters if necessary, and prefetch those of other layers.
 
         A second call in the same backward has no effect.
         """

@@ -10,7 +10,7 @@ would be matched. Therefore every gather and every reduction is an event, and al
   need no negotiation: a rank takes part in learned events of units that it skips. An event that is not in the sequence
   raises HP622 before its collective.
 
-Until a sequence is learned, every pass is negotiated. Forward sequences without some unit are never learned.
+Until a sequence is learned, every pass is negotiated. A forward sequence that lacks a unit is never learned.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class UnitOrder:
     the usual order: ascending unit index in forward, descending in backward, gather before reduction. The last events
     of backward are the reductions of units whose inputs need no gradients.
 
-    The `unskippable` modules run other collectives, so that no rank can skip them alone. Unless the order `learns`,
-    every pass is negotiated.
+    The `unskippable` modules run other collectives, so that no rank can skip them alone. If `learns` is False, every
+    pass is negotiated.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class UnitOrder:
             self._forward = None
             self._passes += torch.is_grad_enabled()
         if unit.state == _IDLE:
-            # The call for the other half-batch has ended forward; another would free parameters kept until backward.
+            # The other half-batch has run `post_forward`; a second run would free parameters kept until backward.
             return output
         return unit.methods["post_forward"](module, inputs, output)
 
@@ -324,7 +324,7 @@ class UnitOrder:
     def _reduce(self, unit: _Unit) -> None:
         group = unit.group
         if not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
-            # Never run on any rank: FSDP would read gradients of parameters that were never gathered.
+            # No rank has run this unit: FSDP would read gradients of parameters that were never gathered.
             group._training_state = type(group._training_state)[_POST_BACKWARD]
             return
         self._complete(unit)
@@ -366,7 +366,7 @@ class UnitOrder:
         unit.partial = [] if unit.group.all_reduce_grads or not unit.group._is_hsdp else used
 
     def _drop_unused(self) -> None:
-        """Set gradients to None that are -0.0 everywhere, because no rank had a gradient; see `_complete`."""
+        """Remove filled gradients that are -0.0 everywhere: no rank had a gradient, see `_complete`."""
         filled, self._filled = [p for p in self._filled if p.sharded_param.grad is not None], []
         if not filled:
             return
@@ -419,9 +419,9 @@ def order_units(
     unskippable: Sequence[str],
     one_order: bool,
 ) -> None:
-    """Create a `UnitOrder` that learns sequences if `one_order`.
+    """Create a `UnitOrder`; `one_order` is its argument `learns`.
 
-    Do nothing on one rank, on simulated ranks, or if FSDP does not manage the root module.
+    Do nothing on one rank, on simulated or traced ranks, or if FSDP does not manage the root module.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1 or model not in modules or dist.get_backend(group) in ("fake", TRACED):
@@ -459,6 +459,5 @@ def gradient_of(param: Any) -> Tensor | None:
 
 
 def _common_length(name: str, other: str) -> int:
-    """Return the number of leading components that two dotted names have in common."""
     parts = zip(name.split("."), other.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], parts))

@@ -2,7 +2,7 @@
 
 The autograd graph of a stage has a trunk, the nodes on paths from its inputs to its output, and branches from the trunk
 to weights. I runs the trunk and saves the gradients that reach each node with a branch. W runs these nodes again, for
-their branches. A node is visited twice, once per kind of gradient; torch's operators compute no product twice.
+their branches. Each run computes only the gradients that it needs, so torch's operators repeat no matrix product.
 
 Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2 (B and W).
 """

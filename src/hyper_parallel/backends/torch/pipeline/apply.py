@@ -100,16 +100,16 @@ class Pipeline:
         scale: float = 1.0,
         step: StepActions | None = None,
     ) -> Tensor:
-        """Run forward and, if `train`, backward; return the loss on the rank of the last stage, 0 on others.
+        """Run forward and, if `train`, backward; return the summed losses on the last stage's rank, 0 on others.
 
         Args:
             model: The model.
             microbatches: Arguments of the model's forward per microbatch.
-            loss_of: Function that runs the model on the last stage for the microbatch of an index; returns its loss.
+            loss_of: Function from the index of a microbatch to its loss; it runs the model on the last stage.
             span: See `forward_backward`.
             train: Whether to run backward.
-            scale: Factor included in the losses of `loss_of`, applied to the router loss too.
-            step: Actions to run with those of other parts of the model; None: those of the pipeline's schedule.
+            scale: Factor that the losses of `loss_of` include; the router loss is multiplied by it.
+            step: Actions and callbacks if other parts of the model run in the same step; None: the pipeline runs alone.
         """
         running = _PipelinePass(self, model, microbatches, loss_of, span, train, scale)
         if not train:
@@ -139,7 +139,7 @@ class Pipeline:
         return total
 
     def forward(self, model: nn.Module, batch: Microbatch, run_last: Callable[[], Tensor]) -> Tensor | None:
-        """Run forward of one batch, which is the same on all ranks.
+        """Run forward of one batch, which is the same on all pipeline ranks.
 
         Return the result of `run_last`, which runs the model on the last stage; None on ranks without that stage.
         """
@@ -186,12 +186,12 @@ class Pipeline:
         sequences, length = batch["input_ids"].shape
         return sequences, length if self._context is None else self._context.cut(length).local
 
-    def splits(self, model: nn.Module) -> bool:
+    def splits_backward(self, model: nn.Module) -> bool:
         """Return whether backward runs in two parts, input gradients (I) and weight gradients (W).
 
-        Full recompute and re-gathering prevent a split, because both parts would repeat them. Compiled layers prevent a
-        split, because they compute both kinds of gradients at once. Without a split, I computes all gradients and W
-        does nothing.
+        Full recompute and all-gathers in backward prevent a split, because both parts would repeat them. Compiled
+        layers prevent a split, because they compute both kinds of gradients at once. Without a split, I computes all
+        gradients and W does nothing.
         """
         s = self._strategy
         repeats = s.recompute == "full" or (s.tp > 1 and s.gathered_inputs == "re-gather")
@@ -251,7 +251,7 @@ class _PipelinePass:
         self._step: StepActions | None = None
         self._pipeline, self._model, self._microbatches = pipeline, model, microbatches
         self._loss_of, self._span, self._train = loss_of, span, train
-        self._splits = train and pipeline.splits(model)
+        self._splits = train and pipeline.splits_backward(model)
         # Evaluation does not compute the auxiliary loss.
         self._balance = pipeline.balance if train else None
         self._total = torch.zeros((), dtype=torch.float64, device=pipeline.stages.device)

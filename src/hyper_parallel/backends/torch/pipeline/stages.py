@@ -49,10 +49,7 @@ from hyper_parallel.mpmd import check_pipeline
 
 
 class MediaTrace(TorchDispatchMode):
-    """Dispatch mode that records the layers, except `allowed` ones, whose arguments depend on media.
-
-    It traces the storages that operators compute from the media.
-    """
+    """Dispatch mode that tracks tensors computed from media, and records layers outside of `allowed` that read them."""
 
     def __init__(self, media: Mapping[str, Tensor], allowed: Set[int]) -> None:
         super().__init__()
@@ -63,7 +60,7 @@ class MediaTrace(TorchDispatchMode):
         self.mark([*media.values()])
 
     def record_arguments(self, layer: int, arguments: Any) -> None:
-        """Record a layer of another stage if its arguments depend on media."""
+        """Record a layer if its arguments depend on media and it is not in `allowed`."""
         if layer not in self._allowed and self._depends(arguments):
             self._layers.append(layer)
 
@@ -90,7 +87,7 @@ class MediaTrace(TorchDispatchMode):
 
 
 def layers_with_media(model: nn.Module) -> set[int]:
-    """Return the indices of the decoder layers that, by the config, read media features in addition to activations."""
+    """Return the indices of decoder layers that, by the model's config, add media features to their activations."""
     config: Any = getattr(model, "config", None)
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
     layers: set[int] = set()
@@ -128,7 +125,7 @@ class StageLayers(SlotList):
         media_stages: Stages that run the encoders of images and recordings.
         trace: Trace of the running pass; None unless it is the first one with a kind of media.
         traced: Names of the media that were traced in earlier passes.
-        features: Features that the running stage received from other parts of the model, which receive the gradients.
+        features: Features that other parts of the model sent to the running stage, which returns their gradients.
     """
 
     ranges: tuple[range, ...]
@@ -347,7 +344,7 @@ def _split(
 def keep_properties(model: nn.Module) -> None:
     """Make modules without parameters on this rank report device and dtype of the model's first parameter.
 
-    The properties `device` and `dtype` of transformers read a parameter, and model code reads them of encoders.
+    The properties `device` and `dtype` of transformers models read a parameter, and model code reads these properties.
     """
 
     def first_parameter(recurse: bool = True) -> Iterator[nn.Parameter]:
