@@ -11,13 +11,21 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from hyper_parallel.config import validated
-from hyper_parallel.errors import BadValue, DegreesMismatch, RecipeUnreadable, abbreviated
+from hyper_parallel.errors import BadValue, Caller, DegreesMismatch, RecipeUnreadable, abbreviated
 from hyper_parallel.ir import Strategy
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.units import canonical_dtype
 
 YAML_KEYS: Final = ("cp_size", "ep_size", "efsdp_size", "token_dispatcher")
 """Keys that LlamaFactory also accepts in its YAML file, as `hyper_parallel_cp_size`."""
+_OPTIONS: Final = {
+    "parallel.tp": "tp_size",
+    "parallel.tp_x": "tp_size",
+    "parallel.cp": "cp_size",
+    "parallel.ep": "ep_size",
+    "parallel.dp_shard": "fsdp_size",
+}
+"""Options by corresponding recipe key."""
 _Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(canonical_dtype)]
 
 
@@ -175,3 +183,23 @@ class HyperParallelArguments(BaseModel):
         if self.fsdp_size is None and self.efsdp_size and expert_ranks % model_ranks == 0:
             return min(expert_ranks // model_ranks, rest)
         return self.fsdp_size or rest
+
+
+class OptionNames(Caller):
+    """Caller whose errors name the options of `hyper_parallel_args` instead of recipe keys."""
+
+    def __init__(self, arguments: HyperParallelArguments) -> None:
+        self._has_efsdp = arguments.efsdp_size is not None
+
+    def where(self, text: str) -> str:
+        """Return the option that corresponds to a recipe key; any other location unchanged."""
+        return f"hyper_parallel_args: {_OPTIONS[text]}" if text in _OPTIONS else text
+
+    def hint(self, changes: Mapping[str, object]) -> str | None:
+        """Return `changes` as JSON of options; None if a recipe key has no option."""
+        # `tp_y` is always 1. A changed `ep_size` contradicts `efsdp_size`.
+        known = {key: value for key, value in changes.items() if (key, value) != ("parallel.tp_y", 1)}
+        if not known.keys() <= _OPTIONS.keys():
+            return None
+        options = {_OPTIONS[key]: value for key, value in known.items()}
+        return json.dumps(options | ({"efsdp_size": None} if self._has_efsdp else {}))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import hyper_parallel as hp
 from hyper_parallel.backends.torch.host_saved_activations import save_activations_on_host
 from hyper_parallel.backends.torch.model_structure import view_of
-from hyper_parallel.errors import Contradiction, UnsupportedSharding
-from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
+from hyper_parallel.errors import Contradiction, UnsupportedSharding, reported_by
+from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments, OptionNames
 from hyper_parallel.ir import Strategy
 from hyper_parallel.owned_folder import MARKER, remove_files
 
@@ -51,14 +51,15 @@ def shard_model(
     trained = (p for p in model.parameters() if p.requires_grad)
     trained_param = next(trained, None)  # None for a reference model
     plain = str((next(model.parameters()) if trained_param is None else trained_param).dtype).removeprefix("torch.")
-    plan = hp.plan_of(model, strategy)
-    workload = replace(
-        plan.workload,
-        compute_dtype=hp_args.param_dtype or mixed or plain,
-        param_dtype=plain,
-        reduce_dtype=hp_args.reduce_dtype or ("float64" if plain == "float64" else "float32"),
-    )
-    hp.parallelize(model, hp.plan_of(model, strategy, workload), average=average)
+    with reported_by(OptionNames(hp_args)):
+        plan = hp.plan_of(model, strategy)
+        workload = replace(
+            plan.workload,
+            compute_dtype=hp_args.param_dtype or mixed or plain,
+            param_dtype=plain,
+            reduce_dtype=hp_args.reduce_dtype or ("float64" if plain == "float64" else "float32"),
+        )
+        hp.parallelize(model, hp.plan_of(model, strategy, workload), average=average)
     if hp_args.activation_mode == "swap":
         save_activations_on_host([*view_of(model).layers], hp_args.activation_swap_inputs)
 
