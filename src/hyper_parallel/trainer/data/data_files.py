@@ -29,15 +29,15 @@ KINDS: Final = {
 """Kind of content by file suffix in lower case; files with other suffixes are text."""
 _COMPRESSED: Final = (".gz", ".zst")
 _PACKED: Final[Mapping[str, str]] = {
-    ".zip": "unzip",
-    ".tar": "tar -xf",
-    ".tgz": "tar -xzf",
-    ".7z": "7z x",
-    ".bz2": "bunzip2 -k",
-    ".xz": "unxz -k",
-    ".lz4": "unlz4",
+    ".zip": "unzip -d {folder} {file}",
+    ".tar": "tar -xf {file} -C {folder}",
+    ".tgz": "tar -xzf {file} -C {folder}",
+    ".7z": "7z x -o{folder} {file}",
+    ".bz2": "bunzip2 -c {file} > {target}",
+    ".xz": "unxz -c {file} > {target}",
+    ".lz4": "unlz4 -c {file} > {target}",
 }
-"""Shell command that unpacks a file, by suffix."""
+"""Shell command that unpacks a file, by suffix; `target` is the name of the file in `folder` without this suffix."""
 _TABLES: Final[Mapping[str, str]] = {
     ".arrow": "datasets.Dataset.from_file",
     ".feather": "pandas.read_feather",
@@ -85,22 +85,28 @@ def refuse_unread(path: Path) -> None:
     """Raise if a file's suffix names an unsupported format, which would otherwise be read as text.
 
     Raises:
-        NoData: HP602 with the command that converts the file, if there is one.
+        NoData: HP602; the hint has a command that converts the file, if one is known for its suffix.
     """
-    suffix, hint = path.suffix.lower(), None
+    suffix, command = path.suffix.lower(), None
     if suffix not in _UNREAD:
         return
+    folder = free_path("converted")
     if suffix in _PACKED:
-        hint = f"{_PACKED[suffix]} {shlex.quote(str(path))}"
+        form = _PACKED[".tar" if path.stem.endswith(".tar") else suffix]
+        target = shlex.quote(str(folder / path.stem))
+        command = form.format(file=shlex.quote(str(path)), folder=folder, target=target)
     elif function := _TABLES.get(suffix):
-        code = f"{function}({json.dumps(str(path))}).to_parquet({json.dumps(str(free_path('data.parquet')))})"
-        hint = shlex.join(["python", "-c", f"import {function.partition('.')[0]}; {code}"])
+        target = json.dumps(str(folder / f"{path.stem}.parquet"))
+        code = f"{function}({json.dumps(str(path))}).to_parquet({target})"
+        command = shlex.join(["python", "-c", f"import {function.partition('.')[0]}; {code}"])
     raise NoData(
         "a data file has a format that is not supported",
         where=str(path),
         got=suffix,
         allowed=f"{', '.join(KINDS)}, text; all but .parquet also with {' or '.join(_COMPRESSED)}",
-        hint=hint,
+        # If the converted file were in the folder of the source, the folder would hold files of several types.
+        hint=command
+        and f"convert the files into a new folder, then set `data.source` to it: mkdir -p {folder} && {command}",
     )
 
 
