@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final, NoReturn
 
-from hyper_parallel.errors import BadValue, abbreviated
+from hyper_parallel.errors import BadValue, HyperParallelError, abbreviated
 from hyper_parallel.trainer.data.document import Conversation, Message
 from hyper_parallel.trainer.data.media_kinds import MEDIA_MARK
 from hyper_parallel.trainer.data.placeholders import (
@@ -57,8 +57,10 @@ class _Renderer:
         try:
             self.template = properties_of(tokenizer, tools=bool(conversation.tools))
             self._turns = self._forms(conversation.messages)
-        except Exception as error:
-            raise self._template_error(error.__cause__ or error) from error
+        except HyperParallelError:
+            raise
+        except Exception as error:  # for example, a tokenizer without a template
+            raise self._template_error(error) from error
 
     def _forms(self, messages: Sequence[Message]) -> list[Message]:
         return [self.template.form(message) for message in messages]
