@@ -110,7 +110,7 @@ def stay_offline() -> None:
 
 
 def permit_stream(is_stream: bool, source: str) -> None:
-    """Undo `stay_offline` if `is_stream` and `source` is a dataset on the hub, from which a library then reads."""
+    """Undo `stay_offline` if a dataset on the hub is streamed: a library then reads from the hub in this process."""
     if is_stream and parse_dataset(source) is not None and _ALLOWED in os.environ:
         os.environ["HF_HUB_OFFLINE"] = "0"
 
@@ -204,7 +204,8 @@ def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "")
 def fetch_dataset(repository: str, config: str | None, split: str | None, where: str) -> None:
     """Download a dataset into the cache of `datasets`; do nothing if it is cached or downloads are not permitted.
 
-    `config` and `split` are `data.name` and `data.split`. `where` is the origin of the dataset's name, for errors.
+    `config` and `split` are `data.name` and `data.split`; None: not set. `where` is the location of the dataset's name,
+    for errors.
 
     Raises:
         NoData: HP602 when the download fails.

@@ -139,7 +139,7 @@ def _number(key: str, value: Any, where: str) -> Any:
 
 
 def _check(key: str, value: Any, where: str) -> None:
-    """Raise HP101 for an unknown key, HP104 for one of `REFUSED` that is set, HP102 for a value not in `WORDS`."""
+    """Raise an error for an unknown key (HP101), a set key of `REFUSED` (HP104), or a value not in `WORDS` (HP102)."""
     if key not in KNOWN:
         near = difflib.get_close_matches(key, KNOWN, n=1)
         raise UnknownKey(
@@ -308,13 +308,11 @@ def _record_bytes(overrides: Sequence[str]) -> int:
 
 
 def _names(value: Any) -> list[str]:
-    """Return the names in a list, or in a text with commas."""
     texts = value if isinstance(value, list) else str(value).split(",")
     return [str(text).strip() for text in texts]
 
 
 def _one_name(value: Any, path: Path) -> str:
-    """Return the name in the value of `eval_dataset`; raise BadValue (HP102) for several names or none."""
     names = _names(value)
     if len(names) != 1:
         raise BadValue(
@@ -368,9 +366,10 @@ def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where:
 
 
 def _frozen(model: str, layers: int, path: Path) -> list[str]:
-    """Return globs of all parameters outside of the last `layers` decoder layers (if negative, the first -`layers`).
+    """Return globs of all parameters except those of the last `layers` decoder layers.
 
-    Raise Contradiction (HP104) for a model without a single list of layers.
+    If `layers` is negative, the first -`layers` layers are the exception; with 0, there is no exception. Raise
+    Contradiction (HP104) for a model without a single list of layers.
     """
     spec = load_model(model, where=f"{path}: model_name_or_path")
     names = {p.name for block in spec.blocks for p in block.params if not p.tied_to}
@@ -402,6 +401,5 @@ def _ranks(overrides: Sequence[str]) -> int | None:
 
 
 def _positive(text: str | None) -> int | None:
-    """Return the positive integer of at most nine digits in a text; None for any other text."""
     is_number = text is not None and text.strip().isascii() and text.strip().isdigit() and len(text.strip()) < 10
     return (int(text) or None) if is_number and text else None

@@ -17,7 +17,7 @@ from hyper_parallel.received import Limits, read_json
 from hyper_parallel.units import canonical_dtype
 
 YAML_KEYS: Final = ("cp_size", "ep_size", "efsdp_size", "token_dispatcher")
-"""Keys that LlamaFactory also accepts in its YAML file, as `hyper_parallel_cp_size`."""
+"""Options that LlamaFactory also accepts as keys of its YAML file, such as `hyper_parallel_cp_size`."""
 _OPTIONS: Final = {
     "parallel.tp": "tp_size",
     "parallel.tp_x": "tp_size",
@@ -30,7 +30,7 @@ _Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(ca
 
 
 class HyperParallelArguments(BaseModel):
-    """Layout options of LlamaFactory users; every key has a default.
+    """Options in `hyper_parallel_args`; each has a default.
 
     Attributes:
         tp_size: Ranks of tensor parallelism.
@@ -41,7 +41,8 @@ class HyperParallelArguments(BaseModel):
         token_dispatcher: Must be `all_to_all`.
         fsdp_size: Data-parallel ranks that shard the parameters; further ones are replicas. None: as many as
             `efsdp_size` implies, or all.
-        param_dtype: Dtype of activations and of gathered parameters; None: from LlamaFactory's `bf16` and `fp16`.
+        param_dtype: Dtype of activations and of gathered parameters; None: determined by LlamaFactory's `bf16` and
+            `fp16`.
         reduce_dtype: Dtype of gradient reductions; None: float32, or float64 for a model in float64.
         reshard_after_forward: Whether to free gathered parameters after forward and gather them again for backward.
             None: as in Accelerate's FSDP plugin, or True without one.
@@ -82,10 +83,10 @@ class HyperParallelArguments(BaseModel):
 
     @classmethod
     def from_finetuning_args(cls, finetuning_args: Any) -> HyperParallelArguments:
-        """Return the arguments in LlamaFactory's `hyper_parallel_args` and keys such as `hyper_parallel_ep_size`.
+        """Return the arguments in `hyper_parallel_args` and the `hyper_parallel_*` keys of LlamaFactory's arguments.
 
-        A key such as `hyper_parallel_ep_size` overrides `hyper_parallel_args`, unless it has its default value. Errors
-        are those of `from_yaml`.
+        A key that has not its default value overrides the option of the same name in `hyper_parallel_args`. Errors are
+        those of `from_yaml`.
         """
         values = getattr(finetuning_args, "hyper_parallel_args", None)
         keys = {key: getattr(finetuning_args, f"hyper_parallel_{key}", None) for key in YAML_KEYS}
@@ -94,7 +95,7 @@ class HyperParallelArguments(BaseModel):
 
     @classmethod
     def from_yaml(cls, value: Any, keys: Mapping[str, Any]) -> HyperParallelArguments:
-        """Return the arguments in the value of `hyper_parallel_args`, with overrides from LlamaFactory's keys.
+        """Return the arguments in the value of `hyper_parallel_args`, overridden by keys of LlamaFactory's YAML file.
 
         Args:
             value: None, a dict, or the path of a JSON file.
@@ -102,7 +103,8 @@ class HyperParallelArguments(BaseModel):
 
         Raises:
             RecipeUnreadable: HP103 when the file cannot be read or is not JSON.
-            BadValue: HP102 for a value that is no object. Other errors are those of `from_dict`.
+            BadValue: HP102 when the value or the content of the file is not an object. Other errors are those of
+                `from_dict`.
         """
         where = "hyper_parallel_args"
         if isinstance(value, str):
@@ -177,7 +179,6 @@ class HyperParallelArguments(BaseModel):
         )
 
     def _shard_ranks(self, world_size: int, model_ranks: int) -> int:
-        """Return the degree `dp_shard`: `fsdp_size`, else as `efsdp_size` implies, else all remaining ranks."""
         rest = max(world_size // model_ranks, 1)
         expert_ranks = self.ep_size * (self.efsdp_size or 1)
         if self.fsdp_size is None and self.efsdp_size and expert_ranks % model_ranks == 0:
