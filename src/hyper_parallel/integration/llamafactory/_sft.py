@@ -186,7 +186,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return loss / self.accelerator.num_processes if averaged else loss
 
     def _reported(self, loss: Tensor) -> Tensor:
-        """Return the loss on the first rank of a tensor-parallel group; 0 on its other ranks, whose losses are equal."""
+        """Return the loss on the first rank of a tensor-parallel group; 0 on others, whose losses are equal."""
         return loss if self.args.process_index % self._strategy.tp == 0 else torch.zeros_like(loss)
 
     def _ready(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ READ: Final = 8
 ITEM: Final = 4
 """Bytes of work charged per item of a list that a step reads."""
 _MOST_INTEGER: Final = 1_000_000
-"""Largest integer argument of a filter or method, such as a width."""
+"""Largest absolute value of an integer argument of a filter or method, such as a width."""
 MOST_BITS: Final = 1024
 """Largest size of an integer in bits."""
 _WIDTH: Final = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\d{4,}|\*|\d*\.(?:\d{4,}|\*))")
@@ -188,7 +188,7 @@ def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[...
 
 
 def _spend_filter(name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any], work: Work) -> tuple[Any, ...]:
-    """Charge the largest possible result of filter `name`; return its operands, the first as a list if it was read."""
+    """Charge the largest possible result of filter `name`; return its operands, an iterated first one as a list."""
     first, rest = values[0], (*values[1:], *kwargs.values())
     if name not in _SHALLOW and not isinstance(first, str):
         work.spend(deep_size(first))

@@ -43,7 +43,7 @@ from hyper_parallel.trainer.data.template_properties import (
 _MAX_CACHED_TEXTS: Final = 256
 """Maximum number of cached texts with placeholders; conversations with equal roles usually share one."""
 _MAX_CACHED_CHARACTERS: Final = 2048
-"""Number of characters that the turns of a cached text must stay below."""
+"""Total characters of roles and contents from which on the text of a conversation is not cached."""
 _UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
 _OTHER_FILE: Final = "data.chat_template=FILE"
 
@@ -158,7 +158,6 @@ class _Renderer:
                 )
 
     def _check_tools(self, text: str) -> None:
-        """Raise if `text` does not contain every tool of the conversation."""
         if not self._conversation.tools:
             return
         names = [tool["function"]["name"] for tool in self._conversation.tools]
@@ -182,6 +181,7 @@ def render(
 
     Raises:
         BadValue: HP102 for any error that the template raises, and for tools or variables that it does not read.
+        ModelUnreadable: HP305 for an unreadable generation config next to the tokenizer.
     """
     if not isinstance(conversation, Conversation):
         conversation = Conversation(tuple(conversation))
@@ -206,6 +206,7 @@ def locate_answers(
     Raises:
         BadValue: HP102 with turn and cause, when the template raises, drops or changes words, ignores tools or
             variables, or writes no end marker.
+        ModelUnreadable: HP305 for an unreadable generation config next to the tokenizer.
     """
     renderer = _Renderer(tokenizer, conversation, where)
     has_marks = renderer.template.has_marks
@@ -230,7 +231,7 @@ _OF_CALLS: Final = frozenset(("name", "argument"))
 
 
 class _Search:
-    """Search for the answers of a conversation in its rendered text. The module docstring defines "words"."""
+    """Search for the answers of a conversation in its rendered text; see the module docstring for "words"."""
 
     def __init__(self, renderer: _Renderer, messages: Sequence[Message], text: str) -> None:
         self._renderer, self._messages, self._text = renderer, messages, text
@@ -501,7 +502,6 @@ class _Search:
 
 
 def _is_written(words: str, text: str) -> bool:
-    """Return whether `text` contains `words` in a form in which templates write them."""
     return any(form in text for form in forms_of(words))
 
 

@@ -91,7 +91,7 @@ class Balance:
         balanced: Imbalance in balanced order, in which the step runs.
         predicted_in_order_s: Predicted seconds of the step in data order; None without `Grid.seconds` or if all costs
             are 0.
-        predicted_s: The same for the balanced order.
+        predicted_s: Predicted seconds of the step in balanced order; None in the same cases.
     """
 
     media_tokens: int

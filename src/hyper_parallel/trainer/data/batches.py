@@ -164,7 +164,8 @@ class Batches:
         tail: Behaviour when an epoch ends inside a step. `wrap`, for training: the step continues with the next epoch.
             `pad`, for evaluation: the step is filled with dummy rows without labels, so every sequence is read exactly
             once.
-        limit: Number of sequences (or groups) to use, evenly spaced in the data; None: all. A mixture ignores it.
+        limit: Number of sequences (or groups) to use, evenly spaced in the data; None: all. With `order.weights`,
+            it changes only `num_sequences`.
         fingerprint: Hash of the data, stored in checkpoints.
 
     Attributes:
@@ -213,7 +214,7 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps that read every sequence of an epoch, rounded up; repeated steps count once."""
+        """Number of steps of an epoch, rounded up; the steps of `rows.iterations` count as one."""
         return -(-self.num_sequences * self.rows.unit // self.sequences_per_step)
 
     def step_batch(self, step: int) -> Int64:
@@ -334,7 +335,7 @@ class Batches:
         return self._origin + step // self.rows.iterations * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the data position before a step as JSON values, equal on all ranks and layouts."""
+        """Return the data position before a step as JSON values; it does not depend on the layout."""
         return {
             "step": step,
             "sequences_seen": self.sequences_seen(step),
@@ -348,7 +349,8 @@ class Batches:
     def load_state_dict(self, state: dict[str, Any], start_over: str = START_OVER) -> None:
         """Continue after the sequences read before the checkpoint; `sequences_per_step` may have changed since.
 
-        With `tail` `pad`, only check the data and its order. `start_over` is the hint of the error.
+        With `tail` `pad`, only check the data and its order. `start_over` is the hint of the error: the recipe override
+        with which the run does not read the checkpoint.
 
         Raises:
             CheckpointMismatch: HP702 when the data or its order differ.

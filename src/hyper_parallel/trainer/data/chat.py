@@ -84,7 +84,10 @@ def encode_conversation(
 def media_line(
     tokenizer: Any, conversation: Conversation, where: str, num_context: int, blob: IO[bytes]
 ) -> tuple[bytes, int]:
-    """Return the `reference_line` of a conversation, and its number of tokens without the placeholders of media."""
+    """Return the `reference_line` of a conversation, and its number of tokens without placeholders of media.
+
+    Errors are those of `encode_conversation`.
+    """
     trained = conversation.answer_turns(num_context)
     text = locate_answers(tokenizer, conversation, trained, where)[0]
     num_tokens = len(tokens_of_spans(tokenizer, text, (), where)[0])
@@ -96,6 +99,9 @@ def encode_pair(tokenizer: Any, prompt: str, answer: str, where: str = "") -> tu
 
     Targets are the tokens of the answer and the end-of-text token after it. The tokens of the prompt equal the
     prompt tokens of generation. No space is added before the answer.
+
+    Raises:
+        BadValue: HP102 when the tokenizer fails, or joins prompt and answer in one token.
     """
     text = prompt + answer
     ids, mask = tokens_of_spans(tokenizer, text, [(len(prompt), len(text))], where)
@@ -109,6 +115,9 @@ def encode_prompt(
 
     The prompt is the first `num_context` turns with the generation prompt. The answer ends with end-of-text, so it has
     at least one token. Both lists are empty if `num_context` is 0.
+
+    Raises:
+        BadValue: HP102 when template or tokenizer fail on the prompt, or the template drops words of it.
     """
     if not num_context:
         return [], []

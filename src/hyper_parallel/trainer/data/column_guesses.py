@@ -54,12 +54,12 @@ def column_changes(columns: Mapping[str, str], section: str = "columns") -> dict
 
 
 def own_columns(columns: Mapping[str, str], renamed: Mapping[str, str]) -> dict[str, str]:
-    """Return guessed columns with the names of the record in place of canonical keys.
+    """Return guessed columns with the names in the record in place of canonical keys.
 
-    Entries without effect are omitted. The result is {} if a column already has another canonical key.
+    Entries without effect are omitted. The result is {} if the recipe already renames one of the keys otherwise.
 
     Args:
-        columns: Dict from the canonical key to a key of the values by canonical key.
+        columns: Dict from canonical key to a key in the result of `RecordRules.canonical_values`.
         renamed: Dict from renamed key in the records to canonical key, as in `RecordRules`.
     """
     names = {name: own for own, name in renamed.items()}
