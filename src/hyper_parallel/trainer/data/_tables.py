@@ -208,8 +208,8 @@ class Table:
         """Yield (location, record) for each row.
 
         Raises:
-            NoData: HP602 for an unreadable row, or if decoding rows of a stream exceeds the memory limit for records of at
-                most `most` bytes.
+            NoData: HP602 for an unreadable row, or if decoding a stream exceeds the memory limit for records of at most
+                `most` bytes.
         """
         number = -1
         # Only a stream decodes its rows; other tables are in memory or memory-mapped.

@@ -94,7 +94,7 @@ def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 
 
 def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read a prompt to sample completions for, and its reference answer, if any."""
+    """Read the prompt of a GRPO record and, if there is one, its reference answer."""
     key = _prompt_keys(values)[0]
     prompt = _turns_of(values[key], "user", rules, where, rules.own_name(key))
     answer = values.get("completion", [])
@@ -184,7 +184,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _turns_of(value: Any, role: str, rules: RecordRules, where: str, key: str) -> list[Message]:
-    """Return the turns in a value that is a turn, a list of turns, or a text; a text becomes a turn of `role`."""
+    """Return the turns in a turn, a list of turns, or a text, which becomes a turn of `role`; else raise HP602."""
     if isinstance(value, str):
         return [_message(role, value)]
     if not isinstance(value, list | tuple | dict):
@@ -242,7 +242,6 @@ def _split_system(turns: Sequence[Message]) -> tuple[list[Message], list[Message
 
 
 def _same(one: Message, other: Message) -> bool:
-    """Return whether two turns have equal role and content, apart from surrounding white space."""
     return one["role"] == other["role"] and one["content"].strip() == other["content"].strip()
 
 
@@ -312,7 +311,8 @@ def shape_of(record: Record, text_key: str, where: str, stage: str = "pt", rules
     Except with `stage: grpo`, that text has precedence over a prompt with its completion.
 
     Raises:
-        NoData: HP602 if the record has no known format, or seems to be a pair with an unknown key.
+        NoData: HP602 if the record has no known format or, in stages that need pairs, seems to be a pair whose answers
+            have other keys than `chosen` and `rejected`.
     """
     values = _named(record, rules, where, stage)
     shape = _format_of(values, stage)
@@ -355,7 +355,6 @@ def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values
 
 
 def _allowed_formats(stage: str) -> str:
-    """Return descriptions of the formats of records that a stage reads."""
     formats = [words for name, (_, words) in _FORMATS.items() if (name == "preference") == (stage in _OF_PAIRS)]
     return "; or: ".join(formats)
 
@@ -454,9 +453,9 @@ def conversations_of(
     *,
     detected: bool = False,
 ) -> list[Conversation]:
-    """Return the conversation in a record of the format `shape`; for `preference`, the chosen and the rejected one.
+    """Return a list with the conversation in a record of the format `shape`; for `preference`, chosen and rejected.
 
-    `detected` is True if `shape` is the format of the first record, False if `data.format` sets it.
+    `detected` tells whether `shape` is the format of the first record; otherwise, `data.format` sets it.
 
     Raises:
         NoData: HP602 naming the faulty key or turn; BadMedia for images or recordings that `data.bad_media` may skip.
@@ -553,7 +552,7 @@ def _check_unread(
     rules: RecordRules,
     where: str,
 ) -> None:
-    """Except for GRPO, raise NoData (HP602) for an unread key, unless it is empty, metadata or repeats a turn."""
+    """Except for GRPO, raise NoData (HP602) for an unread key, unless it is empty, ignored or repeats a turn."""
     if stage == "grpo":  # reward functions may read all keys
         return
     known = {*read_keys, *_SHARED, *_STAGE_KEYS.get(stage, ())}
@@ -612,11 +611,7 @@ def num_context(one: Conversation, stage: str) -> int:
 
 
 def check_flags(one: Conversation, num_context: int, record: Record, where: str, rules: RecordRules) -> None:
-    """Raise if a flag of the record, such as `weight: 1`, marks a turn of the prompt as trained on.
-
-    Raises:
-        NoData: HP602 naming the turn.
-    """
+    """Raise NoData (HP602) if a flag of the record, such as `weight: 1`, marks a turn of the prompt as trained on."""
     for i in sorted(one.trained):
         if i < num_context:
             names = flag_names(record)

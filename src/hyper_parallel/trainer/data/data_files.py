@@ -1,4 +1,4 @@
-"""Data files: kinds by suffix, decompression, and recognition of README-like files."""
+"""Data files: kinds of content by suffix, refused formats, decompression, and shell commands for hints."""
 
 from __future__ import annotations
 
@@ -158,7 +158,10 @@ def refuse_splits(root: Path, files: Sequence[Path]) -> None:
 
 
 def json_record(path: Path) -> dict[str, Any] | None:
-    """Return the first line of a file as a dict if it is a nonempty JSON object; else None. Errors of `open_bytes`."""
+    """Return the first line of a file as a dict if it is a nonempty JSON object of at most 1 MiB; else None.
+
+    Errors are those of `open_bytes`.
+    """
     with open_bytes(path) as file:
         line = file.readline(_LONGEST_FIRST_LINE)
     try:
@@ -236,7 +239,7 @@ def _zstd(packed: IO[bytes], path: Path) -> Any:
 
 
 def free_path(path: str | Path) -> Path:
-    """Return a path that does not exist, for the output of a command in a hint: `path`, or with a number added."""
+    """Return `path` or, if it exists, the path with a number added to its name; for outputs of commands in hints."""
     path = Path(path)
     names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
     return next(name for name in itertools.chain([path], names) if not os.path.lexists(name))
@@ -255,9 +258,9 @@ def pipe_command(path: Path, command: str) -> str:
 
 
 def several_paths(text: str) -> list[str]:
-    """Return the paths in a comma-separated list or those that match a pattern (`part-*.jsonl`).
+    """Return the paths in a comma-separated list, or the paths that match a pattern (`part-*.jsonl`).
 
-    The result is [] if a path does not exist or needs quotes, or if there are more than `_MOST_LISTED` paths.
+    The result is [] if one of the paths does not exist or needs quotes in a shell, or if there are more than 20.
     """
     parts = [part.strip() for part in text.split(",")]
     pattern = Path(text)

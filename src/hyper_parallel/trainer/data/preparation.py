@@ -107,7 +107,7 @@ def prepare(
         data: Section `data` of the recipe.
         stage: Stage of the recipe.
         model_path: `model.path` of the recipe; a tokenizer in this directory is used if `data.tokenizer` is not set.
-        seed: Seed that draws the held-out documents.
+        seed: Seed of the choice of held-out documents and, with `data.streaming`, of the order of documents.
         progress: Whether to show progress bars on stderr.
         vocab_limit: Size of the model's vocabulary; None: a tokenizer of any size is accepted.
         model_config: Values of the model's config, which an export stores next to the tokenizer; None: no model is

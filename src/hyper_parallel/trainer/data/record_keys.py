@@ -193,7 +193,6 @@ class RecordRules:
         return next((values[key] for key in keys if key in values), None)
 
     def _contradiction(self, keys: Collection[str], where: str) -> NoData:
-        """Return the error for different values under keys of a record or turn with the same meaning."""
         first, *rest = keys
         return NoData(
             f"the keys `{first}` and `{'`, `'.join(rest)}` mean the same but have different values",
@@ -217,7 +216,7 @@ class RecordRules:
         `item` is the kind of object, such as "a turn". Ignored and metadata keys are counted as ignored.
 
         Raises:
-            NoData: HP602 naming an unknown key; the hint ignores all, or says to rename it if other objects use it.
+            NoData: HP602 naming an unknown key, a media key, or a key of another stage.
         """
         unknown = []
         for key, value in values.items():
@@ -352,9 +351,9 @@ def margin_of(record: Record, where: str) -> float | None:
 
 
 def columns_of(record: Record, rules: RecordRules) -> dict[str, Any]:
-    """Return the values of a record that reward functions may read, by canonical key.
+    """Return the values that reward functions may read, by canonical key.
 
-    Ignored keys are excluded, and so are `prompt`, `completion` and `completion_ids`, which the rollout provides.
+    Excluded are ignored keys, and `prompt`, `completion` and `completion_ids`, which the rollout provides.
     """
     named = ((rules.columns.get(key, key), value) for key, value in record.items())
     return {str(k): v for k, v in named if k not in _ROLLED_OUT and k not in rules.ignored}

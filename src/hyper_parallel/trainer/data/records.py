@@ -190,7 +190,7 @@ class ArrayReader:
 
     @property
     def line(self) -> int:
-        """Line number of the start of an element that cannot be read."""
+        """Line number of the start of the current element, for errors."""
         return self.first_line + self._buffer.count("\n", 0, self._at)
 
 
@@ -391,7 +391,6 @@ def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
 
 
 def _not_plain(reader: ArrayReader, path: Path) -> NoData:
-    """Return the error for a JSON object that has other values than plain ones after its list of records."""
     rewrite = pipe_command(path, f"jq -c {shlex.quote(f'.[{json.dumps(reader.key)}][]')}")
     return NoData(
         "the object that contains the list of records has a nested or invalid value after it",
@@ -470,7 +469,6 @@ def _excerpt(path: Path, line: str) -> str:
 
 
 def _unreadable(error: Exception, where: str) -> NoData:
-    """Return the error for JSON that is nested too deeply, has duplicate keys, or a number of too many digits."""
     problem = "values are nested too deeply" if isinstance(error, RecursionError) else str(error)
     return NoData("a line of JSON cannot be read", where=where, got=problem[:120])
 

@@ -232,7 +232,6 @@ def _ids(hf: Any, texts: Sequence[str], added: bool) -> list[list[int] | None]:
 
 
 def _describe(hf: Any, text: str, left: list[int] | None, right: list[int] | None) -> str:
-    """Return a phrase with `text` and the first tokens that differ between `left` and `right`."""
     left, right = left or [], right or []
     first = _equal_tokens(left, right)
     tokens = (hf.convert_ids_to_tokens(ids[first : first + 4]) for ids in (left, right))
@@ -240,7 +239,6 @@ def _describe(hf: Any, text: str, left: list[int] | None, right: list[int] | Non
 
 
 def _equal_tokens(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of equal tokens at the start of two texts."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
@@ -408,7 +406,6 @@ def _refused(
     difference: str,
     wanted: str | None,
 ) -> BadValue:
-    """Return the error for a tokenizer whose export would produce different tokens than `hf` in training."""
     reader = "no class" if exported is None else type(exported).__name__
     hint = None if wanted is None else f'set "tokenizer_class": "{wanted}" in {directory / CONFIG}'
     return BadValue(
@@ -486,7 +483,6 @@ def reading_note(hf: Any, directory: Path, samples: Sequence[str]) -> str | None
 
 
 def _sentence(hf: Any, file: Path, text: str, ids: Sequence[int], plain: Any) -> str:
-    """Return the warning of `reading_note`, with the first token of `text` that differs between `ids` and `plain`."""
     i = _equal_tokens(ids, plain.ids)
     tokens = hf.convert_ids_to_tokens(ids[i : i + 1]), plain.tokens[i : i + 1]
     first, second = (json.dumps(token[0]) if token else "no token" for token in tokens)

@@ -198,7 +198,6 @@ class PackedSequences:
         self._media = media
 
     def _optional(self, name: str, mmap_mode: Literal["r"] | None = None) -> Any:
-        """Return the array `SPLIT_NAME.npy`; None if the file does not exist."""
         path = self.directory / f"{self.split}_{name}.npy"
         return np.load(path, mmap_mode=mmap_mode) if path.exists() else None
 

@@ -272,7 +272,6 @@ def _candidates(tokenizer: Any, part: str) -> Iterator[Tokens]:
 
 
 def _first_token(offsets: Offsets, position: int) -> int:
-    """Return the index of the first token that begins at `position` or later; the number of tokens if none does."""
     return bisect_left(offsets, (position, -1))
 
 

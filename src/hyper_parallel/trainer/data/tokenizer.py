@@ -152,7 +152,6 @@ def _too_large(tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_l
 
 
 def _has_weights(model_path: str | None) -> bool:
-    """Return whether a directory has weight files; False for None and for any other path."""
     files = Path(model_path or "").glob("*") if model_path and Path(model_path).is_dir() else ()
     return any(file.suffix in (".safetensors", ".bin") for file in files)
 

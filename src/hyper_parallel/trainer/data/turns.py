@@ -215,7 +215,6 @@ def _role_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> str:
 
 
 def _role(word: Any, rules: RecordRules) -> str | None:
-    """Return the canonical role of a role name, ignoring case; None for an unknown name."""
     if not isinstance(word, str):
         return None
     return rules.roles.get(word) or ROLES.get(word.lower())
@@ -292,7 +291,10 @@ def _read_calls(value: Any, key: str, rules: RecordRules, where: str) -> list[di
 
 
 def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool | None:
-    """Return whether the flags of a turn (`weight`, `train`, ...) mark it as trained on; None without flags."""
+    """Return whether the flags of a turn (`weight`, `train`, ...) mark it as trained on; None without flags.
+
+    Raise NoData (HP602) for flags that are not 0 or 1, contradict each other, or mark a turn of another role.
+    """
     flags = {}
     for key in values.keys() & _FLAGS.keys():
         value = values[key]
