@@ -19,12 +19,9 @@ from hyper_parallel.units import canonical_dtype
 YAML_KEYS: Final = ("cp_size", "ep_size", "efsdp_size", "token_dispatcher")
 """Options that LlamaFactory also accepts as keys of its YAML file, such as `hyper_parallel_cp_size`."""
 _OPTIONS: Final = {
-    "parallel.tp": "tp_size",
-    "parallel.tp_x": "tp_size",
-    "parallel.cp": "cp_size",
-    "parallel.ep": "ep_size",
+    "parallel.tp": "tp_size", "parallel.tp_x": "tp_size", "parallel.cp": "cp_size", "parallel.ep": "ep_size",
     "parallel.dp_shard": "fsdp_size",
-}
+}  # fmt: skip
 """Options by corresponding recipe key."""
 _Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(canonical_dtype)]
 
@@ -198,9 +195,8 @@ class OptionNames(Caller):
 
     def hint(self, changes: Mapping[str, object]) -> str | None:
         """Return `changes` as JSON of options; None if a recipe key has no option."""
-        # `tp_y` is always 1. A changed `ep_size` contradicts `efsdp_size`.
-        known = {key: value for key, value in changes.items() if (key, value) != ("parallel.tp_y", 1)}
-        if not known.keys() <= _OPTIONS.keys():
+        if not changes.keys() <= {*_OPTIONS, "parallel.tp_y"}:  # `tp_y` is always 1
             return None
-        options = {_OPTIONS[key]: value for key, value in known.items()}
+        options = {_OPTIONS[key]: value for key, value in changes.items() if key in _OPTIONS}
+        # The value of `efsdp_size` may contradict the changed options.
         return json.dumps(options | ({"efsdp_size": None} if self._has_efsdp else {}))

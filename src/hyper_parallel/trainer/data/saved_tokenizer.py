@@ -210,7 +210,6 @@ def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str |
 
 
 def _own_probes(hf: Any) -> list[str]:
-    """Return probe texts with up to `_MOST_ENTRIES` added tokens of a tokenizer, and some entries of its vocabulary."""
     added = [str(token) for _, token in sorted(hf.added_tokens_decoder.items())][:_MOST_ENTRIES]
     size = len(hf)
     entries = range(0, size, max(1, size // _MOST_ENTRIES))
@@ -263,13 +262,10 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
         original = load_tokenizer(source)
     except NoData:  # no class can load the files, so no model was trained with them
         return
-    if (name := required_class(original, source, [_config_values(target)], ())) is not None:
+    path = target / _MODEL_CONFIG
+    config = read_json(path, Limits()) if path.is_file() else None
+    if (name := required_class(original, source, [config], ())) is not None:
         set_class(target, name)
-
-
-def _config_values(directory: Path) -> dict[str, Any] | None:
-    path = directory / _MODEL_CONFIG
-    return read_json(path, Limits()) if path.is_file() else None
 
 
 def _load(folder: Path) -> Any:
@@ -303,7 +299,8 @@ def required_class(
     Raises:
         BadValue: HP102 if transformers gets different tokens from the files next to one of the configs.
     """
-    names = [None] * (not _has_code(directory)) + [class_name(hf)]
+    has_code = "auto_map" in _json_values(directory / CONFIG)
+    names = [class_name(hf)] if has_code else [None, class_name(hf)]
     for name in names:
         if (difference := _difference(hf, directory, configs, name, samples)) is None:
             return name
@@ -384,10 +381,6 @@ def _json_values(path: Path) -> dict[str, Any]:
             hint="fetch this file again from where the model was published",
         ) from error
     return values if isinstance(values, dict) else {}
-
-
-def _has_code(directory: Path) -> bool:
-    return "auto_map" in _json_values(directory / CONFIG)
 
 
 def set_class(directory: Path, name: str) -> None:
