@@ -268,7 +268,6 @@ def _is_shown() -> bool:
 
 
 def _refusal(name: HubName, part: Part, answer: dict[str, Any], where: str | None, key: str) -> UnknownModel:
-    """Return the error for a failed download, whose printed JSON object is `answer`."""
     kind, text = answer.get("kind"), str(answer.get("text", ""))
     local, full_command = name.folder, download_command(name, local=True)
     is_single = key not in ("", "grpo.reward_funcs")  # the key has one value

@@ -94,10 +94,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParall
 
 
 def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
-    """Copy parameters and buffers of rank 0 to all ranks.
-
-    Raise Contradiction (HP104) on all ranks if a rank has one of them on the meta device.
-    """
+    """Copy parameters and buffers of rank 0 to all ranks; raise HP104 on all ranks if one is on the meta device."""
     tensors = (*model.parameters(), *model.buffers())
     # All ranks decide together: a rank that raised alone would leave the others waiting in a broadcast.
     num_meta = torch.tensor(sum(tensor.is_meta for tensor in tensors), device=device)

@@ -66,7 +66,6 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         self.accelerator.prepare = self._prepare_but_the_model
 
     def _refuse(self) -> None:
-        """Raise an error for unsupported options, before the model is modified."""
         arguments = self.finetuning_args
         unsupported = {
             "deepspeed": self.is_deepspeed_enabled,

@@ -106,7 +106,6 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
 
 
 def _parsed(key: str, text: str, where: str) -> Any:
-    """Return the value of a YAML text; raise BadValue (HP102) if the text is not YAML."""
     try:
         return parse_yaml(text)
     except (yaml.YAMLError, LimitExceeded) as error:
@@ -165,7 +164,6 @@ def _check(key: str, value: Any, where: str) -> None:
 
 
 def _yaml_word(value: Any) -> Any:
-    """Return null, true or false as written in YAML; other values are unchanged."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), value)
 
 
@@ -232,10 +230,7 @@ def _trained_layers(v: dict[str, Any], kind: str, path: Path) -> Iterator[Layer]
 
 
 def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
-    """Yield the schedule's arguments with LlamaFactory's defaults, and `min_lr_ratio`.
-
-    Raise BadValue (HP102) if a required argument is missing or the arguments are no mapping.
-    """
+    """Yield `training.lr_schedule_args` with LlamaFactory's defaults, and `training.min_lr_ratio`; raise HP102."""
     name, args = v["lr_scheduler_type"], v["lr_scheduler_kwargs"] or {}
     args = _parsed("lr_scheduler_kwargs", args, f"{path}: lr_scheduler_kwargs") if isinstance(args, str) else args
     needed, hint = (), "lr_scheduler_kwargs=null"
@@ -353,7 +348,6 @@ def _data_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Ite
 
 
 def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where: str) -> None:
-    """Raise Contradiction (HP104) if the `data` keys of a held-out and of the training dataset differ."""
     for key in ("format", "text_key", "columns", "roles", "ignore_keys"):
         if training.get(key) != held_out.get(key):
             raise Contradiction(
@@ -366,11 +360,7 @@ def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where:
 
 
 def _frozen(model: str, layers: int, path: Path) -> list[str]:
-    """Return globs of all parameters except those of the last `layers` decoder layers.
-
-    If `layers` is negative, the first -`layers` layers are the exception; with 0, there is no exception. Raise
-    Contradiction (HP104) for a model without a single list of layers.
-    """
+    """Return globs of the parameters outside of the last `layers` (if negative, the first -`layers`) decoder layers."""
     spec = load_model(model, where=f"{path}: model_name_or_path")
     names = {p.name for block in spec.blocks for p in block.params if not p.tied_to}
     prefixes = sorted({name.partition("*")[0] for name in names if "*" in name})

@@ -129,7 +129,7 @@ def byte_bar(name: str, total_bytes: int, show: bool) -> Iterator[Callable[[int]
 
 
 def _intact(directory: Path) -> dict[str, Any] | None:
-    """Return the metadata of an intact entry; None if the entry is absent or damaged (with a warning)."""
+    """Return the metadata of an intact entry; None if the entry is absent or damaged."""
     if not directory.is_dir():
         return None
     try:

@@ -302,7 +302,6 @@ def open_table(data: Data, path: Path) -> Table:
 
 
 def _choice_hint(message: str, split: str | None) -> str | dict[str, object] | None:
-    """Return the change that selects a configuration or split named in an error of `datasets`; None without one."""
     choices = re.search(r"(Config name is missing|Unknown split)[^\[]*\[([^\]]*)\]", message)
     names = re.findall(r"'([^']+)'", choices[2]) if choices else []
     if not choices or not names:
@@ -376,7 +375,6 @@ def _card_text(path: Path) -> str:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise NoData (HP602) for a file that `refuse_outside` refuses, or a card or file list that names such a file."""
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
             refuse_outside(Path(folder, name), path)

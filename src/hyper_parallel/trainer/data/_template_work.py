@@ -188,7 +188,7 @@ def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[...
 
 
 def _spend_filter(name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any], work: Work) -> tuple[Any, ...]:
-    """Charge the largest possible result of filter `name`; return its operands, an iterated first one as a list."""
+    """Charge the largest possible result of filter `name`; return its operands, without consumed iterators."""
     first, rest = values[0], (*values[1:], *kwargs.values())
     if name not in _SHALLOW and not isinstance(first, str):
         work.spend(deep_size(first))

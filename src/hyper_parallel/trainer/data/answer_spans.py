@@ -141,7 +141,6 @@ class _Renderer:
         return BadValue(problem, where=where, **details)
 
     def _check_values(self) -> None:
-        """Raise if the record sets a template variable that the template does not read."""
         names = self._conversation.template_values
         if not names:
             return
@@ -278,7 +277,6 @@ class _Search:
         self._raise_changed()
 
     def _raise_changed(self) -> NoReturn:
-        """Raise the error for a template that changes words, or writes text around turns that depends on the words."""
         self._check_contents(answers=True)
         raise self._renderer.error(
             "the text that the chat template writes around the turns depends on their contents, so the assistant's "
@@ -338,7 +336,6 @@ class _Search:
         return start, end
 
     def _check_alone(self, i: int, start: int, end: int) -> None:
-        """Raise if the span of turn `i` contains words of another turn, such as a tool result."""
         inside = [p for p in self._places if start <= p.start < end]
         foreign = {self._words(p).turn for p in inside} - {i}
         if not self._shape.all_turns:
@@ -443,7 +440,6 @@ class _Search:
         return words_end + length
 
     def _check_arguments(self, i: int, own: Sequence[WordsPlace]) -> None:
-        """Raise if the template does not write all arguments of the tool calls in turn `i`."""
         text = self._text[own[0].start :]
         for call in self._messages[i]["tool_calls"]:
             for key, value in _leaves(call["function"].get("arguments")):
@@ -452,10 +448,7 @@ class _Search:
                     raise self._renderer.error(_DROPPED["argument"], i, got=f"{key}: {value!r:.60}")  # fmt: skip
 
     def _words_end(self, rest: str, is_last: bool, has_words: bool) -> int | None:
-        """Return the length of the part of `rest` that ends with the end marker; None if there is no marker.
-
-        `rest` is the text after an answer's words, up to the next turn's words.
-        """
+        """Return the length of `rest`, the text after an answer, up to the end of its end marker; None without one."""
         end = self._template.ends[0 if is_last else 1]
         if is_last and not end.is_written:
             return self._append(rest, end)
@@ -469,7 +462,6 @@ class _Search:
         return start + len(wanted) if start >= 0 else None
 
     def _call_end(self, rest: str, is_last: bool) -> int | None:
-        """Return the same as `_words_end` for an answer that ends with a tool call."""
         end = self._template.call_end
         if end.text is None:
             return None
@@ -479,10 +471,7 @@ class _Search:
         return self._append(rest, end) if is_last and not end.is_written else None
 
     def _append(self, rest: str, end: EndMarker) -> int | None:
-        """Set `appended` to the end marker, which the template does not write after the last turn.
-
-        Return the length of `rest` with the marker; None if there is no marker.
-        """
+        """Set `appended` to the end marker; return the length of `rest` with it, None without a marker."""
         if end.text is None:
             return None
         self.appended = end.text.lstrip() if rest != rest.rstrip() else end.text

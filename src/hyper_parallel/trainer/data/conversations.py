@@ -62,7 +62,6 @@ _STAGE_KEYS: Final = {"kto": LABELS, "rm": ("margin",), "dpo": ("margin",), "orp
 
 
 def _sharegpt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read the turns under `conversations` or `messages`; a list has precedence over any other value."""
     key = _turns_key(values)
     yield read_turns(values[key], rules, where, key), None
 
@@ -94,7 +93,6 @@ def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 
 
 def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read the prompt of a GRPO record and, if there is one, its reference answer."""
     key = _prompt_keys(values)[0]
     prompt = _turns_of(values[key], "user", rules, where, rules.own_name(key))
     answer = values.get("completion", [])
@@ -159,7 +157,6 @@ def _check_pair(
     text: Message | None,
     where: str,
 ) -> None:
-    """Raise NoData (HP602) if the prompt of a pair is missing or contradicts the answers."""
     problem = got = None
     if not prompt and any(isinstance(answer, str) for answer in raw):
         problem = "an answer that is a text needs the prompt under a key of its own"
@@ -360,7 +357,6 @@ def _allowed_formats(stage: str) -> str:
 
 
 def _turn_columns(key: str, turn: Record, rules: RecordRules) -> dict[str, str]:
-    """Return columns for a list under `key` that begins with the object `turn`; {} if this is probably no turn."""
     if not {"role", "from", *rules.turn_columns}.isdisjoint(turn):
         return {"messages": key}
     guessed = guess_turn_columns(turn)
@@ -368,7 +364,7 @@ def _turn_columns(key: str, turn: Record, rules: RecordRules) -> dict[str, str]:
 
 
 def _check_names(values: Values, text: bool, stage: str, where: str, rules: RecordRules) -> None:
-    """Raise NoData (HP602) if a record without known format seems to be a conversation, or its stage needs one."""
+    """Raise NoData (HP602) if a record of unknown format seems to be a conversation, or the stage needs one."""
     names = sorted(map(rules.own_name, values))
     if {"role", "content"} <= values.keys() or {"from", "value"} <= values.keys():
         raise NoData(
@@ -426,7 +422,6 @@ def _is_records(value: Sequence[Any]) -> bool:
 
 
 def _format_of(values: Record, stage: str) -> str | None:
-    """Return the conversation format of a record; None if it is no conversation."""
     if "chosen" in values and "rejected" in values:
         return "preference"
     if any(isinstance(values.get(key), list | tuple) for key in TURNS):
@@ -439,7 +434,6 @@ def _format_of(values: Record, stage: str) -> str | None:
 
 
 def _prompt_keys(values: Values) -> tuple[str, ...]:
-    """Return the keys of the prompt in a record; `instruction` and `input` only if it has no others."""
     present = tuple(key for key in QUESTIONS if key in values)
     return present or tuple(key for key in PROMPTS if key in values)
 
@@ -510,7 +504,6 @@ def _has_keys(values: Values, shape: str, stage: str) -> bool:
 
 
 def _with_system(part: Part, system: str, values: Values, rules: RecordRules, where: str) -> Part:
-    """Prepend the system text unless a turn repeats it; raise NoData (HP602) if system turns differ."""
     turns, count = part
     first = _message("system", system)
     own = [turn for turn in turns if turn["role"] in ("system", "developer")]
@@ -529,7 +522,6 @@ def _with_system(part: Part, system: str, values: Values, rules: RecordRules, wh
 
 
 def _read_keys(values: Values, shape: str) -> frozenset[str]:
-    """Return the keys from which the turns of a record are read."""
     if shape == "sharegpt":
         return _TURNS_ALONE[_turns_key(values)]
     if shape == "prompt_completion":

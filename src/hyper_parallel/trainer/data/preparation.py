@@ -148,7 +148,6 @@ def prepare(
 
 
 def _join(data: Data, parts: list[PackedData]) -> PackedData:
-    """Join the data of several sources; raise Contradiction (HP104) if only some have media and rows are packed."""
     weights = [weight for _, weight in data.parts()]
     if data.packing and 0 < sum(part.train.has_media for part in parts) < len(parts):
         raise Contradiction(
@@ -250,7 +249,6 @@ def _build(target: Path, source: Source, setup: _Setup) -> dict[str, Any]:
 
 
 def _open_stream(source: Source, setup: _Setup) -> PackedData:
-    """Open a source as a stream; raise NoData (HP602) if it yields no sequence."""
     data, tokenizer = source.data, setup.tokenizer
     stream = Stream(source, tokenizer.hf, setup.seed, tokenizer.pad_id)
     next(stream.rows(Place()))  # raise now if the source yields no sequence

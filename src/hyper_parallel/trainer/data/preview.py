@@ -97,7 +97,6 @@ class LengthHistogram:
 
 
 def _least(bucket: int) -> int:
-    """Return the smallest number of tokens of bucket number `bucket` in a `LengthHistogram`."""
     shift = max(bucket // 4 - 1, 0)
     return (bucket - 4 * shift) << shift
 

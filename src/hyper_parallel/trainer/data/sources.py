@@ -205,7 +205,6 @@ class Source:
             left = None if left is None else left - sum(sizes)
 
     def _all_documents(self) -> Iterator[list[Document]]:
-        """Yield the documents of each record: one, or two for a pair."""
         if self.shape == "text":
             for path in self.files:
                 yield from ([document] for document in self._text_documents(path))
@@ -252,11 +251,7 @@ class Source:
         ]
 
     def _without_empty(self, one: Conversation, record: Record, where: str) -> Conversation:
-        """Exclude empty answers from training, unless all trained answers are empty or the stage is `grpo`.
-
-        An empty answer would teach the model to stop immediately. Raise NoData (HP602) if a flag of the record, such as
-        `weight: 1`, marks a turn of the prompt as trained on.
-        """
+        """Exclude empty answers from training, unless all are empty: they would teach the model to stop immediately."""
         count = num_context(one, self.stage)
         check_flags(one, count, record, where, self.rules)
         answers = one.answer_turns(count)
@@ -267,10 +262,7 @@ class Source:
         return replace(one, untrained=one.untrained | {*empty})
 
     def _is_templated(self, where: str, record: Record) -> bool:
-        """Return whether the chat template renders a record; otherwise its texts are concatenated.
-
-        Raise NoData (HP602) if the texts must be concatenated, but the record is no pair of texts.
-        """
+        """Return whether the chat template renders a record, or its texts are joined; raise HP602 if they cannot be."""
         if self.plain == "never" and self.shape in ("sharegpt", "alpaca"):
             return True
         pair = is_text_pair(record, self.shape, self.rules, any_name=self.plain == "all")
@@ -388,7 +380,6 @@ def _resolve(data: Data, stage: str, media: tuple[str, ...]) -> Source:
 
 
 def _media_root(data: Data, path: Path) -> Path:
-    """Return the folder of a source's images and recordings; raise NoData (HP602) if `data.media_dir` is no folder."""
     if data.media_dir is None:
         return (path if path.is_dir() else path.parent).absolute()
     folder = Path(data.media_dir).expanduser().absolute()
@@ -399,7 +390,6 @@ def _media_root(data: Data, path: Path) -> Path:
 
 
 def _check_stage(source: Source) -> None:
-    """Raise Contradiction (HP104) if the stage cannot train on the source's format of records."""
     stage, pairs = source.stage, source.shape == "preference"
     wants_pairs, wants_turns = stage in ("dpo", "orpo", "rm"), stage in ("sft", "kto", "grpo")
     if wants_pairs != pairs or (wants_turns and not source.is_conversations):
@@ -623,7 +613,6 @@ def _shape(files: Sequence[Path], table: Table | None, data: Data, stage: str, r
 
 
 def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None:
-    """Raise NoData (HP602) if the first line of a text file is a JSON object; the hint reads the file as records."""
     record = json_record(file)
     if record is None:
         return

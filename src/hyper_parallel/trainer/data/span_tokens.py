@@ -94,10 +94,7 @@ def _facts_of(tokenizer: Any) -> _Facts:
 
 
 def _restarts(tokenizer: Any) -> bool:
-    """Return whether the tokens from each word of `_SAMPLE` on are independent of the text before the word.
-
-    Return False if the pre-tokenizer splits `_SAMPLE` into too few words.
-    """
+    """Return whether tokens from each word of `_SAMPLE` on are independent of the text before; needs some words."""
     ids, offsets = _tokens(tokenizer, _SAMPLE)
     starts = [k for k in range(1, len(ids)) if offsets.word(k) != offsets.word(k - 1)]
     return len(starts) > _FAR_WORDS and all(_tokens(tokenizer, _SAMPLE[offsets[k][0] :])[0] == ids[k:] for k in starts)
@@ -187,7 +184,6 @@ def _borders(
 
 
 def _is_prompt(tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], offsets: Offsets) -> bool:
-    """Return whether the prompt, tokenized alone, has the tokens `ids`."""
     # To save time, first compare only the tail from a token on that does not depend on the text before it.
     begin = _restart(facts, ids, offsets)
     tail = prompt[offsets[begin][0] :] if begin else prompt
@@ -216,7 +212,6 @@ def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
 
 
 def _tokens_of_parts(tokenizer: Any, facts: _Facts, text: str, cuts: Sequence[int], where: str) -> Tokens:
-    """Tokenize the parts of a text between cuts; return the concatenated tokens and offsets."""
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     before: tuple[str, list[int]] = ("", [])

@@ -137,7 +137,6 @@ class Stream:
                 self._check_skipped(start, f"{digest.hexdigest()} of {number} documents")
 
     def _check_skipped(self, start: Place, checksum: str) -> None:
-        """Raise CheckpointMismatch (HP702) if the documents' `checksum` differs from the one saved in `start`."""
         if start.checksum not in ("", checksum):
             place = f"epoch {start.epoch}, document {start.document}"
             raise CheckpointMismatch(

@@ -213,7 +213,7 @@ class TemplateProperties:
 
     @cached_property
     def _reasoning_key(self) -> str:
-        """Key of reasoning in turns; "" for a part of the content; the first of `_REASONING_KEYS` if none is read."""
+        """Key of the reasoning in turns; "" if it is a part of the content; the first known key if none is read."""
         answer = self._answer
         for key in (*_REASONING_KEYS, ""):
             text = self._probe(self._question, {**answer, **self._reasoning(_FOLLOW_UP, answer["content"], key)})
@@ -385,7 +385,6 @@ def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
 
 
 def _parts_of(content: str) -> list[dict[str, str]]:
-    """Convert the content of a turn to a list of text parts and, for its media marks, media parts."""
     first, *rest = MEDIA_MARK.split(content)
     parts = [{"type": "text", "text": first}] if first or not rest else []
     for kind, text in zip(rest[::2], rest[1::2], strict=True):
