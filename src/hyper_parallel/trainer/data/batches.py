@@ -199,7 +199,7 @@ class Batches:
             raise NoData(
                 f"the {'training' if sequences.split == 'train' else 'held-out'} data contains no sequence",
                 where="data.source",
-                hint="use more data",
+                hint="add data to `data.source`",
             )
         # Use sequences from all of the data: the first ones may all belong to one document.
         every = np.arange(self.num_sequences, dtype=np.int64)

@@ -97,7 +97,7 @@ class DataCounts:
         self.read = num_read
 
     def add(self, documents: Sequence[Document], encoded: Sequence[Encoded], stage: str) -> None:
-        """Count a record as used or dropped.
+        """Count a record as used, or as dropped with the reason.
 
         `documents` is the document of the record, or both documents of a pair; `encoded` has their tokens and targets.
         """

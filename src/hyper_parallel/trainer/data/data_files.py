@@ -188,6 +188,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
     The decompressed size is not limited, so callers must limit the size of each read.
 
     Raises:
+        OSError: The file cannot be read.
         NoData: HP602 for a compressed file that cannot be decompressed.
         MissingDependency: HP501 when the package `zstandard` is needed and not installed.
     """

@@ -189,7 +189,8 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 def tokenize(source: Source, tokenizer: Tokenizer, directory: Path, show: bool) -> Flat:
     """Return the token stream of a source, in temporary files in `directory`.
 
-    Images and recordings whose bytes are in the records are written to the file `MEDIA_BLOB` in `directory`.
+    Images and recordings whose bytes are in the records are written to the file `MEDIA_BLOB` in `directory`. Errors are
+    those of `Source.documents` and `encode`.
     """
     stage, dtype = source.stage, token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []

@@ -36,7 +36,7 @@ _MOST_BUCKETS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Text of consecutive tokens; `trained` tells whether all or none of them are targets."""
+    """Text of consecutive tokens; either all of them are targets (`trained`) or none."""
 
     text: str
     trained: bool

@@ -65,7 +65,7 @@ _PROBES: Final = (
 )  # fmt: skip
 """Probe texts for comparing tokenizers: white space, numbers, scripts, Unicode normalization, tags and code."""
 _MOST_ENTRIES: Final = 2000
-"""Maximum number of added tokens that become probe texts; of other entries, fewer than twice as many do."""
+"""Maximum number of added tokens that become probe texts, and about the number of vocabulary entries that do."""
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
