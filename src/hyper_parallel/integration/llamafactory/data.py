@@ -55,14 +55,11 @@ def source_of(name: str, directory: str, stage: str, most: int = 64 * MiB) -> tu
     """Return the keys of the recipe section `data` for a dataset of LlamaFactory, and its number of records.
 
     `directory` contains `dataset_info.json`. With `stage` pt, the result has a text key instead of columns. `most` is
-    the maximum size of a record in bytes, as `data.max_record_bytes`.
+    the maximum size of a record in bytes. Errors are those of `read_mapping` and `read_records`, and:
 
     Raises:
-        RecipeUnreadable: HP103 if `dataset_info.json` cannot be read.
         UnknownKey: HP101 for a name that `dataset_info.json` does not list.
         Contradiction: HP104 for unsupported keys, columns, tags or file locations.
-        NoData: HP602 for unreadable files.
-        MissingDependency: HP501 when a package that reads the file is not installed.
     """
     listed = Path(directory) / "dataset_info.json"
     known = read_mapping(listed, RecipeUnreadable, "list of datasets")

@@ -85,7 +85,7 @@ class Work:
             raise TemplateBudget("the template does more work than its conversation allows")
 
     def step(self, *values: Any) -> None:
-        """Charge a step that reads `values`, without the content of their items."""
+        """Charge a step that reads `values`, without the content of their items; raise TemplateBudget as `spend`."""
         self.spend(STEP + sum(map(_read_cost, values)))
 
     def allocate(self, value: Any) -> Any:
@@ -164,7 +164,7 @@ class Counted:
 
 
 def as_text(value: Any, work: Work) -> str:
-    """Charge `ITEM` times the size of a value with its items, and return `str(value)`."""
+    """Return `str(value)`, after charging `ITEM` times the size of the value with its items."""
     work.spend(ITEM * deep_size(value))
     return str(value)
 

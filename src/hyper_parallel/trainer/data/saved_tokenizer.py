@@ -298,6 +298,7 @@ def required_class(
 
     Raises:
         BadValue: HP102 if transformers gets different tokens from the files next to one of the configs.
+        NoData: HP602 if a file of the tokenizer cannot be read.
     """
     has_code = "auto_map" in _json_values(directory / CONFIG)
     names = [class_name(hf)] if has_code else [None, class_name(hf)]
@@ -384,7 +385,7 @@ def _json_values(path: Path) -> dict[str, Any]:
 
 
 def set_class(directory: Path, name: str) -> None:
-    """Set `tokenizer_class` to `name` in the tokenizer_config.json of a directory, and remove `auto_map`."""
+    """Set `tokenizer_class` in the tokenizer_config.json of a directory (created if absent); remove `auto_map`."""
     path = directory / CONFIG
     values = _json_values(path) | {"tokenizer_class": name}
     values.pop("auto_map", None)

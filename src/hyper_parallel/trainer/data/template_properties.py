@@ -76,6 +76,8 @@ class EndMarker:
 class TemplateProperties:
     """Measured properties of a chat template with a tokenizer.
 
+    They are measured on access, which raises BadValue (HP102) if the template exceeds its limits for a probe.
+
     Args:
         tokenizer: Fast or slow tokenizer of transformers.
         source: Source of the template.
