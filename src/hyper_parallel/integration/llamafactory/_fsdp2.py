@@ -132,7 +132,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     """Scale the gradients of a model so that their global L2 norm is at most `max_norm`.
 
     Returns:
-        The global norm before scaling, in which each gradient element counts once on any mesh.
+        Global norm before scaling; on any mesh, each gradient element counts once.
 
     Raises:
         BadValue: HP102 for another norm, or parameters that do not belong to a prepared model.

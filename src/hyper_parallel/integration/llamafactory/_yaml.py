@@ -53,7 +53,7 @@ _WHOLE: Final = (
     "lora_alpha",
 )  # fmt: skip
 _NUMBERS: Final = (*_WHOLE, "warmup_ratio", "val_size")
-"""Keys with numbers from which values of a recipe are computed; those in `_WHOLE` are integers."""
+"""Keys with numbers from which recipe values are computed; keys in `_WHOLE` have integers."""
 
 Layer = tuple[str, dict[str, Any]]
 """(origin of the values, values by dotted key)."""
@@ -295,7 +295,7 @@ def _layout_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> I
 
 
 def _record_bytes(overrides: Sequence[str]) -> int:
-    """Return the last override of `data.max_record_bytes`, or its default if there is none or it is no size."""
+    """Return the last override of `data.max_record_bytes` in bytes; without a valid override, its default."""
     texts = [o.partition("=")[2] for o in overrides if o.startswith("data.max_record_bytes=")]
     with suppress(ValueError):
         return parse_bytes(texts[-1]) if texts else 64 * MiB

@@ -33,11 +33,11 @@ class HyperParallelArguments(BaseModel):
         tp_size: Ranks of tensor parallelism.
         cp_size: Ranks among which a sequence is divided.
         ep_size: Ranks among which the experts are divided.
-        efsdp_size: Ranks that shard the parameters of the same experts; further ranks are replicas. None: as many as
-            `fsdp_size` implies.
+        efsdp_size: Ranks that shard the parameters of an expert; other ranks are replicas. None: derived from the other
+            degrees.
         token_dispatcher: Must be `all_to_all`.
-        fsdp_size: Data-parallel ranks that shard the parameters; further ones are replicas. None: as many as
-            `efsdp_size` implies, or all.
+        fsdp_size: Data-parallel ranks that shard the parameters; other ranks are replicas. None: derived from
+            `efsdp_size`, or all.
         param_dtype: Dtype of activations and of gathered parameters; None: determined by LlamaFactory's `bf16` and
             `fp16`.
         reduce_dtype: Dtype of gradient reductions; None: float32, or float64 for a model in float64.

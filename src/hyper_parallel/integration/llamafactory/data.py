@@ -55,7 +55,7 @@ def source_of(name: str, directory: str, stage: str, most: int = 64 * MiB) -> tu
     """Return the keys of the recipe section `data` for a dataset of LlamaFactory, and its number of records.
 
     `directory` contains `dataset_info.json`. With `stage` pt, the result has a text key instead of columns. `most` is
-    the maximum size of a record in bytes. Errors are those of `read_mapping` and `read_records`, and:
+    the maximum size of a record in bytes. Further errors are those of `read_mapping` and `read_records`.
 
     Raises:
         UnknownKey: HP101 for a name that `dataset_info.json` does not list.

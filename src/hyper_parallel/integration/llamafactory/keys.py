@@ -8,7 +8,7 @@ from typing import Any, Final
 from hyper_parallel.config import SCHEDULE_ARGS
 
 NEEDED: Final = "needed"
-"""Marker in place of a default, for a required key."""
+"""Marker of a required key, which has no default."""
 
 SAME: Final[dict[str, tuple[str, Any]]] = {
     "model_name_or_path": ("model.path", NEEDED),

@@ -48,7 +48,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja sandbox that charges the steps of a template to a budget.
 
     Args:
-        like: Environment of transformers, from which extensions, filters and globals except `_DROPPED` are copied.
+        like: Environment of transformers; its extensions, filters and globals except `_DROPPED` are copied.
 
     Attributes:
         work: Budget of the current rendering.

@@ -43,7 +43,7 @@ from hyper_parallel.trainer.data.template_properties import (
 _MAX_CACHED_TEXTS: Final = 256
 """Maximum number of cached texts with placeholders; conversations with equal roles usually share one."""
 _MAX_CACHED_CHARACTERS: Final = 2048
-"""Total characters of roles and contents from which on the text of a conversation is not cached."""
+"""Texts of conversations with at least this many characters are not cached."""
 _UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
 _OTHER_FILE: Final = "data.chat_template=FILE"
 

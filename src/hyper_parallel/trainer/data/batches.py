@@ -90,8 +90,8 @@ def check_position(
 ) -> None:
     """Raise CheckpointMismatch (HP702) if the data positions `state` (saved) and `current` differ in any of `keys`.
 
-    The hint sets the saved seed and shuffling, if nothing else differs. Otherwise it is `start_over`, the overrides
-    with which the run does not read the checkpoint.
+    The hint sets the saved seed and shuffling, if nothing else differs. Otherwise it is `start_over`, which
+    starts the run without the checkpoint.
     """
     changed = [k for k in keys if state.get(k) != current[k]]
     if changed:
@@ -113,7 +113,7 @@ class Order:
 
     Attributes:
         seed: Seed of all permutations.
-        shuffle: Whether each epoch has its own random order; False: every epoch has the order on disk.
+        shuffle: Whether each epoch has a different random order; False: every epoch has the order on disk.
         weights: Weight of each source in a mixture (`JoinedSequences`). Each source then has its own epochs. Empty:
             every epoch reads all sequences of all sources once.
         costs: Costs by which ranks are balanced (see `balance`): (cost of an image or recording in its encoder, cost of
@@ -349,8 +349,8 @@ class Batches:
     def load_state_dict(self, state: dict[str, Any], start_over: str = START_OVER) -> None:
         """Continue after the sequences read before the checkpoint; `sequences_per_step` may have changed since.
 
-        With `tail` `pad`, only check the data and its order. `start_over` is the hint of the error: the recipe override
-        with which the run does not read the checkpoint.
+        With `tail` `pad`, only check the data and its order. `start_over` is the recipe override that starts
+        the run without the checkpoint, for the hint of the error.
 
         Raises:
             CheckpointMismatch: HP702 when the data or its order differ.

@@ -6,8 +6,8 @@ trained by `prepare` has `CHATML`. Others get `PLAIN`, whose only special token 
 `answer_spans` renders a conversation and locates the answers in its text. `span_tokens` tokenizes the text so that the
 tokens before an answer equal the prompt tokens of generation. Targets are the assistant's content, reasoning and tool
 calls, and the end marker after them. Text between the generation prompt and the content, such as an empty reasoning
-block, is a target too. It is no target if the template has `{% generation %}` blocks and it is outside of them. The end
-marker is always a target, because a model that never learns it does not stop.
+block, is a target too, unless the template has `{% generation %}` blocks that exclude it. The end marker is always a
+target, because a model that never learns it does not stop.
 """
 
 from __future__ import annotations

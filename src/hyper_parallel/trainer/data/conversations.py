@@ -589,8 +589,8 @@ def num_context(one: Conversation, stage: str) -> int:
     """Return the number of leading turns of a conversation that a stage does not train on.
 
     These are the turns of the prompt, if the record has a key for it. Otherwise `stage: sft` trains on every answer,
-    and stages that compare answers train only on the last one. With `stage: grpo`, all turns up to the last
-    one that is not the assistant's are the prompt; the rest is the reference answer.
+    and stages that compare answers train only on the last one. With `stage: grpo`, the prompt ends with the last turn
+    that is not the assistant's; later turns are the reference answer.
     """
     is_answer = [turn["role"] == "assistant" for turn in one.messages]
     if stage == "grpo":

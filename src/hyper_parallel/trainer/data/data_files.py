@@ -133,10 +133,10 @@ def refuse_other_target(path: Path, *, is_source: bool) -> None:
 
 
 def refuse_splits(root: Path, files: Sequence[Path]) -> None:
-    """Raise if some files of a directory are named like training data (`train`), others like evaluation data (`test`).
+    """Raise if file names in a directory suggest both training data (`train`) and evaluation data (`test`).
 
     All files of a directory are one source, so the evaluation data would be trained on. Text files are not checked.
-    `files` are the data files below `root`, at least one, all of one kind.
+    `files` lists the data files below `root`, at least one, all of one kind.
 
     Raises:
         NoData: HP602 with one file of each split.

@@ -93,12 +93,12 @@ class RecordRules:
         roles: Dict from role name in the records to canonical role.
         ignored: Keys of records, turns and tool calls that are ignored.
         media: Names of columns that the table reader has removed, because they hold images, audio or files.
-        is_table: Whether records are rows of a table, in which absent keys are None.
-        media_root: Folder of the images and recordings to which records refer. None: media of records are not read,
-            and for a prompt of generation (with `media_kinds`) references may name any file.
+        is_table: Whether records are rows of a table, which has None for absent keys.
+        media_root: Folder of the files of images and recordings. None: records must not have media, and references in
+            prompts for generation may name any file.
         media_kinds: Kinds of media that the model's processor reads.
         skips_media: Whether records with unreadable media are dropped; False: they raise an error.
-        counts: Counts of the source, to which ignored keys are added.
+        counts: Counts of the source; reading adds ignored keys to them.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)

@@ -135,8 +135,8 @@ def load_tokenizer(
     Args:
         directory: Directory of the tokenizer's files.
         trusted: Permission to run Python code in the directory.
-        other: Hint for a tokenizer that is refused: how the caller can use another tokenizer.
-        code: Hint for a tokenizer that needs its own Python code, if the caller can permit this code.
+        other: Hint of the error for a component that is refused; None: no hint.
+        code: Hint of the error for a tokenizer that needs Python code, as recipe changes; None: a sentence.
 
     Raises:
         NoData: HP602 when the directory has no tokenizer, or one that cannot be loaded or exceeds the limits.
@@ -283,12 +283,12 @@ def required_class(
     *,
     is_own: bool = False,
 ) -> str | None:
-    """Return the `tokenizer_class` with which exported tokenizer files produce the tokens of training.
+    """Return the `tokenizer_class` that makes exported tokenizer files produce the tokens of training.
 
     Args:
         hf: Tokenizer used in training, as loaded from the directory.
         directory: Directory of the tokenizer's files.
-        configs: Values of each config.json next to which the files must produce these tokens; None: no config.json.
+        configs: For each config.json that may be stored with the files, its values; None: no config.json.
         samples: Texts of the data to compare in addition to the built-in probe texts.
         is_own: Whether this run trains the tokenizer. The class that the first config demands, or the generic class,
             may then replace its class, even if the tokens differ.

@@ -266,7 +266,7 @@ class PackedSequences:
 
     @property
     def has_media(self) -> bool:
-        """True if any conversation has media, in which case every row is one conversation."""
+        """True if any conversation has media; every row is then one conversation."""
         return self._media_lines is not None
 
     def media_costs(self, indices: Int64) -> Int64:

@@ -22,7 +22,7 @@ _ANCHORS: Final = ("\n", "a", ".", "0")
 _MOST_STEPS: Final = 64
 """Number of tokens at the end of a prompt among which `_restart` searches."""
 _FAR_WORDS: Final = 8
-"""Distance in words at which the following text is assumed not to affect the tokens of a word."""
+"""Text after this many further words is assumed not to affect the tokens of a word."""
 _SAMPLE: Final = (
     "A text:  it has 12 words\n\nand, after\tan empty line, `code()`... then a few "
     "more words. USER: why? ASSISTANT: it's so that every word\nhas 8 words behind it"
@@ -196,9 +196,9 @@ def _is_prompt(tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], o
 
 
 def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
-    """Return the index of a token near the end of a prompt from which on tokens are independent of the text before.
+    """Return the index of a token near the end of a prompt; tokens from it on do not depend on the text before it.
 
-    This is the last added token or, if there is none and `facts.restarts`, the first token of a word at least
+    The token is the last added token or, if there is none and `facts.restarts`, the first token of a word at least
     `_FAR_WORDS` words before the end. Return 0 if the last `_MOST_STEPS` tokens contain no such token.
     """
     first = max(0, len(ids) - _MOST_STEPS)

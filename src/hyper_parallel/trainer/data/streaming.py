@@ -70,7 +70,7 @@ class Stream:
     Attributes:
         lengths: Histogram of document lengths in the epoch to which `counts` refers.
         masked: Whether attention is blocked between documents of a row.
-        start_over: Recipe override with which the run does not read a checkpoint, for hints.
+        start_over: Recipe override that starts the run without a checkpoint, for hints.
     """
 
     def __init__(self, source: Source, hf: Any, seed: int, pad_id: int) -> None:
@@ -285,7 +285,7 @@ class StreamBatches:
     def load_state_dict(self, state: dict[str, Any], start_over: str = START_OVER) -> None:
         """Continue after the sequences read before the checkpoint; `sequences_per_step` may have changed since.
 
-        `start_over` is the hint of the error: the recipe override with which the run does not read the checkpoint.
+        `start_over` is the recipe override that starts the run without the checkpoint, for the hint of the error.
 
         Raises:
             CheckpointMismatch: HP702 when settings or order of the data differ. `Stream.rows` checks the data itself.

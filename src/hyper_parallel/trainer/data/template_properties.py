@@ -5,9 +5,9 @@ the result is cached per tokenizer and template:
 
     probe -> text with the words of the probe -> text before, between and after the words
 
-One group of properties is the form in which the template reads turns. It tells the types of contents and of arguments
-of tool calls, the key of the reasoning, and the role of developer turns. Another group is the end marker: the text
-after an answer at which generation stops. Added tokens are the special and other tokens added to the vocabulary.
+The properties tell how the template reads turns: types of contents and of tool-call arguments, key of the reasoning,
+role of developer turns. They also tell the end marker: the text after an answer at which generation stops. Added tokens
+are the special and other tokens added to the vocabulary.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ class TemplateProperties:
         return text[: ends[-1][1]] if ends else None
 
     def _before_opener(self, text: str) -> str:
-        """Return `text` up to the token with which turns begin; all of `text` if it is absent or first."""
+        """Return `text` before the token that begins a turn; all of `text` if this token is absent or first."""
         opening = self._probe(self._question).partition(_QUESTION)[0]
         names = [opening[slice(*span)] for span in self._added_ends(opening)]
         names = [name for name in names if name != self._special.get("bos_token")]

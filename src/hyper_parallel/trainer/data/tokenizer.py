@@ -212,7 +212,7 @@ def _with_class(
 ) -> Tokenizer:
     """Return the tokenizer, or a copy with `tokenizer_class` set if exports need it to produce the same tokens.
 
-    `original` is the existing tokenizer from which `tokenizer` was derived; None: it was trained on the sources.
+    `original` is the tokenizer before its template was set; None: the tokenizer was trained on the sources.
     """
     import transformers
 

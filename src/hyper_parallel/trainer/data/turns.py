@@ -28,7 +28,7 @@ _FLAGS: Final = {
     **dict.fromkeys(("weight", "train", "training", "trainable", "loss", "train_on_turn"), True),
     "masked": False,
 }
-"""For each flag of turns, the value with which a turn is trained on."""
+"""Value that marks a turn as trained on, by flag."""
 _CALLS: Final = ("tool_calls", "function_call", "tool_call_id", "name")
 _KEYS: Final = frozenset((*_ROLE, *_CONTENT, *_REASONING, *_FLAGS, *_CALLS))
 _KEYS_OF_CALLS: Final = frozenset(("id", "type", "index", "function", "name", "arguments"))
