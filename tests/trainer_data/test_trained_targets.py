@@ -243,6 +243,7 @@ def test_turns_that_are_a_text_of_json_are_read(tmp_path):
         ("a.json", json.dumps(ROWS), "columns instead of records", TO_LINES),
         ("a.json", json.dumps(COLUMNS), "columns instead of records", TO_LINES),
         ("a.zip", "PK", "format that is not supported", f"{CONVERT}unzip -d converted {{}}"),
+        ("a.tar.gz", "x", "format that is not supported", f"{CONVERT}tar -xf {{}} -C converted"),
         ("a.tar.xz", "x", "format that is not supported", f"{CONVERT}tar -xf {{}} -C converted"),
         ("a.csv.bz2", "x", "format that is not supported", f"{CONVERT}bunzip2 -c {{}} > converted/a.csv"),
         ("A.ARROW", "ARROW1", "format that is not supported", CONVERT + TO_PARQUET),

@@ -87,14 +87,13 @@ def refuse_unread(path: Path) -> None:
     Raises:
         NoData: HP602; the hint has a command that converts the file, if one is known for its suffix.
     """
-    suffix, command = path.suffix.lower(), None
+    suffix, command = ".tar" if path.stem.lower().endswith(".tar") else path.suffix.lower(), None
     if suffix not in _UNREAD:
         return
     folder = free_path("converted")
     if suffix in _PACKED:
-        form = _PACKED[".tar" if path.stem.endswith(".tar") else suffix]
         target = shlex.quote(str(folder / path.stem))
-        command = form.format(file=shlex.quote(str(path)), folder=folder, target=target)
+        command = _PACKED[suffix].format(file=shlex.quote(str(path)), folder=folder, target=target)
     elif function := _TABLES.get(suffix):
         target = json.dumps(str(folder / f"{path.stem}.parquet"))
         code = f"{function}({json.dumps(str(path))}).to_parquet({target})"
