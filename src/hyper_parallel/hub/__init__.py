@@ -78,7 +78,7 @@ def parse_name(text: str) -> HubName | None:
 
 
 def parse_dataset(text: str) -> str | None:
-    """Return the repository name of a dataset on the hub; None for a revision, a path or a text of another form."""
+    """Return the name of a dataset on the hub; None for a text with a revision, a path or a text of another form."""
     name = parse_name(text)
     return None if name is None or name.revision is not None else name.repository
 

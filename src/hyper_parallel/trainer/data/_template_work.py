@@ -245,7 +245,7 @@ def spend_method(name: str, text: str | bytes, args: Sequence[Any], work: Work) 
 
 
 def check_format(text: str, args: Sequence[Any], work: Work) -> None:
-    """Charge each use of an argument in a format string; raise TemplateBudget for widths above 999 or in arguments."""
+    """Charge each use of an argument in a format string; raise TemplateBudget for widths above 999 or from one."""
     work.spend(text.count("%(") * len(text) // READ)
     fields = (spec or "" for _, _, spec, _ in Formatter().parse(text)) if "{" in text else ()
     if _WIDTH.search(text) or any(map(_LONG_COUNT.search, fields)):

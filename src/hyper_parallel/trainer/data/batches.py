@@ -148,7 +148,7 @@ class StepRows:
         return self.repeats * self.group_size
 
     def expand(self, groups: Int64) -> Int64:
-        """Return the indices of the sequences of `groups` (indices of groups), each index `repeats` times in a row."""
+        """Return the indices of the sequences in `groups` (indices of groups), each repeated `repeats` times."""
         rows = groups[:, None] * self.group_size + np.arange(self.group_size)
         return rows.ravel().repeat(self.repeats)
 

@@ -113,7 +113,7 @@ def guess_texts(values: Record) -> dict[str, str]:
 
 
 def _named(texts: list[str], names: tuple[str, ...], words: tuple[str, ...]) -> list[str]:
-    """Return the first of `names` in `texts`, as a list; if there is none, all `texts` that contain one of `words`."""
+    """Return a list of the first of `names` in `texts`; if none is, all `texts` that contain one of `words`."""
     exact = [name for name in names if name in texts]
     return exact[:1] or [key for key in texts if any(word in key.lower() for word in words)]
 

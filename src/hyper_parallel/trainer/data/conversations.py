@@ -181,7 +181,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _turns_of(value: Any, role: str, rules: RecordRules, where: str, key: str) -> list[Message]:
-    """Return the turns in a turn, a list of turns, or a text, which becomes a turn of `role`; else raise HP602."""
+    """Return a list of turns from a list of turns, a turn, or a text (a turn of `role`); raise HP602 for others."""
     if isinstance(value, str):
         return [_message(role, value)]
     if not isinstance(value, list | tuple | dict):
@@ -262,7 +262,7 @@ def _begins(turns: Sequence[Message], beginning: Sequence[Message]) -> bool:
 
 
 def _num_shared(whole: Sequence[Sequence[Message]]) -> int:
-    """Return the number of leading turns that all conversations share, without the last turn of the shortest."""
+    """Return the number of leading turns that all conversations share; the last turn of the shortest never counts."""
     most = min(len(turns) for turns in whole) - 1
     differ = (i for i in range(most) if any(turns[i] != whole[0][i] for turns in whole))
     return next(differ, max(most, 0))
@@ -618,7 +618,7 @@ def check_flags(one: Conversation, num_context: int, record: Record, where: str,
 
 
 def is_text_pair(record: Record, shape: str, rules: RecordRules, *, any_name: bool) -> bool:
-    """Return whether a record has only texts: a prompt and its completion or two answers, no system text or tools.
+    """Return whether a record is a prompt with a completion or two answers, all texts, without system text or tools.
 
     With `any_name`, synonyms of `prompt` and `completion` count too.
     """

@@ -110,7 +110,7 @@ def refuse_unread(path: Path) -> None:
 
 
 def refuse_other_target(path: Path, *, is_source: bool) -> None:
-    """Raise if a file is a symbolic link to a file whose suffix names a different format.
+    """Raise if a file is a symbolic link to a file with the suffix of another format.
 
     Otherwise an error message could disclose a line of a private file as column names. `is_source` tells whether the
     file is the whole source; otherwise it is in the directory of the source.

@@ -81,7 +81,7 @@ class Flat:
 
     @property
     def num_label_only(self) -> int:
-        """Number of last tokens of a document that are only labels: 0 for a reward model, which scores the last one."""
+        """Number of tokens at the end of a document that are labels but no inputs: 0 with `stage: rm`, else 1."""
         return 0 if self.stage == "rm" else 1
 
 

@@ -36,7 +36,7 @@ _MOST_BUCKETS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Text of consecutive tokens; either all of them are targets (`trained`) or none."""
+    """Text of consecutive tokens, which are all targets if `trained`, else no targets."""
 
     text: str
     trained: bool

@@ -179,7 +179,7 @@ class RecordRules:
         return values
 
     def one_of(self, values: Mapping[str, Any], keys: Iterable[str], where: str) -> Any:
-        """Return the value under the synonymous `keys`, nonempty if there is one; None if `values` has none of them.
+        """Return the first nonempty value under the synonymous `keys`, else an empty one; None without any of the keys.
 
         Raises:
             NoData: HP602 for synonymous keys with different values.

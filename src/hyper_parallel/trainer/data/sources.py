@@ -468,7 +468,7 @@ def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[
 
 
 def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = ()) -> None:
-    """Raise if a source is a missing path; a hint names a similar path, preferably one that the stage can read.
+    """Raise if the path of a source does not exist; the hint names a similar path, preferably one that can be read.
 
     Args:
         data: Section `data` with one source.
@@ -560,7 +560,7 @@ def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
 
 
 def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
-    """Return `files` without README-like ones; return all if no other file has records, or the format is `text`."""
+    """Return `files` without README-like files, or all `files` if the format is `text` or no file has records."""
     if format_ == "text":
         return files
     records = [f for f in files if kind_of(f) != "text" and not describes(f)]
@@ -568,7 +568,7 @@ def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
 
 
 def _of_one_kind(root: Path, files: list[Path], format_: str, stage: str) -> list[Path]:
-    """Return the files in the recipe's format; raise NoData (HP602) if there is none or, with `auto`, several types."""
+    """Return the files of the recipe's format; raise NoData (HP602) without one or, with `auto`, for several types."""
     kinds = _FORMATS.get(format_) or {kind_of(f) for f in files}
     suffixes = ", ".join(sorted({"".join(f.suffixes[-2:]) or f.name for f in files}))
     if format_ == "auto" and len(kinds) > 1:
@@ -634,7 +634,7 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
 
 
 def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> None:
-    """Raise NoData (HP602) if the first record lacks a key in `data.columns`, unless optional and not `all_alike`."""
+    """Raise NoData (HP602) if the first record lacks a key in `data.columns`; optional keys only if `all_alike`."""
     for name, own in data.columns.items():
         optional = name in _OPTIONAL_COLUMNS and not all_alike
         if own in record or optional or name in ("role", "content"):

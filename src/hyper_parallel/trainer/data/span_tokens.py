@@ -94,7 +94,7 @@ def _facts_of(tokenizer: Any) -> _Facts:
 
 
 def _restarts(tokenizer: Any) -> bool:
-    """Return whether tokens from each word of `_SAMPLE` on are independent of the text before; needs some words."""
+    """Return whether tokens from each word of `_SAMPLE` on do not depend on earlier text; False for few words."""
     ids, offsets = _tokens(tokenizer, _SAMPLE)
     starts = [k for k in range(1, len(ids)) if offsets.word(k) != offsets.word(k - 1)]
     return len(starts) > _FAR_WORDS and all(_tokens(tokenizer, _SAMPLE[offsets[k][0] :])[0] == ids[k:] for k in starts)

@@ -215,7 +215,7 @@ class Stream:
 
 
 class StreamBatches:
-    """Loader of the steps of a run from a stream, with those methods of `Batches` that training and checkpoints need.
+    """Loader of the steps of a run from a stream, with the methods of `Batches` that training and checkpoints need.
 
     Args:
         stream: Stream that yields the sequences.

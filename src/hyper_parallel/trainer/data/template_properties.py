@@ -206,7 +206,7 @@ class TemplateProperties:
         return "system"
 
     def _reasoning(self, reasoning: str, content: Any, key: str | None = None) -> Message:
-        """Return the keys and values that add reasoning to a turn; with `key` "", it becomes a part of the content."""
+        """Return the keys that add reasoning to a turn; with `key` "", `content` with the reasoning as a part."""
         key = self._reasoning_key if key is None else key
         if key:
             return {key: reasoning}

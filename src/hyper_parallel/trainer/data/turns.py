@@ -79,7 +79,7 @@ def conversation_of(
     template_values: Mapping[str, Any],
     media: tuple[MediaFile, ...] = (),
 ) -> Conversation:
-    """Return the `Conversation` of messages from `read_turns`; other arguments become attributes of the same name."""
+    """Return the `Conversation` of messages from `read_turns`; other arguments set attributes of the same name."""
     untrained = frozenset(i for i, message in enumerate(messages) if _UNTRAINED in message)
     trained = frozenset(i for i, message in enumerate(messages) if _TRAINED in message)
     if untrained or trained:
