@@ -226,7 +226,7 @@ def fetch_dataset(repository: str, config: str | None, split: str | None, where:
         "split": "use one of the splits that the message names",
     }
     raise NoData(
-        f"the data set `{repository}` cannot be downloaded",
+        f"the dataset `{repository}` cannot be downloaded",
         where=where,
         got=answer.get("text"),
         allowed=answer.get("allowed"),

@@ -98,7 +98,7 @@ def download_dataset(repository: str, config: str, split: str, quiet: bool) -> d
     if quiet or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     if not quiet:
-        sys.stderr.write(printable(f"fetching the data set {repository}") + "\n")
+        sys.stderr.write(printable(f"fetching the dataset {repository}") + "\n")
         sys.stderr.flush()
     try:
         datasets.load_dataset(repository, config or None, split=split or None)
