@@ -2,7 +2,8 @@
 
 A step is one operation of the template, such as a call, a filter or a loop iteration. Charging a step subtracts its
 cost from the budget: the size of its operands before it runs, and the size of its result afterwards. A step that may
-produce a long text is also charged for the longest possible result before it runs.
+produce a long text is also charged for the longest possible result before it runs. Charging raises TemplateBudget if
+the budget is exhausted.
 """
 
 from __future__ import annotations

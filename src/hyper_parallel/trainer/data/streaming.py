@@ -98,7 +98,7 @@ class Stream:
         return self._documents_in_rows(start) if whole else self._pieces_of_text(start)
 
     def _documents(self, start: Place) -> Iterator[tuple[Place, Sequence[int], Sequence[bool]]]:
-        """Yield (position, token ids, target mask) of every document from `start` on, and count the documents."""
+        """Yield (position, token ids, target mask) of documents from `start` on, without end, and count them."""
         for epoch in itertools.count(start.epoch):
             number, digest = 0, xxh3_128()
             if self._epoch_counts is None:
