@@ -46,7 +46,7 @@ _INDEX: Final = Limits(num_bytes=256 * 1024**2, num_elements=5_000_000)
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """Repository on the hub, with a branch, tag or commit; None: the newest commit of the branch `main`."""
+    """Repository on the hub; `revision` is a branch, tag or commit, None for the newest commit of the branch `main`."""
 
     repository: str
     revision: str | None = None
@@ -204,8 +204,7 @@ def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "")
 def fetch_dataset(repository: str, config: str | None, split: str | None, where: str) -> None:
     """Download a dataset into the cache of `datasets`; do nothing if it is cached or downloads are not permitted.
 
-    `config` and `split` are `data.name` and `data.split`; None: not set. `where` is the location of the dataset's name,
-    for errors.
+    `config` and `split` are `data.name` and `data.split`. `where` is the location of the dataset's name, for errors.
 
     Raises:
         NoData: HP602 when the download fails.

@@ -47,8 +47,8 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParall
         hp_args: Layout and dtypes; an unset `reshard_after_forward` or `param_dtype` is taken from Accelerate.
 
     Raises:
-        Contradiction: HP104 if Accelerate does not use FSDP2 or offloads parameters to the CPU, if `tp_size` is above
-            1, or if the values of rank 0 are needed on a rank with parameters or buffers on the meta device.
+        Contradiction: HP104 without FSDP2, with its offload to the CPU, with `tp_size` above 1, or, if values of rank 0
+            are used, with parameters or buffers on the meta device.
         DegreesMismatch: HP301 when the degrees do not divide the ranks. Also the errors of `shard_model`.
     """
     if isinstance(_plain(model), HSDPModule):
@@ -214,10 +214,7 @@ def load_hsdp_optimizer_and_scheduler(optimizer: Any, lr_scheduler: Any, checkpo
 
 
 def export_to_hf_format(model: nn.Module, tokenizer: Any, save_dir: str | Path) -> None:
-    """Write a model and its tokenizer (None: no tokenizer) for `from_pretrained`, or an adapter for peft.
-
-    All ranks must call this.
-    """
+    """Write model and tokenizer (None: no tokenizer), or a peft adapter; all ranks must call this."""
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     export(_plain(model), Path(save_dir), tokenizer)
 

@@ -227,10 +227,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return hp.clip_grad_norm_(model, self.args.max_grad_norm)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a transformers or peft directory with tokenizer and training arguments; all ranks must call this.
-
-        `output_dir` None: the `output_dir` of the trainer's arguments.
-        """
+        """Write a transformers or peft directory with tokenizer and arguments; all ranks must call this."""
         target = Path(output_dir or self.args.output_dir)
         export(self.model, target, self.processing_class)
         if self.args.should_save:  # transformers writes this file next to every model

@@ -33,18 +33,15 @@ class HyperParallelArguments(BaseModel):
         tp_size: Ranks of tensor parallelism.
         cp_size: Ranks among which a sequence is divided.
         ep_size: Ranks among which the experts are divided.
-        efsdp_size: Ranks that shard the parameters of an expert; other ranks are replicas. None: derived from the other
-            degrees.
+        efsdp_size: Ranks that shard the parameters of an expert (others are replicas). None: as `fsdp_size` implies.
         token_dispatcher: Must be `all_to_all`.
-        fsdp_size: Data-parallel ranks that shard the parameters; other ranks are replicas. None: derived from
-            `efsdp_size`, or all.
-        param_dtype: Dtype of activations and of gathered parameters; None: determined by LlamaFactory's `bf16` and
-            `fp16`.
+        fsdp_size: Data-parallel ranks that shard parameters (others are replicas). None: implied, or all ranks.
+        param_dtype: Dtype of activations and of gathered parameters; None: determined by `bf16` and `fp16`.
         reduce_dtype: Dtype of gradient reductions; None: float32, or float64 for a model in float64.
         reshard_after_forward: Whether to free gathered parameters after forward and gather them again for backward.
             None: as in Accelerate's FSDP plugin, or True without one.
-        activation_mode: `recompute`: recompute the activations of a layer. `swap`: offload its matrix products and
-            attention to the host, and recompute the rest. `none`: keep all on the device.
+        activation_mode: `recompute`: recompute the activations of a layer. `swap`: offload the outputs of its matrix
+            products and attention to the host, and recompute the rest. `none`: keep all on the device.
         activation_swap_inputs: With `swap`, also offload the inputs of a layer.
         device_type: `auto`, or the machine's accelerator; without one, `cpu`. Other values are refused.
     """

@@ -35,11 +35,10 @@ def get_cp_group(hp_args: Any) -> Any:
 
 
 def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
-    """Register a forward hook that multiplies the loss of a rank by `cp_size`; return the model.
+    """Register a forward hook that multiplies the loss of a rank by `cp_size`, unless this is 1; return the model.
 
-    The trainer logs the mean over ranks, but the loss of a sequence is the sum of the losses of the context-parallel
-    ranks. The factor makes the logged mean equal to the sum. Gradients are unchanged. With `cp_size` 1, no hook is
-    registered.
+    The trainer logs the mean over ranks, but the loss of a sequence is the sum over the context-parallel ranks. The
+    factor makes both equal. Gradients are unchanged.
     """
     del accelerator
     if hp_args.cp_size <= 1:

@@ -172,8 +172,7 @@ class Table:
     @property
     def opened(self) -> tuple[str, ...]:
         """Names of columns that are not read, because decoding their values may open files or URLs."""
-        opening = self._opening
-        return tuple(name for name in opening if name not in self.media_columns)
+        return tuple(name for name in self._opening if name not in self.media_columns)
 
     @property
     def _opening(self) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class Order:
     Attributes:
         seed: Seed of all permutations.
         shuffle: Whether each epoch has a different random order; False: every epoch has the order on disk.
-        weights: Weight of each source in a mixture (`JoinedSequences`). Each source then has its own epochs. Empty:
+        weights: Weight of each source in a mixture (`JoinedSequences`). Each source then repeats independently. Empty:
             every epoch reads all sequences of all sources once.
         costs: Costs by which ranks are balanced (see `balance`): (cost of an image or recording in its encoder, cost of
             each of its tokens). None: the ranks are not balanced.

@@ -74,9 +74,7 @@ class EndMarker:
 
 
 class TemplateProperties:
-    """Measured properties of a chat template with a tokenizer.
-
-    They are measured on access, which raises BadValue (HP102) if the template exceeds its limits for a probe.
+    """Properties of a chat template; measuring one raises BadValue (HP102) if the template exceeds a limit.
 
     Args:
         tokenizer: Fast or slow tokenizer of transformers.
