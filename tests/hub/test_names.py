@@ -219,7 +219,7 @@ def test_a_data_set_is_fetched_once(hub, tmp_path, published, monkeypatch):
     hub.push("datasets/acme/talks", **{"train.jsonl": b"\n".join(rows)})
     folder = str(published)
     path = write_recipe(tmp_path, path=folder)
-    with pytest.raises(HyperParallelError, match="the data set `acme/none` cannot be downloaded"):
+    with pytest.raises(HyperParallelError, match="the dataset `acme/none` cannot be downloaded"):
         prepare_job(load_recipe(path, ["data.source=acme/none"]), progress=False)
     script = "from hyper_parallel.cli import main; main()"
     words = ["train", str(path), "data.source=acme/talks", "--dry-run", "--no-calibrate"]

@@ -8,6 +8,7 @@ import pytest
 import hyper_parallel as hp
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import BadValue, Caller, HyperParallelError, reported_by
+from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments, OptionNames
 from hyper_parallel.planner import plan
 from hyper_parallel.runtime import StrategyText
 from hyper_parallel.trainer.data.source_errors import VALIDATION, SourceKey
@@ -69,6 +70,10 @@ def test_overrides_are_read_back_from_a_shell(changes, hint, values, tmp_path):
         (
             StrategyText("tp=4", "--parallel"), "parallel.tp", {"parallel.tp_x": 1},
             ("--parallel", "leave out --parallel"),
+        ),
+        (
+            OptionNames(HyperParallelArguments(efsdp_size=2)), "parallel.ep", {"parallel.ep": 2, "parallel.tp_y": 1},
+            ("hyper_parallel_args: ep_size", '{"ep_size": 2, "efsdp_size": null}'),
         ),
         (SourceKey(), "data.source: a", {"data.format": "text"}, ("data.source: a", "data.format=text")),
         (

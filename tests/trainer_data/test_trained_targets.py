@@ -192,7 +192,8 @@ SPLITS = {"train": [{"messages": [U, A]}], "test": [{"messages": [U, A]}]}
 ROWS = {"prompt": {"0": "q", "1": "z"}, "completion": {"0": "r", "1": "y"}}
 COLUMNS = {"prompt": ["q", "z"], "completion": ["r", "y"]}
 TO_LINES = 'python -c \'import pandas; pandas.read_json("{}").to_json("lines.jsonl", orient="records", lines=True)\''
-TO_PARQUET = 'python -c \'import datasets; datasets.Dataset.from_file("{}").to_parquet("data.parquet")\''
+CONVERT = "convert the files into a new folder, then set `data.source` to it: mkdir -p converted && "
+TO_PARQUET = 'python -c \'import datasets; datasets.Dataset.from_file("{}").to_parquet("converted/A.parquet")\''
 OVER_LINES = json.dumps({"prompt": "q", "completion": "r"}, indent=1)
 
 
@@ -241,8 +242,11 @@ def test_turns_that_are_a_text_of_json_are_read(tmp_path):
         ),
         ("a.json", json.dumps(ROWS), "columns instead of records", TO_LINES),
         ("a.json", json.dumps(COLUMNS), "columns instead of records", TO_LINES),
-        ("a.zip", "PK", "format that is not supported", "unzip {}"),
-        ("A.ARROW", "ARROW1", "format that is not supported", TO_PARQUET),
+        ("a.zip", "PK", "format that is not supported", f"{CONVERT}unzip -d converted {{}}"),
+        ("a.tar.gz", "x", "format that is not supported", f"{CONVERT}tar -xf {{}} -C converted"),
+        ("a.tar.xz", "x", "format that is not supported", f"{CONVERT}tar -xf {{}} -C converted"),
+        ("a.csv.bz2", "x", "format that is not supported", f"{CONVERT}bunzip2 -c {{}} > converted/a.csv"),
+        ("A.ARROW", "ARROW1", "format that is not supported", CONVERT + TO_PARQUET),
         ("a.pkl", "x", "format that is not supported", None),
         ("a.jsonl.txt", json.dumps({"messages": [U, A]}), "JSON record", "data.format=sharegpt"),
         ("train", json.dumps({"text": "q"}), "JSON record", "give the files names that end in .jsonl"),

@@ -46,7 +46,7 @@ _INDEX: Final = Limits(num_bytes=256 * 1024**2, num_elements=5_000_000)
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """Repository on the hub, with a branch, tag or commit; None: the newest commit of the branch `main`."""
+    """Repository on the hub; `revision` is a branch, tag or commit, None for the newest commit of the branch `main`."""
 
     repository: str
     revision: str | None = None
@@ -78,7 +78,7 @@ def parse_name(text: str) -> HubName | None:
 
 
 def parse_dataset(text: str) -> str | None:
-    """Return the repository name of a dataset on the hub; None for a revision, a path or a text of another form."""
+    """Return the name of a dataset on the hub; None for a text with a revision, a path or a text of another form."""
     name = parse_name(text)
     return None if name is None or name.revision is not None else name.repository
 
@@ -110,7 +110,7 @@ def stay_offline() -> None:
 
 
 def permit_stream(is_stream: bool, source: str) -> None:
-    """Undo `stay_offline` if `is_stream` and `source` is a dataset on the hub, from which a library then reads."""
+    """Undo `stay_offline` if a dataset on the hub is streamed: a library then reads from the hub in this process."""
     if is_stream and parse_dataset(source) is not None and _ALLOWED in os.environ:
         os.environ["HF_HUB_OFFLINE"] = "0"
 
@@ -204,7 +204,7 @@ def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "")
 def fetch_dataset(repository: str, config: str | None, split: str | None, where: str) -> None:
     """Download a dataset into the cache of `datasets`; do nothing if it is cached or downloads are not permitted.
 
-    `config` and `split` are `data.name` and `data.split`. `where` is the origin of the dataset's name, for errors.
+    `config` and `split` are `data.name` and `data.split`. `where` is the location of the dataset's name, for errors.
 
     Raises:
         NoData: HP602 when the download fails.
@@ -225,7 +225,7 @@ def fetch_dataset(repository: str, config: str | None, split: str | None, where:
         "split": "use one of the splits that the message names",
     }
     raise NoData(
-        f"the data set `{repository}` cannot be downloaded",
+        f"the dataset `{repository}` cannot be downloaded",
         where=where,
         got=answer.get("text"),
         allowed=answer.get("allowed"),
@@ -267,7 +267,6 @@ def _is_shown() -> bool:
 
 
 def _refusal(name: HubName, part: Part, answer: dict[str, Any], where: str | None, key: str) -> UnknownModel:
-    """Return the error for a failed download, whose printed JSON object is `answer`."""
     kind, text = answer.get("kind"), str(answer.get("text", ""))
     local, full_command = name.folder, download_command(name, local=True)
     is_single = key not in ("", "grpo.reward_funcs")  # the key has one value

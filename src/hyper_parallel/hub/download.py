@@ -29,9 +29,10 @@ _STANDARD: Final = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors
 
 
 def choose_files(names: Iterable[str], part: str) -> list[str]:
-    """Return the top-level files to download for `part` (see `hub.Part`), from the names of a repository's files.
+    """Return the files at the top level of a repository to download for `part`, from the names of all its files.
 
-    Weights in other safetensors files are returned only if there are none with the standard names.
+    `part` is a value of `hub.Part`. For `model`, safetensors files with other names than the standard ones are returned
+    only if the repository has none with standard names.
     """
     names = sorted(name for name in names if "/" not in name)
     if part == "config":
@@ -45,7 +46,10 @@ def choose_files(names: Iterable[str], part: str) -> list[str]:
 
 
 def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str, Any]:
-    """Download the files of `part`; return a dict with `directory`, or with `kind` and `text` of a failure."""
+    """Download the files of `part`; return a dict with `directory`, or with `kind` and `text` of a failure.
+
+    Unless `quiet`, number and size of the missing files are written to stderr.
+    """
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub import errors as hub
 
@@ -94,7 +98,7 @@ def download_dataset(repository: str, config: str, split: str, quiet: bool) -> d
     if quiet or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     if not quiet:
-        sys.stderr.write(printable(f"fetching the data set {repository}") + "\n")
+        sys.stderr.write(printable(f"fetching the dataset {repository}") + "\n")
         sys.stderr.flush()
     try:
         datasets.load_dataset(repository, config or None, split=split or None)

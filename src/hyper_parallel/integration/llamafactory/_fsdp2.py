@@ -38,7 +38,7 @@ _SCHEDULER: Final = "scheduler.pt"
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParallelArguments) -> nn.Module:
-    """Parallelize a model in place, unless it is parallelized already.
+    """Parallelize a model in place, unless it is parallelized already; return it.
 
     Args:
         accelerator: Accelerate's `Accelerator` with an FSDP plugin of version 2.
@@ -47,8 +47,8 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParall
         hp_args: Layout and dtypes; an unset `reshard_after_forward` or `param_dtype` is taken from Accelerate.
 
     Raises:
-        Contradiction: HP104 without FSDP2, with its offload to the CPU, with `tp_size`, or with parameters or buffers
-            on the meta device.
+        Contradiction: HP104 without FSDP2, with its offload to the CPU, with `tp_size` above 1, or, if values of rank 0
+            are used, with parameters or buffers on the meta device.
         DegreesMismatch: HP301 when the degrees do not divide the ranks. Also the errors of `shard_model`.
     """
     if isinstance(_plain(model), HSDPModule):
@@ -94,10 +94,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module, hp_args: HyperParall
 
 
 def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
-    """Copy parameters and buffers of rank 0 to all ranks.
-
-    Raise Contradiction (HP104) on all ranks if a rank has one of them on the meta device.
-    """
+    """Copy parameters and buffers of rank 0 to all ranks; raise HP104 on all ranks if one is on the meta device."""
     tensors = (*model.parameters(), *model.buffers())
     # All ranks decide together: a rank that raised alone would leave the others waiting in a broadcast.
     num_meta = torch.tensor(sum(tensor.is_meta for tensor in tensors), device=device)
@@ -116,7 +113,7 @@ def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
 
 
 def model_of(parameters: Iterable[Tensor]) -> nn.Module:
-    """Return the prepared model to which all parameters belong; raise BadValue (HP102) without exactly one."""
+    """Return the prepared model that has all the parameters; raise BadValue (HP102) if no model has them all."""
     models = {getattr(p, _MODEL, lambda: None)() for p in parameters}
     prepared = models - {None}
     if len(models) != 1 or not prepared:
@@ -135,7 +132,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     """Scale the gradients of a model so that their global L2 norm is at most `max_norm`.
 
     Returns:
-        The global norm before scaling, in which each gradient element counts once on any mesh.
+        Global norm before scaling; on any mesh, each gradient element counts once.
 
     Raises:
         BadValue: HP102 for another norm, or parameters that do not belong to a prepared model.
@@ -151,7 +148,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
 
 
 def hsdp_sync_stream() -> None:
-    """Do nothing: FSDP has waited for its reductions when backward returned."""
+    """Do nothing: gradients are already reduced when backward returns."""
 
 
 def wrap_optimizer_with_skip_dtensor_dispatch(
@@ -168,7 +165,9 @@ def save_hsdp_checkpoint(
     output_dir: str | Path,
     should_save_scheduler: bool = True,
 ) -> None:
-    """Save weights and optimizer state in `hsdp_model_0`, the scheduler in `scheduler.pt`; all ranks must call this.
+    """Save weights and optimizer state in the folder `hsdp_model_0`; all ranks must call this.
+
+    With `should_save_scheduler`, rank 0 saves the state of `lr_scheduler`, unless it is None, in `scheduler.pt`.
 
     Raises:
         OutputNotWritable: HP105 when the folder cannot be written.
@@ -181,10 +180,11 @@ def save_hsdp_checkpoint(
 
 
 def load_hsdp_model(model: nn.Module, checkpoint_dir: str | Path) -> bool:
-    """Load the weights of a checkpoint, and return whether `checkpoint_dir` contains one.
+    """Load the weights of a checkpoint; return False if `checkpoint_dir` contains none, else True.
 
     Raises:
-        CheckpointCorrupt: HP701 for damaged files. CheckpointMismatch: HP702 with the first tensor that differs.
+        CheckpointCorrupt: HP701 for damaged files.
+        CheckpointMismatch: HP702 naming the first tensor that differs between checkpoint and model.
     """
     folder = Path(checkpoint_dir, _FOLDER)
     if not folder.is_dir():
@@ -194,11 +194,14 @@ def load_hsdp_model(model: nn.Module, checkpoint_dir: str | Path) -> bool:
 
 
 def load_hsdp_optimizer_and_scheduler(optimizer: Any, lr_scheduler: Any, checkpoint_dir: str | Path) -> None:
-    """Load weights, optimizer state and scheduler state of a checkpoint; do nothing if there is none.
+    """Load weights and optimizer state of a checkpoint; do nothing if there is no checkpoint.
+
+    The state of the scheduler is loaded if it was saved and `lr_scheduler` is not None.
 
     Raises:
-        CheckpointCorrupt: HP701 for damaged files. CheckpointMismatch: HP702 with the first different tensor.
-        BadValue: HP102 for an optimizer that does not belong to a prepared model.
+        CheckpointCorrupt: HP701 for damaged files.
+        CheckpointMismatch: HP702 naming the first tensor that differs between checkpoint and model.
+        BadValue: HP102 for an optimizer whose parameters do not belong to one prepared model.
     """
     folder = Path(checkpoint_dir, _FOLDER)
     if not folder.is_dir():
@@ -211,7 +214,7 @@ def load_hsdp_optimizer_and_scheduler(optimizer: Any, lr_scheduler: Any, checkpo
 
 
 def export_to_hf_format(model: nn.Module, tokenizer: Any, save_dir: str | Path) -> None:
-    """Write model and tokenizer for `from_pretrained`, or an adapter for peft; all ranks must call this."""
+    """Write model and tokenizer (None: no tokenizer), or a peft adapter; all ranks must call this."""
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     export(_plain(model), Path(save_dir), tokenizer)
 

@@ -66,7 +66,6 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         self.accelerator.prepare = self._prepare_but_the_model
 
     def _refuse(self) -> None:
-        """Raise an error for unsupported options, before the model is modified."""
         arguments = self.finetuning_args
         unsupported = {
             "deepspeed": self.is_deepspeed_enabled,
@@ -136,7 +135,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return model
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Return the labelled tokens of the step, without the duplicates of tensor- and context-parallel ranks."""
+        """Return the number of labelled tokens of the step, without copies on tensor- and context-parallel ranks."""
         count = super()._get_num_items_in_batch(batch_samples, device)
         averaged = self.args.average_tokens_across_devices and self.args.world_size > 1
         return count // self._same_data if count is not None and averaged else count
@@ -164,9 +163,9 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
     ) -> Any:
         """Return this rank's loss of a batch, and the model's outputs if `return_outputs`.
 
-        Without `num_items_in_batch`, the sum over this rank's tokens is divided by the number of labelled tokens of the
-        batch; the parts of context-parallel ranks add up to the mean. Otherwise, without labels, or for a loss function
-        other than cross entropy, this is LlamaFactory's method.
+        LlamaFactory's method computes the loss if `num_items_in_batch` is set, the batch has no labels, or the loss
+        function is not cross entropy. In all other cases, the sum over this rank's tokens is divided by the number of
+        labelled tokens of the batch, so the losses of context-parallel ranks add up to the mean.
         """
         if num_items_in_batch is not None or "labels" not in inputs or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -186,11 +185,10 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return loss / self.accelerator.num_processes if averaged else loss
 
     def _reported(self, loss: Tensor) -> Tensor:
-        """Return the loss on the first rank of a tensor-parallel group, 0 on the others, which have the same loss."""
+        """Return the loss on the first rank of a tensor-parallel group; 0 on others, whose losses are equal."""
         return loss if self.args.process_index % self._strategy.tp == 0 else torch.zeros_like(loss)
 
     def _ready(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs for the model; under context parallelism, without the padding mask."""
         return inputs if self._strategy.cp == 1 else without_padding_mask(inputs)
 
     def prediction_step(
@@ -201,9 +199,10 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         *args: Any,
         **kw: Any,
     ) -> tuple[Any, Any, Any]:
-        """Return loss, logits and labels of a batch.
+        """Return loss, logits and labels of a batch; logits and labels are None with tensor or context parallelism.
 
-        With tensor or context parallelism, logits and labels are None; if they are requested, raise HP104.
+        Raises:
+            Contradiction: HP104 with tensor or context parallelism, if logits or generated texts are requested.
         """
         if self._same_data == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)

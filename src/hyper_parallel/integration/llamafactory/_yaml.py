@@ -53,7 +53,7 @@ _WHOLE: Final = (
     "lora_alpha",
 )  # fmt: skip
 _NUMBERS: Final = (*_WHOLE, "warmup_ratio", "val_size")
-"""Keys with numbers from which values of a recipe are computed; those in `_WHOLE` are integers."""
+"""Keys with numbers from which recipe values are computed; keys in `_WHOLE` have integers."""
 
 Layer = tuple[str, dict[str, Any]]
 """(origin of the values, values by dotted key)."""
@@ -106,7 +106,6 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
 
 
 def _parsed(key: str, text: str, where: str) -> Any:
-    """Return the value of a YAML text; raise BadValue (HP102) if the text is not YAML."""
     try:
         return parse_yaml(text)
     except (yaml.YAMLError, LimitExceeded) as error:
@@ -139,7 +138,7 @@ def _number(key: str, value: Any, where: str) -> Any:
 
 
 def _check(key: str, value: Any, where: str) -> None:
-    """Raise HP101 for an unknown key, HP104 for one of `REFUSED` that is set, HP102 for a value not in `WORDS`."""
+    """Raise an error for an unknown key (HP101), a set key of `REFUSED` (HP104), or a value not in `WORDS` (HP102)."""
     if key not in KNOWN:
         near = difflib.get_close_matches(key, KNOWN, n=1)
         raise UnknownKey(
@@ -165,7 +164,6 @@ def _check(key: str, value: Any, where: str) -> None:
 
 
 def _yaml_word(value: Any) -> Any:
-    """Return null, true or false as written in YAML; other values are unchanged."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), value)
 
 
@@ -232,10 +230,7 @@ def _trained_layers(v: dict[str, Any], kind: str, path: Path) -> Iterator[Layer]
 
 
 def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
-    """Yield the schedule's arguments with LlamaFactory's defaults, and `min_lr_ratio`.
-
-    Raise BadValue (HP102) if a required argument is missing or the arguments are no mapping.
-    """
+    """Yield `training.lr_schedule_args` with LlamaFactory's defaults, and `training.min_lr_ratio`; raise HP102."""
     name, args = v["lr_scheduler_type"], v["lr_scheduler_kwargs"] or {}
     args = _parsed("lr_scheduler_kwargs", args, f"{path}: lr_scheduler_kwargs") if isinstance(args, str) else args
     needed, hint = (), "lr_scheduler_kwargs=null"
@@ -300,7 +295,7 @@ def _layout_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> I
 
 
 def _record_bytes(overrides: Sequence[str]) -> int:
-    """Return the last override of `data.max_record_bytes`, or its default if there is none or it is no size."""
+    """Return the last override of `data.max_record_bytes` in bytes; without a valid override, its default."""
     texts = [o.partition("=")[2] for o in overrides if o.startswith("data.max_record_bytes=")]
     with suppress(ValueError):
         return parse_bytes(texts[-1]) if texts else 64 * MiB
@@ -308,13 +303,11 @@ def _record_bytes(overrides: Sequence[str]) -> int:
 
 
 def _names(value: Any) -> list[str]:
-    """Return the names in a list, or in a text with commas."""
     texts = value if isinstance(value, list) else str(value).split(",")
     return [str(text).strip() for text in texts]
 
 
 def _one_name(value: Any, path: Path) -> str:
-    """Return the name in the value of `eval_dataset`; raise BadValue (HP102) for several names or none."""
     names = _names(value)
     if len(names) != 1:
         raise BadValue(
@@ -355,7 +348,6 @@ def _data_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Ite
 
 
 def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where: str) -> None:
-    """Raise Contradiction (HP104) if the `data` keys of a held-out and of the training dataset differ."""
     for key in ("format", "text_key", "columns", "roles", "ignore_keys"):
         if training.get(key) != held_out.get(key):
             raise Contradiction(
@@ -368,10 +360,7 @@ def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where:
 
 
 def _frozen(model: str, layers: int, path: Path) -> list[str]:
-    """Return globs of all parameters outside of the last `layers` decoder layers (if negative, the first -`layers`).
-
-    Raise Contradiction (HP104) for a model without a single list of layers.
-    """
+    """Return globs of the parameters outside of the last `layers` (if negative, the first -`layers`) decoder layers."""
     spec = load_model(model, where=f"{path}: model_name_or_path")
     names = {p.name for block in spec.blocks for p in block.params if not p.tied_to}
     prefixes = sorted({name.partition("*")[0] for name in names if "*" in name})
@@ -402,6 +391,5 @@ def _ranks(overrides: Sequence[str]) -> int | None:
 
 
 def _positive(text: str | None) -> int | None:
-    """Return the positive integer of at most nine digits in a text; None for any other text."""
     is_number = text is not None and text.strip().isascii() and text.strip().isdigit() and len(text.strip()) < 10
     return (int(text) or None) if is_number and text else None

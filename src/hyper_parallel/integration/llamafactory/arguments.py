@@ -11,34 +11,37 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from hyper_parallel.config import validated
-from hyper_parallel.errors import BadValue, DegreesMismatch, RecipeUnreadable, abbreviated
+from hyper_parallel.errors import BadValue, Caller, DegreesMismatch, RecipeUnreadable, abbreviated
 from hyper_parallel.ir import Strategy
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.units import canonical_dtype
 
 YAML_KEYS: Final = ("cp_size", "ep_size", "efsdp_size", "token_dispatcher")
-"""Keys that LlamaFactory also accepts in its YAML file, as `hyper_parallel_cp_size`."""
+"""Options that LlamaFactory also accepts as keys of its YAML file, such as `hyper_parallel_cp_size`."""
+_OPTIONS: Final = {
+    "parallel.tp": "tp_size", "parallel.tp_x": "tp_size", "parallel.cp": "cp_size", "parallel.ep": "ep_size",
+    "parallel.dp_shard": "fsdp_size",
+}  # fmt: skip
+"""Options by corresponding recipe key."""
 _Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(canonical_dtype)]
 
 
 class HyperParallelArguments(BaseModel):
-    """Layout options of LlamaFactory users; every key has a default.
+    """Options in `hyper_parallel_args`; each has a default.
 
     Attributes:
         tp_size: Ranks of tensor parallelism.
         cp_size: Ranks among which a sequence is divided.
         ep_size: Ranks among which the experts are divided.
-        efsdp_size: Ranks that shard the parameters of the same experts; further ranks are replicas. None: as many as
-            `fsdp_size` implies.
+        efsdp_size: Ranks that shard the parameters of an expert (others are replicas). None: as `fsdp_size` implies.
         token_dispatcher: Must be `all_to_all`.
-        fsdp_size: Data-parallel ranks that shard the parameters; further ones are replicas. None: as many as
-            `efsdp_size` implies, or all.
-        param_dtype: Dtype of activations and of gathered parameters; None: from LlamaFactory's `bf16` and `fp16`.
+        fsdp_size: Data-parallel ranks that shard parameters (others are replicas). None: implied, or all ranks.
+        param_dtype: Dtype of activations and of gathered parameters; None: determined by `bf16` and `fp16`.
         reduce_dtype: Dtype of gradient reductions; None: float32, or float64 for a model in float64.
         reshard_after_forward: Whether to free gathered parameters after forward and gather them again for backward.
             None: as in Accelerate's FSDP plugin, or True without one.
-        activation_mode: `recompute`: recompute the activations of a layer. `swap`: offload its matrix products and
-            attention to the host, and recompute the rest. `none`: keep all on the device.
+        activation_mode: `recompute`: recompute the activations of a layer. `swap`: offload the outputs of its matrix
+            products and attention to the host, and recompute the rest. `none`: keep all on the device.
         activation_swap_inputs: With `swap`, also offload the inputs of a layer.
         device_type: `auto`, or the machine's accelerator; without one, `cpu`. Other values are refused.
     """
@@ -74,10 +77,10 @@ class HyperParallelArguments(BaseModel):
 
     @classmethod
     def from_finetuning_args(cls, finetuning_args: Any) -> HyperParallelArguments:
-        """Return the arguments in LlamaFactory's `hyper_parallel_args` and keys such as `hyper_parallel_ep_size`.
+        """Return the arguments in `hyper_parallel_args` and the `hyper_parallel_*` keys of LlamaFactory's arguments.
 
-        A key such as `hyper_parallel_ep_size` overrides `hyper_parallel_args`, unless it has its default value. Errors
-        are those of `from_yaml`.
+        A key that has not its default value overrides the option of the same name in `hyper_parallel_args`. Errors are
+        those of `from_yaml`.
         """
         values = getattr(finetuning_args, "hyper_parallel_args", None)
         keys = {key: getattr(finetuning_args, f"hyper_parallel_{key}", None) for key in YAML_KEYS}
@@ -86,7 +89,7 @@ class HyperParallelArguments(BaseModel):
 
     @classmethod
     def from_yaml(cls, value: Any, keys: Mapping[str, Any]) -> HyperParallelArguments:
-        """Return the arguments in the value of `hyper_parallel_args`, with overrides from LlamaFactory's keys.
+        """Return the arguments in the value of `hyper_parallel_args`, overridden by keys of LlamaFactory's YAML file.
 
         Args:
             value: None, a dict, or the path of a JSON file.
@@ -94,7 +97,8 @@ class HyperParallelArguments(BaseModel):
 
         Raises:
             RecipeUnreadable: HP103 when the file cannot be read or is not JSON.
-            BadValue: HP102 for a value that is no object. Other errors are those of `from_dict`.
+            BadValue: HP102 when the value or the content of the file is not an object. Other errors are those of
+                `from_dict`.
         """
         where = "hyper_parallel_args"
         if isinstance(value, str):
@@ -169,9 +173,27 @@ class HyperParallelArguments(BaseModel):
         )
 
     def _shard_ranks(self, world_size: int, model_ranks: int) -> int:
-        """Return the degree `dp_shard`: `fsdp_size`, else as `efsdp_size` implies, else all remaining ranks."""
         rest = max(world_size // model_ranks, 1)
         expert_ranks = self.ep_size * (self.efsdp_size or 1)
         if self.fsdp_size is None and self.efsdp_size and expert_ranks % model_ranks == 0:
             return min(expert_ranks // model_ranks, rest)
         return self.fsdp_size or rest
+
+
+class OptionNames(Caller):
+    """Caller whose errors name the options of `hyper_parallel_args` instead of recipe keys."""
+
+    def __init__(self, arguments: HyperParallelArguments) -> None:
+        self._has_efsdp = arguments.efsdp_size is not None
+
+    def where(self, text: str) -> str:
+        """Return the option that corresponds to a recipe key; any other location unchanged."""
+        return f"hyper_parallel_args: {_OPTIONS[text]}" if text in _OPTIONS else text
+
+    def hint(self, changes: Mapping[str, object]) -> str | None:
+        """Return `changes` as JSON of options; None if a recipe key has no option."""
+        if not changes.keys() <= {*_OPTIONS, "parallel.tp_y"}:  # `tp_y` is always 1
+            return None
+        options = {_OPTIONS[key]: value for key, value in changes.items() if key in _OPTIONS}
+        # The value of `efsdp_size` may contradict the changed options.
+        return json.dumps(options | ({"efsdp_size": None} if self._has_efsdp else {}))

@@ -35,10 +35,10 @@ def get_cp_group(hp_args: Any) -> Any:
 
 
 def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
-    """Register a hook by which the model returns `cp_size` times the loss of its rank; return the model.
+    """Register a forward hook that multiplies the loss of a rank by `cp_size`, unless this is 1; return the model.
 
-    The trainer logs the mean over ranks, but the loss is the sum of the ranks' losses. The factor makes the logged mean
-    equal to that sum. Gradients are unchanged. `fsdp2_prepare_model` later lets the model split sequences.
+    The trainer logs the mean over ranks, but the loss of a sequence is the sum over the context-parallel ranks. The
+    factor makes both equal. Gradients are unchanged.
     """
     del accelerator
     if hp_args.cp_size <= 1:
@@ -55,14 +55,14 @@ def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
 
 
 def shard_inputs_for_cp(inputs: dict[str, Any], cp_rank: int, cp_size: int) -> dict[str, Any]:
-    """Return the inputs without a mask of trailing padding; sequences are not split, because the model splits them.
+    """Return the inputs without an attention mask; the parallelized model splits the sequences.
 
     If the inputs have labels but no `num_items_in_batch`, the number of labelled tokens of these sequences is added, so
-    that the loss is their mean. With `cp_size` 1, the inputs are unchanged.
+    that the loss is their mean. With `cp_size` 1, the inputs are returned unchanged.
 
     Raises:
-        BadValue: HP102 without `input_ids` or `inputs_embeds`.
-        UnsupportedSharding: HP205 for a mask other than trailing padding.
+        BadValue: HP102 without `input_ids` and `inputs_embeds`.
+        UnsupportedSharding: HP205 for an attention mask that masks other tokens than padding at the end.
     """
     del cp_rank
     if cp_size <= 1:

@@ -52,14 +52,14 @@ def _unknown(name: str, listed: Path, known: list[str]) -> UnknownKey:
 
 
 def source_of(name: str, directory: str, stage: str, most: int = 64 * MiB) -> tuple[dict[str, Any], int]:
-    """Return the `data` section of a recipe for a dataset of LlamaFactory, and the number of records in its file.
+    """Return the keys of the recipe section `data` for a dataset of LlamaFactory, and its number of records.
 
-    `directory` has `dataset_info.json`. For `stage` pt, the section names a text key instead of columns. `most` is the
-    maximum size of a record in bytes, `data.max_record_bytes`.
+    `directory` contains `dataset_info.json`. With `stage` pt, the result has a text key instead of columns. `most` is
+    the maximum size of a record in bytes. Further errors are those of `read_mapping` and `read_records`.
 
     Raises:
-        RecipeUnreadable: HP103 if `dataset_info.json` cannot be read. UnknownKey: HP101 for an unlisted name.
-        Contradiction: HP104 for unsupported keys, columns, tags or file locations. NoData: HP602 for unreadable files.
+        UnknownKey: HP101 for a name that `dataset_info.json` does not list.
+        Contradiction: HP104 for unsupported keys, columns, tags or file locations.
     """
     listed = Path(directory) / "dataset_info.json"
     known = read_mapping(listed, RecipeUnreadable, "list of datasets")
@@ -127,9 +127,10 @@ def _names(columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[
 
 
 def check_template(name: str, model: str, where: str) -> None:
-    """Raise Contradiction (HP104) unless the model's own template gives the texts of LlamaFactory's template `name`.
+    """Raise Contradiction (HP104) unless the model's chat template writes the same texts as the template `name`.
 
-    Raise NoData (HP602) if the folder `model` has no tokenizer. `where` is the place of `template`, for errors.
+    `name` is a template of LlamaFactory; `where` is its location for errors. Raise NoData (HP602) if the folder `model`
+    has no tokenizer. Other errors are those of `load_tokenizer`.
     """
     if not has_tokenizer(Path(model).expanduser()):
         raise NoData(

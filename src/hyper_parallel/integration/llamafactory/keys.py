@@ -8,7 +8,7 @@ from typing import Any, Final
 from hyper_parallel.config import SCHEDULE_ARGS
 
 NEEDED: Final = "needed"
-"""Marker in place of a default, for a required key."""
+"""Marker of a required key, which has no default."""
 
 SAME: Final[dict[str, tuple[str, Any]]] = {
     "model_name_or_path": ("model.path", NEEDED),
@@ -63,7 +63,7 @@ WORDS: Final[dict[str, Mapping[Any, Any]]] = {
     "eval_strategy": {"steps": True, "no": False, True: True, False: False},
     "hyper_parallel_token_dispatcher": {"all_to_all": "all_to_all"},
 }  # fmt: skip
-"""Accepted values with the recipe's value of each, by LlamaFactory's key."""
+"""Dict from accepted value to value in a recipe, by LlamaFactory's key."""
 
 TOGETHER: Final[dict[str, tuple[str, Any]]] = {
     "do_train": ("", NEEDED),
@@ -109,7 +109,7 @@ TOGETHER: Final[dict[str, tuple[str, Any]]] = {
     "hyper_parallel_efsdp_size": ("parallel.dp_shard, parallel.dp_replicate", None),
     "hyper_parallel_token_dispatcher": ("", "all_to_all"),
 }
-"""Keys that are read in combination with others, by name: all recipe keys that they affect, and default."""
+"""Recipe keys that a key of LlamaFactory affects, and its default, for keys that are read in combination."""
 
 WITHOUT_EFFECT: Final = (
     "overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size", "dataloader_num_workers",

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import hyper_parallel as hp
 from hyper_parallel.backends.torch.host_saved_activations import save_activations_on_host
 from hyper_parallel.backends.torch.model_structure import view_of
-from hyper_parallel.errors import Contradiction, UnsupportedSharding
-from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
+from hyper_parallel.errors import Contradiction, UnsupportedSharding, reported_by
+from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments, OptionNames
 from hyper_parallel.ir import Strategy
 from hyper_parallel.owned_folder import MARKER, remove_files
 
@@ -29,10 +29,10 @@ def shard_model(
     mixed: str | None,
     average: bool = False,
 ) -> None:
-    """Parallelize a model in place.
+    """Parallelize a model in place, and offload its activations with `activation_mode: swap`.
 
-    `mixed` is the compute dtype unless `hp_args` sets one; None: the dtype of the parameters. With `average`, gradients
-    are averaged over data-parallel ranks instead of summed.
+    `mixed` is the compute dtype unless `hp_args` sets one; None: the dtype of the trained parameters. With `average`,
+    gradients are averaged over data-parallel ranks instead of summed.
 
     Raises:
         Contradiction: HP104 when `device_type` is not the device that the ranks use. Other errors are those of
@@ -51,14 +51,15 @@ def shard_model(
     trained = (p for p in model.parameters() if p.requires_grad)
     trained_param = next(trained, None)  # None for a reference model
     plain = str((next(model.parameters()) if trained_param is None else trained_param).dtype).removeprefix("torch.")
-    plan = hp.plan_of(model, strategy)
-    workload = replace(
-        plan.workload,
-        compute_dtype=hp_args.param_dtype or mixed or plain,
-        param_dtype=plain,
-        reduce_dtype=hp_args.reduce_dtype or ("float64" if plain == "float64" else "float32"),
-    )
-    hp.parallelize(model, hp.plan_of(model, strategy, workload), average=average)
+    with reported_by(OptionNames(hp_args)):
+        plan = hp.plan_of(model, strategy)
+        workload = replace(
+            plan.workload,
+            compute_dtype=hp_args.param_dtype or mixed or plain,
+            param_dtype=plain,
+            reduce_dtype=hp_args.reduce_dtype or ("float64" if plain == "float64" else "float32"),
+        )
+        hp.parallelize(model, hp.plan_of(model, strategy, workload), average=average)
     if hp_args.activation_mode == "swap":
         save_activations_on_host([*view_of(model).layers], hp_args.activation_swap_inputs)
 
@@ -86,10 +87,10 @@ def adopt_checkpointing(
 
 
 def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs without a mask of trailing padding; raise UnsupportedSharding (HP205) for another mask.
+    """Return the inputs without their attention mask, which context parallelism does not support.
 
-    Under context parallelism, masks are not supported. Trailing padding needs no mask, because attention is causal and
-    padding has no labels.
+    Padding at the end needs no mask, because attention is causal and padding has no labels. Raise UnsupportedSharding
+    (HP205) for a mask that masks other tokens.
     """
     mask: Tensor | None = inputs.get("attention_mask")
     if mask is None:
@@ -106,9 +107,9 @@ def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def export(model: nn.Module, target: Path, processing_class: Any) -> None:
-    """Write model or adapter into a folder whose other files are kept; all ranks must call this.
+    """Write a model or adapter into the folder `target`, and keep its other files; all ranks must call this.
 
-    `processing_class` is the tokenizer or processor, written as well; None: none.
+    `processing_class` is a tokenizer or processor to write; None: none.
     """
     scratch = target / ".export"
     hp.save_pretrained(model, scratch)

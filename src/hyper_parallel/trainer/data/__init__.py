@@ -4,7 +4,8 @@
     packed arrays -> seeded order -> steps -> slice of a rank -> microbatches            Batches, every rank
 
 A document is a text or a conversation. A target is a token with loss, such as a token of an assistant's answer.
-No collective waits for tokenization: `prepare` returns before ranks start, and ranks only memory-map files.
+`prepare` tokenizes and packs before ranks start, and ranks memory-map the arrays, so no collective waits for
+tokenization. With `data.streaming`, each rank instead tokenizes and packs while it trains; see `streaming`.
 """
 
 from hyper_parallel.trainer.data.batches import Balance, Batch, Batches, Grid, Order, StepRows

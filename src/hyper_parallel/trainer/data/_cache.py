@@ -38,7 +38,9 @@ _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
 
 def cache_root(directory: str | None) -> Path:
-    """Return the cache directory, which may not exist: `directory`, or `data` in this package's user cache if not set.
+    """Return the cache directory: `directory` or, if it is None, the folder `data` in this package's user cache.
+
+    The directory may not exist yet.
 
     Raises:
         OutputNotWritable: HP105 when the directory is not writable.
@@ -57,11 +59,11 @@ def digest(value: Any) -> str:
 def entry(root: Path, key: str, build: Callable[[Path], dict[str, Any] | None]) -> tuple[Path, dict[str, Any]]:
     """Return the cache entry `root/key` and its metadata; build the entry if it is absent or damaged.
 
-    `build` fills the given directory and may return metadata. `key` is a hash of all inputs of the content. In the
-    metadata, `cached` tells whether an intact entry already existed.
+    `build` fills the given directory and may return metadata; its errors are raised unchanged. `key` is a hash of all
+    inputs of the content. The returned metadata has the key `cached`, False if this call built the entry.
 
     Raises:
-        OutputNotWritable: HP105 when the entry cannot be written, or a damaged entry contains unknown files.
+        OutputNotWritable: HP105 when the entry cannot be written, or a damaged entry cannot be deleted.
     """
     from filelock import FileLock
 
@@ -85,13 +87,12 @@ def entry(root: Path, key: str, build: Callable[[Path], dict[str, Any] | None]) 
 
 
 def _files(directory: Path) -> set[str]:
-    """Return the relative paths of all files and links below a directory; none if it does not exist."""
     below = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return {path.relative_to(directory).as_posix() for path in below}
 
 
 def _remove_entry(directory: Path) -> None:
-    """Remove a damaged entry; raise OutputNotWritable (HP105) if it contains unknown files or cannot be removed."""
+    """Remove a damaged entry; raise OutputNotWritable (HP105) if it has unknown files or cannot be deleted."""
     marker = read_marker(directory)
     names = {MARKER, _META, *((marker.files or {}) if marker else ())}
     if unknown := sorted(_files(directory) - names):
@@ -128,7 +129,7 @@ def byte_bar(name: str, total_bytes: int, show: bool) -> Iterator[Callable[[int]
 
 
 def _intact(directory: Path) -> dict[str, Any] | None:
-    """Return the metadata of a complete entry; None if it is absent or damaged."""
+    """Return the metadata of an intact entry; None if the entry is absent or damaged."""
     if not directory.is_dir():
         return None
     try:

@@ -44,7 +44,8 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
     """Yield (location, row) for each row of a parquet file.
 
     Raises:
-        NoData: HP602 when the file is unreadable, or rows are too large for the limit of `most` bytes per row.
+        NoData: HP602 when the file is unreadable, or rows, or the memory to decode them, exceed the limit for
+            rows of at most `most` bytes.
         MissingDependency: HP501 when the package `pyarrow` is not installed.
     """
     try:
@@ -94,7 +95,7 @@ def _batch_rows(group: Any, path: Path, first: int, most: int) -> int:
 
 @contextmanager
 def _decoding(where: str, most: int) -> Iterator[None]:
-    """Limit the memory for decoding rows; raise NoData (HP602) with the location of the next row if it is exceeded."""
+    """Limit the memory for decoding rows; raise NoData (HP602) at the location `where` if it is exceeded."""
     most_heap = max(_HEAP_RECORDS * most, _LEAST_HEAP)
     try:
         with bounded_heap(most_heap):
@@ -115,7 +116,7 @@ def _decoding(where: str, most: int) -> Iterator[None]:
 
 
 def _larger(num_bytes: float) -> str:
-    """Return the hint for a larger limit, of at least `num_bytes`, that may still be too small."""
+    """Return a hint to set a limit of about `num_bytes`, which may be too small, or above 1 TiB to divide records."""
     size = -(-int(num_bytes) // MiB) * MiB
     return f"a larger value, such as data.max_record_bytes={size}" if size <= TiB else "divide these records"
 
@@ -123,7 +124,7 @@ def _larger(num_bytes: float) -> str:
 def records_too_long(where: str, got: str, most: int, size: int | None = None, about: float = 0) -> NoData:
     """Return the error for a record of more than `most` bytes.
 
-    `size` is the size of the record, None if unknown. `about` is the mean size of the records, 0 if unknown.
+    `size` is the size of the record in bytes; None: unknown. `about` is the mean size of the records; 0: unknown.
     """
     hint: str | dict[str, int] = _larger(4 * max(most, about))
     if size is not None:
@@ -145,7 +146,7 @@ _CARD_LIMITS = Limits(num_bytes=4 * 1024**2, num_elements=500_000, depth=30)
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Split of a dataset opened by the library `datasets`.
+    """Dataset, or a split of it, opened by the library `datasets`.
 
     Attributes:
         name: Name for error messages.
@@ -171,8 +172,7 @@ class Table:
     @property
     def opened(self) -> tuple[str, ...]:
         """Names of columns that are not read, because decoding their values may open files or URLs."""
-        opening = self._opening
-        return tuple(name for name in opening if name not in self.media_columns)
+        return tuple(name for name in self._opening if name not in self.media_columns)
 
     @property
     def _opening(self) -> dict[str, Any]:
@@ -207,7 +207,8 @@ class Table:
         """Yield (location, record) for each row.
 
         Raises:
-            NoData: HP602 for an unreadable row, or a row of a stream that is too large for `most` bytes per record.
+            NoData: HP602 for an unreadable row, or if decoding a stream exceeds the memory limit for records of at most
+                `most` bytes.
         """
         number = -1
         # Only a stream decodes its rows; other tables are in memory or memory-mapped.
@@ -248,12 +249,13 @@ def is_table(data: Data, path: Path) -> bool:
 
 
 def open_table(data: Data, path: Path) -> Table:
-    """Open the dataset and split that section `data` names; without `data.split`, the split `train` or the only one.
+    """Open the dataset and split that section `data` names; without `data.split`, the only split, or else `train`.
 
     `path` is `data.source` as a path.
 
     Raises:
-        NoData: HP602 when the dataset or split cannot be loaded, or the folder names or links to a file outside of it.
+        NoData: HP602 when the dataset or split cannot be loaded, the folder names or links to a file outside of it, or
+            `data.name` or `data.split` is set for a saved dataset without splits.
         MissingDependency: HP501 when the package `datasets` is not installed.
     """
     try:
@@ -299,7 +301,6 @@ def open_table(data: Data, path: Path) -> Table:
 
 
 def _choice_hint(message: str, split: str | None) -> str | dict[str, object] | None:
-    """Return the change that selects a configuration or split named in an error of `datasets`; None without one."""
     choices = re.search(r"(Config name is missing|Unknown split)[^\[]*\[([^\]]*)\]", message)
     names = re.findall(r"'([^']+)'", choices[2]) if choices else []
     if not choices or not names:
@@ -311,7 +312,7 @@ def _choice_hint(message: str, split: str | None) -> str | dict[str, object] | N
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return a copy of an image or audio feature, or list of them, whose values are undecoded {bytes, path}."""
+    """Return a copy of an image or audio feature, or of a list of it, whose values are not decoded: {bytes, path}."""
     undecoded = copy.deepcopy(feature)
     inner = undecoded
     while not hasattr(inner, "decode"):
@@ -366,7 +367,6 @@ def refuse_outside(file: Path, folder: Path) -> None:
 
 
 def _card_text(path: Path) -> str:
-    """Return the beginning of a dataset card, which contains the configuration; "" if there is no card."""
     if not path.is_file():
         return ""
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -374,7 +374,6 @@ def _card_text(path: Path) -> str:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise NoData (HP602) for a file that `refuse_outside` refuses, or a card or file list that names such a file."""
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
             refuse_outside(Path(folder, name), path)

@@ -2,8 +2,8 @@
 
 Templates are compiled in Jinja's immutable sandbox with most filters and globals of transformers. Loop iterations,
 calls, filters, comparisons, operators and output are charged to a budget in proportion to the sizes of their operands.
-The budget grows with the conversation. A template that exceeds its budget raises TemplateBudget, after the same number
-of steps on every machine.
+The budget grows with the conversation. A template that exceeds its budget raises TemplateBudget. The budget limits
+work, not time, so the result does not depend on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _DROPPED: Final = (
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja sandbox that charges every step of a template to a budget.
+    """Jinja sandbox that charges the steps of a template to a budget.
 
     Args:
-        like: Environment of transformers, from which extensions, filters and globals except `_DROPPED` are copied.
+        like: Environment of transformers; its extensions, filters and globals except `_DROPPED` are copied.
 
     Attributes:
         work: Budget of the current rendering.
@@ -164,7 +164,6 @@ class _Charging(jinja2.visitor.NodeTransformer):
 
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Expr:
-    """Return a node that applies the filter `name` to `node`, or `node` itself if it is a constant."""
     if isinstance(node, nodes.Const):
         return node
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)

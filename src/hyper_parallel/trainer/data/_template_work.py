@@ -2,7 +2,8 @@
 
 A step is one operation of the template, such as a call, a filter or a loop iteration. Charging a step subtracts its
 cost from the budget: the size of its operands before it runs, and the size of its result afterwards. A step that may
-produce a long text is also charged for the longest possible result before it runs.
+produce a long text is also charged for the longest possible result before it runs. Charging raises TemplateBudget if
+the budget is exhausted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ READ: Final = 8
 ITEM: Final = 4
 """Bytes of work charged per item of a list that a step reads."""
 _MOST_INTEGER: Final = 1_000_000
-"""Largest integer argument of a filter or method, such as a width."""
+"""Largest absolute value of an integer argument of a filter or method, such as a width."""
 MOST_BITS: Final = 1024
 """Largest size of an integer in bits."""
 _WIDTH: Final = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\d{4,}|\*|\d*\.(?:\d{4,}|\*))")
@@ -85,7 +86,7 @@ class Work:
             raise TemplateBudget("the template does more work than its conversation allows")
 
     def step(self, *values: Any) -> None:
-        """Charge a step that reads `values`, without the content of their items."""
+        """Charge a step that reads `values`, without the content of their items; raise TemplateBudget as `spend`."""
         self.spend(STEP + sum(map(_read_cost, values)))
 
     def allocate(self, value: Any) -> Any:
@@ -164,7 +165,7 @@ class Counted:
 
 
 def as_text(value: Any, work: Work) -> str:
-    """Charge `ITEM` times the size of a value with its items, and return `str(value)`."""
+    """Return `str(value)`, after charging `ITEM` times the size of the value with its items."""
     work.spend(ITEM * deep_size(value))
     return str(value)
 
@@ -188,7 +189,7 @@ def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[...
 
 
 def _spend_filter(name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any], work: Work) -> tuple[Any, ...]:
-    """Charge the largest possible result of filter `name`; return its operands, the first as a list if it was read."""
+    """Charge the largest possible result of filter `name`; return its operands, without consumed iterators."""
     first, rest = values[0], (*values[1:], *kwargs.values())
     if name not in _SHALLOW and not isinstance(first, str):
         work.spend(deep_size(first))
@@ -245,7 +246,7 @@ def spend_method(name: str, text: str | bytes, args: Sequence[Any], work: Work) 
 
 
 def check_format(text: str, args: Sequence[Any], work: Work) -> None:
-    """Charge each use of an argument in a format string; raise TemplateBudget for widths above 999 or in arguments."""
+    """Charge each use of an argument in a format string; raise TemplateBudget for widths above 999 or from one."""
     work.spend(text.count("%(") * len(text) // READ)
     fields = (spec or "" for _, _, spec, _ in Formatter().parse(text)) if "{" in text else ()
     if _WIDTH.search(text) or any(map(_LONG_COUNT.search, fields)):

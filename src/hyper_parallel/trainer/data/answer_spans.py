@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final, NoReturn
 
-from hyper_parallel.errors import BadValue, abbreviated
+from hyper_parallel.errors import BadValue, HyperParallelError, abbreviated
 from hyper_parallel.trainer.data.document import Conversation, Message
 from hyper_parallel.trainer.data.media_kinds import MEDIA_MARK
 from hyper_parallel.trainer.data.placeholders import (
@@ -43,7 +43,7 @@ from hyper_parallel.trainer.data.template_properties import (
 _MAX_CACHED_TEXTS: Final = 256
 """Maximum number of cached texts with placeholders; conversations with equal roles usually share one."""
 _MAX_CACHED_CHARACTERS: Final = 2048
-"""Number of characters that the turns of a cached text must stay below."""
+"""Texts of conversations with at least this many characters are not cached."""
 _UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
 _OTHER_FILE: Final = "data.chat_template=FILE"
 
@@ -57,8 +57,10 @@ class _Renderer:
         try:
             self.template = properties_of(tokenizer, tools=bool(conversation.tools))
             self._turns = self._forms(conversation.messages)
-        except Exception as error:
-            raise self._template_error(error.__cause__ or error) from error
+        except HyperParallelError:
+            raise
+        except Exception as error:  # for example, a tokenizer without a template
+            raise self._template_error(error) from error
 
     def _forms(self, messages: Sequence[Message]) -> list[Message]:
         return [self.template.form(message) for message in messages]
@@ -139,7 +141,6 @@ class _Renderer:
         return BadValue(problem, where=where, **details)
 
     def _check_values(self) -> None:
-        """Raise if the record sets a template variable that the template does not read."""
         names = self._conversation.template_values
         if not names:
             return
@@ -156,7 +157,6 @@ class _Renderer:
                 )
 
     def _check_tools(self, text: str) -> None:
-        """Raise if `text` does not contain every tool of the conversation."""
         if not self._conversation.tools:
             return
         names = [tool["function"]["name"] for tool in self._conversation.tools]
@@ -180,6 +180,7 @@ def render(
 
     Raises:
         BadValue: HP102 for any error that the template raises, and for tools or variables that it does not read.
+        ModelUnreadable: HP305 for an unreadable generation config next to the tokenizer.
     """
     if not isinstance(conversation, Conversation):
         conversation = Conversation(tuple(conversation))
@@ -204,6 +205,7 @@ def locate_answers(
     Raises:
         BadValue: HP102 with turn and cause, when the template raises, drops or changes words, ignores tools or
             variables, or writes no end marker.
+        ModelUnreadable: HP305 for an unreadable generation config next to the tokenizer.
     """
     renderer = _Renderer(tokenizer, conversation, where)
     has_marks = renderer.template.has_marks
@@ -228,7 +230,7 @@ _OF_CALLS: Final = frozenset(("name", "argument"))
 
 
 class _Search:
-    """Search for the answers of a conversation in its rendered text. The module docstring defines "words"."""
+    """Search for the answers of a conversation in its rendered text; see the module docstring for "words"."""
 
     def __init__(self, renderer: _Renderer, messages: Sequence[Message], text: str) -> None:
         self._renderer, self._messages, self._text = renderer, messages, text
@@ -275,7 +277,6 @@ class _Search:
         self._raise_changed()
 
     def _raise_changed(self) -> NoReturn:
-        """Raise the error for a template that changes words, or writes text around turns that depends on the words."""
         self._check_contents(answers=True)
         raise self._renderer.error(
             "the text that the chat template writes around the turns depends on their contents, so the assistant's "
@@ -335,7 +336,6 @@ class _Search:
         return start, end
 
     def _check_alone(self, i: int, start: int, end: int) -> None:
-        """Raise if the span of turn `i` contains words of another turn, such as a tool result."""
         inside = [p for p in self._places if start <= p.start < end]
         foreign = {self._words(p).turn for p in inside} - {i}
         if not self._shape.all_turns:
@@ -440,7 +440,6 @@ class _Search:
         return words_end + length
 
     def _check_arguments(self, i: int, own: Sequence[WordsPlace]) -> None:
-        """Raise if the template does not write all arguments of the tool calls in turn `i`."""
         text = self._text[own[0].start :]
         for call in self._messages[i]["tool_calls"]:
             for key, value in _leaves(call["function"].get("arguments")):
@@ -449,10 +448,7 @@ class _Search:
                     raise self._renderer.error(_DROPPED["argument"], i, got=f"{key}: {value!r:.60}")  # fmt: skip
 
     def _words_end(self, rest: str, is_last: bool, has_words: bool) -> int | None:
-        """Return the length of the part of `rest` that ends with the end marker; None if there is no marker.
-
-        `rest` is the text after an answer's words, up to the next turn's words.
-        """
+        """Return the length of `rest`, the text after an answer, up to the end of its end marker; None without one."""
         end = self._template.ends[0 if is_last else 1]
         if is_last and not end.is_written:
             return self._append(rest, end)
@@ -466,7 +462,6 @@ class _Search:
         return start + len(wanted) if start >= 0 else None
 
     def _call_end(self, rest: str, is_last: bool) -> int | None:
-        """Return the same as `_words_end` for an answer that ends with a tool call."""
         end = self._template.call_end
         if end.text is None:
             return None
@@ -476,10 +471,7 @@ class _Search:
         return self._append(rest, end) if is_last and not end.is_written else None
 
     def _append(self, rest: str, end: EndMarker) -> int | None:
-        """Set `appended` to the end marker, which the template does not write after the last turn.
-
-        Return the length of `rest` with the marker; None if there is no marker.
-        """
+        """Set `appended` to the end marker; return the length of `rest` with it, None without a marker."""
         if end.text is None:
             return None
         self.appended = end.text.lstrip() if rest != rest.rstrip() else end.text
@@ -499,7 +491,6 @@ class _Search:
 
 
 def _is_written(words: str, text: str) -> bool:
-    """Return whether `text` contains `words` in a form in which templates write them."""
     return any(form in text for form in forms_of(words))
 
 

@@ -34,8 +34,8 @@ class Grid:
     """Assignment of the microbatches of a step to ranks.
 
     Attributes:
-        owners: For each rank, the indices of its microbatches, in order of computation. Indices count the microbatches
-            of the first data-parallel rank, then those of the second, and so on.
+        owners: For each rank, the indices of its microbatches, in order of computation. In data order, microbatches are
+            numbered by data-parallel rank, then by position in the rank.
         rows: Number of sequences per microbatch.
         in_turns: True if all ranks wait for each other after every microbatch, as with FSDP; False if they wait only at
             the end of the step.
@@ -91,7 +91,7 @@ class Balance:
         balanced: Imbalance in balanced order, in which the step runs.
         predicted_in_order_s: Predicted seconds of the step in data order; None without `Grid.seconds` or if all costs
             are 0.
-        predicted_s: The same for the balanced order.
+        predicted_s: Predicted seconds of the step in balanced order; None in the same cases.
     """
 
     media_tokens: int

@@ -90,8 +90,8 @@ def check_position(
 ) -> None:
     """Raise CheckpointMismatch (HP702) if the data positions `state` (saved) and `current` differ in any of `keys`.
 
-    The hint sets the saved seed and shuffling, if nothing else differs. Otherwise it is `start_over`, the overrides
-    with which the run does not read the checkpoint.
+    The hint sets the saved seed and shuffling, if nothing else differs. Otherwise it is `start_over`, which
+    starts the run without the checkpoint.
     """
     changed = [k for k in keys if state.get(k) != current[k]]
     if changed:
@@ -113,8 +113,8 @@ class Order:
 
     Attributes:
         seed: Seed of all permutations.
-        shuffle: Whether each epoch has its own random order; False: every epoch has the order on disk.
-        weights: Weight of each source in a mixture (`JoinedSequences`). Each source then has its own epochs. Empty:
+        shuffle: Whether each epoch has a different random order; False: every epoch has the order on disk.
+        weights: Weight of each source in a mixture (`JoinedSequences`). Each source then repeats independently. Empty:
             every epoch reads all sequences of all sources once.
         costs: Costs by which ranks are balanced (see `balance`): (cost of an image or recording in its encoder, cost of
             each of its tokens). None: the ranks are not balanced.
@@ -148,7 +148,7 @@ class StepRows:
         return self.repeats * self.group_size
 
     def expand(self, groups: Int64) -> Int64:
-        """Return the indices of the sequences of `groups` (indices of groups), each index `repeats` times in a row."""
+        """Return the indices of the sequences in `groups` (indices of groups), each repeated `repeats` times."""
         rows = groups[:, None] * self.group_size + np.arange(self.group_size)
         return rows.ravel().repeat(self.repeats)
 
@@ -164,7 +164,8 @@ class Batches:
         tail: Behaviour when an epoch ends inside a step. `wrap`, for training: the step continues with the next epoch.
             `pad`, for evaluation: the step is filled with dummy rows without labels, so every sequence is read exactly
             once.
-        limit: Number of sequences (or groups) to use, evenly spaced in the data; None: all. A mixture ignores it.
+        limit: Number of sequences (or groups) to use, evenly spaced in the data; None: all. With `order.weights`,
+            it changes only `num_sequences`.
         fingerprint: Hash of the data, stored in checkpoints.
 
     Attributes:
@@ -198,7 +199,7 @@ class Batches:
             raise NoData(
                 f"the {'training' if sequences.split == 'train' else 'held-out'} data contains no sequence",
                 where="data.source",
-                hint="use more data",
+                hint="add data to `data.source`",
             )
         # Use sequences from all of the data: the first ones may all belong to one document.
         every = np.arange(self.num_sequences, dtype=np.int64)
@@ -213,7 +214,7 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps that read every sequence of an epoch, rounded up; repeated steps count once."""
+        """Number of steps of an epoch, rounded up; the steps of `rows.iterations` count as one."""
         return -(-self.num_sequences * self.rows.unit // self.sequences_per_step)
 
     def step_batch(self, step: int) -> Int64:
@@ -334,7 +335,7 @@ class Batches:
         return self._origin + step // self.rows.iterations * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the data position before a step as JSON values, equal on all ranks and layouts."""
+        """Return the data position before a step as JSON values; it does not depend on the layout."""
         return {
             "step": step,
             "sequences_seen": self.sequences_seen(step),
@@ -348,7 +349,8 @@ class Batches:
     def load_state_dict(self, state: dict[str, Any], start_over: str = START_OVER) -> None:
         """Continue after the sequences read before the checkpoint; `sequences_per_step` may have changed since.
 
-        With `tail` `pad`, only check the data and its order. `start_over` is the hint of the error.
+        With `tail` `pad`, only check the data and its order. `start_over` is the recipe override that starts
+        the run without the checkpoint, for the hint of the error.
 
         Raises:
             CheckpointMismatch: HP702 when the data or its order differ.

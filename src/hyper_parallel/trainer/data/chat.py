@@ -6,8 +6,8 @@ trained by `prepare` has `CHATML`. Others get `PLAIN`, whose only special token 
 `answer_spans` renders a conversation and locates the answers in its text. `span_tokens` tokenizes the text so that the
 tokens before an answer equal the prompt tokens of generation. Targets are the assistant's content, reasoning and tool
 calls, and the end marker after them. Text between the generation prompt and the content, such as an empty reasoning
-block, is a target too. It is no target if the template has `{% generation %}` blocks and it is outside of them. The end
-marker is always a target, because a model that never learns it does not stop.
+block, is a target too, unless the template has `{% generation %}` blocks that exclude it. The end marker is always a
+target, because a model that never learns it does not stop.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def encode_conversation(
 def media_line(
     tokenizer: Any, conversation: Conversation, where: str, num_context: int, blob: IO[bytes]
 ) -> tuple[bytes, int]:
-    """Return the `reference_line` of a conversation, and its number of tokens without the placeholders of media."""
+    """Return the `reference_line` of a conversation, and its number of tokens without placeholders of media.
+
+    Errors are those of `encode_conversation`.
+    """
     trained = conversation.answer_turns(num_context)
     text = locate_answers(tokenizer, conversation, trained, where)[0]
     num_tokens = len(tokens_of_spans(tokenizer, text, (), where)[0])
@@ -96,6 +99,9 @@ def encode_pair(tokenizer: Any, prompt: str, answer: str, where: str = "") -> tu
 
     Targets are the tokens of the answer and the end-of-text token after it. The tokens of the prompt equal the
     prompt tokens of generation. No space is added before the answer.
+
+    Raises:
+        BadValue: HP102 when the tokenizer fails, or joins prompt and answer in one token.
     """
     text = prompt + answer
     ids, mask = tokens_of_spans(tokenizer, text, [(len(prompt), len(text))], where)
@@ -109,6 +115,9 @@ def encode_prompt(
 
     The prompt is the first `num_context` turns with the generation prompt. The answer ends with end-of-text, so it has
     at least one token. Both lists are empty if `num_context` is 0.
+
+    Raises:
+        BadValue: HP102 when template or tokenizer fail on the prompt, or the template drops words of it.
     """
     if not num_context:
         return [], []

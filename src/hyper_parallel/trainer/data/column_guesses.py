@@ -54,12 +54,12 @@ def column_changes(columns: Mapping[str, str], section: str = "columns") -> dict
 
 
 def own_columns(columns: Mapping[str, str], renamed: Mapping[str, str]) -> dict[str, str]:
-    """Return guessed columns with the names of the record in place of canonical keys.
+    """Return guessed columns with the names in the record in place of canonical keys.
 
-    Entries without effect are omitted. The result is {} if a column already has another canonical key.
+    Entries without effect are omitted. The result is {} if the recipe already renames one of the keys otherwise.
 
     Args:
-        columns: Dict from the canonical key to a key of the values by canonical key.
+        columns: Dict from canonical key to a key in the result of `RecordRules.canonical_values`.
         renamed: Dict from renamed key in the records to canonical key, as in `RecordRules`.
     """
     names = {name: own for own, name in renamed.items()}
@@ -113,7 +113,7 @@ def guess_texts(values: Record) -> dict[str, str]:
 
 
 def _named(texts: list[str], names: tuple[str, ...], words: tuple[str, ...]) -> list[str]:
-    """Return the first of `names` in `texts`, as a list; if there is none, all `texts` that contain one of `words`."""
+    """Return a list of the first of `names` in `texts`; if none is, all `texts` that contain one of `words`."""
     exact = [name for name in names if name in texts]
     return exact[:1] or [key for key in texts if any(word in key.lower() for word in words)]
 

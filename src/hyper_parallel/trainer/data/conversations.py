@@ -62,7 +62,6 @@ _STAGE_KEYS: Final = {"kto": LABELS, "rm": ("margin",), "dpo": ("margin",), "orp
 
 
 def _sharegpt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read the turns under `conversations` or `messages`; a list has precedence over any other value."""
     key = _turns_key(values)
     yield read_turns(values[key], rules, where, key), None
 
@@ -94,7 +93,6 @@ def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 
 
 def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read a prompt to sample completions for, and its reference answer, if any."""
     key = _prompt_keys(values)[0]
     prompt = _turns_of(values[key], "user", rules, where, rules.own_name(key))
     answer = values.get("completion", [])
@@ -159,7 +157,6 @@ def _check_pair(
     text: Message | None,
     where: str,
 ) -> None:
-    """Raise NoData (HP602) if the prompt of a pair is missing or contradicts the answers."""
     problem = got = None
     if not prompt and any(isinstance(answer, str) for answer in raw):
         problem = "an answer that is a text needs the prompt under a key of its own"
@@ -184,7 +181,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _turns_of(value: Any, role: str, rules: RecordRules, where: str, key: str) -> list[Message]:
-    """Return the turns in a value that is a turn, a list of turns, or a text; a text becomes a turn of `role`."""
+    """Return a list of turns from a list of turns, a turn, or a text (a turn of `role`); raise HP602 for others."""
     if isinstance(value, str):
         return [_message(role, value)]
     if not isinstance(value, list | tuple | dict):
@@ -242,7 +239,6 @@ def _split_system(turns: Sequence[Message]) -> tuple[list[Message], list[Message
 
 
 def _same(one: Message, other: Message) -> bool:
-    """Return whether two turns have equal role and content, apart from surrounding white space."""
     return one["role"] == other["role"] and one["content"].strip() == other["content"].strip()
 
 
@@ -266,7 +262,7 @@ def _begins(turns: Sequence[Message], beginning: Sequence[Message]) -> bool:
 
 
 def _num_shared(whole: Sequence[Sequence[Message]]) -> int:
-    """Return the number of leading turns that all conversations share, without the last turn of the shortest."""
+    """Return the number of leading turns that all conversations share; the last turn of the shortest never counts."""
     most = min(len(turns) for turns in whole) - 1
     differ = (i for i in range(most) if any(turns[i] != whole[0][i] for turns in whole))
     return next(differ, max(most, 0))
@@ -312,7 +308,8 @@ def shape_of(record: Record, text_key: str, where: str, stage: str = "pt", rules
     Except with `stage: grpo`, that text has precedence over a prompt with its completion.
 
     Raises:
-        NoData: HP602 if the record has no known format, or seems to be a pair with an unknown key.
+        NoData: HP602 if the record has no known format or, in stages that need pairs, seems to be a pair whose answers
+            have other keys than `chosen` and `rejected`.
     """
     values = _named(record, rules, where, stage)
     shape = _format_of(values, stage)
@@ -355,13 +352,11 @@ def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values
 
 
 def _allowed_formats(stage: str) -> str:
-    """Return descriptions of the formats of records that a stage reads."""
     formats = [words for name, (_, words) in _FORMATS.items() if (name == "preference") == (stage in _OF_PAIRS)]
     return "; or: ".join(formats)
 
 
 def _turn_columns(key: str, turn: Record, rules: RecordRules) -> dict[str, str]:
-    """Return columns for a list under `key` that begins with the object `turn`; {} if this is probably no turn."""
     if not {"role", "from", *rules.turn_columns}.isdisjoint(turn):
         return {"messages": key}
     guessed = guess_turn_columns(turn)
@@ -369,7 +364,7 @@ def _turn_columns(key: str, turn: Record, rules: RecordRules) -> dict[str, str]:
 
 
 def _check_names(values: Values, text: bool, stage: str, where: str, rules: RecordRules) -> None:
-    """Raise NoData (HP602) if a record without known format seems to be a conversation, or its stage needs one."""
+    """Raise NoData (HP602) if a record of unknown format seems to be a conversation, or the stage needs one."""
     names = sorted(map(rules.own_name, values))
     if {"role", "content"} <= values.keys() or {"from", "value"} <= values.keys():
         raise NoData(
@@ -427,7 +422,6 @@ def _is_records(value: Sequence[Any]) -> bool:
 
 
 def _format_of(values: Record, stage: str) -> str | None:
-    """Return the conversation format of a record; None if it is no conversation."""
     if "chosen" in values and "rejected" in values:
         return "preference"
     if any(isinstance(values.get(key), list | tuple) for key in TURNS):
@@ -440,7 +434,6 @@ def _format_of(values: Record, stage: str) -> str | None:
 
 
 def _prompt_keys(values: Values) -> tuple[str, ...]:
-    """Return the keys of the prompt in a record; `instruction` and `input` only if it has no others."""
     present = tuple(key for key in QUESTIONS if key in values)
     return present or tuple(key for key in PROMPTS if key in values)
 
@@ -454,9 +447,9 @@ def conversations_of(
     *,
     detected: bool = False,
 ) -> list[Conversation]:
-    """Return the conversation in a record of the format `shape`; for `preference`, the chosen and the rejected one.
+    """Return a list with the conversation in a record of the format `shape`; for `preference`, chosen and rejected.
 
-    `detected` is True if `shape` is the format of the first record, False if `data.format` sets it.
+    `detected` tells whether `shape` is the format of the first record; otherwise, `data.format` sets it.
 
     Raises:
         NoData: HP602 naming the faulty key or turn; BadMedia for images or recordings that `data.bad_media` may skip.
@@ -511,7 +504,6 @@ def _has_keys(values: Values, shape: str, stage: str) -> bool:
 
 
 def _with_system(part: Part, system: str, values: Values, rules: RecordRules, where: str) -> Part:
-    """Prepend the system text unless a turn repeats it; raise NoData (HP602) if system turns differ."""
     turns, count = part
     first = _message("system", system)
     own = [turn for turn in turns if turn["role"] in ("system", "developer")]
@@ -530,7 +522,6 @@ def _with_system(part: Part, system: str, values: Values, rules: RecordRules, wh
 
 
 def _read_keys(values: Values, shape: str) -> frozenset[str]:
-    """Return the keys from which the turns of a record are read."""
     if shape == "sharegpt":
         return _TURNS_ALONE[_turns_key(values)]
     if shape == "prompt_completion":
@@ -553,7 +544,7 @@ def _check_unread(
     rules: RecordRules,
     where: str,
 ) -> None:
-    """Except for GRPO, raise NoData (HP602) for an unread key, unless it is empty, metadata or repeats a turn."""
+    """Except for GRPO, raise NoData (HP602) for an unread key, unless it is empty, ignored or repeats a turn."""
     if stage == "grpo":  # reward functions may read all keys
         return
     known = {*read_keys, *_SHARED, *_STAGE_KEYS.get(stage, ())}
@@ -598,8 +589,8 @@ def num_context(one: Conversation, stage: str) -> int:
     """Return the number of leading turns of a conversation that a stage does not train on.
 
     These are the turns of the prompt, if the record has a key for it. Otherwise `stage: sft` trains on every answer,
-    and stages that compare answers train only on the last one. With `stage: grpo`, all turns up to the last
-    one that is not the assistant's are the prompt; the rest is the reference answer.
+    and stages that compare answers train only on the last one. With `stage: grpo`, the prompt ends with the last turn
+    that is not the assistant's; later turns are the reference answer.
     """
     is_answer = [turn["role"] == "assistant" for turn in one.messages]
     if stage == "grpo":
@@ -612,11 +603,7 @@ def num_context(one: Conversation, stage: str) -> int:
 
 
 def check_flags(one: Conversation, num_context: int, record: Record, where: str, rules: RecordRules) -> None:
-    """Raise if a flag of the record, such as `weight: 1`, marks a turn of the prompt as trained on.
-
-    Raises:
-        NoData: HP602 naming the turn.
-    """
+    """Raise NoData (HP602) if a flag of the record, such as `weight: 1`, marks a turn of the prompt as trained on."""
     for i in sorted(one.trained):
         if i < num_context:
             names = flag_names(record)
@@ -631,7 +618,7 @@ def check_flags(one: Conversation, num_context: int, record: Record, where: str,
 
 
 def is_text_pair(record: Record, shape: str, rules: RecordRules, *, any_name: bool) -> bool:
-    """Return whether a record has only texts: a prompt and its completion or two answers, no system text or tools.
+    """Return whether a record is a prompt with a completion or two answers, all texts, without system text or tools.
 
     With `any_name`, synonyms of `prompt` and `completion` count too.
     """

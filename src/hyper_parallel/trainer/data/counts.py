@@ -1,7 +1,7 @@
 """Counts of the records of a data source: read, used, truncated, and dropped by reason.
 
-The reader of the source counts records that it reads or drops, and ignored keys. The packer or the stream counts
-records that are used or truncated, or that have no target. A target is a token with loss.
+Reading a source counts records that are read or dropped, and ignored keys. Packing or streaming counts records that are
+used, truncated or without target. A target is a token with loss.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DataCounts:
         self.read = num_read
 
     def add(self, documents: Sequence[Document], encoded: Sequence[Encoded], stage: str) -> None:
-        """Count a record as used or dropped.
+        """Count a record as used, or as dropped with the reason.
 
         `documents` is the document of the record, or both documents of a pair; `encoded` has their tokens and targets.
         """
@@ -156,7 +156,7 @@ class DataCounts:
 
     @property
     def passed_over(self) -> list[str]:
-        """List with a sentence on ignored keys; empty if no key was ignored."""
+        """Sentence on ignored keys, as a list; [] if no key was ignored."""
         if not self.ignored_keys:
             return []
         keys = ", ".join(f"{key} ({n:,})" for key, n in sorted(self.ignored_keys.items()))

@@ -1,4 +1,4 @@
-"""Data files: kinds by suffix, decompression, and recognition of README-like files."""
+"""Data files: kinds of content by suffix, refused formats, decompression, and shell commands for hints."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ KINDS: Final = {
 """Kind of content by file suffix in lower case; files with other suffixes are text."""
 _COMPRESSED: Final = (".gz", ".zst")
 _PACKED: Final[Mapping[str, str]] = {
-    ".zip": "unzip",
-    ".tar": "tar -xf",
-    ".tgz": "tar -xzf",
-    ".7z": "7z x",
-    ".bz2": "bunzip2 -k",
-    ".xz": "unxz -k",
-    ".lz4": "unlz4",
+    ".zip": "unzip -d {folder} {file}",
+    ".tar": "tar -xf {file} -C {folder}",
+    ".tgz": "tar -xzf {file} -C {folder}",
+    ".7z": "7z x -o{folder} {file}",
+    ".bz2": "bunzip2 -c {file} > {target}",
+    ".xz": "unxz -c {file} > {target}",
+    ".lz4": "unlz4 -c {file} > {target}",
 }
-"""Shell command that unpacks a file, by suffix."""
+"""Shell command that unpacks a file, by suffix; `target` is the name of the file in `folder` without this suffix."""
 _TABLES: Final[Mapping[str, str]] = {
     ".arrow": "datasets.Dataset.from_file",
     ".feather": "pandas.read_feather",
@@ -85,27 +85,32 @@ def refuse_unread(path: Path) -> None:
     """Raise if a file's suffix names an unsupported format, which would otherwise be read as text.
 
     Raises:
-        NoData: HP602 with the command that converts the file, if there is one.
+        NoData: HP602; the hint has a command that converts the file, if one is known for its suffix.
     """
-    suffix, hint = path.suffix.lower(), None
+    suffix, command = ".tar" if path.stem.lower().endswith(".tar") else path.suffix.lower(), None
     if suffix not in _UNREAD:
         return
+    folder = free_path("converted")
     if suffix in _PACKED:
-        hint = f"{_PACKED[suffix]} {shlex.quote(str(path))}"
+        target = shlex.quote(str(folder / path.stem))
+        command = _PACKED[suffix].format(file=shlex.quote(str(path)), folder=folder, target=target)
     elif function := _TABLES.get(suffix):
-        code = f"{function}({json.dumps(str(path))}).to_parquet({json.dumps(str(free_path('data.parquet')))})"
-        hint = shlex.join(["python", "-c", f"import {function.partition('.')[0]}; {code}"])
+        target = json.dumps(str(folder / f"{path.stem}.parquet"))
+        code = f"{function}({json.dumps(str(path))}).to_parquet({target})"
+        command = shlex.join(["python", "-c", f"import {function.partition('.')[0]}; {code}"])
     raise NoData(
         "a data file has a format that is not supported",
         where=str(path),
         got=suffix,
         allowed=f"{', '.join(KINDS)}, text; all but .parquet also with {' or '.join(_COMPRESSED)}",
-        hint=hint,
+        # If the converted file were in the folder of the source, the folder would hold files of several types.
+        hint=command
+        and f"convert the files into a new folder, then set `data.source` to it: mkdir -p {folder} && {command}",
     )
 
 
 def refuse_other_target(path: Path, *, is_source: bool) -> None:
-    """Raise if a file is a symbolic link to a file whose suffix names a different format.
+    """Raise if a file is a symbolic link to a file with the suffix of another format.
 
     Otherwise an error message could disclose a line of a private file as column names. `is_source` tells whether the
     file is the whole source; otherwise it is in the directory of the source.
@@ -127,10 +132,10 @@ def refuse_other_target(path: Path, *, is_source: bool) -> None:
 
 
 def refuse_splits(root: Path, files: Sequence[Path]) -> None:
-    """Raise if some files of a directory are named like training data (`train`), others like evaluation data (`test`).
+    """Raise if file names in a directory suggest both training data (`train`) and evaluation data (`test`).
 
     All files of a directory are one source, so the evaluation data would be trained on. Text files are not checked.
-    `files` are the data files below `root`, at least one, all of one kind.
+    `files` lists the data files below `root`, at least one, all of one kind.
 
     Raises:
         NoData: HP602 with one file of each split.
@@ -152,7 +157,10 @@ def refuse_splits(root: Path, files: Sequence[Path]) -> None:
 
 
 def json_record(path: Path) -> dict[str, Any] | None:
-    """Return the first line of a file as a dict if it is a nonempty JSON object; else None. Errors of `open_bytes`."""
+    """Return the first line of a file as a dict if it is a nonempty JSON object of at most 1 MiB; else None.
+
+    Errors are those of `open_bytes`.
+    """
     with open_bytes(path) as file:
         line = file.readline(_LONGEST_FIRST_LINE)
     try:
@@ -179,6 +187,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
     The decompressed size is not limited, so callers must limit the size of each read.
 
     Raises:
+        OSError: The file cannot be read.
         NoData: HP602 for a compressed file that cannot be decompressed.
         MissingDependency: HP501 when the package `zstandard` is needed and not installed.
     """
@@ -230,7 +239,7 @@ def _zstd(packed: IO[bytes], path: Path) -> Any:
 
 
 def free_path(path: str | Path) -> Path:
-    """Return a path that does not exist, for the output of a command in a hint: `path`, or with a number added."""
+    """Return `path` or, if it exists, the path with a number added to its name; for outputs of commands in hints."""
     path = Path(path)
     names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
     return next(name for name in itertools.chain([path], names) if not os.path.lexists(name))
@@ -249,9 +258,9 @@ def pipe_command(path: Path, command: str) -> str:
 
 
 def several_paths(text: str) -> list[str]:
-    """Return the paths in a comma-separated list or those that match a pattern (`part-*.jsonl`).
+    """Return the paths in a comma-separated list, or the paths that match a pattern (`part-*.jsonl`).
 
-    The result is [] if a path does not exist or needs quotes, or if there are more than `_MOST_LISTED` paths.
+    The result is [] if one of the paths does not exist or needs quotes in a shell, or if there are more than 20.
     """
     parts = [part.strip() for part in text.split(",")]
     pattern = Path(text)

@@ -83,7 +83,7 @@ def has_content(turn: Message) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Text or conversation from a record, with values for learning stages.
+    """Text or conversation from a record, with the values of the record that stages need.
 
     Attributes:
         where: Location of the record, for error messages.
@@ -92,7 +92,7 @@ class Document:
         num_context: Number of leading turns that are not trained on.
         good: With `stage: kto`: whether the last answer is labelled desirable.
         margin: With `stage: rm`: target margin between the scores of a pair; None: the record has none.
-        columns: With `stage: grpo`: values of the record that reward functions may read, by key.
+        columns: With `stage: grpo`: values of the record that reward functions may read, by canonical key.
         templated: Whether the chat template renders the conversation; False: its contents are concatenated.
     """
 

@@ -1,7 +1,7 @@
 """Model inputs of a batch with images or audio (pixel values, audio features, ...), computed by the model's processor.
 
 Each rank computes these arrays when it reads a batch. Arrays with one number per token (`mm_token_type_ids`,
-`token_type_ids`) are padded to the length of the rows. The processor's other arrays for media are passed on unchanged.
+`token_type_ids`) are padded or cut to the length of the rows. Other arrays of media are passed on unchanged.
 
 The attention mask is all ones, because rows are padded on the right. Without a mask, some models (Qwen2.5-Omni) would
 give image tokens the positions of text.
@@ -81,7 +81,7 @@ _MASK = "attention_mask"
 
 
 def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArray[Any]]:
-    """Return the media inputs of a batch as a dict from argument name of the model's forward to array.
+    """Return the media inputs of a batch and its attention mask, by argument name of the model's forward.
 
     Args:
         rows: Text and media of each row, all with the same processor.

@@ -42,7 +42,7 @@ class MediaKind:
 
     @property
     def mark(self) -> str:
-        """Mark in the turns of a `Conversation`; a conversation without media whose text contains it is refused."""
+        """Placeholder in contents of a `Conversation`. A conversation without media must not contain this text."""
         return f"\0{self.name}\0"
 
     @property

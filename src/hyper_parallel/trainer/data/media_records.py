@@ -166,7 +166,7 @@ def checksum(content: bytes) -> str:
 
 
 def decoded(item: MediaFile, where: str, rate: int = 0) -> Any:
-    """Decode an image or recording to an input of processors.
+    """Decode an image or recording to the form that processors read.
 
     Args:
         item: Encoded image or recording.

@@ -56,7 +56,7 @@ def expand(
 
 
 def decoded_media(tokenizer: Any, conversation: Conversation, where: str) -> list[tuple[str, Any]]:
-    """Return (kind, decoded value) of each image or recording of a conversation; raise the same errors as `expand`."""
+    """Return (kind, decoded value) of each image or recording of a conversation; errors are those of `expand`."""
     for kind in (item.kind for item in conversation.media):
         if kind not in properties_of(tokenizer).written_media:
             raise BadValue(
@@ -70,7 +70,7 @@ def decoded_media(tokenizer: Any, conversation: Conversation, where: str) -> lis
 
 
 def processor_of(tokenizer: Any) -> Any:
-    """Return the processor whose files are in the tokenizer's directory."""
+    """Return the processor in the tokenizer's directory; errors are those of `load_processor`."""
     return load_processor(Path(tokenizer.name_or_path))
 
 

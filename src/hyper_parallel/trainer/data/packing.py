@@ -81,7 +81,7 @@ class Flat:
 
     @property
     def num_label_only(self) -> int:
-        """Number of last tokens of a document that are only labels: 0 for a reward model, which scores the last one."""
+        """Number of tokens at the end of a document that are labels but no inputs: 0 with `stage: rm`, else 1."""
         return 0 if self.stage == "rm" else 1
 
 
@@ -145,7 +145,7 @@ def _too_short(flat: Flat, source: Source, num_train: int) -> NoData:
 
 
 def _needed_seq_len(flat: Flat, group: Sequence[slice]) -> int | None:
-    """Return the smallest `data.seq_len` with which the conversations of a record are used; None: no length is."""
+    """Return the smallest `data.seq_len` with which a record is not dropped; None: no length is enough."""
     assert flat.learn is not None
     if group[0].start in flat.facts.media:
         return _length(group[0]) - flat.num_label_only
@@ -156,8 +156,8 @@ def _needed_seq_len(flat: Flat, group: Sequence[slice]) -> int | None:
 def no_target(problem: str, counts: DataCounts, data: Data, needed: int | None = None) -> NoData:
     """Return the error for a source without training targets.
 
-    Its message is `problem` and the most frequent reason, unless all conversations with targets are held out. `needed`
-    is the smallest `data.seq_len` with which a conversation has a target; None: unknown.
+    It contains `problem` and the most frequent reason, unless all conversations with targets are held out. `needed` is
+    the smallest `data.seq_len` with which a conversation has a target; None: unknown.
     """
     where = f"data.source: {data.source}"
     if counts.used:  # all conversations with targets are held out
@@ -189,7 +189,8 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 def tokenize(source: Source, tokenizer: Tokenizer, directory: Path, show: bool) -> Flat:
     """Return the token stream of a source, in temporary files in `directory`.
 
-    Images and recordings whose bytes are in the records are written to the file `MEDIA_BLOB` in `directory`.
+    Images and recordings whose bytes are in the records are written to the file `MEDIA_BLOB` in `directory`. Errors are
+    those of `Source.documents` and `encode`.
     """
     stage, dtype = source.stage, token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []

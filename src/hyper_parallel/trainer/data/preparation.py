@@ -107,7 +107,7 @@ def prepare(
         data: Section `data` of the recipe.
         stage: Stage of the recipe.
         model_path: `model.path` of the recipe; a tokenizer in this directory is used if `data.tokenizer` is not set.
-        seed: Seed that draws the held-out documents.
+        seed: Seed of the choice of held-out documents and, with `data.streaming`, of the order of documents.
         progress: Whether to show progress bars on stderr.
         vocab_limit: Size of the model's vocabulary; None: a tokenizer of any size is accepted.
         model_config: Values of the model's config, which an export stores next to the tokenizer; None: no model is
@@ -148,7 +148,6 @@ def prepare(
 
 
 def _join(data: Data, parts: list[PackedData]) -> PackedData:
-    """Join the data of several sources; raise Contradiction (HP104) if only some have media and rows are packed."""
     weights = [weight for _, weight in data.parts()]
     if data.packing and 0 < sum(part.train.has_media for part in parts) < len(parts):
         raise Contradiction(
@@ -250,7 +249,6 @@ def _build(target: Path, source: Source, setup: _Setup) -> dict[str, Any]:
 
 
 def _open_stream(source: Source, setup: _Setup) -> PackedData:
-    """Open a source as a stream; raise NoData (HP602) if it yields no sequence."""
     data, tokenizer = source.data, setup.tokenizer
     stream = Stream(source, tokenizer.hf, setup.seed, tokenizer.pad_id)
     next(stream.rows(Place()))  # raise now if the source yields no sequence

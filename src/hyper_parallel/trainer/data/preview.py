@@ -36,7 +36,7 @@ _MOST_BUCKETS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Text of consecutive tokens; `trained` tells whether all or none of them are targets."""
+    """Text of consecutive tokens, which are all targets if `trained`, else no targets."""
 
     text: str
     trained: bool
@@ -97,7 +97,6 @@ class LengthHistogram:
 
 
 def _least(bucket: int) -> int:
-    """Return the smallest number of tokens of bucket number `bucket` in a `LengthHistogram`."""
     shift = max(bucket // 4 - 1, 0)
     return (bucket - 4 * shift) << shift
 

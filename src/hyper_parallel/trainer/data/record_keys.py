@@ -93,12 +93,12 @@ class RecordRules:
         roles: Dict from role name in the records to canonical role.
         ignored: Keys of records, turns and tool calls that are ignored.
         media: Names of columns that the table reader has removed, because they hold images, audio or files.
-        is_table: Whether records are rows of a table, in which absent keys are None.
-        media_root: Folder of the images and recordings to which records refer. None: media of records are not read,
-            and for a prompt of generation (with `media_kinds`) references may name any file.
+        is_table: Whether records are rows of a table, which has None for absent keys.
+        media_root: Folder of the files of images and recordings. None: records must not have media, and references in
+            prompts for generation may name any file.
         media_kinds: Kinds of media that the model's processor reads.
         skips_media: Whether records with unreadable media are dropped; False: they raise an error.
-        counts: Counts of the source, to which ignored keys are added.
+        counts: Counts of the source; reading adds ignored keys to them.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -179,7 +179,7 @@ class RecordRules:
         return values
 
     def one_of(self, values: Mapping[str, Any], keys: Iterable[str], where: str) -> Any:
-        """Return the value under the synonymous `keys`, nonempty if there is one; None if `values` has none of them.
+        """Return the first nonempty value under the synonymous `keys`, else an empty one; None without any of the keys.
 
         Raises:
             NoData: HP602 for synonymous keys with different values.
@@ -193,7 +193,6 @@ class RecordRules:
         return next((values[key] for key in keys if key in values), None)
 
     def _contradiction(self, keys: Collection[str], where: str) -> NoData:
-        """Return the error for different values under keys of a record or turn with the same meaning."""
         first, *rest = keys
         return NoData(
             f"the keys `{first}` and `{'`, `'.join(rest)}` mean the same but have different values",
@@ -217,7 +216,7 @@ class RecordRules:
         `item` is the kind of object, such as "a turn". Ignored and metadata keys are counted as ignored.
 
         Raises:
-            NoData: HP602 naming an unknown key; the hint ignores all, or says to rename it if other objects use it.
+            NoData: HP602 naming an unknown key, a media key, or a key of another stage.
         """
         unknown = []
         for key, value in values.items():
@@ -352,9 +351,9 @@ def margin_of(record: Record, where: str) -> float | None:
 
 
 def columns_of(record: Record, rules: RecordRules) -> dict[str, Any]:
-    """Return the values of a record that reward functions may read, by canonical key.
+    """Return the values that reward functions may read, by canonical key.
 
-    Ignored keys are excluded, and so are `prompt`, `completion` and `completion_ids`, which the rollout provides.
+    Excluded are ignored keys, and `prompt`, `completion` and `completion_ids`, which the rollout provides.
     """
     named = ((rules.columns.get(key, key), value) for key, value in record.items())
     return {str(k): v for k, v in named if k not in _ROLLED_OUT and k not in rules.ignored}

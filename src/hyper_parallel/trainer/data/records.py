@@ -190,7 +190,7 @@ class ArrayReader:
 
     @property
     def line(self) -> int:
-        """Line number of the start of an element that cannot be read."""
+        """Line number of the start of the current element, for errors."""
         return self.first_line + self._buffer.count("\n", 0, self._at)
 
 
@@ -283,7 +283,6 @@ def _refuse_columns(record: Record, path: Path, where: str) -> None:
 
 
 def _lines(file: IO[str], path: Path, most: int, separators: str) -> Iterator[str]:
-    """Yield the lines of a file; raise NoData (HP602) for a line with too many characters or too many `separators`."""
     for number in itertools.count(1):
         line = file.readline(most + 1)
         if len(line) > most:
@@ -379,7 +378,6 @@ def _read_array(file: IO[str], path: Path, most: int) -> Iterator[tuple[str, Any
 
 
 def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
-    """Raise NoData (HP602) for unknown keys outside of the list of records, as they may apply to every record."""
     if unknown := sorted({*reader.outer_keys} - WITHOUT_INFLUENCE - _FILE_KEYS):
         raise NoData(
             "the object that contains the list of records has unknown keys",
@@ -391,7 +389,6 @@ def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
 
 
 def _not_plain(reader: ArrayReader, path: Path) -> NoData:
-    """Return the error for a JSON object that has other values than plain ones after its list of records."""
     rewrite = pipe_command(path, f"jq -c {shlex.quote(f'.[{json.dumps(reader.key)}][]')}")
     return NoData(
         "the object that contains the list of records has a nested or invalid value after it",
@@ -452,7 +449,6 @@ def over_lines_hint(path: Path | str) -> str:
 
 
 def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoData:
-    """Return the error for invalid JSON in a text that starts at line `first_line` of a file."""
     begin = error.doc.rfind("\n", 0, error.pos) + 1
     shown = _excerpt(path, error.doc[begin : begin + 400].partition("\n")[0])
     number, problem = first_line + error.lineno - 1, error.msg.removesuffix(" at")
@@ -470,7 +466,6 @@ def _excerpt(path: Path, line: str) -> str:
 
 
 def _unreadable(error: Exception, where: str) -> NoData:
-    """Return the error for JSON that is nested too deeply, has duplicate keys, or a number of too many digits."""
     problem = "values are nested too deeply" if isinstance(error, RecursionError) else str(error)
     return NoData("a line of JSON cannot be read", where=where, got=problem[:120])
 

@@ -65,7 +65,7 @@ _PROBES: Final = (
 )  # fmt: skip
 """Probe texts for comparing tokenizers: white space, numbers, scripts, Unicode normalization, tags and code."""
 _MOST_ENTRIES: Final = 2000
-"""Maximum number of added tokens that become probe texts; of other entries, fewer than twice as many do."""
+"""Maximum number of added tokens that become probe texts, and about the number of vocabulary entries that do."""
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -135,8 +135,8 @@ def load_tokenizer(
     Args:
         directory: Directory of the tokenizer's files.
         trusted: Permission to run Python code in the directory.
-        other: Hint for a tokenizer that is refused: how the caller can use another tokenizer.
-        code: Hint for a tokenizer that needs its own Python code, if the caller can permit this code.
+        other: Hint of the error for a component that is refused; None: no hint.
+        code: Hint of the error for a tokenizer that needs Python code, as recipe changes; None: a sentence.
 
     Raises:
         NoData: HP602 when the directory has no tokenizer, or one that cannot be loaded or exceeds the limits.
@@ -210,7 +210,6 @@ def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str |
 
 
 def _own_probes(hf: Any) -> list[str]:
-    """Return probe texts with up to `_MOST_ENTRIES` added tokens of a tokenizer, and some entries of its vocabulary."""
     added = [str(token) for _, token in sorted(hf.added_tokens_decoder.items())][:_MOST_ENTRIES]
     size = len(hf)
     entries = range(0, size, max(1, size // _MOST_ENTRIES))
@@ -232,7 +231,6 @@ def _ids(hf: Any, texts: Sequence[str], added: bool) -> list[list[int] | None]:
 
 
 def _describe(hf: Any, text: str, left: list[int] | None, right: list[int] | None) -> str:
-    """Return a phrase with `text` and the first tokens that differ between `left` and `right`."""
     left, right = left or [], right or []
     first = _equal_tokens(left, right)
     tokens = (hf.convert_ids_to_tokens(ids[first : first + 4]) for ids in (left, right))
@@ -240,7 +238,6 @@ def _describe(hf: Any, text: str, left: list[int] | None, right: list[int] | Non
 
 
 def _equal_tokens(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of equal tokens at the start of two texts."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
@@ -265,13 +262,10 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
         original = load_tokenizer(source)
     except NoData:  # no class can load the files, so no model was trained with them
         return
-    if (name := required_class(original, source, [_config_values(target)], ())) is not None:
+    path = target / _MODEL_CONFIG
+    config = read_json(path, Limits()) if path.is_file() else None
+    if (name := required_class(original, source, [config], ())) is not None:
         set_class(target, name)
-
-
-def _config_values(directory: Path) -> dict[str, Any] | None:
-    path = directory / _MODEL_CONFIG
-    return read_json(path, Limits()) if path.is_file() else None
 
 
 def _load(folder: Path) -> Any:
@@ -289,12 +283,12 @@ def required_class(
     *,
     is_own: bool = False,
 ) -> str | None:
-    """Return the `tokenizer_class` with which exported tokenizer files produce the tokens of training.
+    """Return the `tokenizer_class` that makes exported tokenizer files produce the tokens of training.
 
     Args:
         hf: Tokenizer used in training, as loaded from the directory.
         directory: Directory of the tokenizer's files.
-        configs: Values of each config.json next to which the files must produce these tokens; None: no config.json.
+        configs: For each config.json that may be stored with the files, its values; None: no config.json.
         samples: Texts of the data to compare in addition to the built-in probe texts.
         is_own: Whether this run trains the tokenizer. The class that the first config demands, or the generic class,
             may then replace its class, even if the tokens differ.
@@ -304,8 +298,10 @@ def required_class(
 
     Raises:
         BadValue: HP102 if transformers gets different tokens from the files next to one of the configs.
+        NoData: HP602 if a file of the tokenizer cannot be read.
     """
-    names = [None] * (not _has_code(directory)) + [class_name(hf)]
+    has_code = "auto_map" in _json_values(directory / CONFIG)
+    names = [class_name(hf)] if has_code else [None, class_name(hf)]
     for name in names:
         if (difference := _difference(hf, directory, configs, name, samples)) is None:
             return name
@@ -388,12 +384,8 @@ def _json_values(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _has_code(directory: Path) -> bool:
-    return "auto_map" in _json_values(directory / CONFIG)
-
-
 def set_class(directory: Path, name: str) -> None:
-    """Set `tokenizer_class` to `name` in the tokenizer_config.json of a directory, and remove `auto_map`."""
+    """Set `tokenizer_class` in the tokenizer_config.json of a directory (created if absent); remove `auto_map`."""
     path = directory / CONFIG
     values = _json_values(path) | {"tokenizer_class": name}
     values.pop("auto_map", None)
@@ -408,7 +400,6 @@ def _refused(
     difference: str,
     wanted: str | None,
 ) -> BadValue:
-    """Return the error for a tokenizer whose export would produce different tokens than `hf` in training."""
     reader = "no class" if exported is None else type(exported).__name__
     hint = None if wanted is None else f'set "tokenizer_class": "{wanted}" in {directory / CONFIG}'
     return BadValue(
@@ -486,7 +477,6 @@ def reading_note(hf: Any, directory: Path, samples: Sequence[str]) -> str | None
 
 
 def _sentence(hf: Any, file: Path, text: str, ids: Sequence[int], plain: Any) -> str:
-    """Return the warning of `reading_note`, with the first token of `text` that differs between `ids` and `plain`."""
     i = _equal_tokens(ids, plain.ids)
     tokens = hf.convert_ids_to_tokens(ids[i : i + 1]), plain.tokens[i : i + 1]
     first, second = (json.dumps(token[0]) if token else "no token" for token in tokens)

@@ -198,7 +198,6 @@ class PackedSequences:
         self._media = media
 
     def _optional(self, name: str, mmap_mode: Literal["r"] | None = None) -> Any:
-        """Return the array `SPLIT_NAME.npy`; None if the file does not exist."""
         path = self.directory / f"{self.split}_{name}.npy"
         return np.load(path, mmap_mode=mmap_mode) if path.exists() else None
 
@@ -267,7 +266,7 @@ class PackedSequences:
 
     @property
     def has_media(self) -> bool:
-        """True if any conversation has media, in which case every row is one conversation."""
+        """True if any conversation has media; every row is then one conversation."""
         return self._media_lines is not None
 
     def media_costs(self, indices: Int64) -> Int64:

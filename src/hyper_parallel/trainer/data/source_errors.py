@@ -38,7 +38,7 @@ class SourceKey(Caller):
         return text.replace(f"`{MAIN}`", f"`{self.key}`")
 
     def hint(self, changes: Mapping[str, object]) -> str | None:
-        """Return a sentence where overrides would also change how other sources are read, else overrides."""
+        """Return the hint for another key than `data.source`; None: overrides of the recipe fix the problem."""
         if self.key == MAIN or not all(key == "stage" or key.startswith("data.") for key in changes):
             return None
         return _validation_hint(changes) if self.key == VALIDATION else self._entry_hint(changes)

@@ -205,7 +205,6 @@ class Source:
             left = None if left is None else left - sum(sizes)
 
     def _all_documents(self) -> Iterator[list[Document]]:
-        """Yield the documents of each record: one, or two for a pair."""
         if self.shape == "text":
             for path in self.files:
                 yield from ([document] for document in self._text_documents(path))
@@ -252,11 +251,7 @@ class Source:
         ]
 
     def _without_empty(self, one: Conversation, record: Record, where: str) -> Conversation:
-        """Exclude empty answers from training, unless all trained answers are empty or the stage is `grpo`.
-
-        An empty answer would teach the model to stop immediately. Raise NoData (HP602) if a flag of the record, such as
-        `weight: 1`, marks a turn of the prompt as trained on.
-        """
+        """Exclude empty answers from training, unless all are empty: they would teach the model to stop immediately."""
         count = num_context(one, self.stage)
         check_flags(one, count, record, where, self.rules)
         answers = one.answer_turns(count)
@@ -267,10 +262,7 @@ class Source:
         return replace(one, untrained=one.untrained | {*empty})
 
     def _is_templated(self, where: str, record: Record) -> bool:
-        """Return whether the chat template renders a record; otherwise its texts are concatenated.
-
-        Raise NoData (HP602) if the texts must be concatenated, but the record is no pair of texts.
-        """
+        """Return whether the chat template renders a record, or its texts are joined; raise HP602 if they cannot be."""
         if self.plain == "never" and self.shape in ("sharegpt", "alpaca"):
             return True
         pair = is_text_pair(record, self.shape, self.rules, any_name=self.plain == "all")
@@ -388,7 +380,6 @@ def _resolve(data: Data, stage: str, media: tuple[str, ...]) -> Source:
 
 
 def _media_root(data: Data, path: Path) -> Path:
-    """Return the folder of a source's images and recordings; raise NoData (HP602) if `data.media_dir` is no folder."""
     if data.media_dir is None:
         return (path if path.is_dir() else path.parent).absolute()
     folder = Path(data.media_dir).expanduser().absolute()
@@ -399,7 +390,6 @@ def _media_root(data: Data, path: Path) -> Path:
 
 
 def _check_stage(source: Source) -> None:
-    """Raise Contradiction (HP104) if the stage cannot train on the source's format of records."""
     stage, pairs = source.stage, source.shape == "preference"
     wants_pairs, wants_turns = stage in ("dpo", "orpo", "rm"), stage in ("sft", "kto", "grpo")
     if wants_pairs != pairs or (wants_turns and not source.is_conversations):
@@ -478,7 +468,7 @@ def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[
 
 
 def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = ()) -> None:
-    """Raise if a source is a missing path; a hint names a similar path, preferably one that the stage can read.
+    """Raise if the path of a source does not exist; the hint names a similar path, preferably one that can be read.
 
     Args:
         data: Section `data` with one source.
@@ -570,7 +560,7 @@ def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
 
 
 def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
-    """Return `files` without README-like ones; return all if no other file has records, or the format is `text`."""
+    """Return `files` without README-like files, or all `files` if the format is `text` or no file has records."""
     if format_ == "text":
         return files
     records = [f for f in files if kind_of(f) != "text" and not describes(f)]
@@ -578,7 +568,7 @@ def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
 
 
 def _of_one_kind(root: Path, files: list[Path], format_: str, stage: str) -> list[Path]:
-    """Return the files in the recipe's format; raise NoData (HP602) if there is none or, with `auto`, several types."""
+    """Return the files of the recipe's format; raise NoData (HP602) without one or, with `auto`, for several types."""
     kinds = _FORMATS.get(format_) or {kind_of(f) for f in files}
     suffixes = ", ".join(sorted({"".join(f.suffixes[-2:]) or f.name for f in files}))
     if format_ == "auto" and len(kinds) > 1:
@@ -623,7 +613,6 @@ def _shape(files: Sequence[Path], table: Table | None, data: Data, stage: str, r
 
 
 def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None:
-    """Raise NoData (HP602) if the first line of a text file is a JSON object; the hint reads the file as records."""
     record = json_record(file)
     if record is None:
         return
@@ -645,7 +634,7 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
 
 
 def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> None:
-    """Raise NoData (HP602) if the first record lacks a key in `data.columns`, unless optional and not `all_alike`."""
+    """Raise NoData (HP602) if the first record lacks a key in `data.columns`; optional keys only if `all_alike`."""
     for name, own in data.columns.items():
         optional = name in _OPTIONAL_COLUMNS and not all_alike
         if own in record or optional or name in ("role", "content"):

@@ -22,7 +22,7 @@ _ANCHORS: Final = ("\n", "a", ".", "0")
 _MOST_STEPS: Final = 64
 """Number of tokens at the end of a prompt among which `_restart` searches."""
 _FAR_WORDS: Final = 8
-"""Distance in words at which the following text is assumed not to affect the tokens of a word."""
+"""Text after this many further words is assumed not to affect the tokens of a word."""
 _SAMPLE: Final = (
     "A text:  it has 12 words\n\nand, after\tan empty line, `code()`... then a few "
     "more words. USER: why? ASSISTANT: it's so that every word\nhas 8 words behind it"
@@ -94,10 +94,7 @@ def _facts_of(tokenizer: Any) -> _Facts:
 
 
 def _restarts(tokenizer: Any) -> bool:
-    """Return whether the tokens from each word of `_SAMPLE` on are independent of the text before the word.
-
-    Return False if the pre-tokenizer splits `_SAMPLE` into too few words.
-    """
+    """Return whether tokens from each word of `_SAMPLE` on do not depend on earlier text; False for few words."""
     ids, offsets = _tokens(tokenizer, _SAMPLE)
     starts = [k for k in range(1, len(ids)) if offsets.word(k) != offsets.word(k - 1)]
     return len(starts) > _FAR_WORDS and all(_tokens(tokenizer, _SAMPLE[offsets[k][0] :])[0] == ids[k:] for k in starts)
@@ -187,7 +184,6 @@ def _borders(
 
 
 def _is_prompt(tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], offsets: Offsets) -> bool:
-    """Return whether the prompt, tokenized alone, has the tokens `ids`."""
     # To save time, first compare only the tail from a token on that does not depend on the text before it.
     begin = _restart(facts, ids, offsets)
     tail = prompt[offsets[begin][0] :] if begin else prompt
@@ -200,9 +196,9 @@ def _is_prompt(tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], o
 
 
 def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
-    """Return the index of a token near the end of a prompt from which on tokens are independent of the text before.
+    """Return the index of a token near the end of a prompt; tokens from it on do not depend on the text before it.
 
-    This is the last added token or, if there is none and `facts.restarts`, the first token of a word at least
+    The token is the last added token or, if there is none and `facts.restarts`, the first token of a word at least
     `_FAR_WORDS` words before the end. Return 0 if the last `_MOST_STEPS` tokens contain no such token.
     """
     first = max(0, len(ids) - _MOST_STEPS)
@@ -216,7 +212,6 @@ def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
 
 
 def _tokens_of_parts(tokenizer: Any, facts: _Facts, text: str, cuts: Sequence[int], where: str) -> Tokens:
-    """Tokenize the parts of a text between cuts; return the concatenated tokens and offsets."""
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     before: tuple[str, list[int]] = ("", [])
@@ -272,7 +267,6 @@ def _candidates(tokenizer: Any, part: str) -> Iterator[Tokens]:
 
 
 def _first_token(offsets: Offsets, position: int) -> int:
-    """Return the index of the first token that begins at `position` or later; the number of tokens if none does."""
     return bisect_left(offsets, (position, -1))
 
 

@@ -30,7 +30,7 @@ from hyper_parallel.trainer.data.sources import Source
 logger = logging.getLogger(__name__)
 
 _BLOCK = 256
-"""Documents per shuffle block; a resumed run tokenizes at most one block twice."""
+"""Documents per shuffle block."""
 _CACHED_STEPS = 4
 """Number of newest steps that can be read again."""
 
@@ -70,7 +70,7 @@ class Stream:
     Attributes:
         lengths: Histogram of document lengths in the epoch to which `counts` refers.
         masked: Whether attention is blocked between documents of a row.
-        start_over: Recipe override with which the run does not read a checkpoint, for hints.
+        start_over: Recipe override that starts the run without a checkpoint, for hints.
     """
 
     def __init__(self, source: Source, hf: Any, seed: int, pad_id: int) -> None:
@@ -98,7 +98,7 @@ class Stream:
         return self._documents_in_rows(start) if whole else self._pieces_of_text(start)
 
     def _documents(self, start: Place) -> Iterator[tuple[Place, Sequence[int], Sequence[bool]]]:
-        """Yield (position, token ids, target mask) of every document from `start` on, and count the documents."""
+        """Yield (position, token ids, target mask) of documents from `start` on, without end, and count them."""
         for epoch in itertools.count(start.epoch):
             number, digest = 0, xxh3_128()
             if self._epoch_counts is None:
@@ -137,7 +137,6 @@ class Stream:
                 self._check_skipped(start, f"{digest.hexdigest()} of {number} documents")
 
     def _check_skipped(self, start: Place, checksum: str) -> None:
-        """Raise CheckpointMismatch (HP702) if the documents' `checksum` differs from the one saved in `start`."""
         if start.checksum not in ("", checksum):
             place = f"epoch {start.epoch}, document {start.document}"
             raise CheckpointMismatch(
@@ -149,7 +148,7 @@ class Stream:
             )
 
     def _report(self, number: int | None = None) -> None:
-        """Log on rank 0 how much text is truncated or dropped, after 256, 512, 1,024, ... documents and one epoch."""
+        """Log notes on truncated or dropped text on rank 0, after 256, 512, 1,024, ... documents and one epoch."""
         blocks = 0 if number is None else number // _BLOCK
         notes = self.counts.losses
         if blocks & (blocks - 1) or notes == self._reported or os.environ.get("RANK", "0") != "0":
@@ -166,7 +165,10 @@ class Stream:
         return NoData(problem, where=f"data.source: {self.data.source}", got=got)
 
     def _pieces_of_text(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Yield sequences of the concatenated tokens of all documents; see plain text in `PackedSequences`."""
+        """Yield sequences from the concatenated tokens of all documents; see plain text in `PackedSequences`.
+
+        The remainder of an epoch that is shorter than a sequence continues with the next epoch.
+        """
         size = self.data.seq_len
         tokens, starts = np.zeros(0, np.int64), list[tuple[int, Place]]()
 
@@ -187,7 +189,10 @@ class Stream:
             tokens = tokens[done:]
 
     def _documents_in_rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Yield padded rows of one document, or piece of a text, each; with `data.packing`, of as many as fit."""
+        """Yield padded rows, each with one conversation or piece of a text; with `data.packing`, with as many as fit.
+
+        Conversations and pieces without a target are dropped.
+        """
         size, row, used = self.data.seq_len, list[tuple[Any, Any]](), 0
         last = start.epoch
         for document, ids, learn in self._documents(start):
@@ -210,7 +215,7 @@ class Stream:
 
 
 class StreamBatches:
-    """Loader of the steps of a run from a stream, with those methods of `Batches` that training and checkpoints need.
+    """Loader of the steps of a run from a stream, with the methods of `Batches` that training and checkpoints need.
 
     Args:
         stream: Stream that yields the sequences.
@@ -280,7 +285,7 @@ class StreamBatches:
     def load_state_dict(self, state: dict[str, Any], start_over: str = START_OVER) -> None:
         """Continue after the sequences read before the checkpoint; `sequences_per_step` may have changed since.
 
-        `start_over` is the hint of the error.
+        `start_over` is the recipe override that starts the run without the checkpoint, for the hint of the error.
 
         Raises:
             CheckpointMismatch: HP702 when settings or order of the data differ. `Stream.rows` checks the data itself.

@@ -5,9 +5,9 @@ the result is cached per tokenizer and template:
 
     probe -> text with the words of the probe -> text before, between and after the words
 
-One group of properties is the form in which the template reads turns. It tells the types of contents and of arguments
-of tool calls, the key of the reasoning, and the role of developer turns. Another group is the end marker: the text
-after an answer at which generation stops. Added tokens are the special and other tokens added to the vocabulary.
+The properties tell how the template reads turns: types of contents and of tool-call arguments, key of the reasoning,
+role of developer turns. They also tell the end marker: the text after an answer at which generation stops. Added tokens
+are the special and other tokens added to the vocabulary.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class EndMarker:
 
 
 class TemplateProperties:
-    """Measured properties of a chat template with a tokenizer.
+    """Properties of a chat template; measuring one raises BadValue (HP102) if the template exceeds a limit.
 
     Args:
         tokenizer: Fast or slow tokenizer of transformers.
@@ -204,7 +204,7 @@ class TemplateProperties:
         return "system"
 
     def _reasoning(self, reasoning: str, content: Any, key: str | None = None) -> Message:
-        """Return the keys and values that add reasoning to a turn; with `key` "", it becomes a part of the content."""
+        """Return the keys that add reasoning to a turn; with `key` "", `content` with the reasoning as a part."""
         key = self._reasoning_key if key is None else key
         if key:
             return {key: reasoning}
@@ -213,7 +213,7 @@ class TemplateProperties:
 
     @cached_property
     def _reasoning_key(self) -> str:
-        """Key of reasoning in turns; "" for a part of the content; the first of `_REASONING_KEYS` if none is read."""
+        """Key of the reasoning in turns; "" if it is a part of the content; the first known key if none is read."""
         answer = self._answer
         for key in (*_REASONING_KEYS, ""):
             text = self._probe(self._question, {**answer, **self._reasoning(_FOLLOW_UP, answer["content"], key)})
@@ -325,7 +325,7 @@ class TemplateProperties:
         return text[: ends[-1][1]] if ends else None
 
     def _before_opener(self, text: str) -> str:
-        """Return `text` up to the token with which turns begin; all of `text` if it is absent or first."""
+        """Return `text` before the token that begins a turn; all of `text` if this token is absent or first."""
         opening = self._probe(self._question).partition(_QUESTION)[0]
         names = [opening[slice(*span)] for span in self._added_ends(opening)]
         names = [name for name in names if name != self._special.get("bos_token")]
@@ -385,7 +385,6 @@ def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
 
 
 def _parts_of(content: str) -> list[dict[str, str]]:
-    """Convert the content of a turn to a list of text parts and, for its media marks, media parts."""
     first, *rest = MEDIA_MARK.split(content)
     parts = [{"type": "text", "text": first}] if first or not rest else []
     for kind, text in zip(rest[::2], rest[1::2], strict=True):

@@ -152,7 +152,6 @@ def _too_large(tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_l
 
 
 def _has_weights(model_path: str | None) -> bool:
-    """Return whether a directory has weight files; False for None and for any other path."""
     files = Path(model_path or "").glob("*") if model_path and Path(model_path).is_dir() else ()
     return any(file.suffix in (".safetensors", ".bin") for file in files)
 
@@ -213,7 +212,7 @@ def _with_class(
 ) -> Tokenizer:
     """Return the tokenizer, or a copy with `tokenizer_class` set if exports need it to produce the same tokens.
 
-    `original` is the existing tokenizer from which `tokenizer` was derived; None: it was trained on the sources.
+    `original` is the tokenizer before its template was set; None: the tokenizer was trained on the sources.
     """
     import transformers
 
@@ -244,7 +243,6 @@ def _with_class(
 
 
 def _samples(sources: Sequence[Source]) -> list[str]:
-    """Return the starts of at most `_MOST_SAMPLES` documents, the first ones of the sources in order."""
     documents = itertools.chain.from_iterable(
         itertools.islice(source.with_own_counts().documents(), _SAMPLES) for source in sources
     )
@@ -276,7 +274,6 @@ def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
 
 
 def _read_template(path: Path) -> str:
-    """Return the chat template in a file; raise BadValue (HP102) if it cannot be read or compiled."""
     try:
         text = read_text(path, Limits(num_bytes=_TEMPLATE_BYTES))
         compiled(text)
@@ -293,7 +290,6 @@ def _read_template(path: Path) -> str:
 
 
 def _with_template(tokenizer: Tokenizer, template: str, cache: Path) -> Tokenizer:
-    """Return a copy of a tokenizer with the chat template `template`; exports contain this copy."""
     stops = generation_stops(tokenizer.hf)
     key = digest([_VERSION, tokenizer.fingerprint, template, *([stops] if stops else [])])
     tokenizer.hf.chat_template = template

@@ -93,8 +93,8 @@ def check_parts(backend: Any, where: str, hint: str | None = None) -> None:
 
     Args:
         backend: `tokenizers.Tokenizer`.
-        where: Directory of the tokenizer, for error messages.
-        hint: Hint of the error: how the caller can use another tokenizer.
+        where: Location of the tokenizer, for error messages.
+        hint: Hint of the error, which tells how to use another tokenizer; None: no hint.
 
     Raises:
         BadValue: HP102 naming the component, or a `max_input_chars_per_word` that is too large.
@@ -214,10 +214,10 @@ def _most_repeats(repetition: str) -> int:
 
 @contextmanager
 def tokenizing(where: str, hint: str | None = None) -> Iterator[None]:
-    """Return a context that converts errors of a tokenizer, including panics of its Rust library, to BadValue.
+    """Convert errors of a tokenizer in this context, including panics of its Rust library, to BadValue.
 
-    Errors of this package, and exceptions such as KeyboardInterrupt, are raised unchanged. `hint` tells how the caller
-    can use another tokenizer.
+    Errors of this package, and exceptions such as KeyboardInterrupt, are raised unchanged. `hint` tells how to use
+    another tokenizer; None: no hint.
 
     Raises:
         BadValue: HP102 with the tokenizer's message and `where`.

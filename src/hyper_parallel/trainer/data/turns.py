@@ -28,7 +28,7 @@ _FLAGS: Final = {
     **dict.fromkeys(("weight", "train", "training", "trainable", "loss", "train_on_turn"), True),
     "masked": False,
 }
-"""For each flag of turns, the value with which a turn is trained on."""
+"""Value that marks a turn as trained on, by flag."""
 _CALLS: Final = ("tool_calls", "function_call", "tool_call_id", "name")
 _KEYS: Final = frozenset((*_ROLE, *_CONTENT, *_REASONING, *_FLAGS, *_CALLS))
 _KEYS_OF_CALLS: Final = frozenset(("id", "type", "index", "function", "name", "arguments"))
@@ -79,7 +79,7 @@ def conversation_of(
     template_values: Mapping[str, Any],
     media: tuple[MediaFile, ...] = (),
 ) -> Conversation:
-    """Return the `Conversation` of messages from `read_turns`; other arguments become attributes of the same name."""
+    """Return the `Conversation` of messages from `read_turns`; other arguments set attributes of the same name."""
     untrained = frozenset(i for i, message in enumerate(messages) if _UNTRAINED in message)
     trained = frozenset(i for i, message in enumerate(messages) if _TRAINED in message)
     if untrained or trained:
@@ -215,7 +215,6 @@ def _role_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> str:
 
 
 def _role(word: Any, rules: RecordRules) -> str | None:
-    """Return the canonical role of a role name, ignoring case; None for an unknown name."""
     if not isinstance(word, str):
         return None
     return rules.roles.get(word) or ROLES.get(word.lower())
@@ -292,7 +291,10 @@ def _read_calls(value: Any, key: str, rules: RecordRules, where: str) -> list[di
 
 
 def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool | None:
-    """Return whether the flags of a turn (`weight`, `train`, ...) mark it as trained on; None without flags."""
+    """Return whether the flags of a turn (`weight`, `train`, ...) mark it as trained on; None without flags.
+
+    Raise NoData (HP602) for flags that are not 0 or 1, contradict each other, or mark a turn of another role.
+    """
     flags = {}
     for key in values.keys() & _FLAGS.keys():
         value = values[key]
