@@ -70,7 +70,7 @@ class TracedRank:
 
 
 def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
-    """Return a sentence for each (kind, axes) whose traced and planned collectives differ in calls or sent bytes.
+    """Return a sentence per collective kind and mesh axes for which calls or sent bytes of trace and plan differ.
 
     The plan predicts the collectives of rank 0, so `rank` should be rank 0. Collectives of the step log are ignored.
     """

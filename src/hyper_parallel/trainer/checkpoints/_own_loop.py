@@ -37,7 +37,7 @@ def save(
 ) -> None:
     """Save model and optimizer as a checkpoint that loads on any layout. Collective: every rank calls this.
 
-    Of a model with adapters, only the adapters and the other trained parameters are saved.
+    For a model with adapters, only the adapters and the other trained parameters are saved.
 
     Args:
         model: Model passed through `parallelize`.
@@ -105,7 +105,7 @@ def load(
     try:
         loaded_step, extra = checkpoints.load(model, optimizer, step)
     except (CheckpointCorrupt, CheckpointFormat, CheckpointMismatch) as error:
-        # The hints of `Checkpointer` are written for runs of a recipe.
+        # The hints of `Checkpointer` name recipe keys.
         error.hint = (error.hint or "").replace(f" with `{START_OVER}`", " without `hp.load`")
         raise
     finally:
@@ -123,7 +123,7 @@ def save_pretrained(
     """Write a transformers model as a directory that `from_pretrained` loads. Collective: every rank calls this.
 
     Tensors of the pretrained files that the model does not use, such as multi-token prediction layers, are copied
-    unchanged. Of a model with adapters, only the adapters and the other trained parameters are written, for peft.
+    unchanged. For a model with adapters, only the adapters and the other trained parameters are written, for peft.
 
     Args:
         model: Transformers model passed through `parallelize`, on any layout.

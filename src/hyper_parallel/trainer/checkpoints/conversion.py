@@ -99,7 +99,7 @@ def export_checkpoint(
     Raises:
         BadValue: HP102 for an unknown dtype.
         ModelUnreadable: HP305 when the config is missing or is not a causal language model of transformers.
-        CheckpointMismatch: HP702 when the base weights are not those that the adapters were trained on.
+        CheckpointMismatch: HP702 when the model or, with `merge`, the base weights differ from those of the run.
         UnsupportedSharding: HP205 for adapters of a weight that several modules share, with `merge`.
         HyperParallelError: Other errors of `load_pretrained`, `Checkpointer.load` and `export_hf`.
     """
@@ -130,7 +130,7 @@ def export_checkpoint(
 
 
 def _set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Convert parameters to their stored dtypes; in a model with adapters, convert others to the first stored dtype."""
+    """Convert stored parameters to their dtype in `dtypes`, and base weights of adapters to the first of `dtypes`."""
     adapted = has_adapters(model)
     for name, parameter in model.named_parameters():
         default = next(iter(dtypes.values())) if adapted else parameter.dtype
@@ -154,7 +154,10 @@ def _load(model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *,
 
 
 def _carried_weights(model: nn.Module, model_dir: Path, *, merge: bool) -> CarriedWeights | None:
-    """Return the unused tensors recorded in `model_dir` or, without `merge`, in its weight files; None if unknown."""
+    """Return the tensors in `model_dir` that the model does not use; None: `export_hf` decides.
+
+    They are recorded in an export of the model, or else read from the weight files unless `merge` has loaded these.
+    """
     carried = CarriedWeights.read(model_dir)
     if carried is None and not merge and model_dir.is_dir() and list_weight_files(model_dir).files:
         return carried_of(model, model_dir)

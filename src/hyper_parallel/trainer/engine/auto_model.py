@@ -36,7 +36,7 @@ def model_from_config(
         attention: `attn_implementation` of transformers; None: the default of transformers.
         trusted: Permission to run model code in the config's directory. Only model types unknown to transformers need
             this permission.
-        scores: Build a sequence classifier with one label that scores every token, instead of a language model.
+        scores: Whether to build a sequence classifier with one label that scores every token, not a language model.
         device: `meta` for parameters without storage, or `cpu` for random parameters.
 
     Raises:

@@ -6,8 +6,8 @@ only a CPU. Between steps, parameters and optimizer state live on a tier: device
 
 Warm-up steps run before training and are rolled back: an eager step, which accelerators repeat, and a recorded step.
 The first planned step must repeat the results of the eager step, up to the nondeterminism measured on accelerators. The
-recorded step uses other data, another learning rate and another token count. A value that was captured as a constant
-therefore changes the results of the first planned step.
+recorded step uses other data, another learning rate and another token count. If it captures a value as a constant, the
+results of the first planned step therefore differ from the eager step.
 
 Work outside planned steps (start, warm-up, evaluations) runs in a `LruSpillMode`, which evicts the least recently used
 tensors to host memory within the same budget. Every planned step yields an `OffloadRecord`.
@@ -143,8 +143,8 @@ class PlannedSteps:
         if spread := self._expected.spread:
             self._say(
                 f"offload: two eager steps differ by {spread['loss']:.1e} in the loss, because some kernels are not "
-                "deterministic; every tensor of the first planned step is compared with ten times its difference, not "
-                "bit for bit (training.deterministic=true)"
+                "deterministic; the first planned step may differ from them by up to ten times as much per tensor "
+                "(training.deterministic=true: by no bit)"
             )
         with self._rollback():
             self._captured = self._capture(second, empty)
@@ -169,7 +169,10 @@ class PlannedSteps:
             return StepOutcome.of(outputs, state), self._spill.emptied_storages
 
     def _record_outside_peak(self, activity: str) -> None:
-        """Update the peak device bytes outside planned steps; collective. Raise HP402 if `spill` exceeds the budget."""
+        """Update the peak device bytes outside planned steps; collective.
+
+        Raise BudgetImpossible (HP402) if `spill` exceeded the budget on any rank.
+        """
         most = self._spill.peak_bytes
         if not self._on_cpu:
             most = torch.accelerator.max_memory_allocated(self._torch_device)
@@ -453,7 +456,7 @@ def _refuse_hidden_state(captured: Captured, named: set[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OffloadRecord:
-    """Predicted and measured offload numbers of one step: of one rank, or after `over_ranks` the maximum of all ranks.
+    """Predicted and measured offload numbers of one step, on one rank or, after `over_ranks`, the maximum over ranks.
 
     Attributes:
         pred_memory_bytes: Predicted device memory of the fullest rank: arena and staging buffers. The step's

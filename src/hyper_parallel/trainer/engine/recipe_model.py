@@ -151,7 +151,7 @@ def read_spec(
         trusted: `model.trust_remote_code` of the recipe.
         tried: Whether to also set `ModelSpec.unsplit` for a spec from the transformers model: the axes, pp or cp, that
             the forward does not support according to a test.
-        scores: Read the model as a sequence classifier with one label.
+        scores: Whether to read the model as a sequence classifier with one label.
 
     Raises:
         ModelUnreadable: HP305 when transformers cannot build a language model from the config.
@@ -290,7 +290,7 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
     an index of weight files or weights in another format, means a pretrained model, whose weight files must exist.
 
     Raises:
-        WeightsUnreadable: HP703 when the weight files of a pretrained model are missing.
+        WeightsUnreadable: HP703 when weight files are missing for a pretrained model or `model.init: pretrained`.
     """
     path, init = recipe.model.path, recipe.model.init
     directory = read_config(path).directory
@@ -327,8 +327,8 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
 def set_token_ids(model: nn.Module, tokenizer_dir: str | Path, *, pretrained: bool) -> None:
     """Copy the ids of special tokens from the tokenizer into the configs of a model.
 
-    A model that is not `pretrained` gets `bos_token_id` and `eos_token_id`. A classifier gets `pad_token_id`, or
-    `eos_token_id` in its place: a transformers classifier takes its score from the last token that is not padding.
+    A model that is not `pretrained` gets `bos_token_id` and `eos_token_id`. A classifier gets `pad_token_id`, because
+    transformers takes its score from the last token that is not padding. Without a pad token, this is the EOS token.
     """
     scores = scores_tokens(model)
     if pretrained and not scores:

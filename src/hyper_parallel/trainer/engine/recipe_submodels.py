@@ -72,7 +72,7 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
 
 
 def divided_step(recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: Mapping[str, float]) -> DividedStep:
-    """Predict the seconds and the memory of a step of the towers and of the language model with plan `plan`.
+    """Predict seconds and memory of a step, for the towers and for the language model, whose plan is `plan`.
 
     If the config lacks the sizes of a tower, the tower is assumed to reach the FLOP/s of the language model. The memory
     of this tower and of the language model is then not predicted. `sequence_flops` is the result of
@@ -115,7 +115,7 @@ def _at_language_rate(plan: Plan, flops: float, frozen: bool) -> TowerPrice:
 
 
 def planning_request(recipe: Recipe, model: nn.Module, plan: Plan) -> PlanRequest:
-    """Return the planner request of the language model's workload and ranks, from which towers are priced."""
+    """Return the planner request for the language model, which also contains the machine model of the tower prices."""
     spec = read_model(model, recipe.model.path)
     ranks = plan.strategy.world_size
     request = resolve(spec, recipe.topology, plan.workload, ranks)

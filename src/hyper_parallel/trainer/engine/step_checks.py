@@ -31,12 +31,13 @@ def check_ranks(
 ) -> None:
     """Check that data-parallel ranks compute bitwise equal activations and gradients; collective over all ranks.
 
-    All data-parallel ranks pass the same microbatches with `tokens` valid tokens, by which the loss is divided. The
-    gradients of the model are cleared.
+    All data-parallel ranks pass the same microbatches. The loss is divided by `tokens`, the number of their valid
+    tokens. The gradients of the model are cleared.
 
     Raises:
-        RanksDisagree: HP625 on all ranks, naming the ranks that differ from the majority. Without a majority the error
-            names the ranks whose second run differs from their first, or else all ranks without a majority.
+        RanksDisagree: HP625 on all ranks, naming the ranks that differ from the majority of their data-parallel peers.
+            Peers without a majority run the check twice. The error names those whose results differ between both runs
+            or, if there are none, all of these peers.
     """
     first = _checksums(model, microbatches, tokens, step)
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)

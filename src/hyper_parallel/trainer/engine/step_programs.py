@@ -1,9 +1,8 @@
 """Capture of a training step as step programs, for back ends other than torch.
 
 A step program is a graph of tensor operators with static shapes (`StepProgram`), which another framework compiles. A
-step has three programs: loss, gradients and optimizer update. Ranks differ in their programs only inside a block: one
-pipeline, or one tensor- or expert-parallel group. All blocks run the same programs, so only the ranks of one block are
-captured.
+step has three programs: loss, gradients and optimizer update. A block is one pipeline, or one tensor- or
+expert-parallel group. All blocks run the same programs, so only the ranks of one block are captured.
 """
 
 from __future__ import annotations
@@ -102,14 +101,15 @@ def capture_programs(
 ) -> tuple[StepPrograms, ...]:
     """Capture the step programs of a recipe, for each rank of one block (see `program_block`).
 
-    `router_loss` describes the auxiliary loss of expert routers; None: no auxiliary loss.
+    `router_loss` describes the auxiliary loss of expert routers; None: no auxiliary loss. `where` returns the origin of
+    a recipe key, for errors.
 
     Raises:
         MissingDependency: HP501 when the back end, or a command that operator fusion needs, is not installed.
         Contradiction: HP104 for a recipe feature that step programs do not support, or for operators that the back end
             lacks.
         UnsupportedSharding: HP205 for an unsupported layout.
-        BudgetImpossible, TierFull: HP402 or HP403 when no memory plan fits the tiers.
+        BudgetImpossible, TierFull: HP402 or HP403 when no memory plan fits device or host memory.
     """
     backend = BACKENDS[recipe.backend]
     if find_spec(backend.framework) is None:
@@ -158,7 +158,7 @@ def _capture(
     layouts: Mapping[str, Layout],
     where: Callable[[str], str],
 ) -> StepPrograms:
-    """Capture the programs of one rank from a model of this rank's shards; `layouts` are by parameter name."""
+    """Capture the programs of one rank from a model of this rank's shards; the keys of `layouts` are parameters."""
     if has_dropout(model):
         own = has_dropout(model, adapters=False)
         key = "training.disable_dropout" if own else "lora.lora_dropout"
@@ -259,7 +259,10 @@ def _block_plan(plan: Plan, block: Strategy) -> Plan:
 
 
 def _traced_world(recipe: Recipe, block: Strategy, position: int) -> AbstractContextManager[World | None]:
-    """Return a context of a fake world for a rank of a block, or of None for one rank without `moe.capacity_factor`."""
+    """Return the context of a fake world for rank `position` of a block.
+
+    For a block of one rank without `moe.capacity_factor`, the value of the context is None.
+    """
     if block.world_size == 1 and recipe.moe.capacity_factor is None:
         return nullcontext()
     return World.fake(position, block.world_size, TRACED)
@@ -353,7 +356,7 @@ def _check_recipe(recipe: Recipe, plan: Plan, router_loss: str | None, where: Ca
 
 
 def _torch_hint(recipe: Recipe) -> str:
-    """Return overrides that select the back end torch, whose layers are compiled without graph kernels."""
+    """Return overrides that select the back end torch, which has no `training.compile=graph-kernel`."""
     return "backend=torch" + (" training.compile=true" if recipe.training.compile == "graph-kernel" else "")
 
 
@@ -388,13 +391,13 @@ def _check_layout(recipe: Recipe, strategy: Strategy, where: str) -> None:
 
 
 def _without_stages(recipe: Recipe) -> dict[str, object]:
-    """Return overrides that reset the keys of a recipe that fix its number of pipeline stages."""
+    """Return overrides that reset the recipe keys `stage_layers` and `schedule_file`, which fix the number of stages."""
     unset: dict[str, object] = {"stage_layers": [], "schedule_file": ""}
     return {f"parallel.{key}": value for key, value in unset.items() if getattr(recipe.parallel, key)}
 
 
 def _layout_changes(recipe: Recipe, strategy: Strategy, degrees: Mapping[str, int]) -> dict[str, object]:
-    """Return recipe changes for a supported layout, with changes of other keys that would contradict it."""
+    """Return overrides that set the mesh `degrees` and adapt the keys that would contradict these degrees."""
     changes: dict[str, object] = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
     if degrees.get("pp") == 1 and strategy.pp > 1:
         changes |= {"parallel.virtual_stages": 1} if recipe.parallel.virtual_stages > 1 else {}
@@ -433,8 +436,9 @@ def _clip_function(
 ) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
     """Return a traceable function from a rank's gradients to their global norm and the clipped gradients.
 
-    The function first sums gradients over `dp_replicate`, and those of parameters shared by stages over `pp`.
-    `strategy` is that of all ranks, and `layouts` are keyed by parameter name. None as `max_norm`: no clipping.
+    The function first sums the gradients over `dp_replicate`, and gradients of parameters that stages share over `pp`.
+    `strategy` is the strategy of all ranks, and the keys of `layouts` are parameter names. With `max_norm` None, the
+    gradients are not clipped.
     """
     parallel, tp = attached(model), strategy.tp
     first = 0 if parallel is None else parallel.ranks.rank // tp * tp

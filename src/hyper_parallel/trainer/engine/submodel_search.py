@@ -41,9 +41,9 @@ def choose_submodels(
 ) -> tuple[LoadedRecipe, str, Certificate]:
     """Choose the layout with the shortest predicted step per token, among layouts that fit in device memory.
 
-    All `ranks` ranks are used. The work of each encoder is estimated from images or recordings at the start of the
-    first step. `plan_of` and `batches_of` return the plan of the language model and the training batches of a recipe
-    with explicit sub-models.
+    All `ranks` ranks are used. The work of each encoder is estimated from the first images or audio recordings of the
+    first step. For a recipe with explicit sub-models, `plan_of` returns the plan of the language model, and
+    `batches_of` returns the training batches.
 
     Returns:
         Recipe with the chosen layout, a note for the plan, and the certificate of the search.
