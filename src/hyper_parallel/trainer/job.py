@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel.config import (
-    DEGREES,
     PAIRED_STAGES,
     PREFERENCE_STAGES,
     LoadedRecipe,
@@ -33,7 +32,7 @@ from hyper_parallel.ir import Certificate, Overlap, Plan, Strategy
 from hyper_parallel.model import GENERATION, is_read, load_model, read_config
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.topology import is_this_machine
-from hyper_parallel.trainer._elastic import replan_for_launched, with_planned_roles
+from hyper_parallel.trainer._elastic import num_ranks, replan_for_launched, with_planned_roles
 from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra, read_extra
 from hyper_parallel.trainer.checkpoints.manifest import step_name, steps
 from hyper_parallel.trainer.data import (
@@ -274,7 +273,7 @@ def _training_ranks(recipe: Recipe) -> int | None:
     if ranks <= sampling:
         replica = recipe.grpo.copy_ranks
         fewer = (ranks - 1) // replica * replica
-        needed = sampling + (1 if recipe.parallel.auto else _num_ranks(recipe))
+        needed = sampling + (1 if recipe.parallel.auto else num_ranks(recipe.parallel))
         raise Contradiction(
             "torchrun has started too few ranks, so no rank is left to train",
             where="grpo.rollout_ranks",
@@ -283,11 +282,6 @@ def _training_ranks(recipe: Recipe) -> int | None:
             + ("" if fewer else _only_learners(recipe)),
         )
     return ranks - sampling
-
-
-def _num_ranks(recipe: Recipe) -> int:
-    """Return the product of the degrees in the recipe."""
-    return math.prod(getattr(recipe.parallel, axis) for axis in DEGREES if axis != "ep")
 
 
 def _only_learners(recipe: Recipe) -> str:

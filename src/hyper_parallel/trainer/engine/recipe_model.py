@@ -263,6 +263,11 @@ def routing_of(recipe: Recipe) -> Routing:
     return Routing(choice.aux_loss_coef, choice.bias_update_rate, choice.capacity_factor)
 
 
+def torch_hint(recipe: Recipe) -> str:
+    """Return overrides that select the back end torch, which has no `training.compile=graph-kernel`."""
+    return "backend=torch" + (" training.compile=true" if recipe.training.compile == "graph-kernel" else "")
+
+
 def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
     """Return the strategy of each sub-model by name: `language` first, then the encoders of `parallel.submodels`.
 
@@ -447,10 +452,7 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
         refuse_other_inputs(model, axes, tensors)
     hints = {
         "offload": (recipe.offload.on, "offload=null"),
-        "backend": (
-            recipe.backend != "torch",
-            "backend=torch" + (" training.compile=true" if recipe.training.compile == "graph-kernel" else ""),
-        ),
+        "backend": (recipe.backend != "torch", torch_hint(recipe)),
     }
     for key, (applies, hint) in hints.items():
         if applies:

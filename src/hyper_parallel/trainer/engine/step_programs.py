@@ -51,7 +51,7 @@ from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.shard import completed_changes
 from hyper_parallel.trainer.engine.offload_machine import OffloadMachine, budget_too_small
 from hyper_parallel.trainer.engine.optimizer import build_optimizer
-from hyper_parallel.trainer.engine.recipe_model import build_model, routing_of
+from hyper_parallel.trainer.engine.recipe_model import build_model, routing_of, torch_hint
 
 VALID_TOKENS: Final = "valid_tokens"
 """Name of the batch value by which the loss is divided."""
@@ -146,7 +146,7 @@ def capture_programs(
             f"{type(model).__name__} uses operators that the back end {recipe.backend} does not support",
             where=where("backend"),
             got=", ".join(f"{op} ({module})" if module else op for op, module in missing.items()),
-            hint=_torch_hint(recipe),
+            hint=torch_hint(recipe),
         )
     return tuple(captured)
 
@@ -320,7 +320,7 @@ def _use_static_forms(model: nn.Module) -> None:
 def _check_recipe(recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]) -> None:
     training = recipe.training
     refused = {
-        "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", _torch_hint(recipe)),
+        "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", torch_hint(recipe)),
         "offload.flash_dir": (
             recipe.offload.on and recipe.offload.flash_dir is not None, "offload to files",
             "offload.flash_dir=null" + (" offload.flash=null" if recipe.offload.flash is not None else ""),
@@ -355,11 +355,6 @@ def _check_recipe(recipe: Recipe, plan: Plan, router_loss: str | None, where: Ca
     _check_layout(recipe, plan.strategy, where("parallel"))
 
 
-def _torch_hint(recipe: Recipe) -> str:
-    """Return overrides that select the back end torch, which has no `training.compile=graph-kernel`."""
-    return "backend=torch" + (" training.compile=true" if recipe.training.compile == "graph-kernel" else "")
-
-
 def _check_layout(recipe: Recipe, strategy: Strategy, where: str) -> None:
     """Raise UnsupportedSharding (HP205) for mesh axes that step programs do not support.
 
@@ -391,7 +386,7 @@ def _check_layout(recipe: Recipe, strategy: Strategy, where: str) -> None:
 
 
 def _without_stages(recipe: Recipe) -> dict[str, object]:
-    """Return overrides that reset the recipe keys `stage_layers` and `schedule_file`, which fix the number of stages."""
+    """Return overrides that reset the keys of `parallel` which fix the number of pipeline stages."""
     unset: dict[str, object] = {"stage_layers": [], "schedule_file": ""}
     return {f"parallel.{key}": value for key, value in unset.items() if getattr(recipe.parallel, key)}
 
@@ -413,7 +408,6 @@ def _layout_changes(recipe: Recipe, strategy: Strategy, degrees: Mapping[str, in
 
 
 def _check_shared(recipe: Recipe, strategy: Strategy, stages: StageModules, where: str) -> None:
-    """Raise UnsupportedSharding (HP205) if more than two pipeline stages exist and some of them share parameters."""
     if stages.shared and strategy.pp > 2:
         raise UnsupportedSharding(
             "pipeline stages share parameters, such as tied embeddings, which is supported for two stages only",
