@@ -118,7 +118,7 @@ def _example(example: Example) -> Any:
 
 
 def _compact(segments: Iterable[Segment]) -> list[Segment]:
-    """Return the first `_MAX_SEGMENTS` segments, shortened to one line each, and a segment that counts the others."""
+    """Return the first `_MAX_SEGMENTS` segments, each shortened to one line, and the number of omitted segments."""
     all_segments = list(segments)
     shortened = [
         Segment(without_middle(s.text, _MAX_CHARACTERS).replace("\n", _NEW_LINE), s.trained)

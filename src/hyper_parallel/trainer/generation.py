@@ -83,7 +83,7 @@ DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 TRUST: Final = {"--trust-remote-code": True}
 """Hint for a model or tokenizer whose code is not trusted."""
 OTHER_TOKENIZER: Final = "fetch the tokenizer files again from where the model was published"
-"""Hint for a tokenizer of an exported model that is refused."""
+"""Hint for an exported model whose tokenizer cannot be used."""
 
 
 def pick_device(device: str) -> torch.device:
@@ -335,7 +335,8 @@ class Generator:
         With `chat` the prompt is a user message, or a list of conversation turns, to which the model answers.
 
         Raises:
-            BadValue: HP102 when prompt and continuation exceed the context of the model, or without a chat template.
+            BadValue: HP102 when prompt and continuation exceed the context of the model, or when turns need a chat
+                template that the tokenizer lacks.
             Contradiction: HP104 for a prompt with images or audio and a budget of device memory.
             HyperParallelError: Errors of `TextCodec.begin`, and of `PlannedSlots` under a budget of device memory.
         """

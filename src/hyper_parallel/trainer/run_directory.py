@@ -410,7 +410,7 @@ _PART_FOLDER: Final = re.compile(r"step_(\d{8,15})")
 class RunPart:
     """Part of a run: the steps trained by one process, which starts or resumes after `step`.
 
-    `changed` are the changes of facts since the checkpoint from which the part resumes.
+    `changed` contains the values of `run_facts` that differ from those in the checkpoint from which the part resumes.
 
     Attributes:
         is_late: Whether config.yaml and plan.json in the run directory describe an earlier part until this part has

@@ -224,7 +224,6 @@ class _Writer:
             self._add_tensor(key, part.clone(memory_format=torch.contiguous_format))
 
     def _add_tensor(self, key: str, tensor: Tensor) -> None:
-        """Add a converted tensor to its file; write the file if it now has all its tensors."""
         file = self._file_of[key]
         self._open.setdefault(file, {})[key] = tensor
         self._left[file] -= 1

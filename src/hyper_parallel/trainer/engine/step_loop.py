@@ -403,7 +403,6 @@ class Loop:
         return self._grids[size]
 
     def _balance(self, batches: Batches | StreamBatches, step: int) -> dict[str, Any] | None:
-        """Return the media balance of step `step`, counted from 1, for its record; None without balancing."""
         grid = self._grid(batches)
         if grid is None or not isinstance(batches, Batches):
             return None

@@ -90,7 +90,6 @@ def choose_submodels(
 
 
 def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> UnsupportedSharding:
-    """Return the error for an encoder whose time cannot be predicted; its hint sets the layout `parts`."""
     return UnsupportedSharding(
         "the time of the encoder cannot be predicted",
         where=loaded.where("parallel.submodels"),
@@ -112,7 +111,6 @@ def _no_memory(loaded: LoadedRecipe, steps: Sequence[DividedStep], capacity_byte
 
 
 def _note(plan: SubmodelsPlan, proof: Certificate) -> str:
-    """Return a note for the plan: chosen layout, number of layouts, predicted step time and its lower bound."""
     layout = ", ".join(
         f"{part.name} ({part.degrees}) on {plural(len(part.ranks), 'rank')} from rank {part.ranks[0]}"
         for part in plan.parts
