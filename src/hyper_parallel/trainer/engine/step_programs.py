@@ -44,9 +44,11 @@ from hyper_parallel.errors import (
     BudgetImpossible,
     Contradiction,
     MissingDependency,
+    TierFull,
     UnsupportedSharding,
 )
 from hyper_parallel.ir import Layout, Plan, Strategy
+from hyper_parallel.memory import with_capacity_hint
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.shard import completed_changes
 from hyper_parallel.trainer.engine.offload_machine import OffloadMachine, budget_too_small
@@ -207,22 +209,27 @@ def _with_memory_plan(
         if name not in gradients.inputs and not name.startswith("grad.")
     )
     budget, least = assumed.budget_bytes, peak_bytes(update)
-    if budget is not None and budget < least:
-        raise budget_too_small("the optimizer update does not fit the device budget", budget, least)
+    enough = None if budget is None else max(budget, least)
     try:
-        return plan_program(
+        planned = plan_program(
             gradients,
             assumed.planned,
             assumed.roofline,
-            budget_bytes=None if budget is None else budget - states,
+            budget_bytes=None if enough is None else enough - states,
             max_slowdown=assumed.choice.max_slowdown,
             recompute=assumed.choice.recompute,
             reorder=assumed.choice.reorder,
         )
     except BudgetImpossible as error:
-        least = max(least, error.least_bytes + states)
         text = "no memory plan fits the device budget"
-        raise budget_too_small(text, budget or 0, least) from error
+        raise budget_too_small(text, budget or 0, error.least_bytes + states) from error
+    except TierFull as error:
+        error.where, error.got = "offload.budget", f"{budget} bytes"
+        device = error.enough_bytes["device"] + states
+        raise with_capacity_hint(error, {**error.enough_bytes, "device": device}) from None
+    if budget is not None and budget < least:
+        raise budget_too_small("the optimizer update does not fit the device budget", budget, least)
+    return planned
 
 
 def _recomputed_layers(model: nn.Module, strategy: Strategy) -> list[str]:
