@@ -216,10 +216,10 @@ def check_optimizer(recipe: Recipe, plan: Plan, where: Callable[[str], str], mod
     except (TypeError, ValueError) as error:
         raise BadValue(
             f"{name} rejects its arguments: {error}",
-            where=where("training.optimizer_args"),
-            got=training.optimizer_args,
+            where=where("training.optimizer_args") if training.optimizer_args else key,
+            got=training.optimizer_args or name,
             allowed=[*inspect.signature(optimizer_class(name)).parameters][1:],
-            hint="set `training.optimizer_args={}`",
+            hint="set `training.optimizer_args={}`" if training.optimizer_args else _adamw_hint(training),
         ) from error
     if name == "muon":
         logger.info(describe_muon(trained_roles(model)))
