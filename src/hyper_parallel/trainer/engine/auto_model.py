@@ -92,8 +92,8 @@ def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     family = file.values.get("model_type")
-    own_code = family not in CONFIG_MAPPING and "auto_map" in file.values
-    trusted = trusted and own_code and file.directory is not None
+    own_code = family not in CONFIG_MAPPING and "auto_map" in file.values and file.directory is not None
+    trusted = trusted and own_code
     if family not in CONFIG_MAPPING and not trusted:
         raise ModelUnreadable(
             "transformers has no model of this type"
