@@ -13,6 +13,7 @@ from hyper_parallel.backends.torch import handle
 from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.lora import has_adapters
 from hyper_parallel.errors import (
+    BadValue,
     CheckpointCorrupt,
     CheckpointFormat,
     CheckpointMismatch,
@@ -45,25 +46,28 @@ def save(
         path: Folder of checkpoints, visible to all ranks. The checkpoint becomes a subfolder such as `step_00000010`,
             and an existing one of the same step is replaced.
         step: Number of completed optimizer steps.
-        keep: Number of newest intact checkpoints to keep. Checkpoints of later steps always stay. None: keep all.
+        keep: Number of newest intact checkpoints to keep, at least 1. Checkpoints of later steps always stay. None:
+            keep all.
         extra: JSON values that `load` returns, such as an epoch or `scheduler.state_dict()`. The values of
             rank 0 are stored.
 
     Raises:
         TypeError: The model did not pass through `parallelize`.
         OutputNotWritable: HP105 when the folder is not writable, or the replaced subfolder contains other files.
-        BadValue: HP102 for an extra value or an optimizer state that cannot be stored as JSON or a tensor, or for an
-            optimizer with a parameter that is not part of the model.
+        BadValue: HP102 for `keep` below 1, for an extra value or an optimizer state that cannot be stored as JSON or a
+            tensor, or for an optimizer with a parameter that is not part of the model.
         UnsupportedSharding: HP205 for a tensor whose sharding cannot be stored, such as `Partial` placements.
         LossNotFinite: HP604 when a trained parameter or an optimizer state is NaN or infinite; no file is written.
     """
     plan = handle(model).plan
+    if keep is not None and keep < 1:
+        raise BadValue("`keep` of `hp.save` is below 1", where="keep", got=keep, allowed="1, 2, ..., or None for all")
     fingerprint = {
         "model": plan.model.fingerprint,
         "optimizer": type(optimizer).__name__.lower(),
         "param_dtype": plan.workload.param_dtype,
     }
-    checkpoints = Checkpointer(path, keep=keep or _ALL, asynchronous=False, fingerprint=fingerprint)
+    checkpoints = Checkpointer(path, keep=_ALL if keep is None else keep, asynchronous=False, fingerprint=fingerprint)
     try:
         checkpoints.save(step, model, optimizer, extra)
     except LossNotFinite as error:
