@@ -239,7 +239,7 @@ class DryRun:
 def dry_run(loaded: LoadedRecipe, *, num_ranks: int | None = None, rank: int | None = None) -> DryRun:
     """Plan a recipe for `num_ranks` ranks (None: as in the recipe), and trace a training step of its ranks.
 
-    Only `rank` is traced; None: the ranks of `distinct_ranks`.
+    `rank` is the only rank to trace; None: one rank per pipeline stage (see `distinct_ranks`).
 
     Raises:
         BadValue: HP102 when `rank` is not a rank of the plan.

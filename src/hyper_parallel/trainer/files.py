@@ -97,7 +97,7 @@ def tensors_written(path: Path) -> Iterator[None]:
 
 
 def inode(path: Path, *, follow_links: bool = True) -> tuple[int, int] | None:
-    """Return (device number, inode) of a file or directory, equal for all its hard links; None for a missing path."""
+    """Return (device, inode) of a file or directory, equal for all hard links; None if it is missing or unreadable."""
     try:
         status = path.stat(follow_symlinks=follow_links)
     except OSError:

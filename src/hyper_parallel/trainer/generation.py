@@ -298,8 +298,8 @@ class Generator:
     """Loaded model and tokenizer that continue prompts.
 
     `memory` is a budget of device memory; None: no limit. With a budget, weights are loaded into host memory, and a
-    memory plan moves weights and cache. On a CPU a device with this budget is simulated. The other arguments are those
-    of `load`.
+    memory plan moves weights and cache to the device and back. On a CPU, a device with this budget is simulated. The
+    other arguments are those of `load`.
 
     Attributes:
         memory_use: Predicted and measured memory of the last generation; None without a budget or before a generation.
@@ -383,6 +383,9 @@ class Generator:
             chat: Whether each prompt is a user message to be answered.
             slots: Maximum number of concurrent sequences.
             interrupt: Function, called before each pass, that returns whether to stop and return the results so far.
+
+        Returns:
+            One `Generation` per prompt, in the order of the prompts.
 
         Raises:
             HyperParallelError: Errors of `PromptBatch`, and of `PlannedSlots` under a budget of device memory.

@@ -79,12 +79,12 @@ class Job:
 
     Attributes:
         recipe: Resolved recipe.
-        plan: Plan of the training ranks; if encoders have ranks of their own, of the ranks of the language model.
+        plan: Plan of the training ranks; with `parallel.submodels`, of the ranks of the language model.
         packed: Tokenized and packed data.
         output_dir: Directory of all outputs.
         weights: Directory of the pretrained weights; None: random weights.
         model_files: Texts of the model's config files by file name, for the run and its exports.
-        on_topology: Whether this machine is the topology of the plan. Otherwise predicted and measured times are not
+        on_topology: Whether the plan's topology describes this machine. Otherwise predicted and measured times are not
             compared.
         trained: Description of adapters and trained parameters; empty when all parameters are trained.
         restarted: Whether this is a restart after a failure of ranks, which resumes from the checkpoints of the run.
@@ -110,7 +110,7 @@ class Job:
 
     @property
     def worlds(self) -> tuple[int, ...]:
-        """World sizes: first of all training ranks, including the ranks of encoders, then of each sampling replica."""
+        """World sizes: number of training ranks, including ranks of encoders, then of ranks per sampling replica."""
         return _worlds(self.recipe, self.plan)
 
     @property
@@ -210,8 +210,8 @@ class Job:
     def write(self, plan: Plan) -> None:
         """Write the recipe, `plan`, simulated step, data.json, step programs, model config and tokenizer of the run.
 
-        `plan` is the plan as executed by the ranks. The simulated step is that of the prepared plan. The model
-        directory is not rewritten if `model.path` is inside of it.
+        `plan` is the plan that the ranks execute; the simulated step belongs to the prepared plan, `self.plan`. The
+        model directory is not rewritten if `model.path` is inside of it.
         """
         out = self.output_dir
         mark_run_directory(out)

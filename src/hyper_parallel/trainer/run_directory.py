@@ -125,7 +125,7 @@ def claim_run_directory(place: Path, recipe: Recipe) -> None:
 
 
 def write_editable(path: Path, text: str) -> None:
-    """Write a text file of a run; an existing file that was edited to another text is renamed, not overwritten."""
+    """Write a text file of a run; a file that the user has edited to another text is renamed, not overwritten."""
     place = path.parent
     known = _known(place)
     is_edited = path.is_file() and file_facts(path) != known.get(path.name)

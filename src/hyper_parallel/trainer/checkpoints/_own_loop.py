@@ -103,7 +103,7 @@ def load(
         CheckpointCorrupt: HP701 when there is no intact checkpoint, or none of `step`.
         CheckpointFormat: HP740 when an earlier version wrote it.
         CheckpointMismatch: HP702 naming the first difference between the checkpoint and this model or optimizer.
-        BadValue: HP102 for an optimizer with a parameter that is not part of the model.
+        BadValue, UnsupportedSharding: HP102, HP205 for a model or optimizer that `save` rejects.
     """
     checkpoints = Checkpointer(path, keep=1, asynchronous=False, fingerprint=None)
     try:

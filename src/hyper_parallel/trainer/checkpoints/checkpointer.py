@@ -349,7 +349,7 @@ class Checkpointer:
         files.publish(self.directory, step)
 
     def _retain(self, written: int) -> None:
-        """Remove checkpoints of steps before `written`, except the `keep` newest intact ones and the best one."""
+        """Remove checkpoints before step `written`, unless they are the best or among the `keep` newest intact ones."""
         published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
         retained: list[int] = []
         for step in published[::-1]:

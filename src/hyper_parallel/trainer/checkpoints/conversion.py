@@ -55,7 +55,7 @@ _IMPORTED_DTYPES: Final = ("float32", "float64")
 
 @contextmanager
 def _export_hints() -> Iterator[None]:
-    """Replace the hints of `Checkpointer`, which are written for runs of a recipe, by hints for `checkpoint export`."""
+    """Replace the hints of `Checkpointer`, which name recipe keys, by hints for the command `checkpoint export`."""
     try:
         yield
     except CheckpointCorrupt as error:
@@ -130,7 +130,7 @@ def export_checkpoint(
 
 
 def _set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Convert stored parameters to their dtype in `dtypes`, and base weights of adapters to the first of `dtypes`."""
+    """Convert stored parameters to their dtype in `dtypes`, and base weights of adapters to the first dtype in it."""
     adapted = has_adapters(model)
     for name, parameter in model.named_parameters():
         default = next(iter(dtypes.values())) if adapted else parameter.dtype
@@ -156,7 +156,7 @@ def _load(model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *,
 def _carried_weights(model: nn.Module, model_dir: Path, *, merge: bool) -> CarriedWeights | None:
     """Return the tensors in `model_dir` that the model does not use; None: `export_hf` decides.
 
-    They are recorded in an export of the model, or else read from the weight files unless `merge` has loaded these.
+    The tensors are those recorded in `model_dir` or, unless `merge` has loaded the weights, those in its weight files.
     """
     carried = CarriedWeights.read(model_dir)
     if carried is None and not merge and model_dir.is_dir() and list_weight_files(model_dir).files:

@@ -42,7 +42,7 @@ _MAX_SHARDED_DIMS: Final = len(AXES)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Stored rectangular block of a tensor: its position, its bytes `begin` to `end` - 1 in a file, their checksum."""
+    """Stored rectangular block of a tensor: position, bytes from `begin` up to `end` in `file`, and their checksum."""
 
     file: str
     offset: tuple[int, ...]

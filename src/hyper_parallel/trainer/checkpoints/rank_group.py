@@ -40,7 +40,10 @@ class RankGroup:
             self.group = None
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
-        """Call `action` on every rank; all ranks return the results in rank order, or raise the lowest rank's error."""
+        """Call `action` on every rank; return the results in rank order, or raise the error of the lowest failed rank.
+
+        Results and errors are equal on all ranks.
+        """
         try:
             outcome: tuple[Any, Exception | None] = action(), None
         except Exception as error:

@@ -88,7 +88,10 @@ def _complete(name: str, module: nn.Module, args: object, output: Any) -> None:
 
 
 def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
-    """Return whether to run model code in the config's directory; raise HP305 for absent or untrusted code."""
+    """Return whether to run model code in the config's directory.
+
+    Raise HP305 for a type that transformers does not know, if the directory has no code or the code is not trusted.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     family = file.values.get("model_type")

@@ -130,7 +130,7 @@ class PlannedSteps:
         Raises:
             CaptureUnsupported: HP511 for a step that cannot be replayed from its recorded operators.
             BudgetImpossible: HP402 when the memory plan or a warm-up step of a rank exceeds the budget.
-            TierFull: HP403 when a tier has no space for the state.
+            TierFull: HP403 when a tier has no space for the plan or the state.
         """
         if self._flash is not None:
             self._flash.mkdir()
@@ -434,7 +434,7 @@ class PlannedSteps:
             write_timeline(timeline, directory / f"offload_{name}.json")
 
     def finish(self) -> None:
-        """Release the planned device after the last step; model and optimizer stay readable on their tiers."""
+        """Release the device memory of the plan after the last step; `on_current_tier` still returns the state."""
         self._device.state.materialize_on_use(self._spill)
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ class ProgramLoop(Loop):
         }
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Run the programs of a step; return this rank's share of the loss and the gradient norm before clipping.
+        """Run the programs of a step; return (this rank's share of the loss, gradient norm before clipping).
 
         The program `update` also computes new weights and optimizer state; the method `update` applies them.
         """

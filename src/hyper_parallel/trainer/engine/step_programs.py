@@ -288,6 +288,7 @@ def update_scalars(optimizer: torch.optim.Optimizer, step: int, lr: float) -> di
     """Return the scalar inputs of program `update` by name, for step number `step`, counted from 1.
 
     For AdamW, `step_size` is `lr` divided by the first bias correction, and `root` is the square root of the second.
+    For other optimizers, the only scalar is `lr`.
     """
     if not isinstance(optimizer, torch.optim.AdamW):
         return {"lr": lr}

@@ -264,7 +264,7 @@ class TorchEngine:
             self._profiles.close()
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress, and write the final plan with its timelines if memory is planned."""
+        """Wait for the checkpoint in progress; with offload, also write the final plan and its timelines."""
         self._saver.finish()
         self._profiles.close()  # the run may end inside the profiled window
         if (planned := self._planned) is not None:
