@@ -307,7 +307,6 @@ def calibrate_first_run(job: Job) -> str | None:
 
 
 def _printed_numbers(device: DeviceCard, stack: StackCard) -> dict[str, float]:
-    """Return the constants of a device card and a stack card that `calibrate` prints, by name."""
     numbers = ("saturation", "elementwise", "stream", "link", "latency", "kernel_s")
     tables = ("matmul", "attention")
     return {

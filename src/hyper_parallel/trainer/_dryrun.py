@@ -166,7 +166,6 @@ def trace_rank(
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer state by a step with zero gradients, and free the gradients."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)

@@ -98,7 +98,6 @@ class EncodingHelpers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: Any, __: TracebackType | None) -> None:
-        """Close all pipes and wait for the workers; terminate the workers after an exception."""
         for connection in (*self._idle, *self._busy):
             connection.close()
         for process in self._processes:

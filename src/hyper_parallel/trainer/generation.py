@@ -252,7 +252,6 @@ def _passes_of_one(model: Any, sequence: DecodingSequence) -> Passes:
 
 
 def _fixed_steps(sequences: Sequence[DecodingSequence]) -> SlotSteps:
-    """Return the sizes of a fixed cache: a slot per sequence, the longest prompt, and the longest sequence."""
     prompt_tokens = max(len(s.text) for s in sequences)
     return SlotSteps(len(sequences), prompt_tokens, cache_length(sequences))
 
@@ -264,7 +263,6 @@ def _decode_sequence(
     stops: Collection[int],
     ended: Callable[[DecodingSequence], bool] | None = None,
 ) -> Iterator[int]:
-    """Continue a single sequence to its end; yield its new token ids without the stop token."""
     decoder = Decoder(passes, sampling, stops, ended=ended)
     decoder.add([sequence])
     for running in decoder.run():
@@ -288,8 +286,7 @@ def decode(
             "decoding runs without a key-value cache and recomputes the prefix for every token: %s",
             reason,
         )
-    options = (batch.sampling, batch.stops, slots)
-    decoder = make_decoder(model, sequences, *options, ended=batch.ended, interrupt=interrupt)
+    decoder = make_decoder(model, sequences, batch.sampling, batch.stops, slots, ended=batch.ended, interrupt=interrupt)
     for _ in decoder.run():
         pass
 
@@ -401,8 +398,7 @@ class Generator:
                 break
             part = sequences[first : first + slots]
             passes = self._planned_passes(part)
-            options = {"ended": batch.ended, "interrupt": interrupt}
-            decoder = Decoder(passes, batch.sampling, batch.stops, **options)
+            decoder = Decoder(passes, batch.sampling, batch.stops, ended=batch.ended, interrupt=interrupt)
             decoder.add(part)
             try:
                 for _ in decoder.run():
@@ -470,7 +466,6 @@ def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple
 
 
 def _auto_class(base: str) -> Any:
-    """Return the transformers class whose `from_pretrained` loads the directory or hub id `base`."""
     from transformers import AutoModelForCausalLM
 
     if not (Path(base) / "config.json").is_file():  # a name of the Hub

@@ -546,7 +546,6 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
 
 
 def _without_export(recipe: Recipe) -> list[str]:
-    """Return overrides that disable the export and the samples of the exported model."""
     samples = {"sample_prompt=null": recipe.sample_prompt is not None, "sample_answers=0": recipe.sample_answers > 0}
     return ["checkpoint.export=false", *(text for text, is_set in samples.items() if is_set)]
 
@@ -671,7 +670,6 @@ def _resume_dir(recipe: Recipe) -> Path:
 
 
 def _check_checkpoint(loaded: LoadedRecipe) -> None:
-    """Raise CheckpointCorrupt if the recipe requires a checkpoint and the folder to resume from has none."""
     choice, directory = loaded.recipe.checkpoint, _resume_dir(loaded.recipe)
     if not steps(directory) and (choice.resume == "must" or choice.from_dir):
         key = "from_dir" if choice.from_dir else "resume"

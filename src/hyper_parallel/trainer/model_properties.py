@@ -232,7 +232,6 @@ def _num_layers(model: nn.Module) -> int:
 
 
 def _random_model(file: ConfigFile, choices: Mapping[str, Any]) -> nn.Module:
-    """Build the model on the CPU in float64, with random weights initialized by transformers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_from_config(file, torch.float64, device="cpu", **choices)

@@ -332,7 +332,6 @@ def _is_written(path: Path | None, key: str, *, over: bool) -> bool:
 
 
 def _check_checkpoints(folder: Path) -> None:
-    """Raise HP105 if a checkpoint folder, which a run that starts over removes, contains other files."""
     for step in checkpoints.steps(folder):
         name = checkpoints.step_name(step)
         if foreign := checkpoints.foreign(folder / name):

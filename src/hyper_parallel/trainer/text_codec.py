@@ -221,8 +221,7 @@ class PromptBatch:
         for place, source in enumerate(self._prompts):
             prompt = source.prompt if isinstance(source, Generation) else source
             if (sequence := self.sequences.get(place)) is not None:
-                options = sequence, prompt, self.sampling, self.stops
-                generations.append(self._texts.to_generation(*options))
+                generations.append(self._texts.to_generation(sequence, prompt, self.sampling, self.stops))
             elif isinstance(source, Generation):
                 generations.append(source)
         return generations

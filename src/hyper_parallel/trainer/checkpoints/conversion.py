@@ -138,7 +138,6 @@ def _set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def _load(model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *, lora: bool, merge: bool) -> None:
-    """Load a checkpoint into a model on the meta device; with `merge`, first load and verify the base weights."""
     base = None
     if merge:
         base = load_base(model, model_dir, frozen=True)
@@ -194,7 +193,13 @@ def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32", 
         HyperParallelError: Errors of `load_pretrained`, `load_adapter` and `Checkpointer.save`.
     """
     check_dtype(dtype, _IMPORTED_DTYPES)
-    _check_empty(directory)
+    if existing := files.steps(directory):
+        raise BadValue(
+            "the directory already has checkpoints",
+            where=str(directory),
+            got=f"steps {', '.join(map(str, existing))}",
+            hint=move_away(directory),
+        )
     model_dir = model_dir.expanduser()
     path, is_adapter = str(model_dir), (model_dir / ADAPTER_CONFIG).is_file()
     if is_adapter:
@@ -214,21 +219,7 @@ def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32", 
                 "`checkpoint export --model %s` writes them with the model",
                 len(carried.names), carried.names[0], shlex.quote(path),
             )  # fmt: skip
-    saver = Checkpointer(
-        directory,
-        keep=1,
-        asynchronous=False,
-        fingerprint={"model": spec.fingerprint, "param_dtype": dtype},
-    )
+    fingerprint = {"model": spec.fingerprint, "param_dtype": dtype}
+    saver = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=fingerprint)
     saver.save(0, model, None, facts)
     return directory / files.step_name(0)
-
-
-def _check_empty(directory: Path) -> None:
-    if existing := files.steps(directory):
-        raise BadValue(
-            "the directory already has checkpoints",
-            where=str(directory),
-            got=f"steps {', '.join(map(str, existing))}",
-            hint=move_away(directory),
-        )

@@ -337,7 +337,6 @@ def _names_in_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[st
 
 
 def _assign_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
-    """Return a dict from tensor to file name; a file has at most `max_file_bytes`, or a single larger tensor."""
     pattern = "model{suffix}.safetensors"
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=max_file_bytes

@@ -110,7 +110,6 @@ class PlannedSteps:
         self._on_cpu = self._torch_device.type == "cpu"
         self._budget, self._spill = assumed.budget_bytes, spill
         spill.owned = partial(gathered_parameters, handle(loop.model).fsdp)
-        self._notes: tuple[str, ...] = ()
         # Predicted and measured timelines of the first step of the current memory plan.
         self._timelines: tuple[Timeline, ...] = ()
         self._replans = self._outside_bytes = 0
@@ -135,7 +134,7 @@ class PlannedSteps:
         if self._flash is not None:
             self._flash.mkdir()
         for line in self._assumed.notes:
-            self._note(line)
+            self._say(line)
         self._spill.require(self._largest_update_bytes())
         eager, empty = self._run_and_roll_back(first)
         # Accelerator kernels may be nondeterministic, so a second eager step measures the differences.
@@ -154,10 +153,6 @@ class PlannedSteps:
         self._record_outside_peak("a warm-up step")
         self._open_device()
         self._say(offload_line(self._plan))
-
-    def _note(self, line: str) -> None:
-        self._notes += (line,)
-        self._say(line)
 
     def _run_and_roll_back(self, inputs: StepInputs) -> tuple[StepOutcome, list[Any]]:
         """Run an eager step and roll it back; return its results, and the storages that the step resized to 0 bytes."""
@@ -426,7 +421,7 @@ class PlannedSteps:
             key=lambda terms: sum(t.bytes for t in terms if t.tier == "hbm"),
         )
         lines = tuple(f"offload: {line}" for line in self._plan.statement)
-        return replace(plan, memory=fullest, notes=(*plan.notes, *self._notes, *lines))
+        return replace(plan, memory=fullest, notes=(*plan.notes, *self._assumed.notes, *lines))
 
     def write_timelines(self, directory: Path) -> None:
         """Write offload_predicted.json and offload_measured.json, timelines of one planned step, if there is one."""

@@ -92,7 +92,6 @@ def _in_child_process(trial: Callable[[int], _Result]) -> _Result:
 
 
 def _step_failure(optimizer: torch.optim.Optimizer, layer: nn.Module) -> str | None:
-    """Return the first line of the error of an optimizer step; None if the step succeeds."""
     for parameter in layer.parameters():
         parameter.grad = torch.ones_like(parameter)
     try:

@@ -176,7 +176,6 @@ def read_spec(
 
 
 def _with_kept(spec: ModelSpec, measured: KeptActivations | None) -> ModelSpec:
-    """Return the spec with measured activations, and with a note if only formulas estimate them."""
     formulas = UNMEASURED_ACTIVATIONS.format(family=spec.family)
     notes = tuple(note for note in spec.notes if note != formulas)
     if measured is None:

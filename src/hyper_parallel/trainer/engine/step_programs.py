@@ -160,7 +160,6 @@ def _capture(
     layouts: Mapping[str, Layout],
     where: Callable[[str], str],
 ) -> StepPrograms:
-    """Capture the programs of one rank from a model of this rank's shards; the keys of `layouts` are parameters."""
     if has_dropout(model):
         own = has_dropout(model, adapters=False)
         key = "training.disable_dropout" if own else "lora.lora_dropout"
@@ -394,7 +393,6 @@ def _check_layout(recipe: Recipe, strategy: Strategy, where: str) -> None:
 
 
 def _without_stages(recipe: Recipe) -> dict[str, object]:
-    """Return overrides that reset the keys of `parallel` which fix the number of pipeline stages."""
     unset: dict[str, object] = {"stage_layers": [], "schedule_file": ""}
     return {f"parallel.{key}": value for key, value in unset.items() if getattr(recipe.parallel, key)}
 

@@ -249,7 +249,6 @@ class TorchEngine:
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
-        """Profile the context with torch.profiler if the window of `training.profile` includes the step."""
         window = self._recipe.training.profile
         if window is None or (self.rank and window.ranks == "first"):
             yield
