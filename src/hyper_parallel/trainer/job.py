@@ -597,7 +597,8 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     check_trackers(recipe.training.report_to, loaded.where("training.report_to"))
     for path in recipe.training.callbacks:
         load_class(path, Callback, loaded.where("training.callbacks"))
-    check_parameters(model, plan, loaded.where("model.path"))
+    remedy = "offload.budget=auto" if isinstance(recipe.offload.budget, int) else None
+    check_parameters(model, plan, loaded.where("offload.budget" if remedy else "model.path"), remedy)
     router_loss = check_routing(model, routing_of(recipe), loaded.where("moe"))
     check_positions(model, recipe, plan, loaded.where("data.seq_len"))
     plan = replace(plan, properties=check_properties(loaded, plan))

@@ -193,15 +193,15 @@ def check_parameters(model: nn.Module, plan: Plan, where: str, remedy: str | Non
         NotDivisible: HP203 for a dimension that a layout does not divide.
         RuleError: HP204 for invalid sharding rules.
         UnsupportedSharding: HP205 for an unsupported layout.
-        DoesNotFit: HP401 for a plan on this machine that needs more than 16 times the memory of a rank.
+        DoesNotFit: HP401 for a plan on this machine that needs more than 16 times the device memory of a rank.
     """
     most = _FAR_TOO_LARGE * plan.memory_capacity_bytes
     if plan.topology == "local" and 0 < most < plan.memory_bytes:
         raise DoesNotFit(
-            f"the plan needs more than {_FAR_TOO_LARGE} times the memory that a rank has on this machine",
+            f"the plan needs more than {_FAR_TOO_LARGE} times the device memory of a rank",
             where=where,
             got=f"{format_bytes(plan.memory_bytes)} on a rank, {plan.model.num_params:,} parameters",
-            allowed=f"{format_bytes(plan.memory_capacity_bytes)}",
+            allowed=f"up to {format_bytes(most)}",
             hint=remedy or f"a smaller model, or {topology_hint()}",
         )
     try:
