@@ -106,7 +106,7 @@ class EncodingHelpers:
             process.join()
 
     def submit(self, batch: Sequence[Unit]) -> bool:
-        """Send a batch to an idle worker; return False if none is idle. Raise the exception of an earlier batch."""
+        """Send a batch to an idle worker; return False if none is idle. Raise the exception of a failed batch."""
         if self._number and not self._processes:
             self._start()
         for connection in [c for c in self._busy if c.poll()]:

@@ -40,7 +40,7 @@ def nonfinite_hint(job: Job) -> str:
 class DirectoryWatch:
     """Detector of the removal, move or replacement of a run directory and, after `follow`, of a file in it.
 
-    An open file descriptor refers to the directory until `close`.
+    The directory stays open until `close`.
 
     Raises:
         RunDirectoryLost: HP721 when the directory cannot be opened.

@@ -46,7 +46,7 @@ class Damaged(Exception):
 
 
 def check_files(directory: Path, entries: Mapping[str, FileEntry], contents: Iterable[str] = ()) -> None:
-    """Check the sizes of all files in `entries`, and the checksums of those in `contents`; keys are relative paths.
+    """Check the size of each file in `entries`, and the checksum of each file in `contents`, by relative path.
 
     Raises:
         Damaged: For the first file that is missing, unreadable or different.

@@ -146,7 +146,7 @@ class Job:
         return self.recipe.checkpoint.resume == "never" and not self.restarted
 
     def has_started_since(self, time_s: float) -> bool:
-        """Return whether ranks have started training since `time_s`, according to the time of config.yaml."""
+        """Return whether ranks have started training since `time_s`: whether config.yaml was modified since then."""
         written = self.output_dir / "config.yaml"
         return written.exists() and written.stat().st_mtime >= time_s
 
@@ -686,7 +686,7 @@ def _check_checkpoint(loaded: LoadedRecipe) -> None:
 def _check_newest(job: Job, loaded: LoadedRecipe) -> None:
     """Check that the run can resume from its newest checkpoint.
 
-    Raise HP104 for a checkpoint after the last step, and HP702 if `run_facts` or the optimizer do not fit it.
+    Raise HP104 for a checkpoint after the last step, and HP702 if `run_facts` or the optimizer do not match it.
     """
     directory, last_step = job.resume_dir, job.recipe.training.steps
     saved_steps = [] if job.recipe.checkpoint.resume == "never" else steps(directory)

@@ -39,7 +39,7 @@ _NOTHING: Final = "nothing"
 def properties_of(
     file: ConfigFile, attention: str | None = None, *, trusted: bool = False, scores: bool = False
 ) -> ModelProperties:
-    """Return the measured properties of the model of a config.
+    """Return the properties of a config's model, measured on a small copy or read from the cache.
 
     If no small copy of the model runs, or the measurement crashes, all properties are marked as unmeasured, with the
     reason. All attention implementations except `eager` are measured with the default of transformers. With `scores`,

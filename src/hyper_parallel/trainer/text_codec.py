@@ -107,8 +107,8 @@ class TextCodec:
         """Create a sequence for decoding from prompt `number` of a batch, or from an interrupted continuation.
 
         Raises:
-            BadValue: HP102 for errors of `encode`, when prompt and continuation exceed the model's context, or when a
-                token is not in its vocabulary.
+            BadValue: HP102 for errors of `encode`, when prompt and continuation exceed the model's context, or when the
+                interrupted continuation has a token outside the vocabulary.
             HyperParallelError: Errors of `encode_parts`, for prompts with content parts.
         """
         previous = source if isinstance(source, Generation) else None

@@ -89,8 +89,7 @@ def export_hf(
         `out_dir`.
 
     Raises:
-        ModelUnreadable: HP305 for a model outside of transformers, a published format that joins several layers in one
-            tensor, or an invalid `generation` file.
+        ModelUnreadable: HP305 for an unsupported model, or an invalid `generation` file.
         BadValue, NoData: HP102, HP602 for tokenizer files that cannot be copied.
         OutputNotWritable, RunInUse: HP105, HP720 when the directory is rejected, not writable or in use.
         LossNotFinite: HP604 when a trained parameter is not finite in its stored dtype.

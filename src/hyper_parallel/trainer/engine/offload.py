@@ -85,7 +85,7 @@ _PHASES: Final = {
 
 
 class PlannedSteps:
-    """Runner of one rank's planned steps.
+    """Runner of one rank's planned steps: training steps that a memory plan controls.
 
     Args:
         loop: Loop that runs training steps without a memory plan.

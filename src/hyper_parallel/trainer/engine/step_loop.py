@@ -132,7 +132,10 @@ class SkipPolicy:
         return self.nonfinite or self.max_norm is not None
 
     def skips(self, shared: Tensor) -> Tensor:
-        """Return a bool scalar on the device: whether to skip the step with this result of `Loop.reduce_step_log`."""
+        """Return whether loss or gradient norm is not finite, or the norm exceeds `max_norm`, as a bool scalar tensor.
+
+        `shared` is the result of `Loop.reduce_step_log`.
+        """
         skip = ~torch.isfinite(shared[-2:]).all()
         return skip if self.max_norm is None else skip | (shared[-1] > self.max_norm)
 
