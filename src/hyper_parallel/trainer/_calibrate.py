@@ -317,7 +317,6 @@ def _printed_numbers(device: DeviceCard, stack: StackCard) -> dict[str, float]:
 
 
 def _rank_counts(supernode: Supernode) -> list[int]:
-    """Return the numbers of ranks to measure: all accelerators, or on a CPU 1, 2, 4, ... up to all ranks."""
     most = supernode.num_devices
     if supernode.device.kind != "cpu":
         return [most]

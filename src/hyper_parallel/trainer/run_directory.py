@@ -392,7 +392,6 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def _remove_partials(directory: Path) -> None:
-    """Remove partial files that `write_text` of a killed process has left."""
     for path in directory.glob(".*.part"):
         match = _PARTIAL.fullmatch(path.name)
         is_own = match is not None and match[1] in (*_CLEARED_FILES, *_KEPT_FILES)

@@ -139,10 +139,12 @@ def save_pretrained(
 
     Raises:
         ModelUnreadable: HP305 for a model that is not a transformers model, or whose file format joins several layers.
-        BadValue, NoData: HP102, HP602 for tokenizer files that cannot be copied.
+        BadValue, NoData: HP102, HP602 for `max_file_bytes` below 1, or for tokenizer files that cannot be copied.
         OutputNotWritable, RunInUse: HP105, HP720 when the directory is rejected, not writable or in use.
         LossNotFinite: HP604 when a trained parameter is NaN or infinite.
     """
+    if max_file_bytes is not None and max_file_bytes < 1:
+        raise BadValue("the size is below 1 byte", where="max_file_bytes", got=max_file_bytes, allowed="1, 2, ...")
     if has_adapters(model):
         export_adapter(model, tokenizer, path)
         return

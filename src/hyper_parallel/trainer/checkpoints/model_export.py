@@ -264,7 +264,6 @@ def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> A
 
 
 def _main_dtype(stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> torch.dtype:
-    """Return the floating-point dtype that the largest number of elements have."""
     elements: Counter[torch.dtype] = Counter()
     for shape, dtype in stored.values():
         if dtype.is_floating_point:
