@@ -55,7 +55,7 @@ def compare_fingerprints(saved: dict[str, Any], expected: dict[str, Any], path: 
         if key == "optimizer" and not index.groups:
             continue
         if saved.get(key) != expected.get(key):
-            problem = f"`{key}` of this run differs from `{key}` of the run that saved the checkpoint"
+            problem = f"the checkpoint was saved by a run with another `{key}`"
             values = {"got": expected.get(key), "allowed": saved.get(key)}
             raise _mismatch(problem, path / files.MANIFEST, **values)
 
