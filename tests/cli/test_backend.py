@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from hyper_parallel.config import load_recipe
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import BudgetImpossible, DoesNotFit, HyperParallelError, TierFull
 from hyper_parallel.trainer import prepare_job
 from tests.slow import slow_cells
 
@@ -213,6 +213,14 @@ def test_programs_follow_the_memory_plan_of_the_recipe(recipe, installed, tmp_pa
     saved = json.loads(file.read_text())
     assert (saved["origin"], saved["peak_bytes"]) == ("simulated", memory.peak_bytes)
     assert [value["value"] for value in saved["values"]] == [v.value for v in memory.values]
+
+
+@pytest.mark.parametrize(("budget", "dram"), [(1000, "1GiB"), (300_000, "1GiB"), (1_000_000, "1kB")])
+def test_the_device_budget_of_a_hint_suffices(recipe, installed, budget, dram):
+    with pytest.raises((BudgetImpossible, DoesNotFit, TierFull)) as error:
+        _prepare(recipe, f"offload.dram={dram}", f"offload.budget={budget}")
+    proposed = re.search(r"offload\.budget=\w+", error.value.hint)[0]
+    assert _prepare(recipe, f"offload.dram={dram}", proposed).programs
 
 
 @slow_cells(*REFUSED[1:])

@@ -197,6 +197,7 @@ def test_float16_scales_the_loss_and_a_resumed_run_goes_on_with_its_scale(place:
         (NotImportable, ["training.optimizer=mine_of_a_test.Stops"], "torch.optim.optimizer.Optimizer"),
         (NotImportable, ["training.callbacks=[no_such_module.Mine]"], "No module named"),
         (BadValue, ["training.optimizer_args={nesterof: true}"], "nesterof"),
+        (BadValue, ["training.optimizer=torch.optim.LBFGS"], "training.optimizer=adamw"),
         (Contradiction, ["training.optimizer=muon", "parallel.tp=2"], "tp=2"),
         (Contradiction, ["training.optimizer=adafactor", "parallel.dp_shard=2"], "dp_shard=2"),
         (Contradiction, ["training.optimizer=torch.optim.Adafactor", "parallel.tp=2"], "tp=2"),

@@ -105,6 +105,8 @@ def test_code_beside_a_config_does_not_run(tmp_path: Path) -> None:
     values = SMALL | {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}
     (tmp_path / "config.json").write_text(json.dumps(values))
     refusal(lambda: read_spec(str(tmp_path)), "HP305", "trust_remote_code")
+    alone = refusal(lambda: read_spec(str(tmp_path / "config.json"), trusted=True), "HP305", "no model of this type")
+    assert "trust_remote_code" not in str(alone)
     assert not (tmp_path / "ran").exists()
 
 

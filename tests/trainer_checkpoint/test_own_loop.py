@@ -77,3 +77,7 @@ def test_any_layout_continues_what_another_saved(tmp_path: Path) -> None:
     assert str(caught.value.hint).endswith("from the start without `hp.load`")
     with pytest.raises(BadValue, match="rng"):
         hp.save(one, optimizer, tmp_path / "sgd", rng=torch.get_rng_state())
+    with pytest.raises(BadValue, match="max_file_bytes"):
+        hp.save_pretrained(one, tmp_path / "empty", max_file_bytes=0)
+    with pytest.raises(BadValue, match="keep"):
+        hp.save(one, optimizer, tmp_path / "sgd", keep=0)

@@ -181,7 +181,7 @@ def _probe(
 def time_probes(probes: Sequence[Probe], world: World, pick: Callable[[Sequence[float]], float] = min) -> list[float]:
     """Return the seconds per step of each probe on this rank; collective over all ranks.
 
-    `pick` combines a probe's seconds per step of all rounds but the first.
+    `pick` reduces the seconds that a probe took in each round, except the first, to one number.
     """
     runs = [_timed_step(probe, world) for probe in probes]
     # A real run has a single model, so garbage collection must not traverse the objects of all models.
@@ -249,7 +249,8 @@ def calibrate_local(output: Path | None, ranks: int | None, check: Path | None, 
 
     Args:
         output: Path of the card file; None: the path that `plan` and `train` read.
-        ranks: Number of ranks; None: all accelerators, or 4 ranks on a machine without accelerators.
+        ranks: Number of ranks; None: all accelerators, or 4 ranks on a machine without accelerators. On a CPU, runs on
+            1, 2, 4, ... ranks below this number are measured too.
         check: Recipe to train. Its measured step is compared with the predictions of the shipped and the new cards.
             None: no comparison.
         steps: Number of steps to train, at least 4; the first 3 steps are not measured.
@@ -279,11 +280,11 @@ def calibrate_local(output: Path | None, ranks: int | None, check: Path | None, 
 def calibrate_first_run(job: Job) -> str | None:
     """Measure this machine for some seconds before its first run, and save the cards where `calibrate` saves them.
 
-    Nothing is measured under torchrun, if the topology is not `local`, or if the number of ranks lies within the range
-    of the saved cards.
+    Nothing is measured under torchrun, if the topology is not `local`, or if the saved cards cover this number of
+    ranks.
 
     Returns:
-        Line of output, after which the caller must plan the run again; None if no cards were saved.
+        Line of output; the caller must then plan the run again. None if nothing was measured or saved.
     """
     ranks = job.ranks
     if job.recipe.topology != "local" or under_torchrun():
@@ -306,7 +307,6 @@ def calibrate_first_run(job: Job) -> str | None:
 
 
 def _printed_numbers(device: DeviceCard, stack: StackCard) -> dict[str, float]:
-    """Return the constants of a device card and a stack card that `calibrate` prints, by name."""
     numbers = ("saturation", "elementwise", "stream", "link", "latency", "kernel_s")
     tables = ("matmul", "attention")
     return {
@@ -317,7 +317,6 @@ def _printed_numbers(device: DeviceCard, stack: StackCard) -> dict[str, float]:
 
 
 def _rank_counts(supernode: Supernode) -> list[int]:
-    """Return the numbers of ranks to measure: all accelerators, or on a CPU 1, 2, 4, ... up to all ranks."""
     most = supernode.num_devices
     if supernode.device.kind != "cpu":
         return [most]

@@ -70,7 +70,7 @@ class TracedRank:
 
 
 def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
-    """Return a sentence for each (kind, axes) whose traced and planned collectives differ in calls or sent bytes.
+    """Return a sentence per collective kind and mesh axes for which calls or sent bytes of trace and plan differ.
 
     The plan predicts the collectives of rank 0, so `rank` should be rank 0. Collectives of the step log are ignored.
     """
@@ -166,7 +166,6 @@ def trace_rank(
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer state by a step with zero gradients, and free the gradients."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -239,7 +238,7 @@ class DryRun:
 def dry_run(loaded: LoadedRecipe, *, num_ranks: int | None = None, rank: int | None = None) -> DryRun:
     """Plan a recipe for `num_ranks` ranks (None: as in the recipe), and trace a training step of its ranks.
 
-    Only `rank` is traced; None: the ranks of `distinct_ranks`.
+    `rank` is the only rank to trace; None: one rank per pipeline stage (see `distinct_ranks`).
 
     Raises:
         BadValue: HP102 when `rank` is not a rank of the plan.

@@ -31,6 +31,11 @@ def replan_for_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
     return replace(loaded, recipe=recipe.model_copy(update=update), origins=origins)
 
 
+def num_ranks(parallel: Parallel) -> int:
+    """Return the number of ranks of the language model that the degrees of section `parallel` imply."""
+    return math.prod(getattr(parallel, axis) for axis in DEGREES if axis != "ep")
+
+
 def replan_for_launched(loaded: LoadedRecipe, launched: int | None) -> LoadedRecipe:
     """Return the recipe with `parallel: auto` for the number of ranks that torchrun has launched.
 
@@ -38,9 +43,7 @@ def replan_for_launched(loaded: LoadedRecipe, launched: int | None) -> LoadedRec
     ranks is `launched` or not set.
     """
     parallel = loaded.recipe.parallel
-    planned = parallel.world_size
-    if not parallel.auto:
-        planned = math.prod(getattr(parallel, axis) for axis in DEGREES if axis != "ep")
+    planned = parallel.world_size if parallel.auto else num_ranks(parallel)
     if not loaded.recipe.training.elastic or launched is None or planned in (None, launched):
         return loaded
     return replan_for_ranks(loaded, launched)

@@ -100,7 +100,7 @@ class Parity:
     def first(self) -> Difference | None:
         """First parameter gradient that differs by more than `LIMIT`, else the first such loss or gradient norm.
 
-        None if no metric differs.
+        None if no metric differs by more than `LIMIT`.
         """
         wrong = [d for d in self.differences if not d.relative <= LIMIT]
         parameters = [d for d in wrong if d.name not in ("loss", "grad_norm")]
@@ -119,7 +119,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
 
     The two runs have the same seed and data, and use float64 without dropout or clipping. Ranks are local processes
     with gloo. Degrees above 2 become 2 (hybrid cp: at most 4), and axes are dropped until at most 8 ranks remain.
-    `steps` is the number of optimizer steps of each run.
+    `steps` is the number of optimizer steps of each run. Stage grpo is replaced by sft on the answers in the data.
 
     Raises:
         Contradiction: HP104 in a process of torchrun, or for a recipe with `parallel.submodels`.

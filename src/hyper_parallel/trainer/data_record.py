@@ -60,7 +60,6 @@ def _counts(job: Job) -> tuple[DataCounts, ...]:
 
 
 def _epochs(job: Job) -> tuple[float | None, str]:
-    """Return the number of epochs (None for a stream) and a text about epochs and steps."""
     batches, steps, stage = job.train_batches(), job.recipe.training.steps, job.recipe.stage
     per_step = batches.sequences_per_step
     amount = f"{steps:,} step{'' if steps == 1 else 's'}"
@@ -118,7 +117,6 @@ def _example(example: Example) -> Any:
 
 
 def _compact(segments: Iterable[Segment]) -> list[Segment]:
-    """Return the first `_MAX_SEGMENTS` segments, shortened to one line each, and a segment that counts the others."""
     all_segments = list(segments)
     shortened = [
         Segment(without_middle(s.text, _MAX_CHARACTERS).replace("\n", _NEW_LINE), s.trained)

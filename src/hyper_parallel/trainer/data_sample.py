@@ -98,7 +98,6 @@ class EncodingHelpers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: Any, __: TracebackType | None) -> None:
-        """Close all pipes and wait for the workers; terminate the workers after an exception."""
         for connection in (*self._idle, *self._busy):
             connection.close()
         for process in self._processes:
@@ -107,7 +106,7 @@ class EncodingHelpers:
             process.join()
 
     def submit(self, batch: Sequence[Unit]) -> bool:
-        """Send a batch to an idle worker; return False if none is idle. Raise the exception of an earlier batch."""
+        """Send a batch to an idle worker; return False if none is idle. Raise the exception of a failed batch."""
         if self._number and not self._processes:
             self._start()
         for connection in [c for c in self._busy if c.poll()]:

@@ -38,9 +38,9 @@ def nonfinite_hint(job: Job) -> str:
 
 
 class DirectoryWatch:
-    """Detector of the removal, move or replacement of a run directory, and of a file in it.
+    """Detector of the removal, move or replacement of a run directory and, after `follow`, of a file in it.
 
-    An open file descriptor refers to the directory until `close`.
+    The directory stays open until `close`.
 
     Raises:
         RunDirectoryLost: HP721 when the directory cannot be opened.
@@ -60,7 +60,7 @@ class DirectoryWatch:
         self._file = self._watched()
 
     def check(self) -> None:
-        """Check that the directory and the watched file still exist at their paths.
+        """Check that the directory and the watched file are still at their paths, and were not replaced.
 
         Raises:
             RunDirectoryLost: HP721 with the newest saved step, if any, and the command that resumes from it.

@@ -46,7 +46,7 @@ class Damaged(Exception):
 
 
 def check_files(directory: Path, entries: Mapping[str, FileEntry], contents: Iterable[str] = ()) -> None:
-    """Check the sizes of all files in `entries`, and the checksums of those in `contents`; keys are relative paths.
+    """Check the size of each file in `entries`, and the checksum of each file in `contents`, by relative path.
 
     Raises:
         Damaged: For the first file that is missing, unreadable or different.
@@ -97,7 +97,7 @@ def tensors_written(path: Path) -> Iterator[None]:
 
 
 def inode(path: Path, *, follow_links: bool = True) -> tuple[int, int] | None:
-    """Return (device number, inode) of a file or directory, equal for all its hard links; None for a missing path."""
+    """Return (device, inode) of a file or directory, equal for all hard links; None if it is missing or unreadable."""
     try:
         status = path.stat(follow_symlinks=follow_links)
     except OSError:

@@ -83,7 +83,7 @@ DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 TRUST: Final = {"--trust-remote-code": True}
 """Hint for a model or tokenizer whose code is not trusted."""
 OTHER_TOKENIZER: Final = "fetch the tokenizer files again from where the model was published"
-"""Hint for a tokenizer of an exported model that is refused."""
+"""Hint for an exported model whose tokenizer cannot be used."""
 
 
 def pick_device(device: str) -> torch.device:
@@ -252,7 +252,6 @@ def _passes_of_one(model: Any, sequence: DecodingSequence) -> Passes:
 
 
 def _fixed_steps(sequences: Sequence[DecodingSequence]) -> SlotSteps:
-    """Return the sizes of a fixed cache: a slot per sequence, the longest prompt, and the longest sequence."""
     prompt_tokens = max(len(s.text) for s in sequences)
     return SlotSteps(len(sequences), prompt_tokens, cache_length(sequences))
 
@@ -264,7 +263,6 @@ def _decode_sequence(
     stops: Collection[int],
     ended: Callable[[DecodingSequence], bool] | None = None,
 ) -> Iterator[int]:
-    """Continue a single sequence to its end; yield its new token ids without the stop token."""
     decoder = Decoder(passes, sampling, stops, ended=ended)
     decoder.add([sequence])
     for running in decoder.run():
@@ -288,8 +286,7 @@ def decode(
             "decoding runs without a key-value cache and recomputes the prefix for every token: %s",
             reason,
         )
-    options = (batch.sampling, batch.stops, slots)
-    decoder = make_decoder(model, sequences, *options, ended=batch.ended, interrupt=interrupt)
+    decoder = make_decoder(model, sequences, batch.sampling, batch.stops, slots, ended=batch.ended, interrupt=interrupt)
     for _ in decoder.run():
         pass
 
@@ -298,8 +295,8 @@ class Generator:
     """Loaded model and tokenizer that continue prompts.
 
     `memory` is a budget of device memory; None: no limit. With a budget, weights are loaded into host memory, and a
-    memory plan moves weights and cache. On a CPU a device with this budget is simulated. The other arguments are those
-    of `load`.
+    memory plan moves weights and cache to the device and back. On a CPU, a device with this budget is simulated. The
+    other arguments are those of `load`.
 
     Attributes:
         memory_use: Predicted and measured memory of the last generation; None without a budget or before a generation.
@@ -335,7 +332,8 @@ class Generator:
         With `chat` the prompt is a user message, or a list of conversation turns, to which the model answers.
 
         Raises:
-            BadValue: HP102 when prompt and continuation exceed the context of the model, or without a chat template.
+            BadValue: HP102 when prompt and continuation exceed the context of the model, or when turns need a chat
+                template that the tokenizer lacks.
             Contradiction: HP104 for a prompt with images or audio and a budget of device memory.
             HyperParallelError: Errors of `TextCodec.begin`, and of `PlannedSlots` under a budget of device memory.
         """
@@ -383,6 +381,9 @@ class Generator:
             slots: Maximum number of concurrent sequences.
             interrupt: Function, called before each pass, that returns whether to stop and return the results so far.
 
+        Returns:
+            One `Generation` per prompt, in the order of the prompts.
+
         Raises:
             HyperParallelError: Errors of `PromptBatch`, and of `PlannedSlots` under a budget of device memory.
         """
@@ -397,8 +398,7 @@ class Generator:
                 break
             part = sequences[first : first + slots]
             passes = self._planned_passes(part)
-            options = {"ended": batch.ended, "interrupt": interrupt}
-            decoder = Decoder(passes, batch.sampling, batch.stops, **options)
+            decoder = Decoder(passes, batch.sampling, batch.stops, ended=batch.ended, interrupt=interrupt)
             decoder.add(part)
             try:
                 for _ in decoder.run():
@@ -466,7 +466,6 @@ def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple
 
 
 def _auto_class(base: str) -> Any:
-    """Return the transformers class whose `from_pretrained` loads the directory or hub id `base`."""
     from transformers import AutoModelForCausalLM
 
     if not (Path(base) / "config.json").is_file():  # a name of the Hub

@@ -78,7 +78,7 @@ def _size(name: str, text: str) -> int:
 
 
 def describe_use(use: MemoryUse, topology: str) -> list[str]:
-    """Return lines of output: bytes of weights and cache, peak bytes of each used tier, and seconds of waiting."""
+    """Return lines of output: bytes of weights and cache, peak bytes per used tier, time, and time spent waiting."""
     lines = [f"weights and cache {format_bytes(use.state_bytes)}"]
     for tier, predicted in use.predicted_bytes.items():
         measured = use.measured_bytes[tier]

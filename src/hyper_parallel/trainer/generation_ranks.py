@@ -18,7 +18,7 @@ from torch import nn
 from hyper_parallel.backends.torch import check_flow, check_pretrained, data_share, load_pretrained
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
 from hyper_parallel.errors import UnsupportedSharding, reported_by
-from hyper_parallel.ir import Plan, Strategy, Workload
+from hyper_parallel.ir import Plan, Workload
 from hyper_parallel.model import read_config, read_generation_config
 from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime import (
@@ -76,7 +76,14 @@ def generate_on_ranks(
         HyperParallelError: Errors of `PromptBatch`, of launching ranks, and of loading model and tokenizer.
     """
     strategy = parse_strategy(parallel)
-    _check_axes(strategy)
+    if strategy.cp > 1:
+        raise UnsupportedSharding(
+            "generation does not support cp, because a decoding step has a single token per sequence",
+            where=_WHERE,
+            got=f"cp={strategy.cp}",
+            allowed="pp, dp_replicate, dp_shard, tp, ep",
+            hint="leave out cp and its options, or use tp, pp or dp_replicate in its place",
+        )
     kind = None if device == "auto" else device.partition(":")[0]
     if not under_torchrun():
         hint = "fewer ranks, or torchrun --nnodes=N --nproc-per-node=8 -m hyper_parallel generate"
@@ -102,28 +109,10 @@ def generate_on_ranks(
 
 
 def _decode_share(model: nn.Module, batch: PromptBatch, slots: int, stop: StopRequest | None) -> _Sequences:
-    """Decode the prompts of this data-parallel rank; return their sequences by the index of the prompt."""
     share, shares = data_share(model)
     own = dict([*batch.sequences.items()][share::shares])
-    decode(
-        model.eval(),
-        [*own.values()],
-        batch,
-        slots,
-        None if stop is None else lambda: stop.is_requested,
-    )
+    decode(model.eval(), [*own.values()], batch, slots, None if stop is None else lambda: stop.is_requested)
     return own
-
-
-def _check_axes(strategy: Strategy) -> None:
-    if strategy.cp > 1:
-        raise UnsupportedSharding(
-            "generation does not support cp, because a decoding step has a single token per sequence",
-            where=_WHERE,
-            got=f"cp={strategy.cp}",
-            allowed="pp, dp_replicate, dp_shard, tp, ep",
-            hint="leave out cp and its options, or use tp, pp or dp_replicate in its place",
-        )
 
 
 def _model_and_plan(export: Path, parallel: str, dtype: str | None, *, trusted: bool) -> tuple[Any, Plan]:

@@ -95,9 +95,9 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
 
 
 def _folder(loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dict[str, HubName]) -> str:
-    """Return the folder with the downloaded files `part` if `text` is a hub id to download, else `text`.
+    """Download the files `part` of a hub id and return their folder; return `text` if no download is needed.
 
-    Raises UnknownModel (HP304) if `model.path` is a missing path.
+    Raise UnknownModel (HP304) if `model.path` is a missing path. `recorded` is the result of `_recorded`.
     """
     name = parse_name(text)
     if name is None:
@@ -140,7 +140,7 @@ def _is_missing(text: str) -> bool:
 
 
 def _recorded(recipe: Recipe) -> dict[str, HubName]:
-    """Return, by repository, the hub ids with commits that an earlier part of the run has recorded."""
+    """Return a dict from repository to the hub id with the commit that config.yaml of the resumed run records."""
     place = Path(recipe.checkpoint.from_dir or recipe.output_dir)
     if recipe.checkpoint.resume == "never" or not steps(place / "checkpoints"):
         return {}

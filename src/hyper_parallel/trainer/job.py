@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel.config import (
-    DEGREES,
     PAIRED_STAGES,
     PREFERENCE_STAGES,
     LoadedRecipe,
@@ -33,7 +32,7 @@ from hyper_parallel.ir import Certificate, Overlap, Plan, Strategy
 from hyper_parallel.model import GENERATION, is_read, load_model, read_config
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.topology import is_this_machine
-from hyper_parallel.trainer._elastic import replan_for_launched, with_planned_roles
+from hyper_parallel.trainer._elastic import num_ranks, replan_for_launched, with_planned_roles
 from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra, read_extra
 from hyper_parallel.trainer.checkpoints.manifest import step_name, steps
 from hyper_parallel.trainer.data import (
@@ -80,12 +79,12 @@ class Job:
 
     Attributes:
         recipe: Resolved recipe.
-        plan: Plan of the training ranks; if encoders have ranks of their own, of the ranks of the language model.
+        plan: Plan of the training ranks; with `parallel.submodels`, of the ranks of the language model.
         packed: Tokenized and packed data.
         output_dir: Directory of all outputs.
         weights: Directory of the pretrained weights; None: random weights.
         model_files: Texts of the model's config files by file name, for the run and its exports.
-        on_topology: Whether this machine is the topology of the plan. Otherwise predicted and measured times are not
+        on_topology: Whether the plan's topology describes this machine. Otherwise predicted and measured times are not
             compared.
         trained: Description of adapters and trained parameters; empty when all parameters are trained.
         restarted: Whether this is a restart after a failure of ranks, which resumes from the checkpoints of the run.
@@ -111,7 +110,7 @@ class Job:
 
     @property
     def worlds(self) -> tuple[int, ...]:
-        """World sizes: first of all training ranks, including the ranks of encoders, then of each sampling replica."""
+        """World sizes: number of training ranks, including ranks of encoders, then of ranks per sampling replica."""
         return _worlds(self.recipe, self.plan)
 
     @property
@@ -147,7 +146,7 @@ class Job:
         return self.recipe.checkpoint.resume == "never" and not self.restarted
 
     def has_started_since(self, time_s: float) -> bool:
-        """Return whether ranks have started training since `time_s`, according to the time of config.yaml."""
+        """Return whether ranks have started training since `time_s`: whether config.yaml was modified since then."""
         written = self.output_dir / "config.yaml"
         return written.exists() and written.stat().st_mtime >= time_s
 
@@ -211,8 +210,8 @@ class Job:
     def write(self, plan: Plan) -> None:
         """Write the recipe, `plan`, simulated step, data.json, step programs, model config and tokenizer of the run.
 
-        `plan` is the plan as executed by the ranks. The simulated step is that of the prepared plan. The model
-        directory is not rewritten if `model.path` is inside of it.
+        `plan` is the plan that the ranks execute; the simulated step belongs to the prepared plan, `self.plan`. The
+        model directory is not rewritten if `model.path` is inside of it.
         """
         out = self.output_dir
         mark_run_directory(out)
@@ -274,7 +273,7 @@ def _training_ranks(recipe: Recipe) -> int | None:
     if ranks <= sampling:
         replica = recipe.grpo.copy_ranks
         fewer = (ranks - 1) // replica * replica
-        needed = sampling + (1 if recipe.parallel.auto else _num_ranks(recipe))
+        needed = sampling + (1 if recipe.parallel.auto else num_ranks(recipe.parallel))
         raise Contradiction(
             "torchrun has started too few ranks, so no rank is left to train",
             where="grpo.rollout_ranks",
@@ -283,11 +282,6 @@ def _training_ranks(recipe: Recipe) -> int | None:
             + ("" if fewer else _only_learners(recipe)),
         )
     return ranks - sampling
-
-
-def _num_ranks(recipe: Recipe) -> int:
-    """Return the product of the degrees in the recipe."""
-    return math.prod(getattr(recipe.parallel, axis) for axis in DEGREES if axis != "ep")
 
 
 def _only_learners(recipe: Recipe) -> str:
@@ -552,7 +546,6 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
 
 
 def _without_export(recipe: Recipe) -> list[str]:
-    """Return overrides that disable the export and the samples of the exported model."""
     samples = {"sample_prompt=null": recipe.sample_prompt is not None, "sample_answers=0": recipe.sample_answers > 0}
     return ["checkpoint.export=false", *(text for text, is_set in samples.items() if is_set)]
 
@@ -604,7 +597,8 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     check_trackers(recipe.training.report_to, loaded.where("training.report_to"))
     for path in recipe.training.callbacks:
         load_class(path, Callback, loaded.where("training.callbacks"))
-    check_parameters(model, plan, loaded.where("model.path"))
+    remedy = "offload.budget=auto" if isinstance(recipe.offload.budget, int) else None
+    check_parameters(model, plan, loaded.where("offload.budget" if remedy else "model.path"), remedy)
     router_loss = check_routing(model, routing_of(recipe), loaded.where("moe"))
     check_positions(model, recipe, plan, loaded.where("data.seq_len"))
     plan = replace(plan, properties=check_properties(loaded, plan))
@@ -677,7 +671,6 @@ def _resume_dir(recipe: Recipe) -> Path:
 
 
 def _check_checkpoint(loaded: LoadedRecipe) -> None:
-    """Raise CheckpointCorrupt if the recipe requires a checkpoint and the folder to resume from has none."""
     choice, directory = loaded.recipe.checkpoint, _resume_dir(loaded.recipe)
     if not steps(directory) and (choice.resume == "must" or choice.from_dir):
         key = "from_dir" if choice.from_dir else "resume"
@@ -693,7 +686,7 @@ def _check_checkpoint(loaded: LoadedRecipe) -> None:
 def _check_newest(job: Job, loaded: LoadedRecipe) -> None:
     """Check that the run can resume from its newest checkpoint.
 
-    Raise HP104 for a checkpoint after the last step, and HP702 if `run_facts` or the optimizer do not fit it.
+    Raise HP104 for a checkpoint after the last step, and HP702 if `run_facts` or the optimizer do not match it.
     """
     directory, last_step = job.resume_dir, job.recipe.training.steps
     saved_steps = [] if job.recipe.checkpoint.resume == "never" else steps(directory)

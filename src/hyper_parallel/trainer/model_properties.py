@@ -39,7 +39,7 @@ _NOTHING: Final = "nothing"
 def properties_of(
     file: ConfigFile, attention: str | None = None, *, trusted: bool = False, scores: bool = False
 ) -> ModelProperties:
-    """Return the measured properties of the model of a config.
+    """Return the properties of a config's model, measured on a small copy or read from the cache.
 
     If no small copy of the model runs, or the measurement crashes, all properties are marked as unmeasured, with the
     reason. All attention implementations except `eager` are measured with the default of transformers. With `scores`,
@@ -232,7 +232,6 @@ def _num_layers(model: nn.Module) -> int:
 
 
 def _random_model(file: ConfigFile, choices: Mapping[str, Any]) -> nn.Module:
-    """Build the model on the CPU in float64, with random weights initialized by transformers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_from_config(file, torch.float64, device="cpu", **choices)

@@ -35,7 +35,6 @@ class _Line(BaseModel, extra="allow", allow_inf_nan=False):
     seconds: float = 0.0
 
     def to_prompt(self) -> str | Generation:
-        """Return the prompt or, if the line has a continuation, a `Generation` to resume."""
         if self.token_ids is None:
             return self.prompt
         if len(self.logprobs) != len(self.token_ids):
@@ -91,7 +90,6 @@ def read_prompts(path: Path, output: Path | None = None) -> tuple[list[dict[str,
 
 
 def _check_folder(output: Path) -> None:
-    """Check that the folder of an output file can be written; the error proposes another file."""
     try:
         check_writable(output.parent, "--output")
     except OutputNotWritable as error:
@@ -101,7 +99,6 @@ def _check_folder(output: Path) -> None:
 
 
 def _is_continued(text: str) -> bool:
-    """Return whether the first line of `text` is a prompt with its continuation."""
     first = json.loads(text.partition("\n")[0]) if "\n" in text else {}
     return "prompt" in first and all(key in first for key in _CONTINUATION_KEYS)
 

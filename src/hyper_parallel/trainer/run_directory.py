@@ -125,7 +125,7 @@ def claim_run_directory(place: Path, recipe: Recipe) -> None:
 
 
 def write_editable(path: Path, text: str) -> None:
-    """Write a text file of a run; an existing file that was edited to another text is renamed, not overwritten."""
+    """Write a text file of a run; a file that the user has edited to another text is renamed, not overwritten."""
     place = path.parent
     known = _known(place)
     is_edited = path.is_file() and file_facts(path) != known.get(path.name)
@@ -332,7 +332,6 @@ def _is_written(path: Path | None, key: str, *, over: bool) -> bool:
 
 
 def _check_checkpoints(folder: Path) -> None:
-    """Raise HP105 if a checkpoint folder, which a run that starts over removes, contains other files."""
     for step in checkpoints.steps(folder):
         name = checkpoints.step_name(step)
         if foreign := checkpoints.foreign(folder / name):
@@ -393,7 +392,6 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def _remove_partials(directory: Path) -> None:
-    """Remove partial files that `write_text` of a killed process has left."""
     for path in directory.glob(".*.part"):
         match = _PARTIAL.fullmatch(path.name)
         is_own = match is not None and match[1] in (*_CLEARED_FILES, *_KEPT_FILES)
@@ -410,7 +408,7 @@ _PART_FOLDER: Final = re.compile(r"step_(\d{8,15})")
 class RunPart:
     """Part of a run: the steps trained by one process, which starts or resumes after `step`.
 
-    `changed` are the changes of facts since the checkpoint from which the part resumes.
+    `changed` contains the values of `run_facts` that differ from those in the checkpoint from which the part resumes.
 
     Attributes:
         is_late: Whether config.yaml and plan.json in the run directory describe an earlier part until this part has

@@ -53,7 +53,7 @@ class StopRequest:
         self._received: int | None = None
 
     def received(self) -> bool:
-        """Return whether the run shall end, even if the main thread is blocked and has not handled the signal."""
+        """Return whether a signal has arrived, also if the main thread is blocked and has not handled it yet."""
         if self.is_requested or self._received is None:
             return self.is_requested
         return bool(select.select([self._received], [], [], 0)[0])

@@ -365,7 +365,6 @@ def _short_spans(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clip(value: Any, limit: Any) -> Any:
-    """Return a number clipped to `limit`; return `value` unchanged if it is not a number or `limit` is None."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value)(min(value, limit)) if number and limit is not None else value
 

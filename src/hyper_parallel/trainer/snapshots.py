@@ -67,5 +67,5 @@ def _state_bytes(job: Job) -> int:
 
 
 def newest_saved(*folders: Path | None) -> int:
-    """Return the newest step with a complete checkpoint in any of `folders`; 0 if there is no checkpoint."""
+    """Return the newest step with a published checkpoint in any of `folders`; 0 if there is no checkpoint."""
     return max((step for folder in folders if folder for step in steps(folder)), default=0)

@@ -107,8 +107,8 @@ class TextCodec:
         """Create a sequence for decoding from prompt `number` of a batch, or from an interrupted continuation.
 
         Raises:
-            BadValue: HP102 for errors of `encode`, when prompt and continuation exceed the model's context, or when a
-                token is not in its vocabulary.
+            BadValue: HP102 for errors of `encode`, when prompt and continuation exceed the model's context, or when the
+                interrupted continuation has a token outside the vocabulary.
             HyperParallelError: Errors of `encode_parts`, for prompts with content parts.
         """
         previous = source if isinstance(source, Generation) else None
@@ -221,8 +221,7 @@ class PromptBatch:
         for place, source in enumerate(self._prompts):
             prompt = source.prompt if isinstance(source, Generation) else source
             if (sequence := self.sequences.get(place)) is not None:
-                options = sequence, prompt, self.sampling, self.stops
-                generations.append(self._texts.to_generation(*options))
+                generations.append(self._texts.to_generation(sequence, prompt, self.sampling, self.stops))
             elif isinstance(source, Generation):
                 generations.append(source)
         return generations

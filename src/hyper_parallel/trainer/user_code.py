@@ -12,7 +12,7 @@ from hyper_parallel.errors import NotImportable
 
 
 def load_class(path: str, base: type, where: str) -> type:
-    """Import and return the class of a dotted path; the current directory is added to the import path.
+    """Import and return the class at a dotted path; the current directory is added to the import path.
 
     Raises:
         NotImportable: HP109 when the class cannot be imported, or is not a subclass of `base`.
@@ -30,7 +30,9 @@ def load_class(path: str, base: type, where: str) -> type:
 
 
 def load_function(path: str, where: str, known: Sequence[str] = ()) -> Callable[..., Any]:
-    """Import and return the function of a dotted path; the error also lists `known`, the built-in functions.
+    """Import and return the function at a dotted path; the current directory is added to the import path.
+
+    `known` are the names of built-in functions, which the error lists.
 
     Raises:
         NotImportable: HP109 when the function cannot be imported, or is not callable.

@@ -35,7 +35,7 @@ class State:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers of a model, by name with the prefix `model.`.
 
-    Of a model with adapters, return only the adapters and the other trained parameters.
+    For a model with adapters, return only the adapters and the other trained parameters.
 
     Raises:
         BadValue: HP102 for a module whose extra state (`get_extra_state`) is neither a tensor nor None.
@@ -54,7 +54,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
                 f"`{name}` of the model's state dict cannot be saved: it is not a tensor",
                 got=type(value).__name__,
                 allowed="tensors, as parameters and buffers",
-                hint="store it in a buffer: `module.register_buffer(name, tensor)`",
+                hint="replace `get_extra_state` by a buffer: `module.register_buffer(name, tensor)`",
             )
     return tensors
 
@@ -94,7 +94,7 @@ def group_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """Return the nonempty parameter groups of an optimizer as (group, parameters of the group by name).
+    """Return (group, dict from name to parameter) for each nonempty parameter group of an optimizer.
 
     Raises:
         BadValue: HP102 when the optimizer has a parameter that is not part of the model.
@@ -127,7 +127,7 @@ def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ..
 
 
 def joined_groups(groups: list[StoredGroup]) -> tuple[StoredGroup, ...]:
-    """Merge the parameter groups that have equal hyperparameters."""
+    """Merge parameter groups with equal hyperparameters, such as those of several pipeline stages."""
     merged: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
     for group in groups:
         names, _ = merged.setdefault(json.dumps(group.values, sort_keys=True), ({}, group.values))

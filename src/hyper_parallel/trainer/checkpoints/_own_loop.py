@@ -13,6 +13,7 @@ from hyper_parallel.backends.torch import handle
 from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.lora import has_adapters
 from hyper_parallel.errors import (
+    BadValue,
     CheckpointCorrupt,
     CheckpointFormat,
     CheckpointMismatch,
@@ -37,7 +38,7 @@ def save(
 ) -> None:
     """Save model and optimizer as a checkpoint that loads on any layout. Collective: every rank calls this.
 
-    Of a model with adapters, only the adapters and the other trained parameters are saved.
+    For a model with adapters, only the adapters and the other trained parameters are saved.
 
     Args:
         model: Model passed through `parallelize`.
@@ -45,25 +46,28 @@ def save(
         path: Folder of checkpoints, visible to all ranks. The checkpoint becomes a subfolder such as `step_00000010`,
             and an existing one of the same step is replaced.
         step: Number of completed optimizer steps.
-        keep: Number of newest intact checkpoints to keep. Checkpoints of later steps always stay. None: keep all.
+        keep: Number of newest intact checkpoints to keep, at least 1. Checkpoints of later steps always stay. None:
+            keep all.
         extra: JSON values that `load` returns, such as an epoch or `scheduler.state_dict()`. The values of
             rank 0 are stored.
 
     Raises:
         TypeError: The model did not pass through `parallelize`.
         OutputNotWritable: HP105 when the folder is not writable, or the replaced subfolder contains other files.
-        BadValue: HP102 for an extra value or an optimizer state that cannot be stored as JSON or a tensor, or for an
-            optimizer with a parameter that is not part of the model.
+        BadValue: HP102 for `keep` below 1, for an extra value or an optimizer state that cannot be stored as JSON or a
+            tensor, or for an optimizer with a parameter that is not part of the model.
         UnsupportedSharding: HP205 for a tensor whose sharding cannot be stored, such as `Partial` placements.
         LossNotFinite: HP604 when a trained parameter or an optimizer state is NaN or infinite; no file is written.
     """
     plan = handle(model).plan
+    if keep is not None and keep < 1:
+        raise BadValue("`keep` of `hp.save` is below 1", where="keep", got=keep, allowed="1, 2, ..., or None for all")
     fingerprint = {
         "model": plan.model.fingerprint,
         "optimizer": type(optimizer).__name__.lower(),
         "param_dtype": plan.workload.param_dtype,
     }
-    checkpoints = Checkpointer(path, keep=keep or _ALL, asynchronous=False, fingerprint=fingerprint)
+    checkpoints = Checkpointer(path, keep=_ALL if keep is None else keep, asynchronous=False, fingerprint=fingerprint)
     try:
         checkpoints.save(step, model, optimizer, extra)
     except LossNotFinite as error:
@@ -99,13 +103,13 @@ def load(
         CheckpointCorrupt: HP701 when there is no intact checkpoint, or none of `step`.
         CheckpointFormat: HP740 when an earlier version wrote it.
         CheckpointMismatch: HP702 naming the first difference between the checkpoint and this model or optimizer.
-        BadValue: HP102 for an optimizer with a parameter that is not part of the model.
+        BadValue, UnsupportedSharding: HP102, HP205 for a model or optimizer that `save` rejects.
     """
     checkpoints = Checkpointer(path, keep=1, asynchronous=False, fingerprint=None)
     try:
         loaded_step, extra = checkpoints.load(model, optimizer, step)
     except (CheckpointCorrupt, CheckpointFormat, CheckpointMismatch) as error:
-        # The hints of `Checkpointer` are written for runs of a recipe.
+        # The hints of `Checkpointer` name recipe keys.
         error.hint = (error.hint or "").replace(f" with `{START_OVER}`", " without `hp.load`")
         raise
     finally:
@@ -123,7 +127,7 @@ def save_pretrained(
     """Write a transformers model as a directory that `from_pretrained` loads. Collective: every rank calls this.
 
     Tensors of the pretrained files that the model does not use, such as multi-token prediction layers, are copied
-    unchanged. Of a model with adapters, only the adapters and the other trained parameters are written, for peft.
+    unchanged. For a model with adapters, only the adapters and the other trained parameters are written, for peft.
 
     Args:
         model: Transformers model passed through `parallelize`, on any layout.
@@ -135,10 +139,12 @@ def save_pretrained(
 
     Raises:
         ModelUnreadable: HP305 for a model that is not a transformers model, or whose file format joins several layers.
-        BadValue, NoData: HP102, HP602 for tokenizer files that cannot be copied.
+        BadValue, NoData: HP102, HP602 for `max_file_bytes` below 1, or for tokenizer files that cannot be copied.
         OutputNotWritable, RunInUse: HP105, HP720 when the directory is rejected, not writable or in use.
         LossNotFinite: HP604 when a trained parameter is NaN or infinite.
     """
+    if max_file_bytes is not None and max_file_bytes < 1:
+        raise BadValue("the size is below 1 byte", where="max_file_bytes", got=max_file_bytes, allowed="1, 2, ...")
     if has_adapters(model):
         export_adapter(model, tokenizer, path)
         return

@@ -55,13 +55,16 @@ def compare_fingerprints(saved: dict[str, Any], expected: dict[str, Any], path: 
         if key == "optimizer" and not index.groups:
             continue
         if saved.get(key) != expected.get(key):
-            problem = f"the checkpoint was saved with another `{key}` than that of this run"
+            problem = f"the checkpoint was saved by a run with another `{key}`"
             values = {"got": expected.get(key), "allowed": saved.get(key)}
             raise _mismatch(problem, path / files.MANIFEST, **values)
 
 
 def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
-    """Raise CheckpointMismatch (HP702) if the facts `expected`, (shape, dtype) by tensor name, differ from `index`."""
+    """Raise CheckpointMismatch (HP702) if names, shapes or dtypes of the model's tensors differ from the index.
+
+    `expected` is a dict from the model's tensor names, over all ranks, to (shape, dtype name).
+    """
     saved = {k: (t.shape, t.dtype) for k, t in index.tensors.items() if k.startswith(MODEL)}
     for key in expected:
         if key not in saved:
@@ -87,10 +90,10 @@ def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
 
 
 def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Path) -> None:
-    """Raise if the optimizer's parameters differ from the saved ones, or its groups lack a saved hyperparameter.
+    """Raise CheckpointMismatch (HP702) if this run lacks a saved parameter or hyperparameter, or adds a parameter.
 
-    Hyperparameters of learning-rate schedulers may be missing. `group_keys` is a dict from parameter name, over all
-    ranks, to the keys of its parameter group, such as `lr`. The error is CheckpointMismatch (HP702).
+    Hyperparameters that only a learning-rate scheduler adds may be missing. `group_keys` is a dict from parameter name,
+    over all ranks, to the hyperparameter names of its parameter group, such as `lr`.
     """
     saved = {name: group.values for group in index.groups for name in group.parameters}
     for name in group_keys:
@@ -114,8 +117,8 @@ def restore_optimizer(
 ) -> dict[str, Tensor]:
     """Restore an optimizer's hyperparameters and non-tensor state from a checkpoint, and allocate its state tensors.
 
-    The state of a parameter without saved state becomes empty. If the saved weight decay differs within a parameter
-    group, the group keeps its own weight decay.
+    A parameter without saved state gets empty state. If the saved weight decay differs within a parameter group, the
+    weight decay of the group does not change.
 
     Returns:
         State tensors of this rank by stored name, for the caller to fill.
@@ -135,7 +138,7 @@ def restore_optimizer(
     for group, members in groups_of(model, optimizer):
         values = dict(saved[next(iter(members))])
         if any(saved[n].get(_DECAY) != values.get(_DECAY) for n in members):
-            # The saved run grouped parameters differently by weight decay, so this group keeps its own decay.
+            # The saved run grouped parameters differently by weight decay.
             values.pop(_DECAY, None)
         numbers = {n: {k: v for k, v in saved[n].items() if k in values} for n in members}
         if mismatched := next((n for n in members if numbers[n] != values), None):
@@ -168,7 +171,7 @@ def restore_optimizer(
 
 
 def _fits(old: object, value: object) -> bool:
-    """Return whether a saved `value` may replace the hyperparameter `old`: a compatible type, finite if a number."""
+    """Return whether a saved `value` may replace the hyperparameter `old`; numbers must be finite, None fits all."""
     if old is None or value is None:
         return True
     if isinstance(old, (list, tuple)):
@@ -180,7 +183,10 @@ def _fits(old: object, value: object) -> bool:
 
 
 def _state_tensor(name: str, stored: StoredTensor, old: object, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return `old` if shape and dtype match, else a new tensor; raise HP702 for a sharded parameter of other shape."""
+    """Return `old` if shape and dtype match, else a new uninitialized tensor.
+
+    Raise HP702 for state of a sharded parameter whose shape differs from the parameter's shape.
+    """
     dtype = getattr(torch, stored.dtype)
     if isinstance(old, Tensor) and tuple(old.shape) == stored.shape and old.dtype == dtype:
         return old
@@ -198,7 +204,7 @@ def _state_tensor(name: str, stored: StoredTensor, old: object, parameter: Tenso
 
 @torch.no_grad()
 def read_tensors(targets: dict[str, Tensor], index: Index, path: Path) -> None:
-    """Fill this rank's shards of the tensors in `targets`, given by stored name, from the checkpoint at `path`."""
+    """Read this rank's shards of `targets`, a dict from stored name to tensor, in place from the checkpoint `path`."""
     opened: dict[str, dict[str, Stored]] = {}
 
     def read(piece: Piece, box: Box) -> Tensor:

@@ -49,8 +49,8 @@ def export_adapter(
 ) -> Path:
     """Write the adapters and other trained parameters of a model as a peft directory; collective over all ranks.
 
-    `metadata` is further metadata of the weight file. The other arguments, and all errors except ModelUnreadable, are
-    those of `export_hf`.
+    `metadata` is added to the metadata of the weight file. The other arguments, and the errors except ModelUnreadable,
+    are those of `export_hf`.
 
     Returns:
         `out_dir`, which `peft.PeftModel.from_pretrained` loads.
@@ -83,7 +83,8 @@ def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
     Adapters and other trained parameters on the meta device move to the CPU; other parameters keep their device.
 
     Returns:
-        Dict from recipe key, such as `lora.r`, to value: `r`, `lora_alpha`, `use_rslora` and the patterns of both.
+        Dict from the recipe keys `lora.r`, `lora.lora_alpha`, `lora.use_rslora`, `lora.rank_pattern` and
+        `lora.alpha_pattern` to their values.
 
     Raises:
         WeightsUnreadable: HP703 when the files cannot be read, the tensors do not match the configuration, or a value

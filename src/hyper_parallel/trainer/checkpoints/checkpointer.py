@@ -1,8 +1,8 @@
-"""Saving and loading of training state, resumable on any layout and world size.
+"""Saving and loading of checkpoints, which load on any layout and world size.
 
-Each rank writes at most one safetensors file; replicated shards are written once. Saves can run in a background thread
-on a copy of the state. A checkpoint is written under a hidden name and published by one rename. It is intact if all
-bytes match their checksums. To load, the ranks first verify all bytes, each a part; then each rank reads its shards.
+Each rank writes at most one safetensors file, and replicated shards are written once. A save can run in a background
+thread on a copy of the state. A checkpoint is written to a hidden directory and published by a rename. Before a load,
+each rank verifies the checksums of a part of the bytes; then each rank reads its shards.
 
 The directory must be visible to all ranks.
 """
@@ -67,8 +67,8 @@ _log = logging.getLogger(__name__)
 class Checkpointer:
     """Writer and reader of the checkpoints of one run, in one directory.
 
-    All methods except `latest` are collective: every rank of the process group calls them in the same order. Without a
-    process group, a single process saves and loads.
+    Construction and all methods except `latest` are collective: every rank of the default process group calls them in
+    the same order. Without a process group, a single process saves and loads.
 
     Args:
         directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`. The first save creates it; every save
@@ -79,10 +79,10 @@ class Checkpointer:
             loading run. None: load from any run with matching tensors; such a checkpointer cannot save.
         on_error: Whether to raise OutputNotWritable for a failed write ("stop"), or to log it ("continue"). With
             "continue", `finish` raises the error of the last save.
-        keep_best: Name of a metric in `extra["metrics"]`. The checkpoint with the lowest value is kept in addition to
-            the newest ones. None: keep only the newest.
-        check_extra: Validator of the `extra` values. A checkpoint counts as damaged if it has rejected values or, after
-            step 0, no optimizer state. None: accept any values.
+        keep_best: Name of a metric in `extra["metrics"]`. The intact checkpoint with the lowest value of this metric
+            is kept in addition to the newest ones. None: keep only the newest.
+        check_extra: Validator of the `extra` values. A checkpoint counts as damaged if the validator rejects its
+            values, or if its step is not 0 and it has no optimizer state. None: accept both.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class Checkpointer:
     ) -> None:
         """Save the state after `step` optimizer steps.
 
-        An asynchronous save copies the blocks that this rank writes into host memory, starts the background write and
-        returns. Every save first waits for the previous save, and raises or logs its error depending on `on_error`.
+        An asynchronous save copies the blocks that this rank writes to host memory, starts the background write and
+        returns. Each call first waits for the previous save, whose error it raises or logs depending on `on_error`.
 
         Args:
             step: Number of completed optimizer steps. An existing checkpoint of this step is replaced.
@@ -129,8 +129,9 @@ class Checkpointer:
             resident: Function that returns the current values of a local tensor, which may be offloaded.
 
         Raises:
-            OutputNotWritable: HP105 when the directory is not writable, unless `on_error` is "continue". The next call
-                of `save`, `load` or `finish` raises the error of a background write. Older checkpoints stay.
+            OutputNotWritable: HP105 when the checkpoint cannot be written, unless `on_error` is "continue". The error
+                of a background write is raised by the next call of `save`, `load`, `finish` or `close`. Older
+                checkpoints stay.
             UnsupportedSharding: HP205 for a partial tensor, or a dim that several mesh axes split unevenly.
             BadValue: HP102 for state that is neither a tensor nor a JSON value, for an unsupported dtype, for a
                 parameter of the optimizer outside the model, and for extra values that are too large or not JSON.
@@ -155,14 +156,14 @@ class Checkpointer:
             self._handle_failure(error)
 
     def finish(self) -> None:
-        """Wait for the background save and raise its error, or the error of the last save that was only logged."""
+        """Wait for the background save, and raise the error of the last save unless it was already raised."""
         self._wait_for_background()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """Call `finish`, then destroy the process group of this checkpointer unless `finish` raises."""
+        """Call `finish`; if it raises no error, destroy the process group of this checkpointer."""
         self.finish()
         self._ranks.close()
 
@@ -181,13 +182,13 @@ class Checkpointer:
             step: Step to load; None: the newest intact checkpoint.
 
         Returns:
-            The loaded step, and the `extra` passed to `save`.
+            The loaded step, and the `extra` values passed to `save`, after a JSON round trip.
 
         Raises:
             CheckpointCorrupt: HP701 when there is no intact checkpoint, or none of `step`; names the damaged files.
             CheckpointFormat: HP740 when an earlier version wrote it.
             CheckpointMismatch: HP702 with the first difference between the checkpoint and this run.
-            BadValue: HP102 for an optimizer with a parameter that is not part of the model.
+            BadValue, UnsupportedSharding: HP102, HP205 for a model or optimizer that `save` rejects.
             OutputNotWritable: HP105 of an earlier background save, unless `on_error` is "continue".
         """
         self._wait_for_background()
@@ -218,9 +219,9 @@ class Checkpointer:
         return loaded_step, read_extra(path)
 
     def newest_intact(self, step: int | None) -> tuple[int, Manifest, Index]:
-        """Return (step, manifest, index) of the checkpoint of `step`; None: of the newest intact checkpoint.
+        """Verify the checkpoint of `step` (None: the newest intact one), and return (step, manifest, index).
 
-        Each rank verifies a part of the bytes. Raise CheckpointCorrupt and CheckpointFormat like `load`.
+        Each rank verifies a part of the bytes. CheckpointCorrupt and CheckpointFormat are raised as by `load`.
         """
         published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
         candidates = published[::-1] if step is None else [s for s in published if s == step]
@@ -240,7 +241,7 @@ class Checkpointer:
         )
 
     def _check(self, step: int) -> tuple[Manifest, Index] | str:
-        """Verify all bytes of a checkpoint; return (manifest, index), or the first damage as text, on all ranks."""
+        """Verify a checkpoint, each rank a part; return (manifest, index), or an error text, equal on all ranks."""
         path, share = self.directory / files.step_name(step), (self._ranks.rank, self._ranks.size)
         contents: list[tuple[Manifest, Index]] = []
 
@@ -314,7 +315,7 @@ class Checkpointer:
         return index, [part for part in parts if writer[part.box] == self._ranks.rank]
 
     def _write(self, step: int, index: Index, parts: list[StatePart], extra: dict[str, Any]) -> None:
-        """Write this rank's blocks, publish the checkpoint, and remove old ones; raise an error on all ranks."""
+        """Write this rank's blocks, publish the checkpoint, and remove old ones; an error is raised on all ranks."""
         path = files.temporary(self.directory, step)
         own = path / f"rank_{self._ranks.rank:05d}.safetensors"
         try:
@@ -348,7 +349,7 @@ class Checkpointer:
         files.publish(self.directory, step)
 
     def _retain(self, written: int) -> None:
-        """Remove checkpoints of steps before `written`, except the `keep` newest intact ones and the best one."""
+        """Remove checkpoints before step `written`, unless they are the best or among the `keep` newest intact ones."""
         published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
         retained: list[int] = []
         for step in published[::-1]:
@@ -369,7 +370,7 @@ class Checkpointer:
         return self._checked[step]
 
     def _best(self, published: list[int]) -> list[int]:
-        """Return the step of the intact checkpoint with the lowest `keep_best` metric, then the newest, as a list."""
+        """Return [step] of the newest intact checkpoint with the lowest `keep_best` metric; [] if there is none."""
         metric, values = self._keep_best, {}
         if metric is None:
             return []
@@ -387,9 +388,9 @@ class Checkpointer:
 def load_newest(
     saved: Sequence[Checkpointer], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[int, dict[str, Any]]:
-    """Load the newest intact checkpoint of several directories; return and raise like `Checkpointer.load`.
+    """Load the newest intact checkpoint of several directories; results and errors are those of `Checkpointer.load`.
 
-    If no directory has an intact checkpoint, the error is that of the first directory.
+    If no directory has an intact checkpoint, the error names the first directory.
     """
     candidates = [(step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)]
     for step, number in sorted(candidates, reverse=True) if len(saved) > 1 else []:

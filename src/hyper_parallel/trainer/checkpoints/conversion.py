@@ -55,7 +55,7 @@ _IMPORTED_DTYPES: Final = ("float32", "float64")
 
 @contextmanager
 def _export_hints() -> Iterator[None]:
-    """Replace the hints of `Checkpointer`, which are written for runs of a recipe, by hints for `checkpoint export`."""
+    """Replace the hints of `Checkpointer`, which name recipe keys, by hints for the command `checkpoint export`."""
     try:
         yield
     except CheckpointCorrupt as error:
@@ -99,7 +99,7 @@ def export_checkpoint(
     Raises:
         BadValue: HP102 for an unknown dtype.
         ModelUnreadable: HP305 when the config is missing or is not a causal language model of transformers.
-        CheckpointMismatch: HP702 when the base weights are not those that the adapters were trained on.
+        CheckpointMismatch: HP702 when the model or, with `merge`, the base weights differ from those of the run.
         UnsupportedSharding: HP205 for adapters of a weight that several modules share, with `merge`.
         HyperParallelError: Other errors of `load_pretrained`, `Checkpointer.load` and `export_hf`.
     """
@@ -130,7 +130,7 @@ def export_checkpoint(
 
 
 def _set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Convert parameters to their stored dtypes; in a model with adapters, convert others to the first stored dtype."""
+    """Convert stored parameters to their dtype in `dtypes`, and base weights of adapters to the first dtype in it."""
     adapted = has_adapters(model)
     for name, parameter in model.named_parameters():
         default = next(iter(dtypes.values())) if adapted else parameter.dtype
@@ -138,7 +138,6 @@ def _set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def _load(model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *, lora: bool, merge: bool) -> None:
-    """Load a checkpoint into a model on the meta device; with `merge`, first load and verify the base weights."""
     base = None
     if merge:
         base = load_base(model, model_dir, frozen=True)
@@ -154,7 +153,10 @@ def _load(model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *,
 
 
 def _carried_weights(model: nn.Module, model_dir: Path, *, merge: bool) -> CarriedWeights | None:
-    """Return the unused tensors recorded in `model_dir` or, without `merge`, in its weight files; None if unknown."""
+    """Return the tensors in `model_dir` that the model does not use; None: `export_hf` decides.
+
+    The tensors are those recorded in `model_dir` or, unless `merge` has loaded the weights, those in its weight files.
+    """
     carried = CarriedWeights.read(model_dir)
     if carried is None and not merge and model_dir.is_dir() and list_weight_files(model_dir).files:
         return carried_of(model, model_dir)
@@ -191,7 +193,13 @@ def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32", 
         HyperParallelError: Errors of `load_pretrained`, `load_adapter` and `Checkpointer.save`.
     """
     check_dtype(dtype, _IMPORTED_DTYPES)
-    _check_empty(directory)
+    if existing := files.steps(directory):
+        raise BadValue(
+            "the directory already has checkpoints",
+            where=str(directory),
+            got=f"steps {', '.join(map(str, existing))}",
+            hint=move_away(directory),
+        )
     model_dir = model_dir.expanduser()
     path, is_adapter = str(model_dir), (model_dir / ADAPTER_CONFIG).is_file()
     if is_adapter:
@@ -211,21 +219,7 @@ def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32", 
                 "`checkpoint export --model %s` writes them with the model",
                 len(carried.names), carried.names[0], shlex.quote(path),
             )  # fmt: skip
-    saver = Checkpointer(
-        directory,
-        keep=1,
-        asynchronous=False,
-        fingerprint={"model": spec.fingerprint, "param_dtype": dtype},
-    )
+    fingerprint = {"model": spec.fingerprint, "param_dtype": dtype}
+    saver = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=fingerprint)
     saver.save(0, model, None, facts)
     return directory / files.step_name(0)
-
-
-def _check_empty(directory: Path) -> None:
-    if existing := files.steps(directory):
-        raise BadValue(
-            "the directory already has checkpoints",
-            where=str(directory),
-            got=f"steps {', '.join(map(str, existing))}",
-            hint=move_away(directory),
-        )

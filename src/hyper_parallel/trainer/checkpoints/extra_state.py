@@ -102,7 +102,7 @@ def check_trainer_extra(step: int, extra: dict[str, Any]) -> str:
 
 
 def encode_extra(extra: dict[str, Any]) -> str:
-    """Return extra values as the text of `extra.json`; raise LimitExceeded beyond the limits for reading."""
+    """Return extra values as the text of `extra.json`; raise LimitExceeded if `read_extra` would reject its size."""
     text = json.dumps(extra, indent=1, sort_keys=True) + "\n"
     if len(text) > EXTRA_LIMITS.num_bytes:
         raise LimitExceeded(f"{len(text):,} bytes, more than {EXTRA_LIMITS.num_bytes:,}")

@@ -42,7 +42,7 @@ _MAX_SHARDED_DIMS: Final = len(AXES)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Stored rectangular block of a tensor: its position in the tensor, and its bytes in a file with their checksum."""
+    """Stored rectangular block of a tensor: position, bytes from `begin` up to `end` in `file`, and their checksum."""
 
     file: str
     offset: tuple[int, ...]
@@ -82,7 +82,7 @@ class Index:
     groups: tuple[StoredGroup, ...] = ()
 
     def by_file(self) -> dict[str, list[tuple[str, str, Piece]]]:
-        """Return a dict from file name to its pieces as (key in the file, dtype, piece), in order of position."""
+        """Return a dict from file name to its pieces as (key in the file, dtype, piece), in the order of the bytes."""
         files: dict[str, list[tuple[str, str, Piece]]] = {}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:

@@ -3,10 +3,11 @@
 checkpoints/
     step_00000010/               published: complete, or damaged after it was written
         manifest.json            format, step, fingerprint, checksums of the other JSON files and of itself
-        index.json               file and bytes of every part of every tensor, and their checksums
+        index.json               shapes and dtypes of tensors; file, bytes and checksum of their pieces
         extra.json               JSON values of the trainer or of a user's loop, such as the position in the data
         rank_00000.safetensors   pieces of tensors, at most one file per rank
     .step_00000020.tmp/          in progress, or left over from a killed run
+    .step_00000010.old/          replaced by a newer checkpoint of the same step, until that is published
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _HIDDEN = re.compile(r"\.(step_\d{8,})\.(tmp|old)")
 _FILES = re.compile(r"(manifest|index|extra)\.json|rank_\d{5,}\.safetensors")
 """Pattern of the names of a checkpoint's files."""
 _KEYS = {"manifest.json": "fingerprint", "index.json": "tensors"}
-"""Key that each of these files has in a checkpoint; other software writes files of the same names."""
+"""Key by which each of these files is recognized, because other software writes files of the same names."""
 _READ_LIMITS: Final = Limits(num_bytes=1 << 26, num_elements=5_000_000)
 
 _log = logging.getLogger(__name__)
@@ -168,9 +169,9 @@ def check(
     Args:
         checkpoint: Directory of the checkpoint.
         contents: Whether to compare the bytes of tensors with their checksums, in addition to file sizes.
-        share: (i, n): compare only every n-th part of the tensors, so that n ranks can divide the reading.
-        check_extra: Validator of the extra values of a trainer's checkpoint, which must have optimizer state after
-            step 0. None: accept any values.
+        share: (i, n): compare only every n-th piece, so that n ranks can divide the reading.
+        check_extra: Validator of the extra values. With a validator, a checkpoint of a step after 0 must also have
+            optimizer state. None: accept any values and a missing optimizer state.
 
     Raises:
         Damaged: For the first file that is missing, differs from its checksum or has invalid content.

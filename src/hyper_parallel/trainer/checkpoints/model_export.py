@@ -1,7 +1,7 @@
 """Export of a model as a Hugging Face directory that `from_pretrained` loads.
 
 Rank 0 gathers one full parameter at a time and converts it to the published format: the names and shapes of the
-model's files on the Hugging Face Hub, for example one tensor per expert. One rename publishes the directory.
+model's files on the Hugging Face Hub, for example one tensor per expert. A rename publishes the complete directory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def export_hf(
 ) -> Path:
     """Write the model, its configuration and its tokenizer; collective over all ranks.
 
-    Memory: each rank holds one full parameter at a time; rank 0 also holds the tensors of incomplete files.
+    Memory: each rank holds at most one full parameter at a time; rank 0 also holds the tensors of incomplete files.
 
     Args:
         model: Hugging Face model of plain tensors or DTensors.
@@ -89,7 +89,7 @@ def export_hf(
         `out_dir`.
 
     Raises:
-        ModelUnreadable: HP305 for a model without a published format, or for an invalid `generation` file.
+        ModelUnreadable: HP305 for an unsupported model, or an invalid `generation` file.
         BadValue, NoData: HP102, HP602 for tokenizer files that cannot be copied.
         OutputNotWritable, RunInUse: HP105, HP720 when the directory is rejected, not writable or in use.
         LossNotFinite: HP604 when a trained parameter is not finite in its stored dtype.
@@ -130,7 +130,7 @@ def _reference_of(model: nn.Module) -> nn.Module:
 def _stored_tensors(
     model: nn.Module, reference: nn.Module, shards: ExportShards, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return a dict from name to (shape, stored dtype) of each parameter and buffer to write."""
+    """Return a dict from each parameter and buffer to write to (full shape, stored dtype)."""
     shapes = {n: v.shape for n, v in reference.state_dict().items() if n in shards.owners}
     forced = {} if dtype is None else published_dtypes(model, dtype)
     names = _stored_once(reference, shapes)
@@ -223,7 +223,6 @@ class _Writer:
             self._add_tensor(key, part.clone(memory_format=torch.contiguous_format))
 
     def _add_tensor(self, key: str, tensor: Tensor) -> None:
-        """Add a converted tensor to its file; write the file if it now has all its tensors."""
         file = self._file_of[key]
         self._open.setdefault(file, {})[key] = tensor
         self._left[file] -= 1
@@ -255,7 +254,7 @@ class _Writer:
 
 
 def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
-    """Return a copy of `config` with the `architectures`, `dtype` and tying of embeddings of the exported model."""
+    """Return a copy of `config` with `architectures`, `dtype` and `tie_word_embeddings` of the exported model."""
     configured, actual = (getattr(c, "tie_word_embeddings", False) for c in (config, reference.config))
     tied = actual or not configured
     config = copy.deepcopy(config) if tied else with_tied_embeddings(config, False)
@@ -265,7 +264,6 @@ def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> A
 
 
 def _main_dtype(stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> torch.dtype:
-    """Return the floating-point dtype of the largest number of elements."""
     elements: Counter[torch.dtype] = Counter()
     for shape, dtype in stored.values():
         if dtype.is_floating_point:
@@ -274,7 +272,7 @@ def _main_dtype(stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> torch.d
 
 
 def _stored_once(reference: nn.Module, state: Iterable[str]) -> list[str]:
-    """Return the names in `state` without tied parameters whose source is in `state`; the source is stored instead."""
+    """Return the names in `state`, except parameters tied to another parameter in `state`, which is stored for both."""
     tied = reference.get_expanded_tied_weights_keys(all_submodels=True)
     return [name for name in state if name not in tied or tied[name] not in state]
 
@@ -337,7 +335,6 @@ def _names_in_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[st
 
 
 def _assign_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
-    """Return a dict from tensor to file name; a file has at most `max_file_bytes`, or a single larger tensor."""
     pattern = "model{suffix}.safetensors"
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=max_file_bytes

@@ -23,6 +23,7 @@ class RankGroup:
     Args:
         place: Path of the output, for error messages.
         own_group: Whether to create a separate process group, which a background thread needs for its collectives.
+            Construction is then collective over all ranks.
     """
 
     def __init__(self, place: Path, *, own_group: bool = False) -> None:
@@ -39,7 +40,10 @@ class RankGroup:
             self.group = None
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
-        """Call `action` on every rank; all ranks return the results in rank order, or raise the lowest rank's error."""
+        """Call `action` on every rank; return the results in rank order, or raise the error of the lowest failed rank.
+
+        Results and errors are equal on all ranks.
+        """
         try:
             outcome: tuple[Any, Exception | None] = action(), None
         except Exception as error:
@@ -58,7 +62,7 @@ class RankGroup:
         return self.everywhere(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def _coded(self, error: Exception) -> Exception:
-        """Return a picklable exception: a HyperParallelError itself, HP105 for an I/O error, else a RuntimeError."""
+        """Return a picklable exception: a HyperParallelError unchanged, HP105 for an I/O error, else a RuntimeError."""
         if isinstance(error, HyperParallelError):
             return error
         if isinstance(error, SafetensorError):  # for example a full disk

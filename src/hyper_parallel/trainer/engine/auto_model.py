@@ -36,7 +36,7 @@ def model_from_config(
         attention: `attn_implementation` of transformers; None: the default of transformers.
         trusted: Permission to run model code in the config's directory. Only model types unknown to transformers need
             this permission.
-        scores: Build a sequence classifier with one label that scores every token, instead of a language model.
+        scores: Whether to build a sequence classifier with one label that scores every token, not a language model.
         device: `meta` for parameters without storage, or `cpu` for random parameters.
 
     Raises:
@@ -88,12 +88,15 @@ def _complete(name: str, module: nn.Module, args: object, output: Any) -> None:
 
 
 def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
-    """Return whether to run model code in the config's directory; raise HP305 for absent or untrusted code."""
+    """Return whether to run model code in the config's directory.
+
+    Raise HP305 for a type that transformers does not know, if the directory has no code or the code is not trusted.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     family = file.values.get("model_type")
-    own_code = family not in CONFIG_MAPPING and "auto_map" in file.values
-    trusted = trusted and own_code and file.directory is not None
+    own_code = family not in CONFIG_MAPPING and "auto_map" in file.values and file.directory is not None
+    trusted = trusted and own_code
     if family not in CONFIG_MAPPING and not trusted:
         raise ModelUnreadable(
             "transformers has no model of this type"

@@ -40,10 +40,10 @@ class BaseWeights:
 
 
 def load_base(model: nn.Module, directory: Path, *, frozen: bool, **options: Any) -> BaseWeights | None:
-    """Load weight files into a model; return their checksum over all ranks if they stay `frozen`, else None.
+    """Load weight files into a model; return their checksum over all ranks with `frozen`, else None.
 
-    With `frozen`, only adapters are trained, and the call is collective over all ranks. `options` are further arguments
-    of `load_pretrained`.
+    `frozen` tells that only adapters are trained; the call is then collective over all ranks. `options` are further
+    arguments of `load_pretrained`.
     """
     report = load_pretrained(model, directory, checksums=frozen, **options)
     if not frozen:

@@ -84,7 +84,6 @@ def media_costs(model: nn.Module, sequences: PackedSequences | JoinedSequences) 
 
 
 def _warn_of_estimate(basis: str, cause: str) -> str:
-    """Log, and return as a note, that media work is estimated by `basis` instead of counted FLOPs."""
     note = f"data.balance: work on images and audio is estimated by {basis}, because {cause}"
     logger.warning("%s", note)
     return note

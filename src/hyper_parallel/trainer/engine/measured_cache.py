@@ -58,7 +58,6 @@ def cached(path: Path, cls: type[T], measure: Callable[[], T]) -> T:
 
 
 def _own_code(file: ConfigFile) -> list[Path]:
-    """Return the Python files in the config's directory if `auto_map` refers to them, else []."""
     if file.directory is None or "auto_map" not in file.values:
         return []
     return sorted(file.directory.glob("*.py"))

@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _matrices(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[nn.Parameter]:
-        """Yield each linear weight of a parameter that has a gradient, as a view with its gradient and momentum."""
+        """Yield a view of each linear weight in `parameter`, with gradient and momentum; nothing without a gradient."""
         if parameter.grad is None:
             return
         state = self.state[parameter]

@@ -6,8 +6,8 @@ only a CPU. Between steps, parameters and optimizer state live on a tier: device
 
 Warm-up steps run before training and are rolled back: an eager step, which accelerators repeat, and a recorded step.
 The first planned step must repeat the results of the eager step, up to the nondeterminism measured on accelerators. The
-recorded step uses other data, another learning rate and another token count. A value that was captured as a constant
-therefore changes the results of the first planned step.
+recorded step uses other data, another learning rate and another token count. If it captures a value as a constant, the
+results of the first planned step therefore differ from the eager step.
 
 Work outside planned steps (start, warm-up, evaluations) runs in a `LruSpillMode`, which evicts the least recently used
 tensors to host memory within the same budget. Every planned step yields an `OffloadRecord`.
@@ -85,7 +85,7 @@ _PHASES: Final = {
 
 
 class PlannedSteps:
-    """Runner of one rank's planned steps.
+    """Runner of one rank's planned steps: training steps that a memory plan controls.
 
     Args:
         loop: Loop that runs training steps without a memory plan.
@@ -110,7 +110,6 @@ class PlannedSteps:
         self._on_cpu = self._torch_device.type == "cpu"
         self._budget, self._spill = assumed.budget_bytes, spill
         spill.owned = partial(gathered_parameters, handle(loop.model).fsdp)
-        self._notes: tuple[str, ...] = ()
         # Predicted and measured timelines of the first step of the current memory plan.
         self._timelines: tuple[Timeline, ...] = ()
         self._replans = self._outside_bytes = 0
@@ -130,12 +129,12 @@ class PlannedSteps:
         Raises:
             CaptureUnsupported: HP511 for a step that cannot be replayed from its recorded operators.
             BudgetImpossible: HP402 when the memory plan or a warm-up step of a rank exceeds the budget.
-            TierFull: HP403 when a tier has no space for the state.
+            TierFull: HP403 when a tier has no space for the plan or the state.
         """
         if self._flash is not None:
             self._flash.mkdir()
         for line in self._assumed.notes:
-            self._note(line)
+            self._say(line)
         self._spill.require(self._largest_update_bytes())
         eager, empty = self._run_and_roll_back(first)
         # Accelerator kernels may be nondeterministic, so a second eager step measures the differences.
@@ -143,8 +142,8 @@ class PlannedSteps:
         if spread := self._expected.spread:
             self._say(
                 f"offload: two eager steps differ by {spread['loss']:.1e} in the loss, because some kernels are not "
-                "deterministic; every tensor of the first planned step is compared with ten times its difference, not "
-                "bit for bit (training.deterministic=true)"
+                "deterministic; the first planned step may differ from them by up to ten times as much per tensor "
+                "(training.deterministic=true: by no bit)"
             )
         with self._rollback():
             self._captured = self._capture(second, empty)
@@ -154,10 +153,6 @@ class PlannedSteps:
         self._record_outside_peak("a warm-up step")
         self._open_device()
         self._say(offload_line(self._plan))
-
-    def _note(self, line: str) -> None:
-        self._notes += (line,)
-        self._say(line)
 
     def _run_and_roll_back(self, inputs: StepInputs) -> tuple[StepOutcome, list[Any]]:
         """Run an eager step and roll it back; return its results, and the storages that the step resized to 0 bytes."""
@@ -169,7 +164,10 @@ class PlannedSteps:
             return StepOutcome.of(outputs, state), self._spill.emptied_storages
 
     def _record_outside_peak(self, activity: str) -> None:
-        """Update the peak device bytes outside planned steps; collective. Raise HP402 if `spill` exceeds the budget."""
+        """Update the peak device bytes outside planned steps; collective.
+
+        Raise BudgetImpossible (HP402) if `spill` exceeded the budget on any rank.
+        """
         most = self._spill.peak_bytes
         if not self._on_cpu:
             most = torch.accelerator.max_memory_allocated(self._torch_device)
@@ -423,7 +421,7 @@ class PlannedSteps:
             key=lambda terms: sum(t.bytes for t in terms if t.tier == "hbm"),
         )
         lines = tuple(f"offload: {line}" for line in self._plan.statement)
-        return replace(plan, memory=fullest, notes=(*plan.notes, *self._notes, *lines))
+        return replace(plan, memory=fullest, notes=(*plan.notes, *self._assumed.notes, *lines))
 
     def write_timelines(self, directory: Path) -> None:
         """Write offload_predicted.json and offload_measured.json, timelines of one planned step, if there is one."""
@@ -431,7 +429,7 @@ class PlannedSteps:
             write_timeline(timeline, directory / f"offload_{name}.json")
 
     def finish(self) -> None:
-        """Release the planned device after the last step; model and optimizer stay readable on their tiers."""
+        """Release the device memory of the plan after the last step; `on_current_tier` still returns the state."""
         self._device.state.materialize_on_use(self._spill)
 
     def close(self) -> None:
@@ -453,7 +451,7 @@ def _refuse_hidden_state(captured: Captured, named: set[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OffloadRecord:
-    """Predicted and measured offload numbers of one step: of one rank, or after `over_ranks` the maximum of all ranks.
+    """Predicted and measured offload numbers of one step, on one rank or, after `over_ranks`, the maximum over ranks.
 
     Attributes:
         pred_memory_bytes: Predicted device memory of the fullest rank: arena and staging buffers. The step's

@@ -80,7 +80,7 @@ class OffloadMachine:
 
 
 def budget_too_small(text: str, budget_bytes: int, least_bytes: int) -> BudgetImpossible:
-    """Return the error `text` for a device budget below `least_bytes`, which the hint proposes as the budget."""
+    """Return the error `text` for a device budget below `least_bytes`; its hint sets the budget to `least_bytes`."""
     error = BudgetImpossible(
         text,
         where="offload.budget",

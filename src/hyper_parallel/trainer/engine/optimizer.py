@@ -73,7 +73,6 @@ class Adafactor(torch.optim.Adafactor):
     """
 
     def _init_group(self, group: dict[str, Any], *tensors: Any) -> bool:
-        """Collect the tensors of a group with torch's method, then replace DTensors by their local tensors."""
         has_complex: bool = super()._init_group(group, *tensors)  # type: ignore[misc]
         for collected in tensors:
             collected[:] = [None if tensor is None else local(tensor) for tensor in collected]
@@ -88,7 +87,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """Return the trained parameters as optimizer groups: a group with weight decay and a group without.
 
     Norms, biases, vectors and state-space parameters have no weight decay. The split depends on module types, names and
-    unsharded shapes, so it is the same on every layout. Empty groups are omitted, except if both groups are empty.
+    unsharded shapes, so it is the same on every layout. Empty groups are omitted; if both are empty, the group with
+    weight decay is returned.
     """
     decayed, undecayed = [], []
     for name, role in trained_roles(model).items():
@@ -216,10 +216,10 @@ def check_optimizer(recipe: Recipe, plan: Plan, where: Callable[[str], str], mod
     except (TypeError, ValueError) as error:
         raise BadValue(
             f"{name} rejects its arguments: {error}",
-            where=where("training.optimizer_args"),
-            got=training.optimizer_args,
+            where=where("training.optimizer_args") if training.optimizer_args else key,
+            got=training.optimizer_args or name,
             allowed=[*inspect.signature(optimizer_class(name)).parameters][1:],
-            hint="set `training.optimizer_args={}`",
+            hint="set `training.optimizer_args={}`" if training.optimizer_args else _adamw_hint(training),
         ) from error
     if name == "muon":
         logger.info(describe_muon(trained_roles(model)))
@@ -261,7 +261,7 @@ def check_resumed_state(training: Training, saved_args: dict[str, Any], director
 
 
 def recipe_values(optimizer: torch.optim.Optimizer, training: Training) -> tuple[str, ...]:
-    """Return the keys of `optimizer.param_groups` whose values a resumed run takes from the recipe if they exist."""
+    """Return the parameter-group keys whose values a resumed run takes from the recipe, not from the checkpoint."""
     parameters = inspect.signature(type(optimizer).__init__).parameters
     return ("weight_decay", *parameters, *training.optimizer_args)
 

@@ -33,9 +33,9 @@ def check_trial_step(
 ) -> None:
     """Check that an optimizer can update a small linear layer, first with ordinary tensors, then with DTensors.
 
-    `build` returns the optimizer of a module. `hint` is the hint of the error. The DTensors are `sharded` and
-    `replicated` as in the run. The trial runs on a CPU. An optimizer that fails on ordinary tensors may need an
-    accelerator, so it is accepted on machines that have an accelerator.
+    `build` returns the optimizer of a module. `hint` is the hint of the error. `sharded` and `replicated` tell how the
+    run distributes parameters; if both are False, DTensors are not tried. The trial runs on a CPU. An optimizer that
+    fails on ordinary tensors may need an accelerator, so it is accepted on machines that have an accelerator.
 
     Raises:
         Contradiction: HP104 with the first line of the optimizer's error.
@@ -92,7 +92,6 @@ def _in_child_process(trial: Callable[[int], _Result]) -> _Result:
 
 
 def _step_failure(optimizer: torch.optim.Optimizer, layer: nn.Module) -> str | None:
-    """Return the first line of the error of an optimizer step; None if the step succeeds."""
     for parameter in layer.parameters():
         parameter.grad = torch.ones_like(parameter)
     try:
@@ -104,7 +103,7 @@ def _step_failure(optimizer: torch.optim.Optimizer, layer: nn.Module) -> str | N
 
 
 def _parallelized_layer(degrees: tuple[int, ...]) -> nn.Module:
-    """Return a linear layer sharded over the last mesh dimension and replicated over the first of two."""
+    """Return a linear layer sharded over the last mesh axis and replicated over the first of two axes."""
     layer = nn.Linear(_SIZE, _SIZE)
     mesh = DeviceMesh("cpu", torch.arange(math.prod(degrees)).view(degrees))
     placements = [*[Replicate()] * (len(degrees) - 1), Shard(0)]

@@ -37,8 +37,8 @@ from hyper_parallel.trainer.engine.torch_engine import TorchEngine
 class FrameworkState:
     """Weights and optimizer state of one rank, stored as arrays of another framework.
 
-    The initial values are those of a torch model and optimizer. Torch shards smaller than `shapes`, the shapes of the
-    framework's arrays by name, are padded with zeros.
+    The initial values are copied from a torch model and optimizer. `shapes` gives the shape of each array by name;
+    smaller torch shards are padded with zeros.
 
     Attributes:
         step: Number of finished optimizer steps; for SGD only those of this process.
@@ -88,7 +88,7 @@ class FrameworkState:
                 state["step"].fill_(self.step)
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Update a torch model or optimizer tensor from the framework's array, and return the tensor, detached."""
+        """Copy the framework's array, if any, into its torch tensor; return the torch tensor, detached."""
         name = self._names.get(id(local(tensor)))
         if name is not None:
             array = torch.from_numpy(self._runner.array(self.values[name]))
@@ -141,7 +141,7 @@ class ProgramLoop(Loop):
         }
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Run the programs of a step; return this rank's share of the loss and the gradient norm before clipping.
+        """Run the programs of a step; return (this rank's share of the loss, gradient norm before clipping).
 
         The program `update` also computes new weights and optimizer state; the method `update` applies them.
         """
@@ -246,7 +246,7 @@ class ProgramEngine(TorchEngine):
         return programs[self.rank % len(programs)]
 
     def facts(self) -> dict[str, Any]:
-        """Return device, package versions and the memory plan of the programs for run.json."""
+        """Return device, package versions and, with offload, the predicted memory of the programs, for run.json."""
         facts = super().facts() | self._runner.facts()
         if (memory := self._programs.memory) is not None:
             facts["program_memory"] = {

@@ -101,7 +101,7 @@ class ProgramPasses:
         return batch if self._is_first else {**batch, "batch.received": received}
 
     def _run(self, schedule: Schedule, compute: Mapping[str, Any]) -> None:
-        """Run this rank's actions of a schedule by the functions `compute`, keyed by action kind (F, B, I).
+        """Run this rank's actions of a schedule with the functions in `compute`, keyed by action kind (F, B, I).
 
         Each function takes a microbatch index and the received tensor or None, and returns the tensor to send or None.
         """

@@ -151,7 +151,7 @@ def read_spec(
         trusted: `model.trust_remote_code` of the recipe.
         tried: Whether to also set `ModelSpec.unsplit` for a spec from the transformers model: the axes, pp or cp, that
             the forward does not support according to a test.
-        scores: Read the model as a sequence classifier with one label.
+        scores: Whether to read the model as a sequence classifier with one label.
 
     Raises:
         ModelUnreadable: HP305 when transformers cannot build a language model from the config.
@@ -176,7 +176,6 @@ def read_spec(
 
 
 def _with_kept(spec: ModelSpec, measured: KeptActivations | None) -> ModelSpec:
-    """Return the spec with measured activations, and with a note if only formulas estimate them."""
     formulas = UNMEASURED_ACTIVATIONS.format(family=spec.family)
     notes = tuple(note for note in spec.notes if note != formulas)
     if measured is None:
@@ -194,15 +193,15 @@ def check_parameters(model: nn.Module, plan: Plan, where: str, remedy: str | Non
         NotDivisible: HP203 for a dimension that a layout does not divide.
         RuleError: HP204 for invalid sharding rules.
         UnsupportedSharding: HP205 for an unsupported layout.
-        DoesNotFit: HP401 for a plan on this machine that needs more than 16 times the memory of a rank.
+        DoesNotFit: HP401 for a plan on this machine that needs more than 16 times the device memory of a rank.
     """
     most = _FAR_TOO_LARGE * plan.memory_capacity_bytes
     if plan.topology == "local" and 0 < most < plan.memory_bytes:
         raise DoesNotFit(
-            f"the plan needs more than {_FAR_TOO_LARGE} times the memory that a rank has on this machine",
+            f"the plan needs more than {_FAR_TOO_LARGE} times the device memory of a rank",
             where=where,
             got=f"{format_bytes(plan.memory_bytes)} on a rank, {plan.model.num_params:,} parameters",
-            allowed=f"{format_bytes(plan.memory_capacity_bytes)}",
+            allowed=f"up to {format_bytes(most)}",
             hint=remedy or f"a smaller model, or {topology_hint()}",
         )
     try:
@@ -263,6 +262,11 @@ def routing_of(recipe: Recipe) -> Routing:
     return Routing(choice.aux_loss_coef, choice.bias_update_rate, choice.capacity_factor)
 
 
+def torch_hint(recipe: Recipe) -> str:
+    """Return overrides that select the back end torch, which has no `training.compile=graph-kernel`."""
+    return "backend=torch" + (" training.compile=true" if recipe.training.compile == "graph-kernel" else "")
+
+
 def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
     """Return the strategy of each sub-model by name: `language` first, then the encoders of `parallel.submodels`.
 
@@ -290,7 +294,7 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
     an index of weight files or weights in another format, means a pretrained model, whose weight files must exist.
 
     Raises:
-        WeightsUnreadable: HP703 when the weight files of a pretrained model are missing.
+        WeightsUnreadable: HP703 when weight files are missing for a pretrained model or `model.init: pretrained`.
     """
     path, init = recipe.model.path, recipe.model.init
     directory = read_config(path).directory
@@ -327,8 +331,8 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
 def set_token_ids(model: nn.Module, tokenizer_dir: str | Path, *, pretrained: bool) -> None:
     """Copy the ids of special tokens from the tokenizer into the configs of a model.
 
-    A model that is not `pretrained` gets `bos_token_id` and `eos_token_id`. A classifier gets `pad_token_id`, or
-    `eos_token_id` in its place: a transformers classifier takes its score from the last token that is not padding.
+    A model that is not `pretrained` gets `bos_token_id` and `eos_token_id`. A classifier gets `pad_token_id`, because
+    transformers takes its score from the last token that is not padding. Without a pad token, this is the EOS token.
     """
     scores = scores_tokens(model)
     if pretrained and not scores:
@@ -447,10 +451,7 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
         refuse_other_inputs(model, axes, tensors)
     hints = {
         "offload": (recipe.offload.on, "offload=null"),
-        "backend": (
-            recipe.backend != "torch",
-            "backend=torch" + (" training.compile=true" if recipe.training.compile == "graph-kernel" else ""),
-        ),
+        "backend": (recipe.backend != "torch", torch_hint(recipe)),
     }
     for key, (applies, hint) in hints.items():
         if applies:

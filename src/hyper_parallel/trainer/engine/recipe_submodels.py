@@ -43,8 +43,8 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     Raises:
         BadValue, DegreesMismatch: HP102 or HP301 for invalid values of `parallel.submodels`.
         UnsupportedSharding: HP205 for a model that cannot be divided into sub-models, or an unsupported layout.
-        BatchMismatch: HP308 when the number of microbatches is not a multiple of a sharded tower's microbatches per
-            round.
+        BatchMismatch: HP308 when the number of microbatches is not a multiple of the number that a sharded encoder
+            processes per round.
         HyperParallelError: Errors of `check_optimizer` for the layout of a sub-model.
     """
     layouts = submodel_layouts(loaded.recipe, plan)
@@ -61,7 +61,7 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
             sequences = lanes.padded(count) * (work.microbatch or 1) * plan.strategy.dp
             changes["training.tokens_per_step"] = sequences * work.seq_len
         raise BatchMismatch(
-            f"accumulation_steps is no multiple of {lanes.width}, the microbatches per round of a sharded encoder",
+            f"accumulation_steps must be a multiple of {lanes.width}, the microbatches per round of a sharded encoder",
             where=loaded.where("training.accumulation_steps"),
             got=f"{count} microbatches",
             allowed=f"a multiple of {lanes.width}",
@@ -72,7 +72,7 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
 
 
 def divided_step(recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: Mapping[str, float]) -> DividedStep:
-    """Predict the seconds and the memory of a step of the towers and of the language model with plan `plan`.
+    """Predict seconds and memory of a step, for the towers and for the language model, whose plan is `plan`.
 
     If the config lacks the sizes of a tower, the tower is assumed to reach the FLOP/s of the language model. The memory
     of this tower and of the language model is then not predicted. `sequence_flops` is the result of
@@ -115,7 +115,7 @@ def _at_language_rate(plan: Plan, flops: float, frozen: bool) -> TowerPrice:
 
 
 def planning_request(recipe: Recipe, model: nn.Module, plan: Plan) -> PlanRequest:
-    """Return the planner request of the language model's workload and ranks, from which towers are priced."""
+    """Return the planner request for the language model; its machine model also predicts the times of encoders."""
     spec = read_model(model, recipe.model.path)
     ranks = plan.strategy.world_size
     request = resolve(spec, recipe.topology, plan.workload, ranks)

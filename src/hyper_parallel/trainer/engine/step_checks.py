@@ -31,12 +31,13 @@ def check_ranks(
 ) -> None:
     """Check that data-parallel ranks compute bitwise equal activations and gradients; collective over all ranks.
 
-    All data-parallel ranks pass the same microbatches with `tokens` valid tokens, by which the loss is divided. The
-    gradients of the model are cleared.
+    All data-parallel ranks pass the same microbatches. The loss is divided by `tokens`, the number of their valid
+    tokens. The gradients of the model are cleared.
 
     Raises:
-        RanksDisagree: HP625 on all ranks, naming the ranks that differ from the majority. Without a majority the error
-            names the ranks whose second run differs from their first, or else all ranks without a majority.
+        RanksDisagree: HP625 on all ranks, naming the ranks that differ from the majority of their data-parallel peers.
+            If peers have no majority, all ranks run the check again. Of these peers, the error names the ranks whose
+            two results differ or, if there are none, all ranks.
     """
     first = _checksums(model, microbatches, tokens, step)
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -104,10 +105,10 @@ def _checksums(model: nn.Module, microbatches: Sequence[dict[str, Tensor]], toke
 
 
 def first_not_finite(model: nn.Module, rerun: Callable[[], Any], stage: int) -> str | None:
-    """Rerun a step to find the first tensor with NaN or infinity; collective, with the same result on all ranks.
+    """Find the first tensor of a step with NaN or infinity; collective, with the same result on all ranks.
 
-    `rerun` repeats forward and backward with the same random numbers. The gradients of the model are cleared. `stage`
-    is the pipeline stage of this rank.
+    If all parameters are finite, `rerun` repeats forward and backward with the same random numbers. The gradients of
+    the model are cleared. `stage` is the pipeline stage of this rank.
 
     Returns:
         Description of the tensor and its rank; None if all parameters, module outputs and gradients are finite.

@@ -27,7 +27,7 @@ WINDOW: Final = range(2, 13)
 """Recorded steps: step 2, in which `MemoryGauge` counts bytes, and ten later steps, few enough for small files."""
 _MAX_RANKS: Final = 64
 _MAX_FLIGHTS: Final = 20_000
-"""Maximum number of a rank's collectives in a timeline; `overlap` also counts collectives above this number."""
+"""Maximum number of a rank's collectives in a timeline; `overlap` counts all collectives."""
 _ACTION: Final = re.compile(r"\d+([FBIW])\d+")
 """Name of a pipeline action: stage, direction, microbatch."""
 

@@ -1,7 +1,8 @@
 """Training step, loss scale and evaluation, with the same code on every layout.
 
-Without a learning stage, the loss of a step is the cross entropy summed over the valid tokens of all data-parallel
-ranks and microbatches, divided by the number of these tokens. Gradients are summed over ranks and microbatches.
+Without a learning stage (such as DPO), the loss of a step is the cross entropy summed over the valid tokens of all
+data-parallel ranks and microbatches, divided by the number of these tokens. Gradients are summed over ranks and
+microbatches.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class StepInputs:
     Attributes:
         microbatches: Model inputs by name, for each microbatch of this rank; with sub-models, None for a microbatch
             without inputs on this rank.
-        valid_tokens: Number of target tokens in the step, over all ranks.
+        valid_tokens: Number by which the summed loss is divided: target tokens in the step, over all ranks; at least 1.
         lr: Learning rate.
     """
 
@@ -115,8 +116,8 @@ class SkipPolicy:
     """Rule for skipping steps; a skipped step changes neither parameters nor optimizer states.
 
     Attributes:
-        nonfinite: Whether a non-finite loss or gradient norm skips the step. If False, it ends the run, unless float16
-            can lower its loss scale.
+        nonfinite: Whether a non-finite loss or gradient norm skips the step. If False, it ends the run, unless the loss
+            scale of float16 can still be lowered.
         max_norm: Gradient norm above which a step is skipped; None: no limit.
         num_consecutive: Number of consecutive steps skipped until now.
     """
@@ -131,7 +132,10 @@ class SkipPolicy:
         return self.nonfinite or self.max_norm is not None
 
     def skips(self, shared: Tensor) -> Tensor:
-        """Return a bool scalar on the device: whether to skip the step with this result of `Loop.reduce_step_log`."""
+        """Return whether loss or gradient norm is not finite, or the norm exceeds `max_norm`, as a bool scalar tensor.
+
+        `shared` is the result of `Loop.reduce_step_log`.
+        """
         skip = ~torch.isfinite(shared[-2:]).all()
         return skip if self.max_norm is None else skip | (shared[-1] > self.max_norm)
 
@@ -139,7 +143,8 @@ class SkipPolicy:
         """Count a finished step, which the learning stage may have `rejected`; return whether it was skipped.
 
         Raises:
-            LossNotFinite: HP604 after `MAX_CONSECUTIVE_SKIPS` skipped steps in a row, other than by the loss scale.
+            LossNotFinite: HP604 after `MAX_CONSECUTIVE_SKIPS` skipped steps in a row. While the rule is disabled, steps
+                skipped by the loss scale are not counted.
         """
         spike = self.max_norm is not None and output.grad_norm > self.max_norm
         skipped = spike or rejected or not output.finite
@@ -163,14 +168,14 @@ class Loop:
     Attributes:
         model: Model passed through `parallelize`, with weights.
         optimizer: Optimizer of the model.
-        plan: Plan by which the model is parallelized.
+        plan: Plan passed to `parallelize`.
         world: Ranks of the process group, and this rank's device.
         recorder: Recorder of timeline spans.
         gauge: Gauge of peak memory.
         max_grad_norm: Maximum norm for gradient clipping; None: no clipping.
         scale: Dynamic loss scale of float16; None: no loss scaling.
-        wishes: Function that returns (stop, save): whether this rank requests the end of the run or a checkpoint after
-            the current step.
+        wishes: Function that returns (stop, save): whether this rank requests the end of the run, and whether it
+            requests a checkpoint, after the current step.
         seed: Function that seeds the random generators, given the step.
         policy: Rule for skipping steps.
         stage: Learning stage, such as DPO or GRPO; None: cross entropy on the data.
@@ -256,7 +261,7 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
-        """Evaluate the held-out rows, the first (only) step of `batches`; return their mean loss and scores."""
+        """Evaluate the held-out rows, which are the only step of `batches`; return the mean loss and other metrics."""
         self.recorder.begin_step(None)
         self.model.eval()
         with self.recorder.span("evaluation", "evaluation"):
@@ -313,7 +318,7 @@ class Loop:
             return loss_sum, clip_grad_norm_(self.model, self.max_grad_norm)
 
     def reduce_step_log(self, loss_sum: Tensor, memory_bytes: int, grad_norm: float | Tensor = 0.0) -> Tensor:
-        """Combine peak memory, stop and save requests, and the share of the loss of all ranks in one all-reduce.
+        """Combine the peak memory, stop and save requests, and loss shares of all ranks in one all-reduce.
 
         `grad_norm` is already equal on every rank.
 
@@ -353,8 +358,8 @@ class Loop:
     ) -> StepResult:
         """Copy the result of `reduce_step_log` to the host, as a `StepResult` without token count and seconds.
 
-        `outcome` is the consequence of a non-finite loss, and `locate` describes the first non-finite value or returns
-        None; both are part of the error.
+        The error contains `outcome`, the consequence of a non-finite loss, and the result of `locate`, which describes
+        the first non-finite value; None: it is not known.
 
         Raises:
             LossNotFinite: HP604 for a non-finite loss or norm, unless the policy skips non-finite steps or the loss
@@ -373,7 +378,7 @@ class Loop:
         return output
 
     def count_routing(self) -> Routing:
-        """Return tokens per expert, summed over ranks, and the auxiliary loss of the step; None if none were counted.
+        """Return tokens per expert, summed over ranks, and the auxiliary loss of the step; None without router counts.
 
         Router biases are updated, and counts are reset; see `backends.torch.count_routing`.
         """
@@ -401,7 +406,6 @@ class Loop:
         return self._grids[size]
 
     def _balance(self, batches: Batches | StreamBatches, step: int) -> dict[str, Any] | None:
-        """Return the media balance of step `step`, counted from 1, for its record; None without balancing."""
         grid = self._grid(batches)
         if grid is None or not isinstance(batches, Batches):
             return None

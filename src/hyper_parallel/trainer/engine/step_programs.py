@@ -1,9 +1,8 @@
 """Capture of a training step as step programs, for back ends other than torch.
 
 A step program is a graph of tensor operators with static shapes (`StepProgram`), which another framework compiles. A
-step has three programs: loss, gradients and optimizer update. Ranks differ in their programs only inside a block: one
-pipeline, or one tensor- or expert-parallel group. All blocks run the same programs, so only the ranks of one block are
-captured.
+step has three programs: loss, gradients and optimizer update. A block is one pipeline, or one tensor- or
+expert-parallel group. All blocks run the same programs, so only the ranks of one block are captured.
 """
 
 from __future__ import annotations
@@ -45,14 +44,16 @@ from hyper_parallel.errors import (
     BudgetImpossible,
     Contradiction,
     MissingDependency,
+    TierFull,
     UnsupportedSharding,
 )
 from hyper_parallel.ir import Layout, Plan, Strategy
+from hyper_parallel.memory import with_capacity_hint
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.shard import completed_changes
 from hyper_parallel.trainer.engine.offload_machine import OffloadMachine, budget_too_small
 from hyper_parallel.trainer.engine.optimizer import build_optimizer
-from hyper_parallel.trainer.engine.recipe_model import build_model, routing_of
+from hyper_parallel.trainer.engine.recipe_model import build_model, routing_of, torch_hint
 
 VALID_TOKENS: Final = "valid_tokens"
 """Name of the batch value by which the loss is divided."""
@@ -102,14 +103,15 @@ def capture_programs(
 ) -> tuple[StepPrograms, ...]:
     """Capture the step programs of a recipe, for each rank of one block (see `program_block`).
 
-    `router_loss` describes the auxiliary loss of expert routers; None: no auxiliary loss.
+    `router_loss` describes the auxiliary loss of expert routers; None: no auxiliary loss. `where` returns the origin of
+    a recipe key, for errors.
 
     Raises:
         MissingDependency: HP501 when the back end, or a command that operator fusion needs, is not installed.
         Contradiction: HP104 for a recipe feature that step programs do not support, or for operators that the back end
             lacks.
         UnsupportedSharding: HP205 for an unsupported layout.
-        BudgetImpossible, TierFull: HP402 or HP403 when no memory plan fits the tiers.
+        BudgetImpossible, TierFull: HP402 or HP403 when no memory plan fits device or host memory.
     """
     backend = BACKENDS[recipe.backend]
     if find_spec(backend.framework) is None:
@@ -146,7 +148,7 @@ def capture_programs(
             f"{type(model).__name__} uses operators that the back end {recipe.backend} does not support",
             where=where("backend"),
             got=", ".join(f"{op} ({module})" if module else op for op, module in missing.items()),
-            hint=_torch_hint(recipe),
+            hint=torch_hint(recipe),
         )
     return tuple(captured)
 
@@ -158,7 +160,6 @@ def _capture(
     layouts: Mapping[str, Layout],
     where: Callable[[str], str],
 ) -> StepPrograms:
-    """Capture the programs of one rank from a model of this rank's shards; `layouts` are by parameter name."""
     if has_dropout(model):
         own = has_dropout(model, adapters=False)
         key = "training.disable_dropout" if own else "lora.lora_dropout"
@@ -207,22 +208,27 @@ def _with_memory_plan(
         if name not in gradients.inputs and not name.startswith("grad.")
     )
     budget, least = assumed.budget_bytes, peak_bytes(update)
-    if budget is not None and budget < least:
-        raise budget_too_small("the optimizer update does not fit the device budget", budget, least)
+    enough = None if budget is None else max(budget, least)
     try:
-        return plan_program(
+        planned = plan_program(
             gradients,
             assumed.planned,
             assumed.roofline,
-            budget_bytes=None if budget is None else budget - states,
+            budget_bytes=None if enough is None else enough - states,
             max_slowdown=assumed.choice.max_slowdown,
             recompute=assumed.choice.recompute,
             reorder=assumed.choice.reorder,
         )
     except BudgetImpossible as error:
-        least = max(least, error.least_bytes + states)
         text = "no memory plan fits the device budget"
-        raise budget_too_small(text, budget or 0, least) from error
+        raise budget_too_small(text, budget or 0, error.least_bytes + states) from error
+    except TierFull as error:
+        error.where, error.got = "offload.budget", f"{budget} bytes"
+        device = error.enough_bytes["device"] + states
+        raise with_capacity_hint(error, {**error.enough_bytes, "device": device}) from None
+    if budget is not None and budget < least:
+        raise budget_too_small("the optimizer update does not fit the device budget", budget, least)
+    return planned
 
 
 def _recomputed_layers(model: nn.Module, strategy: Strategy) -> list[str]:
@@ -259,7 +265,10 @@ def _block_plan(plan: Plan, block: Strategy) -> Plan:
 
 
 def _traced_world(recipe: Recipe, block: Strategy, position: int) -> AbstractContextManager[World | None]:
-    """Return a context of a fake world for a rank of a block, or of None for one rank without `moe.capacity_factor`."""
+    """Return the context of a fake world for rank `position` of a block.
+
+    For a block of one rank without `moe.capacity_factor`, the value of the context is None.
+    """
     if block.world_size == 1 and recipe.moe.capacity_factor is None:
         return nullcontext()
     return World.fake(position, block.world_size, TRACED)
@@ -278,6 +287,7 @@ def update_scalars(optimizer: torch.optim.Optimizer, step: int, lr: float) -> di
     """Return the scalar inputs of program `update` by name, for step number `step`, counted from 1.
 
     For AdamW, `step_size` is `lr` divided by the first bias correction, and `root` is the square root of the second.
+    For other optimizers, the only scalar is `lr`.
     """
     if not isinstance(optimizer, torch.optim.AdamW):
         return {"lr": lr}
@@ -317,7 +327,7 @@ def _use_static_forms(model: nn.Module) -> None:
 def _check_recipe(recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]) -> None:
     training = recipe.training
     refused = {
-        "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", _torch_hint(recipe)),
+        "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", torch_hint(recipe)),
         "offload.flash_dir": (
             recipe.offload.on and recipe.offload.flash_dir is not None, "offload to files",
             "offload.flash_dir=null" + (" offload.flash=null" if recipe.offload.flash is not None else ""),
@@ -352,11 +362,6 @@ def _check_recipe(recipe: Recipe, plan: Plan, router_loss: str | None, where: Ca
     _check_layout(recipe, plan.strategy, where("parallel"))
 
 
-def _torch_hint(recipe: Recipe) -> str:
-    """Return overrides that select the back end torch, whose layers are compiled without graph kernels."""
-    return "backend=torch" + (" training.compile=true" if recipe.training.compile == "graph-kernel" else "")
-
-
 def _check_layout(recipe: Recipe, strategy: Strategy, where: str) -> None:
     """Raise UnsupportedSharding (HP205) for mesh axes that step programs do not support.
 
@@ -388,13 +393,12 @@ def _check_layout(recipe: Recipe, strategy: Strategy, where: str) -> None:
 
 
 def _without_stages(recipe: Recipe) -> dict[str, object]:
-    """Return overrides that reset the keys of a recipe that fix its number of pipeline stages."""
     unset: dict[str, object] = {"stage_layers": [], "schedule_file": ""}
     return {f"parallel.{key}": value for key, value in unset.items() if getattr(recipe.parallel, key)}
 
 
 def _layout_changes(recipe: Recipe, strategy: Strategy, degrees: Mapping[str, int]) -> dict[str, object]:
-    """Return recipe changes for a supported layout, with changes of other keys that would contradict it."""
+    """Return overrides that set the mesh `degrees` and adapt the keys that would contradict these degrees."""
     changes: dict[str, object] = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
     if degrees.get("pp") == 1 and strategy.pp > 1:
         changes |= {"parallel.virtual_stages": 1} if recipe.parallel.virtual_stages > 1 else {}
@@ -410,7 +414,6 @@ def _layout_changes(recipe: Recipe, strategy: Strategy, degrees: Mapping[str, in
 
 
 def _check_shared(recipe: Recipe, strategy: Strategy, stages: StageModules, where: str) -> None:
-    """Raise UnsupportedSharding (HP205) if more than two pipeline stages exist and some of them share parameters."""
     if stages.shared and strategy.pp > 2:
         raise UnsupportedSharding(
             "pipeline stages share parameters, such as tied embeddings, which is supported for two stages only",
@@ -433,8 +436,9 @@ def _clip_function(
 ) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
     """Return a traceable function from a rank's gradients to their global norm and the clipped gradients.
 
-    The function first sums gradients over `dp_replicate`, and those of parameters shared by stages over `pp`.
-    `strategy` is that of all ranks, and `layouts` are keyed by parameter name. None as `max_norm`: no clipping.
+    The function first sums the gradients over `dp_replicate`, and gradients of parameters that stages share over `pp`.
+    `strategy` is the strategy of all ranks, and the keys of `layouts` are parameter names. With `max_norm` None, the
+    gradients are not clipped.
     """
     parallel, tp = attached(model), strategy.tp
     first = 0 if parallel is None else parallel.ranks.rank // tp * tp

@@ -41,9 +41,9 @@ def choose_submodels(
 ) -> tuple[LoadedRecipe, str, Certificate]:
     """Choose the layout with the shortest predicted step per token, among layouts that fit in device memory.
 
-    All `ranks` ranks are used. The work of each encoder is estimated from images or recordings at the start of the
-    first step. `plan_of` and `batches_of` return the plan of the language model and the training batches of a recipe
-    with explicit sub-models.
+    All `ranks` ranks are used. The work of each encoder is estimated from the first images or audio recordings of the
+    first step. For a recipe with explicit sub-models, `plan_of` returns the plan of the language model, and
+    `batches_of` returns the training batches.
 
     Returns:
         Recipe with the chosen layout, a note for the plan, and the certificate of the search.
@@ -90,7 +90,6 @@ def choose_submodels(
 
 
 def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> UnsupportedSharding:
-    """Return the error for an encoder whose time cannot be predicted; its hint sets the layout `parts`."""
     return UnsupportedSharding(
         "the time of the encoder cannot be predicted",
         where=loaded.where("parallel.submodels"),
@@ -112,7 +111,6 @@ def _no_memory(loaded: LoadedRecipe, steps: Sequence[DividedStep], capacity_byte
 
 
 def _note(plan: SubmodelsPlan, proof: Certificate) -> str:
-    """Return a note for the plan: chosen layout, number of layouts, predicted step time and its lower bound."""
     layout = ", ".join(
         f"{part.name} ({part.degrees}) on {plural(len(part.ranks), 'rank')} from rank {part.ranks[0]}"
         for part in plan.parts

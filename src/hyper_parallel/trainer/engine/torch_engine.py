@@ -127,10 +127,13 @@ class TorchEngine:
         self._stack.close()
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Load the newest intact checkpoint or snapshot; return its step and extra values, (0, {}) for a new run.
+        """Load the newest intact checkpoint or snapshot; return its step and extra values.
+
+        Return (0, {}) if there are none, or if the run ignores them.
 
         Raises:
             CheckpointCorrupt: HP701 when checkpoints exist, but none is intact.
+            CheckpointFormat: HP740 when an earlier version wrote the newest one.
             CheckpointMismatch: HP702 for a checkpoint of another model or optimizer.
         """
         if self._job.ignore_checkpoints:
@@ -152,7 +155,12 @@ class TorchEngine:
         return done, extra
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
-        """Prepare for the steps after step `done`: open checkpoints, begin the stage and, with offload, plan memory."""
+        """Prepare the steps after step `done`: open checkpoints, begin the learning stage, plan memory with offload.
+
+        Raises:
+            CheckpointMismatch: HP702 when the base weights of adapters differ from those of the checkpoint.
+            HyperParallelError: Errors of the learning stage and, with offload, of `PlannedSteps.prepare`.
+        """
         job, training = self._job, self._recipe.training
         if self._base is not None:
             self._inputs.check(BASE, self._base.checksum, str(job.weights))
@@ -212,7 +220,7 @@ class TorchEngine:
             return (self._planned or self._loop).step(step, batches, lr)
 
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
-        """Evaluate the held-out rows, the first (only) step of `batches`; return their mean loss and scores."""
+        """Evaluate the held-out rows, which are the only step of `batches`; return the mean loss and other metrics."""
         streamed = self._spill if self._planned is None else self._planned.streamed()
         with streamed or nullcontext():
             return self._loop.evaluate(batches)
@@ -241,7 +249,6 @@ class TorchEngine:
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
-        """Profile the context with torch.profiler if the window of `training.profile` includes the step."""
         window = self._recipe.training.profile
         if window is None or (self.rank and window.ranks == "first"):
             yield
@@ -256,7 +263,7 @@ class TorchEngine:
             self._profiles.close()
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress, and write the final plan with its timelines if memory is planned."""
+        """Wait for the checkpoint in progress; with offload, also write the final plan and its timelines."""
         self._saver.finish()
         self._profiles.close()  # the run may end inside the profiled window
         if (planned := self._planned) is not None:

@@ -13,9 +13,10 @@ from hyper_parallel.config import Training
 
 
 def transformers_factor(training: Training, options: dict[str, Any]) -> Callable[[int], float]:
-    """Return `training.lr_schedule` as a function from the number of finished steps to the rate divided by the peak.
+    """Return a function from the number of finished steps to the learning rate divided by `training.lr`.
 
-    `options` are the schedule's own arguments, as in `lr_scheduler_kwargs`.
+    The function is the schedule `training.lr_schedule` of transformers. `options` are the additional arguments of this
+    schedule, which transformers calls `lr_scheduler_kwargs`.
     """
     from transformers import get_scheduler
 
