@@ -93,7 +93,6 @@ CONTRADICTIONS = (
     "launch.nnodes=2 launch.launcher=torchrun",
     "launch.nnodes=2 launch.launcher=ray parallel=auto",
     "launch.launcher=kubernetes",
-    "parallel.tp=2 parallel.tp_x=4",
 )
 KEYS_AND_VALUES = (
     "learning_rate=1e-5", "training.eval_steps=4", "lr=1e-4", "lora_alpha=8", "optimizer.lr=1e-4", "report_to=wandb",

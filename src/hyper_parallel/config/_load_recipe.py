@@ -18,7 +18,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
@@ -109,18 +109,20 @@ class LoadedRecipe:
         origins: Origin of every value by dotted key: `default`, `recipe`, `extends FILE`, `command line`, `derived:
             REASON`, or the origin of a layer that `load_recipe` or `with_submodels` was given.
         path: The recipe file.
+        aliases: Alias that the user wrote, by dotted key: `parallel.tp` for `parallel.tp_x`.
     """
 
     recipe: Recipe
     origins: dict[str, str]
     path: Path
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, key: str) -> str:
         """Return the origin of a value or section for errors: `recipe.yaml: training.lr (set by command line)`."""
         below = {origin for name, origin in self.origins.items() if name.startswith(f"{key}.")} - {_DEFAULT}
         section = below.pop() if len(below) == 1 else "recipe" if below else _DEFAULT
         origin = self.origins.get(key, _DEFAULT)
-        return _where(self.path, key, section if origin == _DEFAULT else origin)
+        return _where(self.path, self.aliases.get(key, key), section if origin == _DEFAULT else origin)
 
 
 def load_recipe(
@@ -156,10 +158,11 @@ def load_recipe(
     """
     path = Path(path)
     refuse_data_file(path)
-    merged = _merge_layers(path, overrides, layers)
+    merged, aliases = _merge_layers(path, overrides, layers)
     origins = {dotted(key): origin for key, (_, origin) in merged.items()}
-    sources = _Sources(path, origins, overrides, is_recipe=layers is None)
-    recipe = validated(Recipe, _nest(path, merged), sources.where, sources.as_override)
+    named = origins | {alias: origins[key] for key, alias in aliases.items()}
+    sources = _Sources(path, named, overrides, is_recipe=layers is None)
+    recipe = validated(Recipe, _nest(path, merged), sources.where, sources.as_override, aliases)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
     try:
         for derive in (derive_warmup, derive_unset, derive_submodels):
@@ -167,7 +170,7 @@ def load_recipe(
     except Contradiction as error:
         error.where = f"{path}: {error.where}"
         raise
-    return _checked(LoadedRecipe(recipe, resolved, path))
+    return _checked(LoadedRecipe(recipe, resolved, path, aliases))
 
 
 def _checked(loaded: LoadedRecipe) -> LoadedRecipe:
@@ -278,7 +281,7 @@ def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
     recipe = with_values(loaded.recipe, "training", {"steps": steps, "epochs": None})
     reason = f"derived: training.epochs={loaded.recipe.training.epochs:g}"
     origins = {**loaded.origins, "training.steps": reason}
-    return _checked(LoadedRecipe(derive_warmup(recipe, origins), origins, loaded.path))
+    return _checked(replace(loaded, recipe=derive_warmup(recipe, origins), origins=origins))
 
 
 def with_submodels(loaded: LoadedRecipe, parts: Mapping[str, Mapping[str, Any]], origin: str) -> LoadedRecipe:
@@ -295,7 +298,7 @@ def with_submodels(loaded: LoadedRecipe, parts: Mapping[str, Mapping[str, Any]],
     update = {"submodels": Submodels.model_validate(parts), "world_size": None}
     origins = {**loaded.origins, **{f"parallel.{key}": origin for key in update}}
     recipe = derive_submodels(with_values(loaded.recipe, "parallel", update), origins)
-    return _checked(LoadedRecipe(recipe, origins, loaded.path))
+    return _checked(replace(loaded, recipe=recipe, origins=origins))
 
 
 def _where(path: Path, key: str, origin: str) -> str:
@@ -396,15 +399,23 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
         whole = isinstance(value, Mapping) and field is not None and is_mapping(field.annotation)
         unset = value is None and field is not None and type(None) not in get_args(field.annotation)
         if whole or unset:
-            layer = {k: v for k, v in layer.items() if k[: len(key)] != key}
+            layer = {k: v for k, v in layer.items() if _without_alias(k)[: len(key)] != _without_alias(key)}
             layer[key] = _UNSET
         items = [] if unset else [(key, value)]
         if isinstance(value, Mapping):
             items = [*_flatten(reduce(lambda inner, part: {part: inner}, reversed(key), value), Recipe)]
         for name_of_item, item in items:
-            layer.pop(name_of_item, None)  # a repeated key counts at its last place
+            for known in [k for k in layer if _without_alias(k) == _without_alias(name_of_item)]:
+                del layer[known]  # a repeated key counts at its last place
             layer[name_of_item] = item
     return layer
+
+
+def _without_alias(key: _Key) -> _Key:
+    """Return a key with the name of the field that it sets: `parallel.tp_x` for `parallel.tp`."""
+    if key[:1] != ("parallel",) or len(key) == 1:
+        return key
+    return (key[0], Parallel.KEY_ALIASES.get(key[1], key[1]), *key[2:])
 
 
 def _override_hint(words: Sequence[str]) -> str | None:
@@ -491,8 +502,12 @@ def _has_joined_key(value: Any) -> bool:
 
 def _merge_layers(
     path: Path, overrides: Sequence[str], layers: Sequence[tuple[str, Mapping[str, Any]]] | None
-) -> dict[_Key, tuple[Any, str]]:
-    """Return a dict from key to (value, origin) after merging all layers; arguments as for `load_recipe`."""
+) -> tuple[dict[_Key, tuple[Any, str]], dict[str, str]]:
+    """Merge all layers; arguments as for `load_recipe`.
+
+    Return a dict from key to (value, origin), and a dict from dotted key to the alias that the user wrote for it.
+    """
+    aliases: dict[str, str] = {}
     merged: dict[_Key, tuple[Any, str]] = {("parallel", "auto"): (True, _DEFAULT)}
     if layers is None:
         sources = list(_layers(path, overrides))
@@ -500,7 +515,7 @@ def _merge_layers(
         sources = [(origin, {_split(key): v for key, v in layer.items()}) for origin, layer in layers]
         sources.append((_COMMAND_LINE, _override_layer(path, overrides)))
     for origin, layer in sources:
-        _merge_parallel(path, merged, layer, origin)
+        _merge_parallel(path, merged, layer, origin, aliases)
         _merge_word(merged, layer, ("overlap",), Overlap.WORDS)
         _merge_word(merged, layer, ("parallel", "submodels"), Submodels.WORDS)
         _drop_replaced(merged, layer)
@@ -509,7 +524,7 @@ def _merge_layers(
                 _drop(merged, key)
             else:
                 merged[key] = (value, origin)
-    return merged
+    return merged, {key: alias for key, alias in aliases.items() if _split(key) in merged}
 
 
 def _drop(merged: dict[_Key, tuple[Any, str]], key: _Key) -> None:
@@ -535,18 +550,25 @@ def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any
                 _drop(merged, key)
 
 
-def _merge_parallel(path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], origin: str) -> None:
-    """Apply the rules of the `parallel` section to a layer before merging it; HP104 if `tp` and `tp_x` differ."""
+def _merge_parallel(
+    path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], origin: str, aliases: dict[str, str]
+) -> None:
+    """Apply the rules of the `parallel` section to a layer before merging it; HP104 if `tp` and `tp_x` differ.
+
+    Enter the aliases of the layer into `aliases`, and remove those of earlier layers whose key the layer sets.
+    """
     auto = ("parallel", "auto")
     if layer.get(("parallel",)) == "auto":
         del layer[("parallel",)]
         layer.setdefault(auto, True)
         for degree in DEGREES:
             merged.pop(("parallel", degree), None)
-    aliased = [k for k in layer if k[0] == "parallel" and k[1:] and k[1] in Parallel.KEY_ALIASES]
-    for key in aliased:
-        alias, name = key[1], Parallel.KEY_ALIASES[key[1]]
-        target, value = ("parallel", name, *key[2:]), layer.pop(key)
+    for key in layer:
+        aliases.pop(dotted(key), None)
+    for key in [k for k in layer if _without_alias(k) != k]:
+        target, value = _without_alias(key), layer.pop(key)
+        alias, name = key[1], target[1]
+        aliases[dotted(target)] = dotted(key)
         if (named := layer.setdefault(target, value)) != value:
             raise Contradiction(
                 f"`parallel.{alias}` and `parallel.{name}` are two names of one degree",

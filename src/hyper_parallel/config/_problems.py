@@ -327,12 +327,14 @@ class _InvalidValues:
         where: As for `validated`.
         as_override: As for `validated`.
         data: Values of the file, as passed to pydantic.
+        aliases: As for `validated`.
     """
 
     model: type[BaseModel]
     where: Callable[[str], str]
     as_override: Callable[[str, object, str], str]
     data: object
+    aliases: Mapping[str, str]
 
     def problems(self, error: ValidationError) -> list[HyperParallelError]:
         """Return the coded errors for the first `_MOST_PROBLEMS` items of a validation error, in pydantic's order."""
@@ -349,7 +351,8 @@ class _InvalidValues:
         # A tagged union puts its tag into the path, in brackets.
         path = tuple(part for part in item["loc"] if not str(part).startswith("["))
         value = item["input"]
-        key, field = dotted(path), field_at(self.model, path)
+        field = field_at(self.model, path)
+        key = self.aliases.get(dotted(path), dotted(path))
         allowed = None if field is None else describe(field)
         is_extra = item["type"] == "extra_forbidden"
         if (
@@ -429,7 +432,7 @@ class _InvalidValues:
 
     def _value_hint(self, path: Sequence[str | int], value: object) -> str | None:
         """Return a hint with a similar value, a list, another key or, if none of these fits, the default; else None."""
-        field, key = field_at(self.model, path), dotted(path)
+        field, key = field_at(self.model, path), self.aliases.get(dotted(path), dotted(path))
         if field is None:
             return None
         near = _near_value(self.model, field, path, value)
@@ -498,6 +501,7 @@ def validated(
     data: object,
     where: Callable[[str], str],
     as_override: Callable[[str, object, str], str],
+    aliases: Mapping[str, str] = types.MappingProxyType({}),
 ) -> S:
     """Return the validated section; if there are several problems, the error lists the others.
 
@@ -507,6 +511,7 @@ def validated(
         where: Function from a dotted key to its origin, for errors: `recipe.yaml: training.lr (set by command line)`.
         as_override: Function for hints: `as_override(key, value, written)` returns the assignment in the user's syntax;
             `written` is the key that the user wrote.
+        aliases: Alias that the user wrote, by dotted key, for keys that are not named as in the section.
 
     Raises:
         UnknownKey: HP101 for a key that the section does not have.
@@ -515,7 +520,7 @@ def validated(
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise_all(_InvalidValues(model, where, as_override, data).problems(error))
+        raise_all(_InvalidValues(model, where, as_override, data, aliases).problems(error))
         raise
 
 
