@@ -30,6 +30,7 @@ CONTRADICTIONS = (
     "stage=dpo data.max_bytes=1000",
     "stage=dpo offload.budget=auto",
     "stage=rm sample_prompt=x",
+    "stage=dpo dpo.beta=0.2 parallel.submodels.vision.dp_shard=1",
     "stage=rm training.check_ranks_every=2 training.deterministic=true",
     "dpo.beta=0.2",
     "stage=grpo grpo.rollout_ranks=auto",
