@@ -153,7 +153,7 @@ def error_of_file(error: OSError) -> HyperParallelError:
     if errno.errorcode.get(error.errno or 0, "") not in _FILE_ERRORS:
         _defect(error)
     if error.filename is None:
-        if error.errno in DISK_ERRORS:
+        if error.errno in DISK_ERRORS and error.errno != errno.EIO:  # reading can also raise EIO
             return OutputNotWritable("the output cannot be written", got=error.strerror, hint="df -h .")
         return OutputNotWritable("a file or stream cannot be opened, read or written", got=error.strerror)
     return not_writable(error, error.filename, "a file cannot be read or written")
