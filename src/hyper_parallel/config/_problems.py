@@ -115,7 +115,7 @@ def _describe(annotation: Any) -> str:
         words = [_describe(a) for a in arguments if a is not type(None)]
         return " or ".join([*words, "null"] if type(None) in arguments else words)
     if origin is typing.Literal:
-        return ", ".join(str(a) for a in arguments)
+        return ", ".join("true" if a is True else str(a) for a in arguments)
     if origin in (list, tuple):
         if origin is tuple and Ellipsis not in arguments:
             return f"a list of {len(arguments)} values, each {_describe(arguments[0])}"
