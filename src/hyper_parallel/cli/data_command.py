@@ -106,7 +106,6 @@ def _print(sample: DataSample, max_records: int) -> None:
 
 
 def _partial_note(sample: DataSample, max_records: int) -> str:
-    """Return a note that names the limit at which counting stopped: bytes of text, or number of records."""
     from hyper_parallel.trainer.data_sample import MAX_BYTES
     from hyper_parallel.units import format_bytes
 

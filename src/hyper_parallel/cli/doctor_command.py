@@ -173,7 +173,6 @@ def _python() -> Finding:
 
 
 def _compiler() -> Finding:
-    """Return the finding on the compiler g++, which back ends need for generated kernels."""
     path = shutil.which("g++")
     gives = " and ".join(b.commands["g++"] for b in BACKENDS.values() if "g++" in b.commands)
     if path is None:

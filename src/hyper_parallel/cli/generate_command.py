@@ -110,13 +110,11 @@ def _check_code_options(no_code: bool, trusted: bool) -> None:
 
 
 def _media_error(kind: str, path: str, *, from_file: bool) -> BadValue:
-    """Return the error for an image or recording without a prompt, or with a file of prompts."""
     hint = f"leave out --{kind}, or give --prompt in place of --prompts" if from_file else '--prompt "What is this?"'
     return BadValue(f"--{kind} needs --prompt, the text of the message that contains it", got=path, hint=hint)
 
 
 def _prompts_conflict(source: _ModelSource, has_prompt: bool, as_json: bool, parallel: str) -> Contradiction:
-    """Return the error for options that `--prompts` excludes, or that exclude each other."""
     single = [name for name, is_given in (("--prompt", has_prompt), ("--json", as_json)) if is_given]
     if single:
         names = " and ".join(single)

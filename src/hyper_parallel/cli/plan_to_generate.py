@@ -92,7 +92,6 @@ def _mostly(seconds: float, terms: dict[str, float]) -> str:
 
 
 def _rows(plan: GenerationPlan) -> list[tuple[str, str]]:
-    """Return pairs of label and text, the rows of the printed panel."""
     p, w = plan.best, plan.workload
     memory = f"weights {format_bytes(p.weight_bytes)} + cache {format_bytes(p.cache_bytes)} per device"
     total = f"{format_bytes(p.memory_bytes)} of {format_bytes(plan.device_bytes)}"

@@ -98,7 +98,6 @@ def _job_file(launcher: str, job: Job, words: Sequence[str]) -> tuple[Path, str]
 
 
 def _write_job_file(job: Job, path: Path, text: str) -> None:
-    """Write a script or manifest into the run directory, and print it on standard error."""
     from hyper_parallel.serde import write_text
     from hyper_parallel.trainer.run_directory import claim_run_directory
 

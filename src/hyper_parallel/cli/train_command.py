@@ -81,7 +81,6 @@ def train(
 
 
 def _trace_command(words: Sequence[str], options: Mapping[str, object]) -> str:
-    """Return the command that traces a dry run; `words` are recipe and overrides, `options` has values by option."""
     command = ["hyper-parallel", "train", *words, "--dry-run", "--trace"]
     for name, value in options.items():
         if name != "--trace" and value is not None and value is not False:
@@ -108,7 +107,6 @@ def _train_recipe(
     no_calibrate: bool,
     no_code: bool,
 ) -> None:
-    """Train a recipe with its overrides and the layout of the saved plan, if there is one."""
     from hyper_parallel.hub import permit_stream
 
     loaded, saved = _load_with_plan(recipe, values, plan, no_code)
@@ -126,7 +124,6 @@ def _train_recipe(
 def _load_with_plan(
     recipe: Path, values: Sequence[str], plan: Path | None, no_code: bool
 ) -> tuple[LoadedRecipe, _SavedPlan | None]:
-    """Return a recipe with its overrides and the layout of the saved plan, if there is one; and that plan."""
     loaded = load_any_recipe(recipe, values, no_code)
     if plan is None:
         return loaded, None
@@ -309,7 +306,6 @@ def _is_newer(path: Path, other: Path) -> bool:
 
 
 def _kernel_lines(kernels: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield lines about the fused kernels of a run; `kernels` has the operators of each, largest kernel first."""
     if not kernels:
         return
     yield f"{len(kernels)} fused kernels of {sum(map(len, kernels))} operators"

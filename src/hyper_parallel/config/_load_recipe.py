@@ -174,7 +174,6 @@ def load_recipe(
 
 
 def _checked(loaded: LoadedRecipe) -> LoadedRecipe:
-    """Return the recipe unchanged; raise Contradiction (HP104) if its values contradict each other."""
     raise_all(check_recipe(loaded.recipe, loaded.where))
     return loaded
 
@@ -333,7 +332,6 @@ def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_K
 
 
 def _grandparent_error(parent: Path, grandparent: object) -> Contradiction:
-    """Return the error for the key `extends` with the value `grandparent` in the file `parent`."""
     hint = f"remove `extends` from {parent}"
     if isinstance(grandparent, str):
         file = parent.parent / grandparent
@@ -483,12 +481,10 @@ def _yaml_problem(name: str, text: str, cause: Exception) -> tuple[str, str | No
 
 
 def _with_spaces(value: Any, text: str) -> str | None:
-    """Return the text of a mapping such as `{r:8}` with the spaces that YAML needs; None for another value."""
     return re.sub(r"([{,]\s*[^\s{}\[\],:]+):(?=\S)", r"\1: ", text) if _has_joined_key(value) else None
 
 
 def _has_joined_key(value: Any) -> bool:
-    """Return whether YAML has read `key:value` without a space as one key without a value, at any depth."""
     if isinstance(value, list):
         return any(map(_has_joined_key, value))
     return isinstance(value, Mapping) and any(

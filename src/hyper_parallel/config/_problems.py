@@ -193,7 +193,6 @@ def _section_at(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseM
 
 
 def _without_member(model: type[BaseModel], path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Return a path of a pydantic error without the name of a union member that pydantic may append."""
     field = field_at(model, path[:-1])
     if field is None or isinstance(path[-1], int) or field_at(model, path) is not None:
         return path
@@ -302,7 +301,6 @@ def _assignments(model: type[BaseModel], section: type[BaseModel], key: str, tex
 
 
 def _has_keys(field: FieldInfo) -> bool:
-    """Return whether a field is a section, a collection of sections, or a mapping with free keys."""
     arguments = typing.get_args(field.annotation)
     mapping = is_mapping(field.annotation) or any(map(is_mapping, arguments))
     return mapping or section_of(field.annotation) is not None
@@ -453,7 +451,6 @@ class _InvalidValues:
         return f"write `{self.as_override(key, field.default, key)}`, the default"
 
     def _main_key_hint(self, field: FieldInfo, key: str, value: object) -> str | None:
-        """Return the hint for a plain value in place of a section; None if no key of the section accepts the value."""
         section = optional_section(field.annotation)
         if section is None:
             return None
@@ -470,7 +467,6 @@ class _InvalidValues:
         return None
 
     def _foreign_hint(self, key: str, value: object) -> str | None:
-        """Return the hint for a key of another training program, or None if the name is unknown."""
         names: Mapping[str, ForeignKey] = getattr(self.model, "FOREIGN_KEYS", {})
         written = key.lower().replace("-", "_").split(".")
         parts = [part for part in written if not part.isdigit()] or written

@@ -123,7 +123,6 @@ class MixedSource(Section):
 
 
 def _entry(value: object) -> object:
-    """Return the entry of a source that is given as a text; other values are unchanged."""
     return {"source": value} if isinstance(value, str) else value
 
 
@@ -377,7 +376,6 @@ class LanguageDegrees(TowerDegrees):
 
 
 def _refuse_keys_beside_auto(section: _S) -> _S:
-    """Return the section unchanged; raise ValueError if `auto` is true and another key is set."""
     if getattr(section, "auto", False) and section.model_fields_set - {"auto"}:
         name = type(section).__name__.lower()
         raise ValueError(f"`{name}: auto` cannot be combined with other keys of `{name}`, which the planner chooses")

@@ -17,7 +17,6 @@ def _submodels(recipe: Recipe) -> Submodels:
 
 
 def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the placeholder values for the first part with other ranks than its degrees need; None if all match."""
     parts = _submodels(recipe)
     for name, part in {"language": parts.language, **parts.towers}.items():
         if part.ranks is not None and len({*part.ranks}) != part.num_ranks:

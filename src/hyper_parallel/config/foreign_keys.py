@@ -28,7 +28,6 @@ class ForeignKey:
 
 
 def _by_name(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """Return a dict from name to key, for a table from key to names."""
     return {name: key for key, names in table.items() for name in names}
 
 

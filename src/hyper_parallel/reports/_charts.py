@@ -144,7 +144,6 @@ def _draw_line(plot: Any, line: Curve, points: Sequence[tuple[float, float]], x_
 
 
 def _legend(lines: Sequence[Curve], bands: Sequence[Span], *, resumed: bool) -> list[tuple[str, str, str]]:
-    """Return the legend entries of lines and bands and, if `resumed`, of the vertical lines that mark resumes."""
     styles = {line.label: (line.label, line.color, line.style) for line in lines}
     kinds = dict.fromkeys(s.category for s in bands)
     keys = [*styles.values(), *((k, COLORS[k], "band") for k in kinds)]

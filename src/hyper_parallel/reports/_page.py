@@ -229,7 +229,6 @@ def _reward_chart(sources: Sequence[_Source], **options: Any) -> Chart | None:
 
 
 def _preference_charts(sources: Sequence[_Source], **options: Any) -> dict[str, Chart | None]:
-    """Return the charts of accuracy, margin and scores of preference stages, by name; None for a chart without data."""
     charts = {}
     for key in ("accuracy", "margin"):
         lines = [s.curve("training", key, "preference") for s in sources]
@@ -241,7 +240,6 @@ def _preference_charts(sources: Sequence[_Source], **options: Any) -> dict[str, 
 
 
 def _accuracy_chart(sources: Sequence[_Source], **options: Any) -> Chart | None:
-    """Return the chart of the fractions of right held-out answers and tokens; None if no evaluation has them."""
     lines = [
         s.held_out(f"held-out {name}s", f"{name}_accuracy", style=style)
         for s in sources
@@ -299,7 +297,6 @@ def _stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _single(run: RunRecord) -> dict[str, Chart | None]:
-    """Return the charts that only the page of a single run has, by name: cost terms, memory, timelines, offload."""
     plan, timeline = run.plan, run.timeline
     charts: dict[str, Chart | None] = {"terms": _terms(run)}
     for tier in dict.fromkeys(t.tier for t in plan.memory):
@@ -319,7 +316,6 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
 
 
 def _lanes(timeline: Timeline) -> Chart:
-    """Return a chart of the first `_MAX_LANES` lanes of a timeline that have spans of nonzero duration."""
     drawn = _working_lanes(timeline)[:_MAX_LANES]
     names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in drawn}
     return lanes(_with_labels(timeline, kind_of), names)
@@ -331,7 +327,6 @@ def _working_lanes(timeline: Timeline) -> list[str]:
 
 
 def _with_labels(timeline: Timeline, kind: Callable[[str, str], str]) -> list[Any]:
-    """Return the spans with a readable label as name, and with the result of `kind(name, category)` as category."""
     return [replace(s, name=words(s.name), category=kind(s.name, s.category)) for s in timeline.spans]
 
 
@@ -373,7 +368,6 @@ def _phases(timeline: Timeline) -> dict[str, float]:
 
 
 def _memory(run: RunRecord, tier: str) -> Chart:
-    """Return a chart of the predicted and measured peak bytes of a memory tier by kind."""
     plan = run.plan
     predicted = {t.name: float(t.bytes) for t in plan.memory if t.tier == tier}
     rows = [_by_kind("predicted", predicted, memory_kind, format_bytes)]
@@ -439,7 +433,6 @@ def _mesh(mesh: Mesh) -> dict[str, Any] | None:
 
 
 def _layout(layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """Return the dims of a layout with their mesh axes, and the shard counts of the first two, for the template."""
     rows, columns = [*(mesh.degree(axes) for axes in layout.axes[:2]), 1, 1][:2]
     dims = layout.dims or [f"d{i}" for i in range(len(layout.axes))]
     return {

@@ -253,14 +253,12 @@ def _text(path: Path, limits: Limits = _FILE) -> str:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Return the values of the recipe by dotted key; empty for a run without a recipe file."""
     if not path.is_file():
         return {}
     return dict(flatten(read_mapping(path, RunUnreadable, "recipe of the run")))
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """Return the content of run.json; empty if the file does not exist."""
     facts: dict[str, Any] | None = read_record(path, _ABOUT, "recorded settings", _FILE)
     return facts or {}
 

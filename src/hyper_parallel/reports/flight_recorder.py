@@ -266,7 +266,6 @@ def _dtypes(entry: Mapping[str, Any]) -> str:
 
 
 def _call(entry: Mapping[str, Any]) -> str:
-    """Return a description of one collective, with the innermost recorded line outside torch."""
     dtypes = ", ".join(map(str, entry.get("input_dtypes") or []))
     shapes = ", ".join(map(str, entry["input_sizes"]))
     state = entry.get("state") or "unknown"

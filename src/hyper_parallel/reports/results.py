@@ -111,7 +111,6 @@ def _quality(run: RunRecord) -> Iterator[Result]:
 
 
 def _preference(prefix: str, first: Mapping[str, float] | None, last: Mapping[str, float] | None) -> Iterator[Result]:
-    """Yield accuracy and margin of a preference stage from its `last` record, and the first accuracy as note."""
     first, last = first or {}, last or {}
     if (accuracy := last.get("accuracy")) is not None:
         note = f"from {first['accuracy'] * 100:.1f} %" if first.get("accuracy") is not None else ""

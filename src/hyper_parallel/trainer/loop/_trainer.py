@@ -224,7 +224,6 @@ class Trainer:
         return self._write_summary(run, seconds) if engine.rank == 0 else None
 
     def _load(self) -> _RunState:
-        """Load the newest checkpoint, if there is any; return the progress from which this process starts."""
         job, training = self._job, self._job.recipe.training
         done, extra = self._engine.load()
         facts = run_facts(job) | {"environment.device": self._engine.facts().get("device")}
@@ -243,7 +242,6 @@ class Trainer:
         return _RunState(done, done + 1, last_step, complete, stopping, part, facts, history)
 
     def _open_records(self, run: _RunState, stack: ExitStack) -> None:
-        """Write recipe and plan unless `RunPart.is_late`, and open the metric files unless the run had ended before."""
         job, recipe = self._job, self._job.recipe
         with written(job.output_dir):
             mark_run_directory(job.output_dir)

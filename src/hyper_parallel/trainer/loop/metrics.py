@@ -223,7 +223,6 @@ def _keep_until(path: Path, step: int) -> str | None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step in a line of a JSONL file; None for a damaged line."""
     try:
         step = parse_json(line, _RECORD)["step"]
     except (ValueError, KeyError, TypeError):
@@ -265,7 +264,6 @@ def log_line(record: StepRecord, steps: int) -> str:
 
 
 def _three_digits(text: str) -> str:
-    """Round the number at the start of a text to three significant digits, for example `139 GiB` or `12.3k`."""
     number = re.match(r"[\d,.]+", text)
     if number is None:
         return text

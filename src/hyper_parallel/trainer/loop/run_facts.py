@@ -94,7 +94,6 @@ def _contents(job: Job) -> dict[str, str | None]:
 
 
 def _model_code(job: Job) -> str | None:
-    """Return the checksum of the Python files in the model directory, or None if none of them may run."""
     directory = Path(job.recipe.model.path).expanduser()
     if not (job.recipe.model.trust_remote_code and directory.is_dir()):
         return None
@@ -121,7 +120,6 @@ def _source_checksum(path: str) -> str | None:
 
 
 def _files_checksum(paths: list[Path]) -> str | None:
-    """Return a checksum over the contents of the readable files, in order; None if no file is readable."""
     digests = []
     for path in paths:
         with suppress(OSError):
@@ -271,7 +269,6 @@ def _default(key: str) -> Any:
 
 
 def _is_fixed(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether a changed key must not change on resume."""
     if key.startswith(f"{MODEL_CONFIG}."):
         both = key in saved and key in facts
         same_classes = saved.get(_VERSION) == facts.get(_VERSION)

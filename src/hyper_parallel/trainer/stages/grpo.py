@@ -175,7 +175,6 @@ class GrpoStage(LearningStage):
         return _split_batch(batch, size), int(tokens)
 
     def _sample(self, microbatches: Microbatches, batches: Any, step: int) -> Completions:
-        """Return the completions of this rank's rows in rollout `step`, sampled here or by dedicated ranks."""
         size = len(microbatches[0]["input_ids"])
         count = size * len(microbatches)
         first = self.rank * count
@@ -243,7 +242,6 @@ class GrpoStage(LearningStage):
         }
 
     def _means(self, sums: list[float], total: float) -> dict[str, float]:
-        """Return means over `total` completions, with keys reward, completion_tokens, stopped and reward_NAME."""
         functions = [f"reward_{name}" for name in self.settings.reward_names]
         names = ["reward", "completion_tokens", "stopped", *functions]
         return {name: value / total for name, value in zip(names, sums, strict=True)}

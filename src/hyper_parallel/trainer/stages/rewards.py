@@ -143,7 +143,6 @@ def _is_built_in(function: Reward) -> bool:
 
 
 def _parameters(function: Reward) -> list[inspect.Parameter]:
-    """Return the parameters of a function, or only `**kwargs` if it has no signature."""
     try:
         return [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):  # implemented in C

@@ -316,7 +316,6 @@ class _SamplingRank:
         recorder: SpanRecorder,
         reference: ReferenceWeights | None,
     ) -> None:
-        """Sample and publish this rank's part of a step, with log-probabilities under `reference` if it is set."""
         begin_s, microbatch = time.perf_counter(), self._microbatch
         with recorder.span("rollout", "compute"):
             completions = self._sampler.complete(inputs, step, self._part * self._rows, microbatch, self._weights)

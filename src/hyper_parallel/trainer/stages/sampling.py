@@ -152,7 +152,6 @@ def sample(
 
 
 def _decoding_sequences(tokens: Tensor, starts: Tensor, limits: Sequence[int], draws: Tensor) -> list[DecodingSequence]:
-    """Return the initial decoding state of each row whose limit is at least one token."""
     row_draws = draws.double().cpu().numpy()
     return [
         DecodingSequence(row, tokens[row, :start].tolist(), start, limit, row_draws[row])
