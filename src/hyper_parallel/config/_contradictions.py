@@ -1,6 +1,7 @@
 """Contradictions: recipe values that are each allowed, but not together.
 
-Rows of the tables are `Rule`s. Functions for `Rule.when` return None if the recipe satisfies the rule.
+Rows of the tables are `Rule`s. Functions for `Rule.when` return None if the recipe satisfies the rule, else values of
+the placeholders in the rule's texts, such as the overrides that a hint suggests.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def check_recipe(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParal
 
 
 def _or_pt(recipe: Recipe) -> dict[str, str]:
-    """Return `or_pt`, the alternative `stage: pt` unless other values need sft, and `source`, an override for sft."""
+    """Return the end `or_pt` of the hint, which suggests `stage=pt` if possible, and the override `source` for sft."""
     needs_sft = recipe.parallel.submodels is not None or recipe.data.balance == "cost"
     source = " data.source=FILE" if recipe.data.source == "python-stdlib" else ""
     return {"or_pt": "" if needs_sft else ", or `stage=pt` to learn every token", "source": source}
@@ -120,7 +121,7 @@ _DATA_RULES: Final[Rules] = (
          "streaming supports one source only",
          "{count} sources, streaming=true", "set `data.streaming=false`, or one `data.source`"),
     Rule("data.balance", lambda r: r.data.balance == "cost" and r.data.streaming,
-         "a stream is read before the costs of its records are known",
+         "`data.balance: cost` needs the costs of records in advance, which a stream does not have",
          "balance=cost, streaming=true", "set `data.balance=auto`", "auto, none"),
     Rule("data.balance", lambda r: r.data.balance == "cost" and not r.data.streaming and r.stage != "sft",
          "only conversations of `stage: sft` have images and audio to balance",
@@ -148,7 +149,10 @@ def _plan(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _idle_offload(recipe: Recipe) -> dict[str, str] | None:
-    """Return the placeholder values for keys of offload without a goal; `on` is empty if a goal would break a rule."""
+    """Return the placeholder values for settings of `offload` without a goal.
+
+    `on`, the goals to suggest, is empty if offload would break a rule.
+    """
     changed = [*recipe.offload.model_dump(exclude_defaults=True)]
     if recipe.offload.on or not changed:
         return None
@@ -191,7 +195,7 @@ def _held_out(recipe: Recipe) -> str:
 
 
 def _interval(recipe: Recipe) -> int:
-    """Return an interval in steps for checkpoints and evaluations: the one that is set, or 100, in whole rollouts."""
+    """Return the interval of checkpoints or evaluations that is set, or 100, rounded up to whole GRPO rollouts."""
     interval = recipe.checkpoint.every or recipe.training.eval_every or 100
     return interval + -interval % (recipe.grpo.num_iterations if recipe.stage == "grpo" else 1)
 
@@ -205,7 +209,7 @@ def _misses_evaluations(recipe: Recipe) -> dict[str, object] | None:
 
 
 def _evaluations(recipe: Recipe) -> str:
-    """Return the overrides that enable evaluations, also as `keep_best` needs them; empty if they are enabled."""
+    """Return the overrides that enable evaluations, with `keep_best` at every checkpoint; "" if enabled."""
     if recipe.training.eval_every:
         return ""
     interval = _interval(recipe)

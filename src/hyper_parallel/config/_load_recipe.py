@@ -86,10 +86,10 @@ _ALTERNATIVES: Final = (
     (("training", "warmup_steps"), ("training", "warmup_ratio")),
     (("offload", "budget"), ("offload", "max_slowdown")),
 )
-"""Pairs of alternative keys: a layer that sets one of them drops the other's value from earlier layers."""
+"""Pairs of alternative keys: a layer that sets one key drops values of the alternative key from earlier layers."""
 
 _OF_STAGES: Final = (("data", "packing"), ("data", "mask_documents"), ("training", "microbatch"))
-"""Keys derived by preference stages; a layer that changes to such a stage drops their earlier values."""
+"""Keys that preference stages derive; a layer that changes to a preference stage drops their earlier values."""
 
 _UNSET: Final = object()
 """Layer value that removes the values of earlier layers."""
@@ -118,7 +118,7 @@ class LoadedRecipe:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, key: str) -> str:
-        """Return the origin of a value or section for errors: `recipe.yaml: training.lr (set by command line)`."""
+        """Return the place of a value or section for errors: `recipe.yaml: training.lr (set by command line)`."""
         below = {origin for name, origin in self.origins.items() if name.startswith(f"{key}.")} - {_DEFAULT}
         section = below.pop() if len(below) == 1 else "recipe" if below else _DEFAULT
         origin = self.origins.get(key, _DEFAULT)
@@ -133,12 +133,13 @@ def load_recipe(
     """Read a recipe file, apply its parent and the overrides, and check it.
 
     Relative paths of inputs (model, source, tokenizer, ...) are resolved against the folder of their file if they exist
-    there, else against the working directory. Overrides and `output_dir` are relative to the working directory.
+    there, else against the working directory. Overrides and directories to write, such as `output_dir`, are relative to
+    the working directory.
 
     The recipe replaces values of its parent, and overrides replace values of both, key by key. For a key that cannot be
-    null, the override `null` restores the default. A value of `steps` or `epochs`, `warmup_steps` or `warmup_ratio`,
-    `budget` or `max_slowdown` drops an earlier value of the other key. A change to a preference stage drops earlier
-    values of packing, document masks and microbatch.
+    null, the override `null` restores the default. In each pair `steps` and `epochs`, `warmup_steps` and
+    `warmup_ratio`, `budget` and `max_slowdown`, setting one key drops earlier values of the other. A change to a
+    preference stage drops earlier values of packing, document masks and microbatch.
 
     Args:
         path: YAML file, or JSON if the name ends in `.json`. A top-level `extends: other.yaml`, relative to the file,
@@ -154,7 +155,7 @@ def load_recipe(
         Contradiction: HP104 if values contradict each other, or if the parent has a parent.
         DegreesMismatch: HP301 if the degrees do not multiply to `parallel.world_size`.
 
-    Of several unknown keys and invalid values, or several contradictions, the first is raised and lists the others.
+    If there are several unknown keys and invalid values, or several contradictions, the first error lists the others.
     """
     path = Path(path)
     refuse_data_file(path)
@@ -215,8 +216,8 @@ class _Sources:
 def refuse_data_file(path: Path, command: str | None = None) -> None:
     """Raise RecipeUnreadable (HP103) if a data file is given as the recipe.
 
-    `command` is the name of the command, such as `train`. The hint is this command with a recipe that reads the file as
-    data; for `plan`, with a recipe only. None, as for callers in Python: the hint is a sentence.
+    With the name of a command, such as `train`, the hint is a command line: this command with a recipe that reads the
+    file as data or, for `plan`, with a recipe only. With `command` None, for callers in Python, it is a sentence.
     """
     if is_data_file(path) and path.is_file():
         hint = "give a recipe that names the file under `data.source`"
@@ -272,7 +273,7 @@ def _as_yaml(value: object) -> str:
 
 
 def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
-    """Return the recipe with `training.steps` in place of `training.epochs`; `steps` is the equivalent number.
+    """Return the recipe with `training.epochs` replaced by `training.steps`, the number of steps of these epochs.
 
     Raises:
         Contradiction: HP104 if other values contradict `steps`, such as a longer warm-up or decay.
@@ -619,9 +620,9 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return a copy of a recipe for any working directory.
+    """Return a copy of a recipe that does not depend on the working directory.
 
-    Inputs that exist and directories to write become absolute paths, snapshots in the Hub's cache become Hub names.
+    Inputs that exist and directories to write become absolute paths. Snapshots in the Hub's cache become Hub names.
     """
 
     def absolute(value: str | None, written: bool) -> str | None:
@@ -646,7 +647,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def paths_read(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return pairs of dotted key and value for each path or name in a recipe that may be read."""
+    """Return pairs of dotted key and value for each input that a recipe names: a path, a Hub name or a preset."""
     paths: list[tuple[str, str]] = [("grpo.reward_funcs", n) for n in recipe.grpo.reward_funcs]
     for key in _PATHS:
         value = attrgetter(key)(recipe)

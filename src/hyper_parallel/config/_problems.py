@@ -166,7 +166,7 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key and aliases of every value in a section, its nested sections and those that may be null."""
+    """Yield the dotted keys and aliases of all values of a section, including sections that may be null."""
     for name in keys_of(model):
         field = model.model_fields.get(name)
         inner = None if field is None else optional_section(field.annotation)
@@ -340,7 +340,7 @@ class _InvalidValues:
         details = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
         for number, item in enumerate(details):
             path = _without_member(self.model, item["loc"])
-            # Each member of a union fails with an item of its own; keep the first.
+            # Each member of a union fails with a separate item; keep the first.
             items.setdefault(number if path == item["loc"] else path, item | {"loc": path})
         return [problem for item in items.values() for problem in self._item_problems(item)]
 
@@ -499,7 +499,7 @@ def validated(
     as_override: Callable[[str, object, str], str],
     aliases: Mapping[str, str] = types.MappingProxyType({}),
 ) -> S:
-    """Return the validated section; if there are several problems, the error lists the others.
+    """Return `data` as a section of class `model`; if there are several problems, the first error lists the others.
 
     Args:
         model: Class of the section.
@@ -507,7 +507,7 @@ def validated(
         where: Function from a dotted key to its origin, for errors: `recipe.yaml: training.lr (set by command line)`.
         as_override: Function for hints: `as_override(key, value, written)` returns the assignment in the user's syntax;
             `written` is the key that the user wrote.
-        aliases: Alias that the user wrote, by dotted key, for keys that are not named as in the section.
+        aliases: Alias that the user wrote, by dotted key, for errors.
 
     Raises:
         UnknownKey: HP101 for a key that the section does not have.
@@ -521,7 +521,7 @@ def validated(
 
 
 def read_section(path: Path, model: type[S], error: type[HyperParallelError], file_type: str) -> S:
-    """Return the section of class `model` in a YAML or JSON file; errors as for `read_mapping` and `validated`."""
+    """Read a YAML or JSON file as a section of class `model`; errors are those of `read_mapping` and `validated`."""
     return validated(
         model,
         read_mapping(path, error, file_type),
@@ -535,7 +535,7 @@ def _short(value: object) -> str:
 
 
 def raise_all(errors: Sequence[HyperParallelError]) -> None:
-    """Raise the first error, with one line for each other error; return if there are none."""
+    """Raise the first error, which lists the other errors; return if there are no errors."""
     if not errors:
         return
     first = errors[0]

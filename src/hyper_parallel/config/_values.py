@@ -98,4 +98,4 @@ MOST_WEIGHT: Final = 1e9
 """Maximum weight of a mixed source; the minimum is 1 / this value. Within these bounds, rounding errors of float64 are
 negligible."""
 MOST_CHUNKS: Final = 64
-"""Maximum chunks of one rank's tokens; each chunk has collectives of its own."""
+"""Maximum chunks of one rank's tokens; each chunk has separate collectives."""
