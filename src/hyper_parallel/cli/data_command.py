@@ -59,7 +59,7 @@ def data(
 
 @contextmanager
 def _without_torch(recipe: Recipe) -> Iterator[None]:
-    """Let imports of torch, which take seconds, fail inside the context, unless it is imported or may be needed."""
+    """Make imports of torch, which take seconds, fail in the context, unless torch is imported or may be needed."""
     from hyper_parallel.trainer.data.saved_tokenizer import media_of_processor
 
     directory = Path(recipe.data.tokenizer or recipe.model.path).expanduser()

@@ -108,7 +108,7 @@ def _print_properties(model: str, as_json: bool, trusted: bool) -> None:
 
 
 def _print_dumps(paths: list[Path], as_json: bool) -> None:
-    """Print the first collective at which ranks diverge, for each process group with such a collective."""
+    """Print the first collective at which ranks diverge, for each process group whose ranks diverge."""
     from hyper_parallel.reports.flight_recorder import divergences, read_dumps
 
     dumps = read_dumps(paths)

@@ -138,7 +138,7 @@ def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None, r
 
 
 def _choose_plan(ctx: typer.Context, recipe: Path | None, headroom: float | None) -> tuple[Plan, tuple[str, str]]:
-    """Return the plan of `recipe` or, if it is None, of the model in `ctx`; and the names of model and topology."""
+    """Return the plan of a recipe or, if `recipe` is None, of the model in `ctx`, and (model name, topology name)."""
     params = ctx.params
     if recipe is not None:
         if replaced := sorted(typed_options(ctx).keys() & {*_IN_RECIPE}):

@@ -48,7 +48,7 @@ def describe_submit(launcher: str, job: Job, words: Sequence[str]) -> str:
 def submit_job(launcher: str, job: Job, words: Sequence[str]) -> None:
     """Replace this process with torchrun, submit a Slurm job, or write a Kubernetes manifest.
 
-    The command, script or manifest is printed on standard error. `words` are those of `describe_submit`.
+    The command, script or manifest is printed on standard error. `words` as in `describe_submit`.
 
     Raises:
         OutputNotWritable: HP105 if the script or manifest cannot be written into the run directory.

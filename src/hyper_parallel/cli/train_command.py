@@ -135,7 +135,7 @@ def _load_with_plan(
 def load_any_recipe(path: Path, overrides: Sequence[str], no_code: bool, command: str = "train") -> LoadedRecipe:
     """Load a recipe or a LlamaFactory file; errors are those of `load_recipe` and `load_llamafactory`.
 
-    With `no_code`, also raise CodeRefused (HP110) if it names code. Hints name the command `command`.
+    With `no_code`, also raise CodeRefused (HP110) if the file names code. `command` is the running command, for hints.
     """
     from hyper_parallel.config import load_recipe, read_mapping, refuse_code, refuse_data_file
     from hyper_parallel.errors import RecipeUnreadable
@@ -317,8 +317,8 @@ def _kernel_lines(kernels: Sequence[Sequence[str]]) -> Iterator[str]:
 def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten) -> None:
     """Write the report of a run; print results on standard error, and the sample on standard output.
 
-    With --quiet, print one line on standard output instead. Do nothing if a report of the finished run exists. Write
-    errors are collected in `unwritten`.
+    With --quiet, print one line on standard output instead. Do nothing if the run had ended before and its report is
+    up to date. Write errors are collected in `unwritten`.
     """
     from hyper_parallel.reports import write_report
 
