@@ -190,7 +190,7 @@ def _run_colors(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
-    """Return charts of one run or several, by name; a chart without data is None. Charts over steps share x ranges."""
+    """Return charts of one run or several by name; a chart without data is None. Charts over steps share an x range."""
     ends = [(m[0]["step"], m[-1]["step"]) for m in (run.metrics for run in runs) if m]
     first, last = min((a for a, _ in ends), default=1) - 1, max((b for _, b in ends), default=1)
     margin = 0.02 * (last - first)
