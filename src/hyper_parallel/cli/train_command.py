@@ -89,7 +89,10 @@ def _trace_command(words: Sequence[str], options: Mapping[str, object]) -> str:
 
 
 def _refuse_dash(words: Sequence[str], topology: str | None) -> None:
-    """Raise HP102 for an override such as `-training.lr=1`, which typer reads as `-t`; `words`: recipe, overrides."""
+    """Raise HP102 for an override that begins with a dash, such as `-training.lr=1`, which typer reads as option `-t`.
+
+    `words` are the recipe and the overrides, for the hint.
+    """
     if topology is not None and "=" in topology:
         raise BadValue(
             "an override must not begin with a dash",

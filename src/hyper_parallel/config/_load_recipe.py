@@ -145,7 +145,7 @@ def load_recipe(
         path: YAML file, or JSON if the name ends in `.json`. A top-level `extends: other.yaml`, relative to the file,
             names one parent whose values the file overrides. A parent cannot have a parent.
         overrides: Values as `a.b=c`. `c` is parsed as YAML, except that the value of a text key is literal.
-        layers: Content that replaces the file: pairs of origin and values by dotted key. None: read the file.
+        layers: Layers to merge instead of the file: pairs of origin and values by dotted key. None: read the file.
 
     Raises:
         RecipeUnreadable: HP103 if a file cannot be read, is a data file, is too large, has a syntax error (with its

@@ -61,9 +61,10 @@ def optional_section(annotation: object) -> type[BaseModel] | None:
 
 
 def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | None:
-    """Return the field of a path of keys, aliases and list indices; None for an unknown key.
+    """Return the field at a path; None for an unknown key.
 
-    A part after a list or mapping is an index or a free key. It refers to the field of that list or mapping.
+    Parts of a path are keys or aliases of sections, list indices, and free keys of mappings. An index or a free key at
+    the end gives the field of its list or mapping.
     """
     section: type[BaseModel] | None = model
     field: FieldInfo | None = None

@@ -27,7 +27,7 @@ _ADAMW = (
 
 
 def canonical_optimizer(value: object) -> object:
-    """Return an optimizer's name in lower case, or `adamw` for a name in `_ADAMW`; other values are unchanged."""
+    """Return an optimizer's name in lower case, or `adamw` for a name in `_ADAMW`; dotted paths are unchanged."""
     if not isinstance(value, str) or "." in value:
         return value
     name = value.lower()

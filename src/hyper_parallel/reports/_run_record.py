@@ -24,7 +24,7 @@ _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Offloaded(TypedDict):
-    """Fields of an offloaded step that a report uses."""
+    """Metrics of a step with offload that a report uses."""
 
     difference_bytes: int
     outside_bytes: int
@@ -40,7 +40,7 @@ class _Offloaded(TypedDict):
 
 
 class _Overlap(TypedDict):
-    """Fields of exposed communication that a report uses; see `ir.masking`."""
+    """Metrics of exposed communication that a report uses; see `ir.masking`."""
 
     exposed_s: NotRequired[dict[str, _Number]]
     masking_timeline: NotRequired[_Number | None]

@@ -40,7 +40,7 @@ class PairStage(LearningStage):
         self.pairs = (work.tokens_per_step or 0) // work.seq_len / 2
 
     def inputs(self, microbatches: Microbatches, rows: Rows, batches: Any, step: int | None) -> StageInputs:
-        """Return the microbatches with `row_values` added, and None: the data's labels with loss are counted."""
+        """Return the microbatches with `row_values` added, and None as number of trained tokens; see `StageInputs`."""
         self._sums.clear()
         self.pairs = float((batches.step_batch((step or 1) - 1) >= 0).sum()) / 2
         values = self.row_values(rows, batches.sequences, held_out=step is None)

@@ -83,9 +83,11 @@ class Reference:
             except (OSError, ValueError):  # absent or damaged
                 values = None
             if values is None or values.shape != (rows,):
+                problem = "the resumed run lacks its reference log-probabilities, which trained weights cannot give"
+                if values is not None:
+                    problem = "the resumed run has reference log-probabilities of another number of answers"
                 raise CheckpointMismatch(
-                    "the resumed run lacks its reference log-probabilities, and the trained "
-                    "weights cannot reproduce them",
+                    problem,
                     where=str(path),
                     got="no file that can be read" if values is None else f"{len(values)} answers",
                     allowed=f"{rows} answers",

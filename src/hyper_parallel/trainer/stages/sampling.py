@@ -181,7 +181,7 @@ def _decode_exact(
 def _decode_in_slots(
     decoder: Decoder, weights: Weights, environments: Environments | None
 ) -> Iterator[DecodingSequence]:
-    """Yield a sequence after each token sampled for it; load newer weights when due; append replies that fit."""
+    """Yield a sequence after each token sampled for it; load newer weights when due, and append environment replies."""
     while True:
         for sequence in decoder.run():
             yield sequence
