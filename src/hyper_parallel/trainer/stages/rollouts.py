@@ -86,7 +86,7 @@ class Sampler:
         return cls(model, tokenizer, recipe.grpo, recipe.training.seed, eos)
 
     def prompts(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the right-padded prompts [N, S + 1] and their lengths [N]; a prompt ends before the first target token."""
+        """Return the right-padded prompts [N, S + 1] and their lengths [N]; the target tokens follow the prompt."""
         ids = torch.cat([part["input_ids"] for part in microbatches])
         labels = torch.cat([part["shift_labels"] for part in microbatches])
         # Labels are shifted: the first one is at the last token of the prompt.
