@@ -550,10 +550,7 @@ def _drop_replaced(merged: dict[_Key, tuple[Any, str]], layer: Mapping[_Key, Any
 def _merge_parallel(
     path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], origin: str, aliases: dict[str, str]
 ) -> None:
-    """Apply the rules of the `parallel` section to a layer before merging it; HP104 if `tp` and `tp_x` differ.
-
-    Enter the aliases of the layer into `aliases`, and remove those of earlier layers whose key the layer sets.
-    """
+    """Apply the rules of `parallel` to a layer before it is merged, and update `aliases` for the keys that it sets."""
     auto = ("parallel", "auto")
     if layer.get(("parallel",)) == "auto":
         del layer[("parallel",)]

@@ -319,15 +319,7 @@ def _parts(key: str) -> list[str | int]:
 
 @dataclass(frozen=True, slots=True)
 class _InvalidValues:
-    """Converter of the pydantic errors of a file to coded errors.
-
-    Attributes:
-        model: Section at the root of the file.
-        where: As for `validated`.
-        as_override: As for `validated`.
-        data: Values of the file, as passed to pydantic.
-        aliases: As for `validated`.
-    """
+    """Converter of the pydantic errors of a section to coded errors. Fields are the arguments of `validated`."""
 
     model: type[BaseModel]
     where: Callable[[str], str]

@@ -181,7 +181,6 @@ class Launch(Section):
     ray_address: str | None = None
     """Address of the Ray cluster (`auto`, `HOST:6379`). None: RAY_ADDRESS; if unset, a cluster is started on this
     machine."""
-
     image: str | None = None
     """Container image for Kubernetes; must contain this package and torch."""
     namespace: str | None = None

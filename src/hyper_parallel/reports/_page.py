@@ -412,10 +412,7 @@ def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _mesh(mesh: Mesh) -> dict[str, Any] | None:
-    """Return the table of ranks in a mesh for the template, with one row per group of the innermost axes.
-
-    The innermost axes are the tensor-parallel axes if present, else the last axis. None for one device.
-    """
+    """Return the table of ranks, with a row per group of the tensor-parallel or else last axes; None for one device."""
     axes = [(n, d) for n, d in mesh.axes if d > 1]
     if not axes:
         return None
